@@ -1,0 +1,118 @@
+"""The staged job: what a trainer hands to the agent on its host, and what comes back (format §7)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from recpoint.format.manifest import Dtype, Kind, TableSpec
+from recpoint.format.naming import MAX_RANK, job_stem
+from recpoint.format.records import (
+    CheckpointRef,
+    Generation,
+    HexToken,
+    Milliseconds,
+    Part,
+    Record,
+    Step,
+)
+
+__all__ = ["Job", "Outcome", "Segment", "StagedTable"]
+
+_Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Segment(Part):
+    """One array in the slot file: little-endian, C order, at a multiple of 64 bytes."""
+
+    name: Annotated[str, Field(pattern=r"\A[a-z0-9_.]{1,64}\z")]
+    dtype: Dtype
+    shape: Annotated[tuple[_Bytes, ...], Field(max_length=8, strict=False)]
+    offset: Annotated[int, Field(ge=0, lt=2**63, multiple_of=64)]
+    bytes: _Bytes
+    crc32c: Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class StagedTable(Part):
+    """One table's rows in the slot, and how they are to be stored."""
+
+    spec: TableSpec
+    row_count: _Bytes
+    all_rows: bool  # every row is there, in order: there is no ids segment
+    bits: Annotated[int, Field(ge=2, le=64)]  # 2, 3, 4, 8; or the dtype's own width: exact
+
+
+class Job(Record):
+    """A complete snapshot in a slot of the staging area."""
+
+    format: Literal["recpoint/job"] = "recpoint/job"
+    run_url: Annotated[str, Field(max_length=4096)]
+    run: HexToken
+    step: Step
+    generation: Generation
+    attempt: HexToken
+    kind: Kind
+    base: CheckpointRef | None
+    parent: CheckpointRef | None
+    chain_length: Annotated[int, Field(ge=1, le=10_000)]
+    rank: Annotated[int, Field(ge=0, le=MAX_RANK)]
+    ranks: Annotated[int, Field(ge=1, le=100_000)]
+    tables: Annotated[tuple[StagedTable, ...], Field(max_length=100_000, strict=False)]
+    slot: Annotated[str, Field(pattern=r"\Ar[0-9]{5}-[0-9]{1,4}\.bin\z")]
+    slot_bytes: _Bytes
+    segments: Annotated[tuple[Segment, ...], Field(max_length=1_000_000, strict=False)]
+    snapshot_ms: Milliseconds
+    staged_ms: Milliseconds
+    stall_us: _Bytes
+    full_bytes: _Bytes
+    interval_batches: _Bytes  # batches since the checkpoint before, for the lag
+
+    @property
+    def ref(self) -> CheckpointRef:
+        """The checkpoint this job becomes."""
+        return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
+
+    @property
+    def stem(self) -> str:
+        """File name of the job without its ending."""
+        return job_stem(self.generation, self.step, self.rank)
+
+    @property
+    def dirty_rows(self) -> int:
+        """Rows staged, over all tables."""
+        return sum(table.row_count for table in self.tables)
+
+    def segment(self, name: str) -> Segment:
+        """The segment called `name`; KeyError if there is none."""
+        for segment in self.segments:
+            if segment.name == name:
+                return segment
+        raise KeyError(name)
+
+    @model_validator(mode="after")
+    def _segments(self) -> Self:
+        end = 0
+        for segment in sorted(self.segments, key=lambda segment: segment.offset):
+            if segment.offset < end:
+                raise ValueError(f"segment {segment.name} overlaps the one before it")
+            end = segment.offset + segment.bytes
+        if end > self.slot_bytes:
+            raise ValueError(f"the segments end at {end}, the slot at {self.slot_bytes}")
+        if len({segment.name for segment in self.segments}) != len(self.segments):
+            raise ValueError("two segments have one name")
+        return self
+
+
+class Outcome(Record):
+    """The agent's answer to a job: the slot is free; the checkpoint is there, or will never be."""
+
+    format: Literal["recpoint/outcome"] = "recpoint/outcome"
+    step: Step
+    generation: Generation
+    attempt: HexToken
+    result: Literal["committed", "rejected"]
+    error_type: str  # name of the class in recpoint.errors; "" when committed
+    error: str
+    stored_bytes: _Bytes
+    finished_ms: Milliseconds

@@ -1,0 +1,1 @@
+"""recpoint: cheap, frequent, proven recovery points for recommender training."""

@@ -1,0 +1,192 @@
+"""Every exception recpoint raises, in one tree.
+
+A message always answers four questions: which object, what was found there, what was expected,
+and what to run or change next. Callers that want to react rather than read use the attributes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "ChainError",
+    "CommitConflict",
+    "CommitError",
+    "DigestMismatch",
+    "ForeignObject",
+    "FormatError",
+    "IncompatibleModel",
+    "MalformedObject",
+    "MissingLink",
+    "NonFiniteValue",
+    "NothingToRestore",
+    "ObjectExists",
+    "ObjectNotFound",
+    "RecpointError",
+    "RestoreError",
+    "SettingsError",
+    "StaleWriter",
+    "StagingError",
+    "StagingFull",
+    "StoreAccessDenied",
+    "StoreError",
+    "StoreFull",
+    "StoreThrottled",
+    "StoreUnavailable",
+    "StoreUnsupported",
+    "UnsupportedVersion",
+]
+
+
+class RecpointError(Exception):
+    """Base of all recpoint errors.
+
+    Args:
+        subject: the object it is about: a key, a path, a table, a setting.
+        found: what was there.
+        expected: what should have been there.
+        next_step: the command to run or the change to make.
+    """
+
+    #: Whether the same call may succeed when it is made again later, with nothing changed.
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, subject: str, *, found: str, expected: str, next_step: str) -> None:
+        super().__init__(subject, found, expected, next_step)
+        self.subject = subject
+        self.found = found
+        self.expected = expected
+        self.next_step = next_step
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.subject, self.found, self.expected, self.next_step))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.subject}: found {self.found}; expected {self.expected}. Next: {self.next_step}"
+        )
+
+
+def _rebuild(
+    kind: type[RecpointError], subject: str, found: str, expected: str, next_step: str
+) -> RecpointError:
+    return kind(subject, found=found, expected=expected, next_step=next_step)
+
+
+class SettingsError(RecpointError, ValueError):
+    """A setting that cannot work, refused when it is given; `subject` names the setting."""
+
+
+class NonFiniteValue(RecpointError, ValueError):
+    """A NaN or an infinity where only finite values can be stored."""
+
+
+# --- the store -----------------------------------------------------------------------------------
+
+
+class StoreError(RecpointError):
+    """The store did not do what was asked."""
+
+
+class ObjectNotFound(StoreError):
+    """No object has this key."""
+
+
+class ObjectExists(StoreError):
+    """A create-only write found another object under its key."""
+
+
+class StoreAccessDenied(StoreError):
+    """The store knows us and says no, or does not know us (401, 403)."""
+
+
+class StoreThrottled(StoreError):
+    """The store asks for fewer requests (429, 503)."""
+
+    retryable = True
+
+
+class StoreUnavailable(StoreError):
+    """No usable answer: time-out, reset, refused connection, 5xx, body shorter than announced."""
+
+    retryable = True
+
+
+class StoreFull(StoreError):
+    """No space or quota is left in the store."""
+
+
+class StoreUnsupported(StoreError):
+    """The store lacks something a commit relies on, for instance create-only writes."""
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+class FormatError(RecpointError):
+    """Bytes that are not what docs/format.md describes."""
+
+
+class MalformedObject(FormatError):
+    """A manifest, chunk, generation record or staged job that does not parse, or breaks a bound."""
+
+
+class UnsupportedVersion(FormatError):
+    """Written by a version of the format this release does not read."""
+
+
+class DigestMismatch(FormatError):
+    """Bytes whose crc32c or length differs from the recorded one."""
+
+
+class ForeignObject(FormatError):
+    """A well-formed object that belongs to another run, checkpoint or table."""
+
+
+# --- chains and commits --------------------------------------------------------------------------
+
+
+class ChainError(RecpointError):
+    """The links from a full to an increment do not join up."""
+
+
+class MissingLink(ChainError):
+    """A checkpoint that an increment depends on is not there, or is another one of that step."""
+
+
+class CommitError(RecpointError):
+    """A checkpoint could not be committed, and never will be in this form."""
+
+
+class CommitConflict(CommitError):
+    """Another writer has committed this step of this generation."""
+
+
+class StaleWriter(CommitError):
+    """A newer trainer has taken over the run; this one may not commit any more."""
+
+
+# --- restoring -----------------------------------------------------------------------------------
+
+
+class RestoreError(RecpointError):
+    """A restore could not be done."""
+
+
+class NothingToRestore(RestoreError):
+    """The run holds no checkpoint that can be restored."""
+
+
+class IncompatibleModel(RestoreError):
+    """Model, optimizers or tables differ from the checkpoint's."""
+
+
+# --- staging -------------------------------------------------------------------------------------
+
+
+class StagingError(RecpointError):
+    """The staging area on this host cannot be used."""
+
+
+class StagingFull(StagingError):
+    """The staging area has no room for this checkpoint."""
