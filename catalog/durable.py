@@ -1,0 +1,182 @@
+"""Steps that a local file takes until it survives the death of process and machine.
+
+Every function that changes the disk announces each of its steps to one observer first, so that a
+test can stop a process at any of them and look at what is left (`recpoint.testing.die_at`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = [
+    "TEMPORARY_PREFIX",
+    "Observer",
+    "create_exclusively",
+    "fsync_directory",
+    "fsync_file",
+    "make_directory",
+    "remove",
+    "set_observer",
+    "step",
+    "write_atomically",
+]
+
+#: Names of files that are being written start so; what a killed writer left keeps such a name.
+TEMPORARY_PREFIX = ".tmp-"
+
+#: Is told the name of each step right before it is taken; what it raises stops the step.
+Observer = Callable[[str], None]
+
+_observer: Observer | None = None
+
+
+def set_observer(observer: Observer | None) -> None:
+    """Have `observer` called before every step of this process, from the thread that takes it."""
+    global _observer
+    _observer = observer
+
+
+def step(name: str) -> None:
+    """Announce the step `name`; costs one comparison when nobody observes."""
+    if _observer is not None:
+        _observer(name)
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
+    """Make `data` the content of `path`, replacing what is there; durable when it returns.
+
+    Whoever opens `path` sees the old content or the new, never a mixture.
+
+    Raises:
+        OSError: of the step that failed; `path` is as it was, unless it was the last fsync.
+    """
+    target = Path(path)
+    temporary = _write_temporary(target, data)
+    try:
+        step(f"rename {target.name}")
+        os.replace(temporary, target)
+    except OSError:
+        _discard(temporary)
+        raise
+    fsync_directory(target.parent)
+
+
+def create_exclusively(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
+    """Create `path` with content `data`; durable when it returns.
+
+    `link` is the step that decides: it is atomic and fails when the name is taken, on NFS too,
+    where an exclusive open is not enough (and would show an empty file first).
+
+    Raises:
+        FileExistsError: there is such a file; it is durable.
+        OSError: of the step that failed.
+    """
+    target = Path(path)
+    temporary = _write_temporary(target, data)
+    try:
+        step(f"link {target.name}")
+        os.link(temporary, target)
+    except FileExistsError:
+        _discard(temporary)
+        # Whoever made it may have died before this fsync, and the caller may now rely on it.
+        fsync_directory(target.parent)
+        raise
+    except OSError:
+        _discard(temporary)
+        raise
+    step(f"unlink temporary of {target.name}")
+    os.unlink(temporary)
+    fsync_directory(target.parent)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove the file; gone for good when it returns. It is no error when there is none.
+
+    The directory is synced in that case too: an earlier try may have died before it.
+    """
+    target = Path(path)
+    step(f"unlink {target.name}")
+    try:
+        os.unlink(target)
+    except FileNotFoundError:
+        if not target.parent.is_dir():
+            return
+    fsync_directory(target.parent)
+
+
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Make the directory and its missing parents, each durable in the one above it."""
+    target = Path(path)
+    missing = []
+    while not target.is_dir():
+        missing.append(target)
+        if target == target.parent:
+            break
+        target = target.parent
+    for directory in reversed(missing):
+        step(f"mkdir {directory.name}")
+        try:
+            os.mkdir(directory)
+        except FileExistsError:
+            if not directory.is_dir():
+                raise NotADirectoryError(
+                    errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)
+                ) from None
+        fsync_directory(directory.parent)
+
+
+def fsync_directory(path: str | os.PathLike[str]) -> None:
+    """Make names made, replaced and removed in the directory durable."""
+    _fsync(path, f"fsync directory {Path(path).name}", os.O_RDONLY | os.O_DIRECTORY)
+
+
+def fsync_file(file: int | str | os.PathLike[str]) -> None:
+    """Make a file's bytes durable; `file` is a path or an open file descriptor."""
+    if isinstance(file, int):
+        step("fsync open file")
+        os.fsync(file)
+    else:
+        _fsync(file, f"fsync {Path(file).name}", os.O_RDONLY)
+
+
+def _fsync(path: str | os.PathLike[str], name: str, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        step(name)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_temporary(target: Path, data: bytes | bytearray | memoryview) -> Path:
+    """Write `data` durably under a new temporary name beside `target`."""
+    temporary = target.with_name(TEMPORARY_PREFIX + secrets.token_hex(16))
+    step(f"write {target.name}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            left = memoryview(data).cast("B")
+            while left:
+                left = left[os.write(descriptor, left) :]
+            step(f"fsync {target.name}")
+            # Once only: after a failed fsync the kernel may call lost pages clean (a second says
+            # success), so the whole write has failed.
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        _discard(temporary)
+        raise
+    return temporary
+
+
+def _discard(temporary: Path) -> None:
+    """Remove a temporary file after an error, which matters more than one met here."""
+    try:
+        os.unlink(temporary)
+    except OSError:
+        pass  # what is left is found by `list_unfinished` and swept

@@ -1,0 +1,107 @@
+"""Run URLs: what they may look like, and the one spelling that each is known by."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from recpoint.errors import SettingsError
+
+__all__ = ["RunUrl", "parse_run_url"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
+_PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
+
+_NEXT = "give a local path, file:///path, s3://bucket/prefix, or another fsspec URL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunUrl:
+    """A run URL taken apart.
+
+    Attributes:
+        scheme: lower case; `file` for local paths.
+        bucket: what stands between `//` and the next slash; empty for local paths.
+        path: without slashes at its ends; for local paths absolute.
+        url: the one spelling; safe to print.
+    """
+
+    scheme: str
+    bucket: str
+    path: str
+    url: str
+
+
+def parse_run_url(url: str) -> RunUrl:
+    """Take a run URL apart.
+
+    Local paths may be relative to the working directory; links in them are kept, unless they are
+    written with `..`, which has a meaning only once links are followed.
+
+    Raises:
+        SettingsError: it is empty, or has no bucket, credentials, a query, `..`, or blanks.
+            The message never repeats a credential.
+    """
+    if not url.strip() or "\x00" in url:
+        raise _refused(url, "an empty URL" if not url.strip() else "a NUL character")
+    match = _SCHEME.match(url)
+    if match is None:
+        return _local(os.path.expanduser(url))
+    scheme = match[1].lower()
+    if "::" in url:
+        raise _refused(url, "a chain of file systems, which has no durable create-only writes")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise _refused(url, "a URL that does not parse") from None
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise _refused(url, "a query or fragment, where a credential could hide")
+    if scheme in ("file", "local"):
+        return _local_url(url, parts.netloc, unquote(parts.path))
+    user, at, _ = parts.netloc.rpartition("@")
+    # abfs://container@account.dfs.core.windows.net is an address; with a colon it is a password.
+    if at and (":" in user or not scheme.startswith(("abfs", "wasb"))):
+        raise _refused(url, "a credential in the URL")
+    if scheme != "memory" and not _BUCKET.match(parts.netloc.replace("@", "-")):
+        raise _refused(url, "no bucket" if not parts.netloc else "a malformed bucket name")
+    pieces = [piece for piece in parts.path.split("/") if piece]
+    for piece in pieces:
+        if piece in (".", "..") or not _PATH_PART.match(piece):
+            raise _refused(url, f"the path segment {piece!r}")
+    path = "/".join(pieces)
+    address = f"{parts.netloc}/{path}".rstrip("/")
+    return RunUrl(scheme=scheme, bucket=parts.netloc, path=path, url=f"{scheme}://{address}")
+
+
+def _local_url(url: str, host: str, path: str) -> RunUrl:
+    if host not in ("", "localhost"):
+        raise _refused(url, f"the host {host.rpartition('@')[2]!r} in a file URL")
+    if not path.startswith("/") or "\x00" in path or ".." in path.split("/"):
+        raise _refused(url, "a file URL whose path is not absolute, or has `..`")
+    return _local(path)
+
+
+def _local(path: str) -> RunUrl:
+    absolute = os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
+    if absolute.startswith("//"):  # which abspath keeps, since POSIX does
+        absolute = absolute[1:]
+    if absolute == "/":
+        raise _refused(path, "the root directory")
+    return RunUrl(scheme="file", bucket="", path=absolute, url=absolute)
+
+
+def _refused(url: str, found: str) -> SettingsError:
+    # Only the scheme and what is after the last @ are shown, and nothing after a ? or #.
+    shown = re.split(r"[?#]", url, maxsplit=1)[0]
+    if "@" in shown:
+        scheme = _SCHEME.match(shown)
+        shown = f"{scheme[1] + '://' if scheme else ''}***@{shown.rpartition('@')[2]}"
+    return SettingsError(
+        f"run URL {shown[:200]!r}",
+        found=found,
+        expected="where the run's objects are, credentials coming from the environment",
+        next_step=_NEXT,
+    )
