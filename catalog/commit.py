@@ -1,0 +1,126 @@
+"""Making a checkpoint exist: fence, parent, create-only, read back (format §6.1 W4-W5, §6.2)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from recpoint.catalog.chain import check_link
+from recpoint.catalog.create_only import create_or_read
+from recpoint.catalog.run import Run
+from recpoint.errors import (
+    CommitConflict,
+    ForeignObject,
+    MalformedObject,
+    MissingLink,
+    ObjectNotFound,
+    StaleWriter,
+)
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import generation_key, manifest_key
+from recpoint.format.records import MAX_RECORD_BYTES, pack_record
+
+__all__ = ["commit"]
+
+
+def commit(
+    run: Run, manifest: Manifest, *, expect_generation_newest: bool = True
+) -> Literal["created", "already"]:
+    """Create the manifest. Every chunk it names MUST be durable by now (format §6.1 W3).
+
+    May be called again with the same attempt as often as one likes, by any process, also after
+    the trainer has been replaced: what has been committed stays committed.
+
+    Args:
+        run: the run it belongs to.
+        manifest: the checkpoint.
+        expect_generation_newest: check the fence; off for work that no trainer owns.
+
+    Returns:
+        `"created"` when this call made it exist, `"already"` when an earlier one had.
+
+    Raises:
+        StaleWriter: a newer trainer owns the run.
+        MissingLink: the checkpoint that this increment was taken after is not there.
+        ChainError: it is there, and the two contradict each other.
+        CommitConflict: another attempt has this step and generation.
+        ForeignObject: the manifest is of another run.
+        FormatError: the manifest is too large; or its parent's is damaged, or what is there is.
+        StoreError: the store refuses, or it is unknown after several tries whether it wrote.
+    """
+    key = manifest_key(manifest.step, manifest.generation)
+    if manifest.run != run.id:
+        raise ForeignObject(
+            key,
+            found=f"a manifest of run {manifest.run}",
+            expected=f"run {run.id} of {run.url}",
+            next_step="commit it to the run its trainer was started on",
+        )
+    try:
+        if expect_generation_newest:
+            _check_fence(run, manifest)
+        if manifest.parent is not None:
+            _check_parent(run, manifest)
+    except (StaleWriter, MissingLink):
+        # Both also come up when an earlier call of ours committed and its answer got lost.
+        if _is_there(run, manifest):
+            return "already"
+        raise
+    data = pack_record(manifest)
+    if len(data) > MAX_RECORD_BYTES:
+        raise MalformedObject(
+            key,
+            found=f"a manifest of {len(data)} bytes",
+            expected=f"at most {MAX_RECORD_BYTES}",
+            next_step="write larger chunks",
+        )
+    there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
+    if there is None:
+        return "created"
+    _check_ours(manifest, run.parse_manifest(there, manifest.step, manifest.generation))
+    return "already"
+
+
+def _check_fence(run: Run, manifest: Manifest) -> None:
+    numbers = run.generation_numbers()
+    newest = numbers[-1] if numbers else 0
+    if newest != manifest.generation:
+        raise StaleWriter(
+            generation_key(manifest.generation),
+            found=f"generation {newest} as the newest of the run",
+            expected=f"generation {manifest.generation}, which took step {manifest.step}",
+            next_step="nothing, if the trainer was restarted; else stop the second trainer",
+        )
+
+
+def _check_parent(run: Run, manifest: Manifest) -> None:
+    parent = manifest.parent
+    if parent is None:
+        return
+    try:
+        found = run.manifest(parent.step, parent.generation)
+    except ObjectNotFound as error:
+        raise MissingLink(
+            manifest_key(parent.step, parent.generation),
+            found="no manifest",
+            expected=f"{parent}, after which {manifest.ref} was taken",
+            next_step="let the trainer write a full checkpoint",
+        ) from error
+    check_link(manifest, found)
+
+
+def _is_there(run: Run, manifest: Manifest) -> bool:
+    try:
+        there = run.manifest(manifest.step, manifest.generation)
+    except ObjectNotFound:
+        return False
+    return there.ref == manifest.ref
+
+
+def _check_ours(manifest: Manifest, there: Manifest) -> None:
+    if there.attempt != manifest.attempt:
+        raise CommitConflict(
+            manifest_key(manifest.step, manifest.generation),
+            found=f"attempt {there.attempt}",
+            expected=f"attempt {manifest.attempt}",
+            next_step="keep what is there: another writer has committed this step first",
+        )

@@ -1,0 +1,320 @@
+"""A run: its record, its generations, its manifests, and taking it over (format §4, §5, §6.1)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from recpoint.catalog.create_only import create_or_read
+from recpoint.catalog.lineage import LINEAGE_NEXT_STEP, ManifestName, live_line
+from recpoint.catalog.store import Store
+from recpoint.errors import (
+    ForeignObject,
+    FormatError,
+    NothingToRestore,
+    ObjectNotFound,
+    RecpointError,
+    StoreUnavailable,
+)
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import (
+    GENERATIONS_PREFIX,
+    MANIFESTS_PREFIX,
+    RUN_KEY,
+    generation_key,
+    manifest_key,
+    parse_generation_key,
+    parse_manifest_key,
+)
+from recpoint.format.records import (
+    MAX_RECORD_BYTES,
+    CheckpointRef,
+    GenerationRecord,
+    RunRecord,
+    pack_record,
+    unpack_record,
+)
+
+__all__ = ["Run"]
+
+_RUN_NEXT_STEP = "put run.json back from a backup, or start a new run under another URL"
+_MANIFEST_NEXT_STEP = "recpoint check URL, and restore an older checkpoint"
+_CLAIM_TRIES = 100
+_READERS = 8
+
+
+class Run:
+    """One training job's catalog. Instances may be used from several threads.
+
+    Generation records never change once they exist, so an instance reads each of them once.
+    """
+
+    def __init__(self, store: Store, record: RunRecord) -> None:
+        self.store = store
+        self.record = record
+        self._generations: dict[int, GenerationRecord] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def id(self) -> str:
+        """The run's random id, 32 hexadecimal digits; in every object of the run."""
+        return self.record.run
+
+    @property
+    def url(self) -> str:
+        """The run URL, without credentials."""
+        return self.store.url
+
+    @classmethod
+    def open(cls, store: Store) -> Self:
+        """The run that is there (format §6.3 R1).
+
+        Raises:
+            NothingToRestore: there is no run under this URL.
+            FormatError: `run.json` is damaged or of an unknown version.
+        """
+        try:
+            data = store.get(RUN_KEY, max_bytes=MAX_RECORD_BYTES)
+        except ObjectNotFound as error:
+            raise NothingToRestore(
+                store.url,
+                found=f"no {RUN_KEY}",
+                expected="the URL of a run that a trainer has started",
+                next_step="check the URL (recpoint list URL), or start the trainer",
+            ) from error
+        return cls(store, _run_record(data))
+
+    @classmethod
+    def create(cls, store: Store) -> Self:
+        """The run that is there, or a new one when there is none (format §6.1 W1).
+
+        Raises:
+            StoreUnsupported: the store does not honour create-only writes (format §6.2).
+            FormatError: there is a `run.json`, and it is damaged.
+        """
+        store.probe()
+        record = RunRecord(run=secrets.token_hex(16), created_ms=_now_ms())
+        there = create_or_read(store, RUN_KEY, pack_record(record), max_bytes=MAX_RECORD_BYTES)
+        return cls(store, record if there is None else _run_record(there))
+
+    # --- generations ---------------------------------------------------------------------------
+
+    def generation_numbers(self) -> list[int]:
+        """Numbers of all generations that have a record, ascending; one listing, no reads."""
+        found = (parse_generation_key(info.key) for info in self.store.list(GENERATIONS_PREFIX))
+        return sorted(number for number in found if number is not None)
+
+    def generation(self, number: int) -> GenerationRecord:
+        """The record of one generation.
+
+        Raises:
+            FormatError: it is damaged, or of another run; nobody may guess what it said.
+            ObjectNotFound: there is none.
+        """
+        with self._lock:
+            known = self._generations.get(number)
+        if known is not None:
+            return known
+        key = generation_key(number)
+        data = self.store.get(key, max_bytes=MAX_RECORD_BYTES)
+        record = unpack_record(GenerationRecord, data, name=key, next_step=LINEAGE_NEXT_STEP)
+        if record.run != self.id or record.generation != number:
+            raise ForeignObject(
+                key,
+                found=f"the record of run {record.run}, generation {record.generation}",
+                expected=f"run {self.id}, generation {number}",
+                next_step=LINEAGE_NEXT_STEP,
+            )
+        with self._lock:
+            self._generations[number] = record
+        return record
+
+    def generations(self) -> list[GenerationRecord]:
+        """Every generation record, ascending; the errors of `generation` for the first bad one."""
+        read = self.read_generations(self.generation_numbers())
+        for outcome in read.values():
+            if isinstance(outcome, RecpointError):
+                raise outcome
+        return [outcome for outcome in read.values() if isinstance(outcome, GenerationRecord)]
+
+    def read_generations(
+        self, numbers: Iterable[int]
+    ) -> dict[int, GenerationRecord | FormatError | ObjectNotFound]:
+        """Read several records at once; a record that cannot be used comes as its error."""
+
+        def read(number: int) -> GenerationRecord | FormatError | ObjectNotFound:
+            try:
+                return self.generation(number)
+            except (FormatError, ObjectNotFound) as error:
+                return error
+
+        wanted = list(numbers)
+        with ThreadPoolExecutor(max_workers=_READERS) as readers:
+            return dict(zip(wanted, readers.map(read, wanted), strict=True))
+
+    # --- manifests -----------------------------------------------------------------------------
+
+    def manifest_names(self) -> list[ManifestName]:
+        """All manifests there are, live or superseded, ascending; one listing, no reads."""
+        found = (parse_manifest_key(info.key) for info in self.store.list(MANIFESTS_PREFIX))
+        return sorted(ManifestName(*name) for name in found if name is not None)
+
+    def live_line(self, *, before: int | None = None) -> list[ManifestName]:
+        """The checkpoints that count, newest first (format §5).
+
+        Args:
+            before: leave out this generation and all later ones: the line its trainer started on.
+
+        Raises:
+            FormatError: a generation record on the way is damaged; its key is the subject.
+            MissingLink: one is not there.
+        """
+        # Generations first: a manifest that appears in between belongs to a generation that is
+        # already known, or is left for the next look.
+        numbers = [
+            number for number in self.generation_numbers() if before is None or number < before
+        ]
+        names = self.manifest_names()
+        read = self.read_generations(numbers)
+        usable = {
+            number: record
+            for number, record in read.items()
+            if isinstance(record, GenerationRecord)
+        }
+        newest = numbers[-1] if numbers else 0
+        try:
+            return live_line(newest, usable, names)
+        except RecpointError as error:
+            # A record that is there but unreadable is the better thing to tell about.
+            for number, outcome in read.items():
+                if error.subject == generation_key(number) and isinstance(outcome, RecpointError):
+                    raise outcome from error
+            raise
+
+    def superseded(self) -> list[ManifestName]:
+        """Manifests that are not on the live line, newest first; see `live_line` for errors."""
+        live = set(self.live_line())
+        return [name for name in reversed(self.manifest_names()) if name not in live]
+
+    def manifest(self, step: int, generation: int) -> Manifest:
+        """One manifest, fully checked.
+
+        Raises:
+            ObjectNotFound: there is none.
+            FormatError: it is damaged, or says it is another one than its key says.
+        """
+        key = manifest_key(step, generation)
+        data = self.store.get(key, max_bytes=MAX_RECORD_BYTES)
+        return self.parse_manifest(data, step, generation)
+
+    def parse_manifest(self, data: bytes, step: int, generation: int) -> Manifest:
+        """The manifest in `data`, which was read from the key of this step and generation."""
+        key = manifest_key(step, generation)
+        manifest = unpack_record(Manifest, data, name=key, next_step=_MANIFEST_NEXT_STEP)
+        if (manifest.run, manifest.step, manifest.generation) != (self.id, step, generation):
+            raise ForeignObject(
+                key,
+                found=f"the manifest of run {manifest.run}, step {manifest.step}, "
+                f"generation {manifest.generation}",
+                expected=f"run {self.id}, step {step}, generation {generation}",
+                next_step=_MANIFEST_NEXT_STEP,
+            )
+        return manifest
+
+    # --- taking over ---------------------------------------------------------------------------
+
+    def claim(self, restored: CheckpointRef | None) -> GenerationRecord:
+        """Take the run over: create the next generation record (format §6.1 W1).
+
+        From then on no earlier trainer can commit. Two trainers that claim at once get different
+        numbers; the later number owns the run.
+
+        Args:
+            restored: the checkpoint the trainer goes on from; None: from nothing.
+
+        Raises:
+            StoreUnavailable: so many trainers are claiming that no number was to be had.
+            StoreError: the store refuses, or cannot be reached.
+        """
+        for _ in range(_CLAIM_TRIES):
+            numbers = self.generation_numbers()
+            record = GenerationRecord(
+                run=self.id,
+                generation=numbers[-1] + 1 if numbers else 1,
+                token=secrets.token_hex(16),
+                restored=restored,
+                host=socket.gethostname()[:255],
+                pid=os.getpid(),
+                created_ms=_now_ms(),
+            )
+            key = generation_key(record.generation)
+            data = pack_record(record)
+            there = create_or_read(self.store, key, data, max_bytes=MAX_RECORD_BYTES)
+            # The token in the bytes makes them ours and nobody else's.
+            if there is None or there == data:
+                with self._lock:
+                    self._generations[record.generation] = record
+                return record
+        raise StoreUnavailable(
+            f"{self.url}/{GENERATIONS_PREFIX}",
+            found=f"{_CLAIM_TRIES} numbers in a row taken by other trainers",
+            expected="one trainer at a time starting on a run",
+            next_step="stop what keeps starting trainers on this run, and try again",
+        )
+
+    def committed_meanwhile(
+        self, record: GenerationRecord, *, seen: ManifestName | None
+    ) -> ManifestName | None:
+        """What an earlier trainer still committed before `record` fenced it off, if anything.
+
+        Args:
+            record: the claim of this trainer.
+            seen: the newest checkpoint of the live line when the trainer chose what to restore.
+
+        Returns:
+            The newest checkpoint of the line that `record` took over, when it is neither the one
+            seen nor the one restored; None when nothing was missed.
+        """
+        line = self.live_line(before=record.generation)
+        restored = record.restored
+        if not line or line[0] == seen:
+            return None
+        if restored and line[0] == (restored.step, restored.generation):
+            return None
+        return line[0]
+
+    def claim_from_newest(
+        self, restore: Callable[[int | None], CheckpointRef | None]
+    ) -> GenerationRecord:
+        """Restore and claim so that no commit falls in between unnoticed (format §6.1 W1).
+
+        Not for a trainer that was told which step to restore: what others commit meanwhile is
+        then left behind on purpose, and `claim` is all it needs.
+
+        Args:
+            restore: restores the newest usable checkpoint of `live_line(before=...)` of its
+                argument; returns its reference, None when there is none. It is called once more
+                with this claim's number when a checkpoint was committed since the first look.
+        """
+        line = self.live_line()
+        record = self.claim(restore(None))
+        newer = self.committed_meanwhile(record, seen=line[0] if line else None)
+        if newer is None:
+            return record
+        # The trainers before `record` can start no further commit, so that this look is the last.
+        again = restore(record.generation)
+        return record if again == record.restored else self.claim(again)
+
+
+def _run_record(data: bytes) -> RunRecord:
+    return unpack_record(RunRecord, data, name=RUN_KEY, next_step=_RUN_NEXT_STEP)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
