@@ -1,0 +1,13 @@
+"""Tensors in, tensors out, no I/O: the operations on embedding rows.
+
+One folder for each operation: `reference.py` says what is right, `cpu.py` and `triton.py` are fast and
+give the same bits, and the folder's functions choose between them by the tensors' device. Triton is
+imported on the first call with a tensor on a GPU, never before.
+"""
+
+from __future__ import annotations
+
+from recpoint.kernels import bit_packing, dirty_bitmap, quantize, row_gather, row_set
+from recpoint.kernels.warm import warm_up
+
+__all__ = ["bit_packing", "dirty_bitmap", "quantize", "row_gather", "row_set", "warm_up"]

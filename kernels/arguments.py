@@ -1,0 +1,41 @@
+"""Checks of tensor arguments, made before a kernel sees an address."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["require", "require_dense", "unsupported_device"]
+
+
+def require(name: str, tensor: Tensor, dtype: torch.dtype, dims: int) -> None:
+    """Refuse a tensor of another dtype or number of dimensions, or one that is not contiguous.
+
+    Raises:
+        ValueError: names the argument and what it should be.
+    """
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: dtype {tensor.dtype}, expected {dtype}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {dims} dimensions")
+    require_dense(name, tensor)
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose elements do not lie one after another in memory.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()});"
+            " pass .contiguous()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name}: a lazy conjugate or negative view; pass .resolve_conj()")
+
+
+def unsupported_device(name: str, tensor: Tensor) -> ValueError:
+    """The error for a tensor on a device that has no kernels here."""
+    return ValueError(f"{name}: device {tensor.device}, expected cpu or cuda")

@@ -1,0 +1,116 @@
+"""Which rows of a table have changed: one bit a row.
+
+A bitmap is an int32 tensor [ceil(rows / 32)]. Row r is bit r % 32 of word r // 32. Bits past `rows`
+are always zero. All functions change bitmaps in place and work on the bitmap's device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recpoint.kernels.arguments import unsupported_device
+from recpoint.kernels.dirty_bitmap import cpu
+
+__all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "new", "swap"]
+
+
+def new(rows: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """A bitmap of `rows` rows with no row marked: int32 [ceil(rows / 32)].
+
+    Raises:
+        ValueError: rows is negative.
+    """
+    if rows < 0:
+        raise ValueError(f"rows: {rows}, expected 0 or more")
+    return torch.zeros((rows + 31) // 32, dtype=torch.int32, device=device)
+
+
+def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
+    """Set the bits of `ids`, an int32 or int64 tensor of any shape; duplicates are welcome.
+
+    On a GPU nothing waits for the device, so an id that is out of range is not reported: it marks
+    nothing and touches no memory (the lookup with the same id fails on its own).
+
+    Raises:
+        IndexError: on a CPU, an id is negative or >= rows; the bitmap is then unchanged.
+        ValueError: the bitmap does not fit `rows`, or the ids are not int32 or int64.
+    """
+    if bitmap.is_cpu:
+        cpu.mark(bitmap, ids, rows=rows)
+    elif bitmap.is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        triton.mark(bitmap, ids, rows=rows)
+    else:
+        raise unsupported_device("bitmap", bitmap)
+
+
+def mark_all(bitmap: Tensor, *, rows: int) -> None:
+    """Set the bits of all rows."""
+    if bitmap.is_cpu:
+        cpu.mark_all(bitmap, rows=rows)
+    elif bitmap.is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        triton.mark_all(bitmap, rows=rows)
+    else:
+        raise unsupported_device("bitmap", bitmap)
+
+
+def merge(into: Tensor, other: Tensor) -> None:
+    """Mark in `into` what is marked in `other`, a bitmap of the same table on the same device."""
+    if into.is_cpu:
+        cpu.merge(into, other)
+    elif into.is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        triton.merge(into, other)
+    else:
+        raise unsupported_device("into", into)
+
+
+def clear(bitmap: Tensor) -> None:
+    """Mark no row."""
+    if bitmap.is_cpu:
+        cpu.clear(bitmap)
+    elif bitmap.is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        triton.clear(bitmap)
+    else:
+        raise unsupported_device("bitmap", bitmap)
+
+
+def count(bitmap: Tensor) -> int:
+    """How many rows are marked. Waits for the device."""
+    if bitmap.is_cpu:
+        return cpu.count(bitmap)
+    if bitmap.is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        return triton.count(bitmap)
+    raise unsupported_device("bitmap", bitmap)
+
+
+def collect(bitmap: Tensor, *, rows: int) -> Tensor:
+    """The marked rows: int64 [n], ascending, on the bitmap's device. Waits for the device."""
+    if bitmap.is_cpu:
+        return cpu.collect(bitmap, rows=rows)
+    if bitmap.is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        return triton.collect(bitmap, rows=rows)
+    raise unsupported_device("bitmap", bitmap)
+
+
+def swap(a: Tensor, b: Tensor) -> None:
+    """Exchange the contents of two bitmaps of the same table on the same device."""
+    if a.is_cpu:
+        cpu.swap(a, b)
+    elif a.is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        triton.swap(a, b)
+    else:
+        raise unsupported_device("a", a)

@@ -1,0 +1,217 @@
+"""The dirty bitmap on a CPU.
+
+The functions that change a bitmap keep the GIL: a trainer thread that marks and a background
+thread that merges a refused checkpoint back cannot lose each other's bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from recpoint.kernels.intrinsics import compiled, lowest_bit, pointer, set_bits
+from recpoint.kernels.threads import over_rows
+
+__all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "swap"]
+
+_INT32 = torch.int32
+_INT64 = torch.int64
+
+
+@compiled(nogil=False)
+def _mark64(bitmap: int, ids: int, n: int, rows: int) -> int:
+    """Mark n int64 ids; -1, or the position of the first id out of range with nothing marked."""
+    words = carray(pointer(bitmap), (rows + 31) // 32, np.uint32)
+    values = carray(pointer(ids), n, np.uint64)
+    largest = np.uint64(0)
+    for i in range(n):
+        largest = max(largest, values[i])  # a negative id is a huge unsigned one
+    if n > 0 and largest >= np.uint64(rows):
+        for i in range(n):
+            if values[i] >= np.uint64(rows):
+                return i
+    for i in range(n):
+        row = values[i]
+        words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
+    return -1
+
+
+@compiled(nogil=False)
+def _mark32(bitmap: int, ids: int, n: int, rows: int) -> int:
+    """The same for int32 ids."""
+    words = carray(pointer(bitmap), (rows + 31) // 32, np.uint32)
+    values = carray(pointer(ids), n, np.uint32)
+    limit = np.uint64(min(rows, 1 << 31))
+    largest = np.uint32(0)
+    for i in range(n):
+        largest = max(largest, values[i])
+    if n > 0 and np.uint64(largest) >= limit:
+        for i in range(n):
+            if np.uint64(values[i]) >= limit:
+                return i
+    for i in range(n):
+        row = values[i]
+        words[np.uint64(row >> np.uint32(5))] |= np.uint32(1) << (row & np.uint32(31))
+    return -1
+
+
+@compiled(nogil=True)
+def _count(bitmap: int, start: int, stop: int) -> int:
+    words = carray(pointer(bitmap), stop, np.uint32)
+    total = 0
+    for i in range(start, stop):
+        total += np.int64(set_bits(words[i]))
+    return total
+
+
+@compiled(nogil=True)
+def _collect(bitmap: int, ids: int, room: int, start: int, stop: int) -> int:
+    """Write the marked rows of words start … stop to `ids`; how many were written, at most room."""
+    words = carray(pointer(bitmap), stop, np.uint32)
+    out = carray(pointer(ids), room, np.int64)
+    n = 0
+    for i in range(start, stop):
+        word = words[i]
+        while word != np.uint32(0) and n < room:
+            out[n] = np.int64(32) * i + np.int64(lowest_bit(word))
+            word = np.uint32(word & (word - np.uint32(1)))
+            n += 1
+    return n
+
+
+def _require_bitmap(name: str, bitmap: Tensor) -> None:
+    if bitmap.dtype is not _INT32 or bitmap.dim() != 1 or not bitmap.is_contiguous():
+        raise ValueError(
+            f"{name}: {bitmap.dtype} {tuple(bitmap.shape)}, expected a contiguous int32 vector"
+        )
+
+
+def _require_fit(bitmap: Tensor, rows: int) -> None:
+    _require_bitmap("bitmap", bitmap)
+    if bitmap.numel() != (rows + 31) // 32 or rows < 0:
+        raise ValueError(f"bitmap: {bitmap.numel()} words, expected ceil({rows} / 32)")
+
+
+def _require_pair(a: Tensor, b: Tensor) -> None:
+    _require_bitmap("first bitmap", a)
+    _require_bitmap("second bitmap", b)
+    if a.numel() != b.numel() or a.device != b.device:
+        raise ValueError(
+            f"bitmaps: {a.numel()} words on {a.device} and {b.numel()} words on {b.device},"
+            " expected two of the same table"
+        )
+
+
+def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
+    """Set the bits of `ids` (int32 or int64, any shape); nothing is marked if one is out of range.
+
+    This runs for each lookup of a training step, so the checks are the cheapest that are complete.
+    """
+    if bitmap.dtype is not _INT32 or not bitmap.is_contiguous():
+        _require_bitmap("bitmap", bitmap)
+    if bitmap.numel() != (rows + 31) >> 5:
+        _require_fit(bitmap, rows)
+    if not ids.is_cpu or not ids.is_contiguous():
+        ids = ids.cpu().contiguous()
+    if ids.dtype is _INT64:
+        wrong = _mark64(bitmap.data_ptr(), ids.data_ptr(), ids.numel(), rows)
+    elif ids.dtype is _INT32:
+        wrong = _mark32(bitmap.data_ptr(), ids.data_ptr(), ids.numel(), rows)
+    else:
+        raise ValueError(f"ids: dtype {ids.dtype}, expected torch.int32 or torch.int64")
+    if wrong >= 0:
+        raise IndexError(f"ids: {int(ids.view(-1)[wrong])}, expected 0 <= id < {rows}")
+
+
+def mark_all(bitmap: Tensor, *, rows: int) -> None:
+    """Set the bits of all rows; those past the last row stay zero."""
+    _require_fit(bitmap, rows)
+    bitmap.fill_(-1)
+    if rows % 32:
+        bitmap[-1] = (1 << rows % 32) - 1
+
+
+def merge(into: Tensor, other: Tensor) -> None:
+    """Mark in `into` what is marked in `other`."""
+    _require_pair(into, other)
+    _merge(into.data_ptr(), other.data_ptr(), into.numel())
+
+
+@compiled(nogil=False)
+def _merge(into: int, other: int, n: int) -> None:
+    to = carray(pointer(into), n, np.uint32)
+    source = carray(pointer(other), n, np.uint32)
+    for i in range(n):
+        to[i] |= source[i]
+
+
+@compiled(nogil=False)
+def _clear(bitmap: int, n: int) -> None:
+    words = carray(pointer(bitmap), n, np.uint32)
+    for i in range(n):
+        words[i] = np.uint32(0)
+
+
+@compiled(nogil=False)
+def _swap(a: int, b: int, n: int) -> None:
+    first = carray(pointer(a), n, np.uint32)
+    second = carray(pointer(b), n, np.uint32)
+    for i in range(n):
+        word = first[i]
+        first[i] = second[i]
+        second[i] = word
+
+
+def clear(bitmap: Tensor) -> None:
+    """Mark no row."""
+    _require_bitmap("bitmap", bitmap)
+    _clear(bitmap.data_ptr(), bitmap.numel())
+
+
+def count(bitmap: Tensor) -> int:
+    """How many rows are marked."""
+    _require_bitmap("bitmap", bitmap)
+    part = partial(_count, bitmap.data_ptr())
+    return sum(over_rows(part, bitmap.numel(), row_bytes=4))
+
+
+def collect(bitmap: Tensor, *, rows: int) -> Tensor:
+    """The marked rows: int64 [n], ascending.
+
+    Two passes, so that the result has its exact size: the first counts, per part, the second
+    writes. A part writes at most what it counted, even if a bit is set in between.
+    """
+    _require_fit(bitmap, rows)
+    address, words = bitmap.data_ptr(), bitmap.numel()
+    spans: list[tuple[int, int, int]] = []
+
+    def measure(start: int, stop: int) -> tuple[int, int, int]:
+        return start, stop, int(_count(address, start, stop))
+
+    spans = over_rows(measure, words, row_bytes=32)
+    ids = torch.empty(sum(n for _, _, n in spans), dtype=torch.int64)
+    firsts: dict[int, tuple[int, int]] = {}
+    position = 0
+    for start, _, n in spans:
+        firsts[start] = (position, n)
+        position += n
+
+    def write(start: int, stop: int) -> int:
+        first, room = firsts[start]
+        return int(_collect(address, ids.data_ptr() + 8 * first, room, start, stop))
+
+    written = sum(over_rows(write, words, row_bytes=32))
+    if written != ids.numel():
+        raise RuntimeError("bitmap: bits were cleared while it was collected; hold it still")
+    return ids
+
+
+def swap(a: Tensor, b: Tensor) -> None:
+    """Exchange the contents of two bitmaps."""
+    _require_pair(a, b)
+    if a.data_ptr() != b.data_ptr():
+        _swap(a.data_ptr(), b.data_ptr(), a.numel())

@@ -1,0 +1,80 @@
+"""Asymmetric quantization of embedding rows, one scale and offset a row (format §3.2)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recpoint.kernels.arguments import unsupported_device
+from recpoint.kernels.quantize import cpu
+from recpoint.kernels.quantize.shapes import PackedRows, Quantized
+
+__all__ = [
+    "PackedRows",
+    "Quantized",
+    "dequantize",
+    "dequantize_packed",
+    "quantize",
+    "quantize_packed",
+]
+
+
+def quantize(rows: Tensor, bits: int) -> Quantized:
+    """Quantize f32 rows [n, dim], dim >= 1, to codes of `bits` bits.
+
+    Rows that are not quantizable (format §3.2) come back with `exact` set and codes, scale and
+    offset zero: their values have to be kept as they are.
+
+    Raises:
+        ValueError: bits is not 2, 3, 4 or 8, or rows is not a contiguous f32 matrix.
+    """
+    if rows.is_cpu:
+        return cpu.quantize(rows, bits)
+    if rows.is_cuda:
+        from recpoint.kernels.quantize import triton
+
+        return triton.quantize(rows, bits)
+    raise unsupported_device("rows", rows)
+
+
+def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """f32 [n, dim]: code · scale + offset, rounded after each operation.
+
+    Args:
+        codes: u8 [n, dim].
+        scale: f32 [n].
+        offset: f32 [n].
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    if codes.is_cpu:
+        return cpu.dequantize(codes, scale, offset)
+    if codes.is_cuda:
+        from recpoint.kernels.quantize import triton
+
+        return triton.dequantize(codes, scale, offset)
+    raise unsupported_device("codes", codes)
+
+
+def quantize_packed(rows: Tensor, bits: int) -> PackedRows:
+    """`quantize` and `bit_packing.pack` in one pass over the rows; the same bytes."""
+    if rows.is_cpu:
+        return cpu.quantize_packed(rows, bits)
+    if rows.is_cuda:
+        from recpoint.kernels.quantize import triton
+
+        return triton.quantize_packed(rows, bits)
+    raise unsupported_device("rows", rows)
+
+
+def dequantize_packed(
+    packed: Tensor, scale: Tensor, offset: Tensor, *, dim: int, bits: int
+) -> Tensor:
+    """`bit_packing.unpack` and `dequantize` in one pass; the same values, f32 [n, dim]."""
+    if packed.is_cpu:
+        return cpu.dequantize_packed(packed, scale, offset, dim=dim, bits=bits)
+    if packed.is_cuda:
+        from recpoint.kernels.quantize import triton
+
+        return triton.dequantize_packed(packed, scale, offset, dim=dim, bits=bits)
+    raise unsupported_device("packed", packed)

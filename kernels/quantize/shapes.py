@@ -1,0 +1,49 @@
+"""Results of quantization, and what its arguments must have in common."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.kernels.arguments import require
+from recpoint.kernels.bit_packing.widths import require_bits
+
+__all__ = ["PackedRows", "Quantized", "require_parameters", "require_rows"]
+
+
+class Quantized(NamedTuple):
+    """Codes u8 [n, dim]; scale and offset f32 [n]; exact bool [n]."""
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    exact: Tensor
+
+
+class PackedRows(NamedTuple):
+    """Packed codes u8 [n, packed_width(dim, bits)]; scale and offset f32 [n]; exact bool [n]."""
+
+    packed: Tensor
+    scale: Tensor
+    offset: Tensor
+    exact: Tensor
+
+
+def require_rows(rows: Tensor, bits: int) -> None:
+    """Refuse what is not a contiguous f32 matrix with at least one column, or a wrong width."""
+    require_bits(bits)
+    require("rows", rows, torch.float32, 2)
+    if rows.shape[1] < 1:
+        raise ValueError("rows: dim 0, expected 1 or more")
+
+
+def require_parameters(n: int, device: torch.device, scale: Tensor, offset: Tensor) -> None:
+    """Refuse row parameters that are not f32 [n] on `device`."""
+    for name, parameter in (("scale", scale), ("offset", offset)):
+        require(name, parameter, torch.float32, 1)
+        if parameter.shape[0] != n or parameter.device != device:
+            raise ValueError(
+                f"{name}: {parameter.shape[0]} on {parameter.device}, expected {n} on {device}"
+            )
