@@ -1,0 +1,131 @@
+"""The bundled purchase log of a UK online shop (examples/data/README.md) as a training task.
+
+Will this customer put this item into the basket now? Each line of the log that is a purchase is a
+positive sample; a negative one is the same line with an item drawn from the 20,000 lines before it,
+so that popularity, season and stock tell nothing. Lines stay in the order of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batches import Batch, hash_rows
+
+__all__ = ["DATA_PATH", "RetailReader"]
+
+DATA_PATH = Path(__file__).parent / "data" / "online_retail.npz"
+
+NEGATIVE_WINDOW_LINES = 20_000
+HOURS = 24
+WEEKDAYS = 7
+_FIRST_LINE_MINUTE = 8 * 60 + 26  # the log starts on Wednesday, 2010-12-01, at 08:26
+_FIRST_LINE_WEEKDAY = 2
+
+_Ids = npt.NDArray[np.int64]
+
+
+class RetailReader:
+    """Batches of `lines` purchases, each followed by its negative: 2 * lines samples.
+
+    Args:
+        lines: purchases a batch; the last batch of the log may have fewer.
+        rows: rows of the two tables for crossed columns; other tables have a row for each id.
+        seed: of the generator that draws negatives. Ids do not depend on it.
+        path: the log.
+    """
+
+    dense_width = 0
+
+    def __init__(
+        self, *, lines: int = 512, rows: int = 1 << 18, seed: int = 0, path: Path = DATA_PATH
+    ) -> None:
+        with np.load(path) as log:
+            bought = log["quantity"] > 0
+            invoice = log["invoice"][bought]
+            minute = log["t_min"][bought].astype(np.int64) + _FIRST_LINE_MINUTE
+            customers, items = len(log["customer_original_id"]), len(log["item_code"])
+            countries = len(log["country_name"])
+            self._customer = _permuted(log["customer"][bought], customers, column=0)
+            self._item = _permuted(log["item"][bought], items, column=1)
+            self._country = _permuted(log["country"][bought], countries, column=3)
+        # The item bought right before in the same basket; `items` stands for "first of the basket".
+        self._previous = np.full(len(invoice), items, np.int64)
+        same_basket = invoice[1:] == invoice[:-1]
+        self._previous[1:][same_basket] = self._item[:-1][same_basket]
+        self._hour = minute // 60 % HOURS
+        self._weekday = (minute // (24 * 60) + _FIRST_LINE_WEEKDAY) % WEEKDAYS
+
+        self.tables = {
+            "customer": customers,
+            "item": items,
+            "previous_item": items + 1,
+            "country": countries,
+            "hour": HOURS,
+            "weekday": WEEKDAYS,
+            "customer_x_item": rows,
+            "previous_x_item": rows,
+        }
+        self.total_batches = -(-len(invoice) // lines)
+        self._lines, self._rows, self._items = lines, rows, items
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._batches_done = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self._batches_done < self.total_batches:
+            yield self._next()
+
+    def _next(self) -> Batch:
+        start = self._batches_done * self._lines
+        at = np.arange(start, min(start + self._lines, len(self._item)))
+        window = np.minimum(at, NEGATIVE_WINDOW_LINES)
+        back = self._generator.integers(0, np.maximum(window, 1), dtype=np.int64) + (window > 0)
+        # Counted before it is handed out: a state taken after training on it is the next one's.
+        self._batches_done += 1
+        sparse = np.concatenate([self._columns(at, at), self._columns(at, at - back)])
+        label = torch.zeros(len(sparse))
+        label[: len(at)] = 1
+        return Batch(torch.empty(len(sparse), 0), torch.from_numpy(sparse), label)
+
+    def _columns(self, at: _Ids, item_at: _Ids) -> _Ids:
+        """The eight columns of lines `at` with the items of lines `item_at`: I64 [len(at), 8]."""
+        customer, previous, item = self._customer[at], self._previous[at], self._item[item_at]
+        columns = (
+            customer,
+            item,
+            previous,
+            self._country[at],
+            self._hour[at],
+            self._weekday[at],
+            hash_rows((customer * self._items + item).view(np.uint64), column=6, rows=self._rows),
+            hash_rows((previous * self._items + item).view(np.uint64), column=7, rows=self._rows),
+        )
+        return np.stack(columns, axis=1)
+
+    def state_dict(self) -> dict[str, object]:
+        """Where the reader stands, between two batches."""
+        return {
+            "batches_done": self._batches_done,
+            "generator": self._generator.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on right behind the batch that was the last one when `state` was taken."""
+        batches_done, generator = state["batches_done"], state["generator"]
+        if not isinstance(batches_done, int) or not 0 <= batches_done <= self.total_batches:
+            raise ValueError(f"batch {batches_done!r} of a log of {self.total_batches} batches")
+        if not isinstance(generator, dict):
+            raise ValueError("the generator's state is not a dictionary")
+        self._generator.bit_generator.state = generator
+        self._batches_done = batches_done
+
+
+def _permuted(ids: npt.NDArray[np.integer], count: int, *, column: int) -> _Ids:
+    """The log numbers ids by first appearance, as no real system does: shuffle the numbers."""
+    order: _Ids = np.random.default_rng(column).permutation(count)
+    permuted: _Ids = order[ids]
+    return permuted

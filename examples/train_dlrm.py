@@ -1,0 +1,149 @@
+"""Train a DLRM with recpoint checkpoints: kill it whenever you like, start it again, it goes on.
+
+python -m recpoint agent &                       # persists what trainers on this host stage
+python examples/train_dlrm.py --run ./runs/retail
+python examples/train_dlrm.py --data criteo-shape --rows 10000000 --run s3://bucket/shape
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from auc import PrequentialAUC
+from batches import Reader
+from criteo import CriteoReader, CriteoShapeReader
+from evidence import ProgressFile, digests
+from recpoint.trainer_plugin import Checkpointer
+from retail import RetailReader
+
+
+class DLRM(nn.Module):
+    """Naumov et al., 2019: an embedding a column, the dots of all pairs, and an MLP on top."""
+
+    def __init__(self, tables: dict[str, int], dense_width: int, *, dim: int = 16) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict(
+            {name: nn.Embedding(rows, dim, sparse=True) for name, rows in tables.items()}
+        )
+        for parameter in self.tables.parameters():
+            nn.init.normal_(parameter, std=0.01)
+        self.bottom = nn.Sequential(nn.Linear(dense_width, dim), nn.ReLU()) if dense_width else None
+        vectors = len(tables) + (dense_width > 0)
+        self.first, self.second = torch.triu_indices(vectors, vectors, offset=1)
+        self.top = nn.Sequential(
+            nn.Linear(vectors * dim + vectors * (vectors - 1) // 2, 256),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(256, 128),
+            nn.ReLU(),
+            nn.Linear(128, 1),
+        )
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """Logits F32 [n] of dense F32 [n, dense_width] and sparse I64 [n, columns]."""
+        vectors = [table(sparse[:, c]) for c, table in enumerate(self.tables.values())]
+        if self.bottom is not None:
+            vectors.append(self.bottom(dense))
+        stacked = torch.stack(vectors, dim=1)
+        dots = (stacked @ stacked.transpose(1, 2))[:, self.first, self.second]
+        logits: torch.Tensor = self.top(torch.cat([stacked.flatten(1), dots], dim=1))
+        return logits.squeeze(1)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
+    add("--data", default="retail", help="retail, criteo-shape, or a Criteo TSV file")
+    add("--rows", type=int, default=1 << 18, help="most rows of one table")
+    add("--batch", type=int, default=512, help="samples a batch")
+    add("--steps", type=int, help="batches to train; default: the whole log")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=1, help="torch threads; bits do not depend on it at 1")
+    add("--run", help="URL of the run to checkpoint into; default: no checkpoints")
+    add("--interval", type=int, default=200, help="batches between checkpoints")
+    add("--bits", default="lossless", help="lossless, 8, 4, 3 or 2")
+    add("--staging", type=Path, help="staging area; default: the agent's default")
+    add("--max-staged", type=int, default=1, help="checkpoints that may wait for the agent")
+    add("--progress-file", type=Path, help="append one JSON line a batch")
+    return parser.parse_args()
+
+
+def open_reader(args: argparse.Namespace) -> Reader:
+    """The reader that `--data` names."""
+    if args.data == "retail":
+        return RetailReader(lines=args.batch // 2, rows=args.rows, seed=args.seed)
+    if args.data == "criteo-shape":
+        return CriteoShapeReader(
+            lines=args.batch, rows=args.rows, batches=args.steps or 2000, seed=args.seed
+        )
+    return CriteoReader(args.data, lines=args.batch, rows=args.rows)
+
+
+def main() -> None:
+    """Train, one pass; the last line printed is a JSON object with what came out."""
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
+    reader = open_reader(args)
+    model = DLRM(reader.tables, reader.dense_width)
+    dense_parameters = [p for n, p in model.named_parameters() if not n.startswith("tables.")]
+    optimizers = [
+        torch.optim.Adagrad(model.tables.parameters(), lr=0.1),
+        torch.optim.Adagrad(dense_parameters, lr=0.02),
+    ]
+    steps = min(n for n in (args.steps, reader.total_batches, 10**12) if n is not None)
+    auc = PrequentialAUC(tail_from_batch=steps * 9 // 10)
+    progress = ProgressFile(args.progress_file)
+    bits = args.bits if args.bits == "lossless" else int(args.bits)
+
+    checkpointer = args.run and Checkpointer(
+        model,
+        optimizers,
+        reader=reader,
+        extras={"auc": auc},
+        run=args.run,
+        interval_batches=args.interval,
+        bits=bits,
+        staging=args.staging,
+        max_staged_jobs=args.max_staged,
+    )
+    with checkpointer or nullcontext():
+        restored = checkpointer.restore() if checkpointer else None
+        step = first = restored.restored.step if restored else 0
+        for batch in reader if step < steps else ():
+            logits = model(batch.dense, batch.sparse)
+            loss = F.binary_cross_entropy_with_logits(logits, batch.label)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            auc.add(step, logits, batch.label)
+            step += 1
+            if checkpointer:
+                checkpointer.step()
+            progress.write(step=step, steps=steps, loss=loss.item())
+            if step >= steps:
+                break
+
+    result = {
+        "auc": auc.whole,
+        "auc_last_tenth": auc.tail,
+        "digests": digests(model, optimizers, reader),
+        "restored_step": first if restored else None,
+        "stalls_ms": list(checkpointer.stats.stalls_ms) if checkpointer else [],
+        "steps": step,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
