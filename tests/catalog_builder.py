@@ -1,0 +1,263 @@
+"""Real committed checkpoints from torch tensors, for tests: real kernels, bytes and commits."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import crc32c
+import torch
+from torch import Tensor
+
+from recpoint.catalog.commit import commit
+from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import Store
+from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
+from recpoint.format.dtypes import dtype_name, item_bytes
+from recpoint.format.manifest import ChunkEntry, Manifest, RowStateSpec, TableSpec
+from recpoint.format.naming import row_chunk_key, state_chunk_key
+from recpoint.format.records import CheckpointRef
+from recpoint.format.state_tree import flatten
+from recpoint.kernels import quantize, row_set
+
+__all__ = ["Checkpoint", "Table", "build", "new_run", "publish", "tables", "upload"]
+
+_TIME_MS = 1_750_000_000_000
+
+
+@dataclass
+class Table:
+    """A table as a trainer has it: values [rows, dim], row states, how it is stored."""
+
+    name: str
+    values: Tensor
+    states: tuple[Tensor, ...] = ()
+    bits: int | None = None  # None: exact
+    state_names: tuple[str, ...] = field(default=())
+
+    @property
+    def rows(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def spec(self) -> TableSpec:
+        names = self.state_names or tuple(f"state{k}" for k in range(len(self.states)))
+        dtype = dtype_name(self.values.dtype)
+        assert dtype in ("F64", "F32", "F16", "BF16")
+        return TableSpec(
+            name=self.name,
+            rows=self.rows,
+            dim=self.dim,
+            dtype=dtype,
+            row_states=tuple(
+                RowStateSpec(
+                    name=name,
+                    dtype=dtype_name(state.dtype),
+                    shape=tuple(state.shape[1:]),
+                    optimizer=0,
+                )
+                for name, state in zip(names, self.states, strict=True)
+            ),
+        )
+
+    def clone(self) -> Table:
+        return replace(
+            self,
+            values=self.values.clone(),
+            states=tuple(state.clone() for state in self.states),
+        )
+
+    def train(self, ids: Tensor, generator: torch.Generator) -> None:
+        """Change the rows `ids`, and their states."""
+        for tensor in (self.values, *self.states):
+            shape = (ids.numel(), *tensor.shape[1:])
+            tensor[ids] = torch.randn(shape, generator=generator).to(tensor.dtype)
+
+
+def tables(*, seed: int = 0, rows: int = 40, dim: int = 3, bits: int | None = None) -> list[Table]:
+    """Two tables of different dtypes, one with row states of two shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Table(
+            "items",
+            torch.randn(rows, dim, generator=generator),
+            (torch.rand(rows, dim, generator=generator), torch.rand(rows, generator=generator)),
+            bits=bits,
+        ),
+        Table("users", torch.randn(rows // 2, 2, generator=generator).to(torch.float16)),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on its way: the manifest and the chunks it names."""
+
+    manifest: Manifest
+    chunks: dict[str, bytes]
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return self.manifest.ref
+
+
+def new_run(directory: Path) -> Run:
+    """A fresh run in a local directory."""
+    return Run.create(LocalStore(directory))
+
+
+def build(
+    run: Run,
+    tables: Sequence[Table],
+    *,
+    step: int,
+    generation: int,
+    parent: Manifest | None = None,
+    dirty: Sequence[Tensor | None] | None = None,
+    state: object = None,
+    rows_per_chunk: int = 16,
+    attempt: str | None = None,
+    ranks: int = 1,
+    tensor_elements: int = 1 << 20,
+) -> Checkpoint:
+    """A full when there is no parent, else an increment with the rows `dirty` of each table.
+
+    Args:
+        run: whose checkpoint it will be.
+        tables: what the trainer has.
+        step: batches trained.
+        generation: whose checkpoint it will be.
+        parent: the checkpoint before it.
+        dirty: ids int64 ascending for each table; None: all rows.
+        state: the state tree of every rank.
+        rows_per_chunk: rows in a chunk, at most.
+        attempt: its name; random when not given.
+        ranks: how many ranks write a state.
+        tensor_elements: larger state tensors are split into pieces, over several chunks.
+    """
+    attempt = attempt or secrets.token_hex(16)
+    meta = ChunkMeta(
+        run=run.id, step=step, generation=generation, attempt=attempt, content="state", rank=0
+    )
+    stored: list[tuple[ChunkEntry, bytes]] = []
+    for number, table in enumerate(tables):
+        ids = dirty[number] if dirty is not None else None
+        stored.extend(_row_chunks(meta, number, table, ids, rows_per_chunk))
+    for rank in range(ranks):
+        stored.extend(_state_chunks(meta, rank, state, tensor_elements))
+    manifest = Manifest(
+        run=run.id,
+        step=step,
+        generation=generation,
+        attempt=attempt,
+        kind="increment" if parent else "full",
+        base=(parent.base or parent.ref) if parent else None,
+        parent=parent.ref if parent else None,
+        chain_length=parent.chain_length + 1 if parent else 1,
+        ranks=ranks,
+        tables=tuple(table.spec for table in tables),
+        chunks=tuple(entry for entry, _ in stored),
+        snapshot_ms=_TIME_MS,
+        staged_ms=_TIME_MS + 1,
+        committed_ms=_TIME_MS + 2,
+        stall_us=100,
+        dirty_rows=sum(entry.row_count or 0 for entry, _ in stored),
+        full_bytes=sum(table.values.nbytes for table in tables),
+        writer="recpoint tests",
+    )
+    return Checkpoint(manifest=manifest, chunks={entry.key: data for entry, data in stored})
+
+
+def upload(store: Store, checkpoint: Checkpoint) -> None:
+    """Write the chunks (format §6.1 W3)."""
+    for key, data in checkpoint.chunks.items():
+        store.put(key, data)
+
+
+def publish(run: Run, checkpoint: Checkpoint) -> Manifest:
+    """Write the chunks and commit."""
+    upload(run.store, checkpoint)
+    commit(run, checkpoint.manifest)
+    return checkpoint.manifest
+
+
+def _row_chunks(
+    meta: ChunkMeta, number: int, table: Table, dirty: Tensor | None, rows_per_chunk: int
+) -> Iterator[tuple[ChunkEntry, bytes]]:
+    ids = torch.arange(table.rows) if dirty is None else dirty
+    if table.bits is None:
+        groups = [(ids, True)]
+    else:
+        refused = quantize.quantize_packed(table.values[ids].float(), table.bits).exact
+        groups = [(ids[~refused], False), (ids[refused], True)]
+    pieces = [
+        (piece, exact)
+        for group, exact in groups
+        if group.numel()
+        for piece in group.split(rows_per_chunk)
+    ]
+    for index, (piece, exact) in enumerate(pieces):
+        key = row_chunk_key(
+            meta.step, meta.generation, meta.attempt, rank=0, table=number, number=index
+        )
+        yield _row_chunk(meta, key, number, table, piece, exact)
+
+
+def _row_chunk(
+    meta: ChunkMeta, key: str, number: int, table: Table, ids: Tensor, exact: bool
+) -> tuple[ChunkEntry, bytes]:
+    coded = row_set.encode(ids)
+    sections = [tensor_section(f"state.{k}", s[ids]) for k, s in enumerate(table.states)]
+    if exact or table.bits is None:
+        bits = 8 * item_bytes(table.spec.dtype)
+        sections.append(tensor_section("values", table.values[ids]))
+    else:
+        bits = table.bits
+        packed = quantize.quantize_packed(table.values[ids].float(), bits)
+        sections.append(tensor_section("codes", packed.packed))
+        sections.append(tensor_section("scale", packed.scale))
+        sections.append(tensor_section("offset", packed.offset))
+    if coded.payload is not None:
+        sections.append(Section("row_set", "U8", (len(coded.payload),), coded.payload))
+    fields = {
+        "rank": 0,
+        "content": "rows",
+        "table": number,
+        "row_count": ids.numel(),
+        "bits": bits,
+        "scheme": "exact" if exact else "asymmetric",
+    }
+    about = {"dim": table.dim, "row_set": {"coding": coded.coding, "first": coded.first}}
+    meta = ChunkMeta.model_validate(meta.model_dump() | fields | about)
+    return _entry(key, build_chunk(meta, sections), fields)
+
+
+def _state_chunks(
+    meta: ChunkMeta, rank: int, state: object, tensor_elements: int
+) -> Iterator[tuple[ChunkEntry, bytes]]:
+    tree, tensors = flatten(state)
+    chunks = [[Section("tree", "U8", (len(tree),), tree)]]
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() <= tensor_elements:
+            chunks[0].append(tensor_section(f"tensor.{index}", tensor))
+            continue
+        flat = tensor.detach().reshape(-1)
+        for piece in range(math.ceil(flat.numel() / tensor_elements)):
+            part = flat[piece * tensor_elements : (piece + 1) * tensor_elements]
+            chunks.append([tensor_section(f"tensor.{index}.{piece}", part)])
+    about = meta.model_copy(update={"rank": rank})
+    for number, sections in enumerate(chunks):
+        key = state_chunk_key(meta.step, meta.generation, meta.attempt, rank=rank, number=number)
+        yield _entry(key, build_chunk(about, sections), {"content": "state", "rank": rank})
+
+
+def _entry(key: str, data: bytes, fields: dict[str, object]) -> tuple[ChunkEntry, bytes]:
+    stored = {"key": key, "bytes": len(data), "crc32c": crc32c.crc32c(data)}
+    return ChunkEntry.model_validate(stored | fields), data
