@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 __all__ = [
     "AttemptName",
+    "ChunkName",
     "GENERATIONS_PREFIX",
     "CHUNKS_PREFIX",
     "MANIFESTS_PREFIX",
@@ -16,10 +17,12 @@ __all__ = [
     "attempt_prefix",
     "generation_key",
     "is_chunk_key",
+    "is_probe_key",
     "job_stem",
     "manifest_key",
     "parse_attempt_prefix",
     "parse_chunk_key",
+    "parse_chunk_name",
     "parse_generation_key",
     "parse_job_stem",
     "parse_manifest_key",
@@ -45,6 +48,7 @@ _ATTEMPT = re.compile(r"chunks/([0-9]{12})-([0-9]{8})-([0-9a-f]{32})/")
 _CHUNK = re.compile(
     _ATTEMPT.pattern + r"r([0-9]{5})-(?:t([0-9]{5})|state)-([0-9]{6})\.safetensors\Z"
 )
+_PROBE = re.compile(r"probe/[0-9a-f]{32}\Z")
 _JOB = re.compile(r"([0-9]{8})-([0-9]{12})-r([0-9]{5})\Z")
 
 
@@ -54,6 +58,14 @@ class AttemptName(NamedTuple):
     step: int
     generation: int
     attempt: str
+
+
+class ChunkName(NamedTuple):
+    """What the last part of a chunk's key says; `table` is None for a state chunk."""
+
+    rank: int
+    table: int | None
+    number: int
 
 
 def _within(name: str, value: int, lowest: int, highest: int) -> int:
@@ -119,10 +131,23 @@ def is_chunk_key(key: str) -> bool:
     return _CHUNK.match(key) is not None
 
 
+def is_probe_key(key: str) -> bool:
+    """Whether `key` is that of a trial of create-only writes, which is removed right after it."""
+    return _PROBE.match(key) is not None
+
+
 def parse_chunk_key(key: str) -> AttemptName | None:
     """The attempt that a chunk's key lies under; None if `key` is not a chunk's."""
     match = _CHUNK.match(key)
     return AttemptName(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def parse_chunk_name(key: str) -> ChunkName | None:
+    """Rank, table and number in a chunk's key; None if `key` is not a chunk's."""
+    match = _CHUNK.match(key)
+    if not match:
+        return None
+    return ChunkName(int(match[4]), int(match[5]) if match[5] else None, int(match[6]))
 
 
 def parse_attempt_prefix(key: str) -> AttemptName | None:
