@@ -1,0 +1,1 @@
+"""The bytes of docs/format.md: keys, records, chunks, staged jobs; no input or output."""

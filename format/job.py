@@ -1,4 +1,4 @@
-"""The staged job: what a trainer hands to the agent on its host, and what comes back (format §7)."""
+"""The staged job: what a trainer hands to the agent, and what comes back (format §7)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recpoint.format.manifest import Dtype, Kind, TableSpec
+from recpoint.format.dtypes import MAX_DIMS, Dtype
+from recpoint.format.manifest import Kind, TableSpec
 from recpoint.format.naming import MAX_RANK, job_stem
 from recpoint.format.records import (
     CheckpointRef,
@@ -28,7 +29,7 @@ class Segment(Part):
 
     name: Annotated[str, Field(pattern=r"\A[a-z0-9_.]{1,64}\z")]
     dtype: Dtype
-    shape: Annotated[tuple[_Bytes, ...], Field(max_length=8, strict=False)]
+    shape: Annotated[tuple[_Bytes, ...], Field(max_length=MAX_DIMS, strict=False)]
     offset: Annotated[int, Field(ge=0, lt=2**63, multiple_of=64)]
     bytes: _Bytes
     crc32c: Annotated[int, Field(ge=0, lt=2**32)]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from recpoint.format import naming
+from recpoint.format.dtypes import Dtype
 from recpoint.format.records import (
     CheckpointRef,
     Generation,
@@ -22,9 +23,12 @@ __all__ = [
     "Dtype",
     "Kind",
     "MAX_CHUNK_BYTES",
+    "MAX_TABLE_ROWS",
     "Manifest",
+    "RowCount",
     "RowStateSpec",
     "Scheme",
+    "Size",
     "TableSpec",
 ]
 
@@ -34,10 +38,10 @@ MAX_DIM = 2**20
 
 Kind = Literal["full", "increment"]
 Scheme = Literal["asymmetric", "exact"]
-Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
+Size = Annotated[int, Field(ge=1, le=MAX_DIM)]
+RowCount = Annotated[int, Field(ge=1, lt=2**31)]
 _Name = Annotated[str, Field(min_length=1, max_length=1024)]
-_Size = Annotated[int, Field(ge=1, le=MAX_DIM)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -46,7 +50,7 @@ class RowStateSpec(Part):
 
     name: _Name
     dtype: Dtype
-    shape: Annotated[tuple[_Size, ...], Field(max_length=4, strict=False)]
+    shape: Annotated[tuple[Size, ...], Field(max_length=4, strict=False)]
     optimizer: Annotated[int, Field(ge=0, lt=1000)]
 
 
@@ -55,7 +59,7 @@ class TableSpec(Part):
 
     name: _Name
     rows: Annotated[int, Field(ge=1, le=MAX_TABLE_ROWS)]
-    dim: _Size
+    dim: Size
     dtype: Literal["F64", "F32", "F16", "BF16"]
     row_states: Annotated[tuple[RowStateSpec, ...], Field(max_length=64, strict=False)]
 
@@ -69,7 +73,7 @@ class ChunkEntry(Part):
     content: Literal["rows", "state"]
     rank: Annotated[int, Field(ge=0, le=naming.MAX_RANK)]
     table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)] | None = None
-    row_count: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    row_count: RowCount | None = None
     bits: Annotated[int, Field(ge=1, le=64)] | None = None
     scheme: Scheme | None = None
 

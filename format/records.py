@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from recpoint.errors import DigestMismatch, MalformedObject, UnsupportedVersion
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
+from recpoint.format.untrusted_json import brief, parse_json
 from recpoint.format.version import FORMAT_VERSION
 
 __all__ = [
@@ -19,13 +20,13 @@ __all__ = [
     "HexToken",
     "Record",
     "RunRecord",
+    "check_version",
+    "first_defect",
     "pack_record",
-    "parse_json",
     "unpack_record",
 ]
 
 MAX_RECORD_BYTES = 64 << 20
-MAX_RECORD_DEPTH = 16
 
 HexToken = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{32}\z")]
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
@@ -105,99 +106,53 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
     def malformed(found: str, expected: str) -> MalformedObject:
         return MalformedObject(name, found=found, expected=expected, next_step=next_step)
 
-    envelope = parse_json(data, name=name, next_step=next_step)
+    envelope = parse_json(data, name=name, next_step=next_step, max_bytes=MAX_RECORD_BYTES)
     if not isinstance(envelope, dict) or envelope.keys() != {"body", "crc32c"}:
         raise malformed("no envelope", "an object with exactly the fields body and crc32c")
     body = envelope["body"]
     expected_format = kind.model_fields["format"].default
     if not isinstance(body, dict) or body.get("format") != expected_format:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise malformed(f"format {found!r:.80}", f"format {expected_format!r}")
-    version = body.get("version")
-    if version != FORMAT_VERSION and isinstance(version, int):
-        raise UnsupportedVersion(
-            name,
-            found=f"version {version}",
-            expected=f"version {FORMAT_VERSION}",
-            next_step="pip install --upgrade recpoint",
-        )
+        found = body.get("format") if isinstance(body, dict) else body
+        raise malformed(f"format {brief(found)}", f"format {expected_format!r}")
+    check_version(body, name=name)
     digest = crc32c.crc32c(_canonical(body))
-    if envelope["crc32c"] != digest:
+    recorded = envelope["crc32c"]
+    if type(recorded) is not int:  # True == 1
+        raise malformed(f"crc32c {brief(recorded)}", "an integer")
+    if recorded != digest:
         raise DigestMismatch(
             name,
             found=f"a body with crc32c {digest}",
-            expected=f"crc32c {envelope['crc32c']!r:.80}",
+            expected=f"crc32c {brief(recorded)}",
             next_step=next_step,
         )
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the record"
-        raise malformed(f"{where} = {first['input']!r:.80}", first["msg"]) from error
+        raise malformed(*first_defect(error)) from None
 
 
-def parse_json(
-    data: bytes,
-    *,
-    name: str,
-    next_step: str,
-    max_bytes: int = MAX_RECORD_BYTES,
-    max_depth: int = MAX_RECORD_DEPTH,
-) -> Any:
-    """Parse JSON from an untrusted store: bounded size and depth, no duplicate keys, no floats.
+def check_version(fields: dict[str, Any], *, name: str) -> None:
+    """Report a version other than this release's as one, before anything else is looked at.
 
     Raises:
-        MalformedObject: whatever is wrong with it.
+        UnsupportedVersion: `version` is another integer. Anything else is left to validation.
     """
-
-    def malformed(found: str, expected: str) -> MalformedObject:
-        return MalformedObject(name, found=found, expected=expected, next_step=next_step)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise malformed(f"the key {twice!r:.80} twice in one object", "each key once")
-        return record
-
-    def no_float(text: str) -> Any:
-        raise malformed(f"the number {text:.40}", "integers only")
-
-    if len(data) > max_bytes:
-        raise malformed(f"{len(data)} bytes", f"at most {max_bytes}")
-    _check_depth(data, max_depth, malformed)
-    try:
-        return json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=unique,
-            parse_float=no_float,
-            parse_constant=no_float,
+    version = fields.get("version")
+    if type(version) is int and version != FORMAT_VERSION:
+        raise UnsupportedVersion(
+            name,
+            found=f"version {brief(version)}",
+            expected=f"version {FORMAT_VERSION}",
+            next_step="pip install --upgrade recpoint",
         )
-    except ValueError as error:
-        raise malformed(f"no JSON ({error})", "UTF-8 JSON") from error
 
 
-def _check_depth(data: bytes, max_depth: int, malformed: Any) -> None:
-    """Refuse deep nesting before the parser, which recurses, ever sees it."""
-    depth, in_string, escaped = 0, False, False
-    for byte in data:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in b"[{":
-            depth += 1
-            if depth > max_depth:
-                raise malformed(f"nesting deeper than {max_depth}", f"at most {max_depth} levels")
-        elif byte in b"]}":
-            depth -= 1
+def first_defect(error: ValidationError) -> tuple[str, str]:
+    """(found, expected) of the first thing wrong, both short whatever the input was."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part)[:80] for part in first["loc"]) or "the record"
+    return f"{where} = {brief(first['input'])}", first["msg"][:200]
 
 
 def _canonical(body: Any) -> bytes:

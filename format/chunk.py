@@ -1,0 +1,289 @@
+"""Chunks: the stored objects that hold rows of one table, or part of a rank's state (format §3)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+
+import crc32c
+from pydantic import Field, ValidationError, model_validator
+
+from recpoint.errors import DigestMismatch, ForeignObject, MalformedObject
+from recpoint.format import naming
+from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.manifest import MAX_TABLE_ROWS, ChunkEntry, Manifest, RowCount, Scheme, Size
+from recpoint.format.records import (
+    Generation,
+    HexToken,
+    Part,
+    Step,
+    check_version,
+    first_defect,
+)
+from recpoint.format.tensor_file import (
+    MAX_HEADER_BYTES,
+    Section,
+    file_header,
+    parse_file,
+    section_tensor,
+    tensor_section,
+)
+from recpoint.format.untrusted_json import brief, parse_json
+from recpoint.format.version import FORMAT_VERSION
+
+__all__ = [
+    "Chunk",
+    "ChunkMeta",
+    "RowSetCoding",
+    "Section",
+    "build_chunk",
+    "chunk_header",
+    "parse_chunk",
+    "section_tensor",
+    "tensor_section",
+]
+
+_METADATA_KEY = "recpoint"
+_STATE_SECTION = re.compile(r"tensor\.(?:0|[1-9][0-9]{0,8})(\.(?:0|[1-9][0-9]{0,8}))?\Z")
+
+
+class RowSetCoding(Part):
+    """How the row ids of a chunk are stored; `first` is the first id of a range (format §3.1)."""
+
+    coding: Literal["range", "delta32", "delta64"]
+    first: Annotated[int, Field(ge=0, lt=MAX_TABLE_ROWS)] | None = None
+
+    @model_validator(mode="after")
+    def _first(self) -> Self:
+        if (self.coding == "range") != (self.first is not None):
+            raise ValueError("first is for ranges, and only for them")
+        return self
+
+
+class ChunkMeta(Part):
+    """What a chunk says about itself; the fields from `table` on are those of row chunks."""
+
+    version: Literal[1] = FORMAT_VERSION
+    run: HexToken
+    step: Step
+    generation: Generation
+    attempt: HexToken
+    content: Literal["rows", "state"]
+    rank: Annotated[int, Field(ge=0, le=naming.MAX_RANK)]
+    table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)] | None = None
+    row_count: RowCount | None = None
+    dim: Size | None = None
+    bits: Annotated[int, Field(ge=1, le=64)] | None = None
+    scheme: Scheme | None = None
+    row_set: RowSetCoding | None = None
+
+    @model_validator(mode="after")
+    def _content(self) -> Self:
+        about_rows = (
+            self.table,
+            self.row_count,
+            self.dim,
+            self.bits,
+            self.scheme,
+            self.row_set,
+        )
+        present = sum(field is not None for field in about_rows)
+        if present != (len(about_rows) if self.content == "rows" else 0):
+            raise ValueError("table, row_count, dim, bits, scheme, row_set are for chunks of rows")
+        return self
+
+
+class Chunk(NamedTuple):
+    """A checked chunk; the sections' data are views of the bytes it was parsed from."""
+
+    meta: ChunkMeta
+    sections: dict[str, Section]
+
+
+def chunk_header(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
+    """The bytes of a chunk before its body, which is the sections' data, in order, without gaps.
+
+    Raises:
+        ValueError: sections that a reader would refuse whatever the manifest says.
+    """
+    text = json.dumps(meta.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
+    return file_header({_METADATA_KEY: text}, sections)
+
+
+def build_chunk(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
+    """A whole chunk; `chunk_header` says what is refused."""
+    return b"".join([chunk_header(meta, sections), *(section.data_view for section in sections)])
+
+
+def parse_chunk(
+    data: bytes | bytearray | memoryview, *, key: str, entry: ChunkEntry, manifest: Manifest
+) -> Chunk:
+    """Check every byte of a chunk and take it apart; nothing is copied.
+
+    Args:
+        data: the whole object.
+        key: where it was read from, for errors.
+        entry: what the manifest says about it.
+        manifest: the manifest that names it. The checkpoint it was written for is the one in
+            `entry.key`: after a consolidation another than the manifest's (format §4, I1).
+
+    Returns:
+        The chunk. Of a row set it is known that its section is there, not what is in it:
+        `kernels.row_set.decode` checks that.
+
+    Raises:
+        DigestMismatch: another length or crc32c than recorded.
+        UnsupportedVersion: written by a later release.
+        ForeignObject: a chunk of another run, checkpoint, rank or table.
+        MalformedObject: anything else that is not as format §3 says.
+    """
+    next_step = "recpoint check <run url>"
+    if len(data) != entry.bytes:
+        raise DigestMismatch(
+            key, found=f"{len(data)} bytes", expected=f"{entry.bytes}", next_step=next_step
+        )
+    digest = crc32c.crc32c(data)
+    if digest != entry.crc32c:
+        raise DigestMismatch(
+            key,
+            found=f"bytes with crc32c {digest}",
+            expected=f"crc32c {entry.crc32c}",
+            next_step=next_step,
+        )
+    metadata, sections = parse_file(data, name=key, next_step=next_step)
+    meta = _meta(metadata, key, next_step)
+    _check_belongs(meta, key, entry, manifest, next_step)
+    if meta.content == "rows":
+        _check_rows(meta, sections, key, entry, manifest, next_step)
+    else:
+        _check_state(sections, key, entry, next_step)
+    for section in sections.values():
+        if section.dtype == "BOOL" and bytes(section.data_view).strip(b"\x00\x01"):
+            raise MalformedObject(
+                key,
+                found=f"other bytes than 0 and 1 in {section.name}",
+                expected="BOOL",
+                next_step=next_step,
+            )
+    return Chunk(meta, sections)
+
+
+def _meta(metadata: dict[str, str], key: str, next_step: str) -> ChunkMeta:
+    def malformed(found: str, expected: str) -> MalformedObject:
+        return MalformedObject(key, found=found, expected=expected, next_step=next_step)
+
+    if metadata.keys() != {_METADATA_KEY}:
+        raise malformed(f"{len(metadata)} metadata entries", f"exactly one, {_METADATA_KEY}")
+    fields = parse_json(
+        metadata[_METADATA_KEY].encode(),
+        name=key,
+        next_step=next_step,
+        max_bytes=MAX_HEADER_BYTES,
+    )
+    if not isinstance(fields, dict):
+        raise malformed(f"metadata that is {brief(fields)}", "an object")
+    check_version(fields, name=key)
+    try:
+        return ChunkMeta.model_validate(fields)
+    except ValidationError as error:
+        raise malformed(*first_defect(error)) from None
+
+
+def _check_belongs(
+    meta: ChunkMeta, key: str, entry: ChunkEntry, manifest: Manifest, next_step: str
+) -> None:
+    attempt = naming.parse_chunk_key(entry.key)
+    assert attempt is not None  # ChunkEntry lets no other key through
+    for name, found, expected in (
+        ("run", meta.run, manifest.run),
+        ("step", meta.step, attempt.step),
+        ("generation", meta.generation, attempt.generation),
+        ("attempt", meta.attempt, attempt.attempt),
+        ("content", meta.content, entry.content),
+        ("rank", meta.rank, entry.rank),
+        ("table", meta.table, entry.table),
+    ):
+        if found != expected:
+            raise ForeignObject(
+                key, found=f"{name} {found}", expected=f"{name} {expected}", next_step=next_step
+            )
+
+
+def _check_rows(
+    meta: ChunkMeta,
+    sections: dict[str, Section],
+    key: str,
+    entry: ChunkEntry,
+    manifest: Manifest,
+    next_step: str,
+) -> None:
+    def refuse(found: str, expected: str) -> NoReturn:
+        raise MalformedObject(key, found=found, expected=expected, next_step=next_step)
+
+    table, row_set, rows, bits = meta.table, meta.row_set, meta.row_count, meta.bits
+    assert table is not None and row_set is not None and rows is not None and bits is not None
+    spec = manifest.tables[table]
+    exact = meta.scheme == "exact"
+    for name, found, expected in (
+        ("row_count", rows, entry.row_count),
+        ("bits", bits, entry.bits),
+        ("scheme", meta.scheme, entry.scheme),
+        ("dim", meta.dim, spec.dim),
+    ):
+        if found != expected:
+            refuse(f"{name} {found}", f"{name} {expected}, as in the manifest")
+    if exact and bits != 8 * item_bytes(spec.dtype):
+        refuse(f"{bits} bits of scheme exact", f"{8 * item_bytes(spec.dtype)} for {spec.dtype}")
+    if (row_set.first or 0) + rows > spec.rows:
+        refuse(f"{rows} rows from {row_set.first or 0} on", f"ids below {spec.rows}")
+
+    implied: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
+    if row_set.coding != "range":
+        coded = sections.get("row_set")
+        if coded is None or len(coded.shape) != 1 or coded.shape[0] == 0:
+            refuse("no row set", f"a section row_set of coding {row_set.coding}")
+        implied["row_set"] = ("U8", coded.shape)
+    if exact:
+        implied["values"] = (spec.dtype, (rows, spec.dim))
+    else:
+        implied["codes"] = ("U8", (rows, -(-spec.dim * bits // 8)))
+        implied["scale"] = implied["offset"] = ("F32", (rows,))
+    for index, state in enumerate(spec.row_states):
+        implied[f"state.{index}"] = (state.dtype, (rows, *state.shape))
+
+    if sections.keys() != implied.keys():
+        extra = sorted(sections.keys() - implied.keys()) + sorted(implied.keys() - sections.keys())
+        refuse(f"the sections differ: {brief(extra[0])}", ", ".join(implied)[:200])
+    for name, (dtype, shape) in implied.items():
+        section = sections[name]
+        if section.dtype != dtype or section.shape != shape:
+            refuse(f"{name}: {section.dtype} {_shape(section.shape)}", f"{dtype} {_shape(shape)}")
+
+
+def _check_state(sections: dict[str, Section], key: str, entry: ChunkEntry, next_step: str) -> None:
+    def refuse(found: str, expected: str) -> NoReturn:
+        raise MalformedObject(key, found=found, expected=expected, next_step=next_step)
+
+    name = naming.parse_chunk_name(entry.key)
+    assert name is not None  # ChunkEntry lets no other key through
+    if ("tree" in sections) != (name.number == 0):
+        refuse(
+            "a tree" if "tree" in sections else "no tree",
+            "the state tree in state chunk 0 and only there",
+        )
+    for section in sections.values():
+        if section.name == "tree":
+            if section.dtype != "U8" or len(section.shape) != 1:
+                refuse(f"tree: {section.dtype} {_shape(section.shape)}", "U8 of one dimension")
+            continue
+        match = _STATE_SECTION.match(section.name)
+        if not match:
+            refuse(f"the section {brief(section.name)}", "tree, tensor.<i>, tensor.<i>.<piece>")
+        if match[1] and len(section.shape) != 1:
+            refuse(f"{section.name}: {_shape(section.shape)}", "pieces of one dimension")
+
+
+def _shape(shape: tuple[Any, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

@@ -1,0 +1,284 @@
+"""Reading state trees: the values of a JSON document and numbered tensors (format §3.4)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import torch
+
+from recpoint.errors import MalformedObject
+from recpoint.format.dtypes import Dtype, array_bytes, item_bytes, torch_dtype
+from recpoint.format.untrusted_json import brief, parse_json
+
+__all__ = [
+    "MAX_TREE_BYTES",
+    "MAX_TREE_DEPTH",
+    "NUMPY_NAMES",
+    "TORCH_NAMES",
+    "array_bits",
+    "tensor_bits",
+    "unflatten",
+]
+
+MAX_TREE_BYTES = 64 << 20
+MAX_TREE_DEPTH = 100
+
+#: Names that dtypes have in a tree. The unsigned ones have no stored dtype: their bits are stored
+#: as signed integers of the same width.
+TORCH_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+}
+NUMPY_NAMES: dict[str, str] = {
+    "<f8": "F64",
+    "<f4": "F32",
+    "<f2": "F16",
+    "<i8": "I64",
+    "<i4": "I32",
+    "<i2": "I16",
+    "|i1": "I8",
+    "|u1": "U8",
+    "|b1": "BOOL",
+    "<u8": "U64",
+    "<u4": "U32",
+    "<u2": "U16",
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
+_NUMPY_DTYPES = {name: np.dtype(text) for text, name in NUMPY_NAMES.items()}
+_BITS_OF: dict[str, Dtype] = {"U64": "I64", "U32": "I32", "U16": "I16"}
+
+_HEX_INTEGER = re.compile(r"-?0x[0-9a-f]+\Z")
+_HEX_BYTES = re.compile(r"(?:[0-9a-f]{2}){1,8}\Z")
+
+
+def unflatten(
+    tree_json: bytes,
+    tensors: Sequence[torch.Tensor],
+    *,
+    name: str = "state tree",
+    next_step: str = "recpoint check <run url>",
+) -> Any:
+    """The value that `state_tree.flatten` took apart.
+
+    Args:
+        tree_json: the tree.
+        tensors: the numbered tensors, of any shape with the right number of elements; each must
+            be named by the tree once.
+        name: what to call the tree in errors.
+        next_step: what a person should do about a broken one, for errors.
+
+    Returns:
+        The value. Its tensors and arrays have memory of their own; arrays are on the CPU.
+
+    Raises:
+        MalformedObject: a tree or tensors that no `flatten` gave.
+    """
+    tree = parse_json(
+        tree_json,
+        name=name,
+        next_step=next_step,
+        max_bytes=MAX_TREE_BYTES,
+        max_depth=MAX_TREE_DEPTH,
+    )
+    reader = _Reader(tensors, name, next_step)
+    value = reader.value(tree)
+    reader.finish()
+    return value
+
+
+def tensor_bits(value: torch.Tensor, name: str) -> torch.Tensor:
+    """`value` as the dtype its bits are stored as; shares its memory."""
+    return value.view(torch_dtype(_stored_dtype(name)))
+
+
+def array_bits(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    """`value` as a 1-D tensor of the dtype its bits are stored as; shares its memory if it can."""
+    # torch takes neither negative strides nor, without a warning, memory that is not writable.
+    flat = np.require(value, requirements=("C", "A", "W")).reshape(-1)
+    return torch.from_numpy(flat.view(_NUMPY_DTYPES[_stored_dtype(name)]))
+
+
+def _stored_dtype(name: str) -> Dtype:
+    return _BITS_OF.get(name) or cast(Dtype, name)
+
+
+class _Reader:
+    def __init__(self, tensors: Sequence[torch.Tensor], name: str, next_step: str) -> None:
+        self._tensors: list[torch.Tensor | None] = list(tensors)
+        self._name = name
+        self._next_step = next_step
+
+    def finish(self) -> None:
+        left = sum(tensor is not None for tensor in self._tensors)
+        if left:
+            self._refuse(f"{left} tensors that the tree does not name", "each of them named once")
+
+    def value(self, node: Any) -> Any:
+        if not isinstance(node, dict):
+            if isinstance(node, list):
+                self._refuse("a bare list", "a node")
+            return node
+        match node:
+            case {"float": str(text), **rest} if not rest:
+                return self._float(text)
+            case {"int": str(text), **rest} if not rest:
+                return self._integer(text)
+            case {"list": list(items), **rest} if not rest:
+                return [self.value(item) for item in items]
+            case {"tuple": list(items), **rest} if not rest:
+                return tuple([self.value(item) for item in items])
+            case {"dict": list(items), **rest} if not rest:
+                return self._dict(items)
+            case {"bytes": index, **rest} if not rest:
+                tensor = self._take(index, "U8", None)
+                return tensor.cpu().numpy().tobytes()
+            case {"tensor": index, "shape": shape, "dtype": str(dtype), **rest} if not rest:
+                return self._tensor(index, shape, dtype)
+            case {"ndarray": index, "shape": shape, "dtype": str(dtype), **rest} if not rest:
+                return self._array(index, shape, dtype)
+            case {"scalar": str(text), "dtype": str(dtype), **rest} if not rest:
+                return self._scalar(text, dtype)
+            case {"sparse_coo": dict(fields), **rest} if not rest:
+                return self._sparse(fields)
+        self._refuse(f"an object of {', '.join(map(brief, list(node)[:4]))}", "a node")
+
+    def _float(self, text: str) -> float:
+        if text in ("nan", "inf", "-inf"):
+            return float(text)
+        try:
+            value = float.fromhex(text[:40])
+        except (ValueError, OverflowError):
+            value = None
+        if value is None or value.hex() != text:
+            self._refuse(f"the float {brief(text)}", "the text of float.hex()")
+        return value
+
+    def _integer(self, text: str) -> int:
+        if not _HEX_INTEGER.match(text):
+            self._refuse(f"the integer {brief(text)}", "the text of hex()")
+        return int(text, 16)
+
+    def _dict(self, items: list[Any]) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for item in items:
+            if not isinstance(item, list) or len(item) != 2:
+                self._refuse(f"{brief(item)} in a dict", "[key, node]")
+            key, node = item
+            if isinstance(key, dict):
+                match key:
+                    case {"int": str(text), **rest} if not rest:
+                        key = self._integer(text)
+            if not isinstance(key, str | int):
+                self._refuse(f"the key {brief(key)}", "a string, an integer or a boolean")
+            if key in result:
+                self._refuse(f"the key {brief(key)} twice", "each key once")
+            result[key] = self.value(node)
+        return result
+
+    def _tensor(self, index: Any, shape: Any, dtype: str) -> torch.Tensor:
+        if dtype not in _TORCH_DTYPES:
+            self._refuse(f"dtype {brief(dtype)}", f"one of {', '.join(_TORCH_DTYPES)}")
+        sizes = self._shape(shape)
+        return self._take(index, dtype, sizes).clone().reshape(sizes).view(_TORCH_DTYPES[dtype])
+
+    def _array(self, index: Any, shape: Any, dtype: str) -> np.ndarray[Any, Any]:
+        if dtype not in _NUMPY_DTYPES:
+            self._refuse(f"dtype {brief(dtype)}", f"one of {', '.join(_NUMPY_DTYPES)}")
+        sizes = self._shape(shape)
+        array = self._take(index, dtype, sizes).cpu().numpy().copy()
+        return array.reshape(-1).view(_NUMPY_DTYPES[dtype]).reshape(sizes)
+
+    def _scalar(self, text: str, dtype: str) -> Any:
+        known = _NUMPY_DTYPES.get(dtype)
+        if known is None or not _HEX_BYTES.match(text) or len(text) != 2 * known.itemsize:
+            self._refuse(f"the scalar {brief(text)} of {brief(dtype)}", "its bytes in hexadecimal")
+        if dtype == "BOOL" and text not in ("00", "01"):
+            self._refuse(f"the scalar {brief(text)} of BOOL", "00 or 01")
+        return np.frombuffer(bytes.fromhex(text), known)[0]
+
+    def _sparse(self, fields: dict[str, Any]) -> torch.Tensor:
+        if fields.keys() != {"indices", "values", "shape", "coalesced"}:
+            self._refuse("sparse_coo", "indices, values, shape and coalesced")
+        indices, values = self.value(fields["indices"]), self.value(fields["values"])
+        shape, coalesced = self._shape(fields["shape"]), fields["coalesced"]
+        if (
+            not isinstance(indices, torch.Tensor)
+            or not isinstance(values, torch.Tensor)
+            or indices.layout is not torch.strided
+            or values.layout is not torch.strided
+            or type(coalesced) is not bool
+        ):
+            self._refuse("sparse_coo", "dense tensors and a boolean")
+        if indices.dtype != torch.int64 or indices.ndim != 2 or values.ndim < 1:
+            self._refuse(f"sparse indices of {indices.dtype}, {indices.ndim}-D", "int64, 2-D")
+        sparse_dims, count = indices.shape
+        if values.shape != (count, *shape[sparse_dims:]) or sparse_dims > len(shape):
+            self._refuse(
+                f"sparse indices {list(indices.shape)} and values {list(values.shape)}",
+                f"those of a tensor of shape {list(shape)}",
+            )
+        # Bounds and order are checked here because torch, told that a tensor is coalesced,
+        # believes it, and then reads and writes wherever the indices point.
+        bounds = torch.tensor(shape[:sparse_dims], dtype=torch.int64).reshape(-1, 1)
+        where = indices.cpu()
+        if bool(((where < 0) | (where >= bounds)).any()):
+            self._refuse("sparse indices out of bounds", f"within {list(shape)}")
+        if coalesced and not _ascends(where):
+            self._refuse("sparse indices that repeat or descend", "coalesced ones")
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=coalesced, check_invariants=False
+        )
+
+    def _shape(self, shape: Any) -> tuple[int, ...]:
+        if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+            self._refuse(f"shape {brief(shape)}", "a list of integers")
+        try:
+            array_bytes("F64", tuple(shape))
+        except ValueError as error:
+            self._refuse(f"shape {brief(shape)}", f"a possible one ({str(error)[:120]})")
+        return tuple(shape)
+
+    def _take(self, index: Any, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:
+        """Tensor `index`, which nothing else may name, after checking that it fits."""
+        if type(index) is not int or not 0 <= index < len(self._tensors):
+            self._refuse(f"tensor {brief(index)}", f"one of {len(self._tensors)}")
+        tensor = self._tensors[index]
+        if tensor is None:
+            self._refuse(f"tensor {index} named twice", "each tensor named once")
+        stored = _stored_dtype(dtype)
+        size_bytes = tensor.numel() if shape is None else array_bytes(stored, shape)
+        if tensor.dtype != torch_dtype(stored) or tensor.numel() * item_bytes(stored) != size_bytes:
+            self._refuse(
+                f"tensor {index}: {tensor.numel()} of {tensor.dtype}",
+                f"{size_bytes // item_bytes(stored)} of {stored}",
+            )
+        self._tensors[index] = None
+        return tensor
+
+    def _refuse(self, found: str, expected: str) -> NoReturn:
+        raise MalformedObject(self._name, found=found, expected=expected, next_step=self._next_step)
+
+
+def _ascends(indices: torch.Tensor) -> bool:
+    """Whether the columns ascend strictly, first row first."""
+    before, after = indices[:, :-1], indices[:, 1:]
+    decided = torch.zeros(before.shape[1], dtype=torch.bool)
+    for low, high in zip(before, after, strict=True):
+        if bool((~decided & (low > high)).any()):
+            return False
+        decided |= low < high
+    return bool(decided.all())

@@ -1,0 +1,127 @@
+"""JSON from a store that may be damaged or hostile: bounded before it is parsed (format §4, §9)."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from recpoint.errors import MalformedObject
+
+__all__ = ["MAX_VALUES", "brief", "measure", "parse_json"]
+
+MAX_VALUES = 8_000_000
+_MAX_DEPTH = 16
+_MAX_FIELDS = 64
+
+# A string that is not closed matches up to the end: if it did not match, the search would start
+# again at each of its quotes, which makes the scan quadratic. `++` and `*+` never backtrack.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_OTHER_BYTES = bytes(set(range(256)) - set(b"[]{},"))
+_SCAN_BYTES = 1 << 20
+
+
+def parse_json(
+    data: bytes,
+    *,
+    name: str,
+    next_step: str,
+    max_bytes: int,
+    max_depth: int = _MAX_DEPTH,
+    max_fields: int = _MAX_FIELDS,
+) -> Any:
+    """Parse JSON that anyone may have written.
+
+    Only objects, lists, strings, integers, booleans and null come back. Refused, before the parser
+    makes anything of it: more than `max_bytes` bytes, nesting deeper than `max_depth`, more than
+    `MAX_VALUES` values. Refused as well: an object with more than `max_fields` keys or with one key
+    twice, numbers that are not integers, text that is not UTF-8 or holds half a surrogate pair.
+
+    Raises:
+        MalformedObject: whatever is wrong with it; `name` is its subject.
+    """
+
+    def malformed(found: str, expected: str) -> MalformedObject:
+        return MalformedObject(name, found=found, expected=expected, next_step=next_step)
+
+    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > max_fields:
+            raise malformed(f"an object with {len(pairs)} fields", f"at most {max_fields}")
+        record = dict(pairs)
+        if len(record) != len(pairs):
+            raise malformed(f"the key {_twice(pairs)} twice in one object", "each key once")
+        return record
+
+    def no_float(text: str) -> Any:
+        raise malformed(f"the number {text[:40]}", "integers only")
+
+    if len(data) > max_bytes:
+        raise malformed(f"{len(data)} bytes", f"at most {max_bytes}")
+    depth, values = measure(data, max_depth)
+    if depth > max_depth:
+        raise malformed(f"nesting deeper than {max_depth}", f"at most {max_depth} levels")
+    if values > MAX_VALUES:
+        raise malformed(f"{values} values", f"at most {MAX_VALUES}")
+    try:
+        parsed = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=fields,
+            parse_float=no_float,
+            parse_constant=no_float,
+        )
+        if _SURROGATE.search(data):
+            # Half a pair is legal in JSON's grammar, and nothing that can be encoded again.
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except ValueError as error:
+        raise malformed(f"no JSON ({str(error)[:120]})", "UTF-8 JSON") from error
+    return parsed
+
+
+def brief(value: object) -> str:
+    """`value` for an error message: short whatever its size, and found in constant time."""
+    match value:
+        case str() | bytes():
+            return repr(value) if len(value) <= 64 else f"{value[:61]!r} and {len(value) - 61} more"
+        case bool() | None | float():
+            return repr(value)
+        case int():
+            bits = value.bit_length()
+            return str(value) if bits <= 128 else f"an integer of {bits} bits"
+        case dict():
+            return f"an object with {len(value)} fields"
+        case list() | tuple():
+            return f"a list of {len(value)}"
+        case _:
+            return f"a {type(value).__name__}"
+
+
+def _twice(pairs: list[tuple[str, Any]]) -> str:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return brief(key)
+        seen.add(key)
+    raise AssertionError("no key is there twice")
+
+
+def measure(data: bytes, max_depth: int) -> tuple[int, int]:
+    """(depth, upper bound of the number of values) of a JSON text, in linear time.
+
+    For text that is no JSON both are right up to the first mistake, where the parser stops.
+    Stops early once the depth exceeds `max_depth`.
+    """
+    marks = np.frombuffer(_STRING.sub(b"", data).translate(None, _OTHER_BYTES), np.uint8)
+    depth, deepest = 0, 0
+    for start in range(0, len(marks), _SCAN_BYTES):
+        part = marks[start : start + _SCAN_BYTES]
+        opening = (part == 0x5B) | (part == 0x7B)
+        closing = (part == 0x5D) | (part == 0x7D)
+        levels = depth + np.cumsum(opening.astype(np.int32) - closing)
+        depth, deepest = int(levels[-1]), max(deepest, int(levels.max()))
+        if deepest > max_depth:
+            break
+    closings = int(np.count_nonzero((marks == 0x5D) | (marks == 0x7D)))
+    return deepest, len(marks) - closings + 1
