@@ -1,31 +1,55 @@
-"""Paths of the staging area, which trainer and agent share (format §7)."""
+"""The staging area: its paths, which trainer and agent share, and its queue of jobs (format §7)."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import os
 import re
+import shutil
 import tempfile
+import time
+from functools import lru_cache
 from pathlib import Path
+from typing import Self
 
-from recpoint.format.naming import MAX_RANK, job_stem
+from recpoint.catalog import durable
+from recpoint.errors import ForeignObject, FormatError, StagingError
+from recpoint.format.job import Job, Outcome
+from recpoint.format.naming import MAX_RANK, job_stem, parse_job_stem
+from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
 
 __all__ = [
+    "AgentLock",
     "agent_lock_path",
+    "clean",
     "default_staging_root",
+    "finish",
+    "finish_answered",
     "job_path",
     "jobs_directory",
     "outcome_path",
     "outcomes_directory",
+    "read_job",
+    "read_outcome",
+    "run_directories",
     "run_directory",
     "slot_path",
     "slots_directory",
     "spool_directory",
+    "staged_jobs",
     "status_path",
     "trainer_lock_path",
+    "write_status",
 ]
 
 MAX_SLOT = 9_999
+
+_LOCK_TRIES = 10
+
+_RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
+_REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
 
 
 def default_staging_root() -> Path:
@@ -96,3 +120,176 @@ def trainer_lock_path(run_dir: Path | str) -> Path:
 def agent_lock_path(staging: Path | str) -> Path:
     """Locked by the agent that serves the whole staging area."""
     return Path(staging) / "agent.lock"
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+def run_directories(staging: Path | str) -> list[Path]:
+    """Directories of the runs staged here, by name; links are not followed."""
+    try:
+        entries = sorted(os.scandir(staging), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+    return [
+        Path(entry.path)
+        for entry in entries
+        if _RUN_DIRECTORY.search(entry.name) and entry.is_dir(follow_symlinks=False)
+    ]
+
+
+def staged_jobs(run_dir: Path | str) -> list[Path]:
+    """The job files of a run in the order in which they must be committed."""
+    try:
+        names = os.listdir(jobs_directory(run_dir))
+    except FileNotFoundError:
+        return []
+    named = [
+        (stem, name)
+        for name in names
+        if name.endswith(".json") and (stem := parse_job_stem(name.removesuffix(".json")))
+    ]
+    return [jobs_directory(run_dir) / name for _, name in sorted(named)]
+
+
+def read_job(path: Path | str) -> Job:
+    """The job in a job file, checked for form, and that it lies where it says it belongs.
+
+    Raises:
+        FileNotFoundError: it is not there (any more).
+        FormatError: it is not a job, or not this run's.
+    """
+    path = Path(path)
+    status = path.stat()
+    return _read_job(path, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read_job(path: Path, inode: int, modified_ns: int, size_bytes: int) -> Job:
+    # The arguments beside `path` are what makes a replaced file another entry of the cache: each
+    # task of a persist opens the job again, and a job of many tables takes long to parse.
+    job = unpack_record(Job, _read_record(path), name=str(path), next_step=_REJECTED)
+    if path.name != f"{job.stem}.json":
+        raise ForeignObject(
+            str(path), found=f"the job {job.stem}", expected=path.stem, next_step=_REJECTED
+        )
+    run_dir = path.parent.parent
+    if run_directory(run_dir.parent, job.run_url).name != run_dir.name:
+        raise ForeignObject(
+            str(path),
+            found=f"a job for {job.run_url!r:.200}",
+            expected=f"a job for the run of {run_dir.name}",
+            next_step=_REJECTED,
+        )
+    return job
+
+
+def read_outcome(path: Path | str) -> Outcome:
+    """The outcome in an outcome file.
+
+    Raises:
+        FileNotFoundError: there is none yet.
+        FormatError: it is not an outcome.
+    """
+    return unpack_record(
+        Outcome, _read_record(Path(path)), name=str(path), next_step="recpoint check RUN"
+    )
+
+
+def finish(job_file: Path | str, outcome: Outcome) -> None:
+    """Answer a job (format §7, S6): outcome first, so that a slot is never free unanswered."""
+    job_file = Path(job_file)
+    answer = outcomes_directory(job_file.parent.parent) / job_file.name
+    durable.make_directory(answer.parent)
+    durable.write_atomically(answer, pack_record(outcome))
+    shutil.rmtree(spool_directory(job_file.parent.parent) / job_file.stem, ignore_errors=True)
+    durable.remove(job_file)
+
+
+def finish_answered(job_file: Path | str) -> bool:
+    """Remove a job that was answered already, by an agent killed before it could remove it."""
+    job_file = Path(job_file)
+    try:
+        outcome = read_outcome(outcomes_directory(job_file.parent.parent) / job_file.name)
+        job = read_job(job_file)
+    except (FileNotFoundError, FormatError):
+        return False
+    if outcome.attempt != job.attempt:
+        return False  # the answer to an earlier job of this name, not fetched yet
+    durable.remove(job_file)
+    return True
+
+
+def clean(run_dir: Path | str) -> None:
+    """Empty the spool and remove half-written outcomes; only while no agent works on the run."""
+    shutil.rmtree(spool_directory(run_dir), ignore_errors=True)
+    for name in _listed(outcomes_directory(run_dir)):
+        if name.startswith(".tmp-"):
+            (outcomes_directory(run_dir) / name).unlink(missing_ok=True)
+
+
+def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
+    """Replace the run's status file; whole at every moment, but not made durable: it is news."""
+    path = status_path(run_dir)
+    temporary = path.with_name(".tmp-status")
+    temporary.write_text(json.dumps(status, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+class AgentLock:
+    """Held by the one agent of a staging area; the kernel releases it however the agent ends.
+
+    Raises (on entry):
+        StagingError: another agent holds it.
+    """
+
+    def __init__(self, staging: Path | str) -> None:
+        self._path = agent_lock_path(staging)
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(descriptor)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip()
+            os.close(descriptor)
+            raise StagingError(
+                str(self._path),
+                found=f"a lock held by process {holder or 'unknown'}",
+                expected="no other agent on this staging area",
+                next_step="use the agent that runs, or stop it first",
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _lock(descriptor: int) -> None:
+    # A trainer that asks whether there is an agent holds the lock for microseconds.
+    for _ in range(_LOCK_TRIES):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _listed(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _read_record(path: Path) -> bytes:
+    # One byte past the bound is enough for the parser to refuse the rest, whatever its size.
+    with path.open("rb") as file:
+        return file.read(MAX_RECORD_BYTES + 1)

@@ -1,0 +1,319 @@
+"""From a staged job to a committed checkpoint: the whole of a persist, without any orchestration.
+
+The steps are functions of a job file's path and a group's number, so that a workflow engine can
+run each of them as a task; `persist_job` runs them one after another, overlapped, by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from recpoint.catalog.commit import commit
+from recpoint.catalog.persist_encode import encode_group
+from recpoint.catalog.persist_plan import Group, plan_groups
+from recpoint.catalog.persist_quantize import quantize_group
+from recpoint.catalog.persist_upload import encoded_entries, upload_group
+from recpoint.catalog.run import Run
+from recpoint.catalog.staged import finish, read_job
+from recpoint.catalog.staged_job import StagedJob, open_job
+from recpoint.catalog.store import Store, open_store
+from recpoint.errors import (
+    ForeignObject,
+    MalformedObject,
+    NothingToRestore,
+    ObjectNotFound,
+    RecpointError,
+    StaleWriter,
+    StoreError,
+)
+from recpoint.format.job import Outcome
+from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.naming import generation_key, parse_job_stem
+from recpoint.format.records import first_defect
+
+__all__ = [
+    "Committed",
+    "already_committed",
+    "classify",
+    "commit_job",
+    "encode_step",
+    "finish_committed",
+    "groups_of",
+    "open_target",
+    "persist_job",
+    "quantize_step",
+    "reject_job",
+    "upload_step",
+    "verify_step",
+]
+
+#: Groups whose upload may be under way while the next one is quantized and encoded.
+_GROUPS_IN_FLIGHT = 2
+
+
+class Committed(NamedTuple):
+    """What a commit did: bytes of all chunks, their number, and when it was, for the lag."""
+
+    stored_bytes: int
+    chunks: int
+    committed_ms: int
+
+
+def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
+    """Take a staged job to its end: committed, or rejected for good; then the job is removed.
+
+    May be killed anywhere and called again: it goes on under the same keys.
+
+    Args:
+        job_file: the job; nothing else is needed.
+        store: the store to write to; that of the job's run URL if None.
+
+    Raises:
+        FileNotFoundError: there is no such job (any more).
+        StoreError, OSError: not now; the job stays staged and nothing is lost. Call again later.
+    """
+    job_file = Path(job_file)
+    try:
+        read_job(job_file)
+        target = open_target(job_file, store)
+        there = already_committed(target, job_file)
+        if there is None:
+            _persist_groups(target.store, job_file)
+            there = commit_job(job_file, store=target.store)
+    except RecpointError as error:
+        if classify(error) == "deferred":
+            raise
+        return reject_job(job_file, error)
+    return finish_committed(job_file, there)
+
+
+def classify(error: BaseException) -> Literal["rejected", "deferred"]:
+    """Whether a job that failed with `error` can never succeed, or may do so later.
+
+    Whatever the store or this host does, also refusing access, may be repaired: the job then stays
+    staged. What is wrong with the job itself, or was decided by another writer, stays so.
+    """
+    later = (StoreError, NothingToRestore)
+    if isinstance(error, RecpointError) and not isinstance(error, later):
+        return "rejected"
+    return "deferred"
+
+
+def open_target(job_file: Path | str, store: Store | None = None) -> Run:
+    """The run that a job is for.
+
+    Raises:
+        NothingToRestore: there is no run: a mount may be missing.
+        ForeignObject: another run is there.
+    """
+    job = read_job(job_file)
+    run = Run.open(open_store(job.run_url) if store is None else store)
+    if run.id != job.run:
+        raise ForeignObject(
+            str(job_file),
+            found=f"a job of run {job.run}",
+            expected=f"a job of run {run.id}, which is at {run.url}",
+            next_step="nothing: the job is rejected; another run took the place of its run",
+        )
+    return run
+
+
+def already_committed(run: Run, job_file: Path | str) -> Committed | None:
+    """What an agent that was killed right after the commit had done; None if it is all to do.
+
+    Raises:
+        StaleWriter: it is not committed and never will be; nothing has to be uploaded for that.
+    """
+    job = read_job(job_file)
+    try:
+        manifest = run.manifest(job.step, job.generation)
+    except ObjectNotFound:
+        newest = max(run.generation_numbers(), default=0)
+        if newest > job.generation:
+            raise StaleWriter(
+                generation_key(job.generation),
+                found=f"generation {newest} as the newest of the run",
+                expected=f"generation {job.generation}, which staged step {job.step}",
+                next_step="nothing, if the trainer was restarted; else stop the second trainer",
+            ) from None
+        return None
+    return _committed(manifest) if manifest.attempt == job.attempt else None
+
+
+def groups_of(job_file: Path | str) -> list[Group]:
+    """The groups of a job, each to be quantized if it says so, encoded and uploaded.
+
+    Raises:
+        FormatError, StagingError: the job cannot be persisted.
+    """
+    return plan_groups(_opened(job_file))
+
+
+def verify_step(job_file: Path | str) -> None:
+    """Check the digests of everything staged; MUST have succeeded before the commit.
+
+    Raises:
+        DigestMismatch: the slot is not what the trainer wrote.
+        StagingError: it cannot be read.
+    """
+    open_job(job_file).verify()
+
+
+def quantize_step(job_file: Path | str, group: int) -> str:
+    """`quantize_group` by number; path of the result."""
+    staged, chosen = _group(job_file, group)
+    return quantize_group(staged, chosen)
+
+
+def encode_step(job_file: Path | str, group: int) -> str:
+    """`encode_group` by number; path of the result."""
+    staged, chosen = _group(job_file, group)
+    return encode_group(staged, chosen)
+
+
+def upload_step(job_file: Path | str, group: int, *, store: Store | None = None) -> int:
+    """`upload_group` by number; bytes of the group's chunks."""
+    staged, chosen = _group(job_file, group)
+    return upload_group(open_store(staged.job.run_url) if store is None else store, staged, chosen)
+
+
+def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed:
+    """Create the manifest of a job, all of whose groups are uploaded.
+
+    Raises:
+        CommitError, ChainError: it can never be committed.
+        StoreError: not now.
+    """
+    staged = _opened(job_file)
+    entries = [entry for group in plan_groups(staged) for entry in encoded_entries(staged, group)]
+    try:
+        manifest = _manifest(staged, entries)
+    except ValidationError as error:
+        found, expected = first_defect(error)
+        raise MalformedObject(
+            str(job_file),
+            found=found,
+            expected=expected,
+            next_step="nothing: the job is rejected, and the trainer stages its rows again",
+        ) from error
+    commit(open_target(job_file, store), manifest)
+    return _committed(manifest)
+
+
+def _manifest(staged: StagedJob, entries: list[ChunkEntry]) -> Manifest:
+    job = staged.job
+    return Manifest(
+        run=job.run,
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        kind=job.kind,
+        base=job.base,
+        parent=job.parent,
+        chain_length=job.chain_length,
+        ranks=job.ranks,
+        tables=tuple(table.spec for table in job.tables),
+        chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
+        snapshot_ms=job.snapshot_ms,
+        staged_ms=job.staged_ms,
+        committed_ms=_now_ms(),
+        stall_us=job.stall_us,
+        dirty_rows=job.dirty_rows,
+        full_bytes=job.full_bytes,
+        writer=f"recpoint {version('recpoint')}",
+    )
+
+
+def finish_committed(job_file: Path | str, committed: Committed) -> Outcome:
+    """Tell the trainer that the checkpoint is there, and remove the job."""
+    job = read_job(job_file)
+    outcome = Outcome(
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        result="committed",
+        error_type="",
+        error="",
+        stored_bytes=committed.stored_bytes,
+        finished_ms=_now_ms(),
+    )
+    finish(job_file, outcome)
+    return outcome
+
+
+def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
+    """Tell the trainer that the checkpoint will never be there, and why; remove the job."""
+    generation, step, attempt = _identity(Path(job_file))
+    outcome = Outcome(
+        step=step,
+        generation=generation,
+        attempt=attempt,
+        result="rejected",
+        error_type=type(error).__name__,
+        error=str(error)[:4000],
+        stored_bytes=0,
+        finished_ms=_now_ms(),
+    )
+    finish(job_file, outcome)
+    return outcome
+
+
+def _persist_groups(store: Store, job_file: Path) -> None:
+    groups = groups_of(job_file)
+    with ThreadPoolExecutor(_GROUPS_IN_FLIGHT + 1, thread_name_prefix="persist") as pool:
+        # Beside the groups: reading everything once more first would delay the first upload.
+        verified = pool.submit(verify_step, job_file)
+        uploads: list[Future[int]] = []
+        for group in groups:
+            if group.quantized:
+                quantize_step(job_file, group.index)
+            encode_step(job_file, group.index)
+            if len(uploads) >= _GROUPS_IN_FLIGHT:
+                uploads[-_GROUPS_IN_FLIGHT].result()
+            uploads.append(pool.submit(upload_step, job_file, group.index, store=store))
+        for upload in uploads:
+            upload.result()
+        verified.result()
+
+
+def _opened(job_file: Path | str) -> StagedJob:
+    staged = open_job(job_file)
+    if staged.job.ranks != 1:
+        raise MalformedObject(
+            str(job_file),
+            found=f"rank {staged.job.rank} of {staged.job.ranks}",
+            expected="a checkpoint of one rank",
+            next_step="train with one process for each run URL",
+        )
+    return staged
+
+
+def _group(job_file: Path | str, index: int) -> tuple[StagedJob, Group]:
+    staged = _opened(job_file)
+    return staged, plan_groups(staged)[index]
+
+
+def _identity(job_file: Path) -> tuple[int, int, str]:
+    """(generation, step, attempt) of a job, which may be unreadable: the name says the rest."""
+    try:
+        job = read_job(job_file)
+        return job.generation, job.step, job.attempt
+    except RecpointError:
+        named = parse_job_stem(job_file.stem)
+        if named is None:
+            raise
+        return named[0], named[1], "0" * 32
+
+
+def _committed(manifest: Manifest) -> Committed:
+    return Committed(manifest.stored_bytes, len(manifest.chunks), manifest.committed_ms)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

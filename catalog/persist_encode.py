@@ -1,0 +1,352 @@
+"""Second step of a persist: recipes, from which the chunks of a group are put together.
+
+A recipe holds a chunk's header and names the extents of slot and spool that make up its body, so
+that exact rows go from the slot to the store without a copy in between.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recpoint.catalog.persist_plan import (
+    Group,
+    RowBlock,
+    StateBlock,
+    is_quantized,
+)
+from recpoint.catalog.persist_spool import (
+    SpoolFile,
+    extent_from,
+    extent_list,
+    load_result,
+    result_path,
+    save_result,
+)
+from recpoint.catalog.staged_job import (
+    Extent,
+    StagedJob,
+    digest,
+    ids_name,
+    read_into,
+    state_name,
+    values_name,
+)
+from recpoint.errors import MalformedObject
+from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
+from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.manifest import ChunkEntry, Scheme
+from recpoint.format.naming import row_chunk_key, state_chunk_key
+from recpoint.kernels import row_set
+
+__all__ = ["encode_group"]
+
+#: Bytes of rows that are filtered at once.
+_PASS_BYTES = 8 << 20
+
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
+_Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class _Array(NamedTuple):
+    """An array of a chunk, in pieces that lie in files."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    parts: tuple[Extent, ...]
+
+
+def encode_group(staged: StagedJob, group: Group) -> str:
+    """Write the recipes of a group's chunks; the group is quantized if it has to be.
+
+    Returns:
+        Path of the result.
+
+    Raises:
+        MalformedObject: the row ids are not ascending, or outside their table.
+        StagingError: slot or spool cannot be read.
+    """
+    path = result_path(staged, group.index, "encoded")
+    if load_result(path, staged) is None:
+        with SpoolFile(path.with_suffix(".bin")) as spool:
+            pending = [
+                recipe for block in group.blocks for recipe in _recipes(block, staged, spool, group)
+            ]
+        # Digests only now: the spool file is complete on disk once it is closed.
+        save_result(path, staged, {"chunks": [_finished(*recipe) for recipe in pending]})
+    return str(path)
+
+
+def _recipes(
+    block: RowBlock | StateBlock, staged: StagedJob, spool: SpoolFile, group: Group
+) -> list[tuple[str, ChunkMeta, list[_Array]]]:
+    if isinstance(block, StateBlock):
+        return [_state_chunk(staged, block)]
+    if not is_quantized(staged.job.tables[block.table]):
+        return [_exact_chunk(staged, block, spool)]
+    result = load_result(result_path(staged, group.index, "quantized"), staged)
+    if result is None:
+        raise ValueError(f"group {group.index} of {staged.path} has not been quantized")
+    for quantized in result["blocks"]:
+        if (quantized["table"], quantized["number"]) == (block.table, block.number):
+            return list(_quantized_chunks(staged, block, quantized, spool))
+    raise ValueError(f"group {group.index} of {staged.path} lacks table {block.table}")
+
+
+def _finished(key: str, meta: ChunkMeta, arrays: list[_Array]) -> dict[str, Any]:
+    # Wider items first: then each array is aligned, and a reader need not copy it.
+    arrays = sorted(arrays, key=lambda array: -item_bytes(array.dtype))
+    sections = [
+        Section(array.name, array.dtype, array.shape, _absent(array.parts)) for array in arrays
+    ]
+    header = chunk_header(meta, sections)
+    parts = tuple(part for array in arrays for part in array.parts if part.length)
+    entry = ChunkEntry(
+        key=key,
+        bytes=len(header) + sum(part.length for part in parts),
+        crc32c=digest(parts, start=header),
+        content=meta.content,
+        rank=meta.rank,
+        table=meta.table,
+        row_count=meta.row_count,
+        bits=meta.bits,
+        scheme=meta.scheme,
+    )
+    return {
+        "entry": entry.model_dump(mode="json"),
+        "header": base64.b64encode(header).decode("ascii"),
+        "parts": extent_list(parts),
+    }
+
+
+def _absent(parts: tuple[Extent, ...]) -> np.ndarray[Any, Any]:
+    """Stands for bytes that are not in memory: has their number, and takes no room."""
+    return np.broadcast_to(np.uint8(0), (sum(part.length for part in parts),))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _exact_chunk(
+    staged: StagedJob, block: RowBlock, spool: SpoolFile
+) -> tuple[str, ChunkMeta, list[_Array]]:
+    spec = staged.job.tables[block.table].spec
+    values = staged.extent(values_name(block.table), first=block.first, count=block.rows)
+    ids = _read_ids(staged, block)
+    return _row_chunk(
+        staged,
+        block,
+        number=block.number,
+        scheme="exact",
+        ids=block.first if ids is None else ids,
+        rows=block.rows,
+        arrays=[
+            _Array("values", spec.dtype, (block.rows, spec.dim), (values,)),
+            *_states_in_slot(staged, block),
+        ],
+        spool=spool,
+    )
+
+
+def _quantized_chunks(
+    staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
+) -> Iterator[tuple[str, ChunkMeta, list[_Array]]]:
+    table = staged.job.tables[block.table]
+    exact = _read_array(extent_from(quantized["exact"]), np.int64)
+    ids = _read_ids(staged, block)
+    kept = np.ones(block.rows, np.bool_)
+    kept[exact] = False
+    rows = block.rows - len(exact)
+    if rows:
+        codes, scale, offset = (
+            tuple(extent_from(part) for part in quantized[name])
+            for name in ("codes", "scale", "offset")
+        )
+        states = (
+            _filtered_states(staged, block, kept, spool)
+            if len(exact)
+            else _states_in_slot(staged, block)
+        )
+        yield _row_chunk(
+            staged,
+            block,
+            number=block.number,
+            scheme="asymmetric",
+            ids=_chosen(ids, block, kept),
+            rows=rows,
+            arrays=[
+                _Array("codes", "U8", (rows, (table.spec.dim * table.bits + 7) // 8), codes),
+                _Array("scale", "F32", (rows,), scale),
+                _Array("offset", "F32", (rows,), offset),
+                *states,
+            ],
+            spool=spool,
+        )
+    rows_each = block.exact_rows_each
+    for number, start in zip(count(block.number + 1), range(0, len(exact), rows_each)):
+        positions = exact[start : start + rows_each]
+        chosen = np.zeros(block.rows, np.bool_)
+        chosen[positions] = True
+        values = _filtered(staged, values_name(block.table), block, chosen, spool)
+        yield _row_chunk(
+            staged,
+            block,
+            number=number,
+            scheme="exact",
+            ids=_chosen(ids, block, chosen),
+            rows=len(positions),
+            arrays=[
+                _Array("values", table.spec.dtype, (len(positions), table.spec.dim), (values,)),
+                *_filtered_states(staged, block, chosen, spool),
+            ],
+            spool=spool,
+        )
+
+
+def _row_chunk(
+    staged: StagedJob,
+    block: RowBlock,
+    *,
+    number: int,
+    scheme: Scheme,
+    ids: int | _Ids,
+    rows: int,
+    arrays: list[_Array],
+    spool: SpoolFile,
+) -> tuple[str, ChunkMeta, list[_Array]]:
+    """`ids` is the first of a range, or all of them."""
+    job, table = staged.job, staged.job.tables[block.table]
+    coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
+    if coding is None:
+        coded = row_set.encode(torch.from_numpy(ids))
+        coding = RowSetCoding.model_validate({"coding": coded.coding, "first": coded.first})
+        if coded.payload is not None:
+            extent = spool.append(coded.payload)
+            arrays = [*arrays, _Array("row_set", "U8", (extent.length,), (extent,))]
+    meta = ChunkMeta(
+        run=job.run,
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        content="rows",
+        rank=job.rank,
+        table=block.table,
+        row_count=rows,
+        dim=table.spec.dim,
+        bits=table.bits if scheme == "asymmetric" else 8 * item_bytes(table.spec.dtype),
+        scheme=scheme,
+        row_set=coding,
+    )
+    key = row_chunk_key(
+        job.step, job.generation, job.attempt, rank=job.rank, table=block.table, number=number
+    )
+    return key, meta, arrays
+
+
+def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
+    """The block's row ids; None if all rows of the table are staged, in order."""
+    table = staged.job.tables[block.table]
+    if table.all_rows:
+        return None
+    # One id more at the front shows that the block goes on where the one before it ended.
+    before = 1 if block.first else 0
+    extent = staged.extent(
+        ids_name(block.table), first=block.first - before, count=block.rows + before
+    )
+    ids = _read_array(extent, np.int64)
+    ascending = bool(np.all(ids[1:] > ids[:-1]))
+    if not ascending or ids[0] < 0 or ids[-1] >= table.spec.rows:
+        raise MalformedObject(
+            f"{staged.slot} ({ids_name(block.table)})",
+            found=f"ids from {ids[0]} to {ids[-1]}, {'' if ascending else 'not '}ascending",
+            expected=f"ascending ids below {table.spec.rows}",
+            next_step="nothing: the job is rejected, and the trainer stages its rows again",
+        )
+    return ids[before:]
+
+
+def _chosen(ids: _Ids | None, block: RowBlock, mask: _Mask) -> int | _Ids:
+    if ids is not None:
+        return ids[mask]
+    return block.first if bool(mask.all()) else block.first + np.flatnonzero(mask)
+
+
+def _states_in_slot(staged: StagedJob, block: RowBlock) -> list[_Array]:
+    return [
+        _Array(
+            f"state.{index}",
+            state.dtype,
+            (block.rows, *state.shape),
+            (staged.extent(state_name(block.table, index), first=block.first, count=block.rows),),
+        )
+        for index, state in enumerate(staged.job.tables[block.table].spec.row_states)
+    ]
+
+
+def _filtered_states(
+    staged: StagedJob, block: RowBlock, mask: _Mask, spool: SpoolFile
+) -> list[_Array]:
+    rows = int(mask.sum())
+    return [
+        _Array(
+            f"state.{index}",
+            state.dtype,
+            (rows, *state.shape),
+            (_filtered(staged, state_name(block.table, index), block, mask, spool),),
+        )
+        for index, state in enumerate(staged.job.tables[block.table].spec.row_states)
+    ]
+
+
+def _filtered(
+    staged: StagedJob, name: str, block: RowBlock, mask: _Mask, spool: SpoolFile
+) -> Extent:
+    """Copy the rows that `mask` [block.rows] chooses from a segment into the spool."""
+    whole = staged.extent(name, first=block.first, count=block.rows)
+    row_bytes = whole.length // block.rows
+    offset, length = spool.append(b"").offset, 0
+    rows_each = max(1, _PASS_BYTES // max(1, row_bytes))
+    for first in range(0, block.rows, rows_each):
+        part = mask[first : first + rows_each]
+        if not part.any():
+            continue
+        raw = Extent(whole.path, whole.offset + first * row_bytes, len(part) * row_bytes)
+        rows = _read_array(raw, np.uint8).reshape(len(part), row_bytes)
+        length += spool.append(np.ascontiguousarray(rows[part])).length
+    return Extent(str(spool.path), offset, length)
+
+
+def _read_array(extent: Extent, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    array = np.empty(extent.length // np.dtype(dtype).itemsize, dtype)
+    if extent.length:
+        read_into(extent, array.data.cast("B"))
+    return array
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+def _state_chunk(staged: StagedJob, block: StateBlock) -> tuple[str, ChunkMeta, list[_Array]]:
+    job = staged.job
+    arrays = []
+    for piece in block.pieces:
+        segment = staged.segments[piece.segment]
+        each = item_bytes(segment.dtype)
+        extent = Extent(str(staged.slot), segment.offset + piece.first * each, piece.count * each)
+        arrays.append(_Array(piece.name, segment.dtype, piece.shape, (extent,)))
+    meta = ChunkMeta(
+        run=job.run,
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        content="state",
+        rank=job.rank,
+    )
+    key = state_chunk_key(job.step, job.generation, job.attempt, rank=job.rank, number=block.number)
+    return key, meta, arrays

@@ -1,0 +1,226 @@
+"""Which chunks a staged job becomes, and in which groups they are worked on: arithmetic only.
+
+Keys and contents of chunks follow from the job alone, so that an agent that starts over after
+having been killed writes the same bytes under the same keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recpoint.catalog.staged_job import StagedJob
+from recpoint.errors import MalformedObject
+from recpoint.format.dtypes import array_bytes, item_bytes
+from recpoint.format.job import Segment, StagedTable
+from recpoint.format.manifest import MAX_CHUNK_BYTES
+
+__all__ = [
+    "CHUNK_BYTES",
+    "GROUP_BYTES",
+    "Group",
+    "RowBlock",
+    "StateBlock",
+    "StatePiece",
+    "exact_row_bytes",
+    "is_quantized",
+    "plan_groups",
+]
+
+#: Most bytes of a chunk's body (format §3 asks for chunks of 32 MiB or less, header included).
+CHUNK_BYTES = (32 << 20) - (64 << 10)
+
+#: Most staged bytes of a group: what is in the spool at once is at most that for each group in
+#: flight; and fewer, larger groups cost less orchestration.
+GROUP_BYTES = 256 << 20
+
+#: Most tensors of a state chunk: their names and shapes have to fit its header.
+_TENSORS_EACH = 4_000
+
+#: Room for one row id in a row set: 8 bytes of a delta and what zstd adds to what it cannot shrink.
+_ID_BYTES = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """Rows `first` … `first + rows − 1` of those staged for a table.
+
+    They become one chunk, number `number`, of the table's width, and, when some of them cannot be
+    quantized, exact chunks of `exact_rows_each` rows with the numbers after it, which are set aside.
+    """
+
+    table: int
+    first: int
+    rows: int
+    number: int
+    exact_rows_each: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePiece:
+    """One tensor of a state chunk: elements `first` … `first + count − 1` of a segment.
+
+    `name` is its name in the chunk, `shape` its shape there.
+    """
+
+    segment: str
+    name: str
+    first: int
+    count: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBlock:
+    """One state chunk."""
+
+    number: int
+    pieces: tuple[StatePiece, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What is quantized, encoded and uploaded together. `quantized`: whether there is anything to
+    quantize.
+    """
+
+    index: int
+    blocks: tuple[RowBlock | StateBlock, ...]
+    quantized: bool
+    staged_bytes: int
+
+
+def is_quantized(table: StagedTable) -> bool:
+    """Whether the table's rows are to be stored with fewer bits than they have."""
+    return table.bits < 8 * item_bytes(table.spec.dtype)
+
+
+def exact_row_bytes(table: StagedTable) -> int:
+    """Bytes of one staged row: its values and row states."""
+    return table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
+
+
+def plan_groups(staged: StagedJob) -> list[Group]:
+    """The groups of a job, in the order in which they are worked on.
+
+    Raises:
+        MalformedObject: one row makes a chunk that breaks the format's bound.
+    """
+    groups: list[Group] = []
+    blocks: list[RowBlock | StateBlock] = []
+    quantized, total = False, 0
+
+    def close() -> None:
+        nonlocal blocks, quantized, total
+        if blocks:
+            groups.append(
+                Group(
+                    index=len(groups),
+                    blocks=tuple(blocks),
+                    quantized=quantized,
+                    staged_bytes=total,
+                )
+            )
+        blocks, quantized, total = [], False, 0
+
+    for block, size, narrow in _blocks(staged):
+        if blocks and total + size > GROUP_BYTES:
+            close()
+        blocks.append(block)
+        total += size
+        quantized = quantized or narrow
+    close()
+    return groups
+
+
+def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, bool]]:
+    found: list[tuple[RowBlock | StateBlock, int, bool]] = []
+    # The state first: it is small, and what it needs goes wrong early if it does.
+    for state in _state_blocks(staged):
+        found.append((state, sum(_piece_bytes(staged, piece) for piece in state.pieces), False))
+    for index, table in enumerate(staged.job.tables):
+        each = exact_row_bytes(table)
+        for block in _row_blocks(staged, index, table):
+            found.append((block, block.rows * each, is_quantized(table)))
+    return found
+
+
+def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBlock]:
+    ids = 0 if table.all_rows else _ID_BYTES
+    exact = exact_row_bytes(table)
+    stored = exact
+    if is_quantized(table):
+        stored = (table.spec.dim * table.bits + 7) // 8 + 8 + _state_bytes(table)
+    if exact + _ID_BYTES > MAX_CHUNK_BYTES - (1 << 20):
+        raise MalformedObject(
+            str(staged.path),
+            found=f"rows of {exact} bytes in {table.spec.name!r:.200}",
+            expected=f"rows that fit a chunk of {MAX_CHUNK_BYTES} bytes",
+            next_step="split the table's rows over several tables",
+        )
+    rows_each = max(1, min(CHUNK_BYTES // (stored + ids), GROUP_BYTES // exact))
+    exact_rows_each = max(1, CHUNK_BYTES // (exact + _ID_BYTES))
+    # Should none of the rows be quantizable, they fill this many exact chunks.
+    numbers = 1 + (-(-rows_each // exact_rows_each) if is_quantized(table) else 0)
+    return [
+        RowBlock(
+            table=index,
+            first=first,
+            rows=min(rows_each, table.row_count - first),
+            number=position * numbers,
+            exact_rows_each=exact_rows_each,
+        )
+        for position, first in enumerate(range(0, table.row_count, rows_each))
+    ]
+
+
+def _state_blocks(staged: StagedJob) -> list[StateBlock]:
+    blocks: list[StateBlock] = []
+    pieces: list[StatePiece] = []
+    total = 0
+    for piece in _state_pieces(staged):
+        size = _piece_bytes(staged, piece)
+        if pieces and (total + size > CHUNK_BYTES or len(pieces) == _TENSORS_EACH):
+            blocks.append(StateBlock(number=len(blocks), pieces=tuple(pieces)))
+            pieces, total = [], 0
+        pieces.append(piece)
+        total += size
+    blocks.append(StateBlock(number=len(blocks), pieces=tuple(pieces)))
+    return blocks
+
+
+def _state_pieces(staged: StagedJob) -> list[StatePiece]:
+    pieces = [_whole("tree", staged.segments["tree"])]
+    number = 0
+    while (name := f"tensor.{number}") in staged.segments:
+        segment = staged.segments[name]
+        if segment.bytes <= CHUNK_BYTES:
+            pieces.append(_whole(name, segment))
+        else:
+            each = CHUNK_BYTES // item_bytes(segment.dtype)
+            elements = segment.bytes // item_bytes(segment.dtype)
+            for position, first in enumerate(range(0, elements, each)):
+                count = min(each, elements - first)
+                pieces.append(
+                    StatePiece(
+                        segment=name,
+                        name=f"{name}.{position}",
+                        first=first,
+                        count=count,
+                        shape=(count,),
+                    )
+                )
+        number += 1
+    return pieces
+
+
+def _whole(name: str, segment: Segment) -> StatePiece:
+    elements = segment.bytes // item_bytes(segment.dtype)
+    return StatePiece(segment=name, name=name, first=0, count=elements, shape=segment.shape)
+
+
+def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
+    return piece.count * item_bytes(staged.segments[piece.segment].dtype)
+
+
+def _state_bytes(table: StagedTable) -> int:
+    return sum(array_bytes(state.dtype, state.shape) for state in table.spec.row_states)

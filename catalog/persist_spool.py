@@ -1,0 +1,82 @@
+"""Files in the spool: what the steps of a persist leave for each other (format §7).
+
+The spool is emptied when an agent starts, so nothing here is made durable. A step's result exists
+once its JSON file has its final name; a step that finds its result there has nothing to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from recpoint.catalog.staged_job import Extent, StagedJob
+
+__all__ = ["SpoolFile", "extent_from", "extent_list", "load_result", "result_path", "save_result"]
+
+
+class SpoolFile:
+    """A file that grows by arrays; each `append` says where its bytes went."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("wb")
+        self._end = 0
+
+    def append(self, data: bytes | np.ndarray[Any, Any]) -> Extent:
+        """Write an array's (C-contiguous) or string's bytes at the end."""
+        view = memoryview(data).cast("B") if isinstance(data, bytes) or data.size else b""
+        self._file.write(view)
+        extent = Extent(str(self.path), self._end, len(view))
+        self._end += len(view)
+        return extent
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def result_path(staged: StagedJob, group: int, step: str) -> Path:
+    """The JSON file that a step leaves for a group of a job."""
+    return staged.spool / f"g{group:04d}.{step}.json"
+
+
+def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
+    """Write a step's result; it is there as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    text = json.dumps({"attempt": staged.job.attempt, **value}, separators=(",", ":"))
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
+    """A step's result; None if the step has not been done for this attempt."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return value if value["attempt"] == staged.job.attempt else None
+
+
+def extent_list(extents: tuple[Extent, ...]) -> list[list[Any]]:
+    """Extents as JSON."""
+    return [list(extent) for extent in extents]
+
+
+def extent_from(value: list[Any]) -> Extent:
+    """One extent from JSON."""
+    path, offset, length = value
+    return Extent(str(path), int(offset), int(length))

@@ -1,0 +1,291 @@
+"""A staged job opened for reading: its slot checked against what the job says lies in it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import crc32c
+
+from recpoint.catalog.staged import read_job, slots_directory, spool_directory
+from recpoint.errors import DigestMismatch, MalformedObject, StagingError
+from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
+from recpoint.format.job import Job, Segment, StagedTable
+
+__all__ = [
+    "Extent",
+    "StagedJob",
+    "assemble",
+    "digest",
+    "ids_name",
+    "open_job",
+    "read_into",
+    "state_name",
+    "values_name",
+]
+
+_READ_BYTES = 4 << 20
+_NEXT = "nothing: the job is rejected, and the trainer stages its rows again"
+
+
+class Extent(NamedTuple):
+    """A piece of a file: the slot, or something in the spool."""
+
+    path: str
+    offset: int
+    length: int
+
+
+def ids_name(table: int) -> str:
+    """Segment of the row ids of a table."""
+    return f"t{table}.ids"
+
+
+def values_name(table: int) -> str:
+    """Segment of the values of a table's rows."""
+    return f"t{table}.values"
+
+
+def state_name(table: int, state: int) -> str:
+    """Segment of one row state of a table's rows."""
+    return f"t{table}.state.{state}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedJob:
+    """A job whose slot is there, long enough, and laid out as the tables ask for.
+
+    The slot is read with `pread` and never mapped: a failing disk or a truncated file is then an
+    error of one job, where a mapping would kill the agent (SIGBUS), and resident memory does not
+    grow with the slot.
+    """
+
+    path: Path
+    job: Job
+    slot: Path
+    segments: dict[str, Segment]
+
+    @property
+    def spool(self) -> Path:
+        """Directory for this job's encoded parts; made on first use by whoever writes there."""
+        return spool_directory(self.path.parent.parent) / self.path.stem
+
+    def extent(self, name: str, *, first: int = 0, count: int | None = None) -> Extent:
+        """Where `count` entries of a segment lie, from entry `first` of its first dimension.
+
+        Args:
+            first: index in the first dimension.
+            count: entries; None for all from `first` on.
+        """
+        segment = self.segments[name]
+        entries = segment.shape[0] if segment.shape else 1
+        count = entries - first if count is None else count
+        if not 0 <= first <= first + count <= entries:
+            raise ValueError(f"{name}: entries {first} to {first + count} of {entries}")
+        each = segment.bytes // entries if entries else 0
+        return Extent(str(self.slot), segment.offset + first * each, count * each)
+
+    def verify(self) -> None:
+        """Read every segment and compare its crc32c.
+
+        Raises:
+            DigestMismatch: the slot no longer holds what was staged.
+            StagingError: the slot cannot be read.
+        """
+        for segment in self.job.segments:
+            found = digest((Extent(str(self.slot), segment.offset, segment.bytes),))
+            if found != segment.crc32c:
+                raise DigestMismatch(
+                    f"{self.slot} ({segment.name})",
+                    found=f"crc32c {found}",
+                    expected=f"crc32c {segment.crc32c}",
+                    next_step=_NEXT,
+                )
+
+
+def open_job(path: Path | str) -> StagedJob:
+    """Open a job file and check its slot; nothing of the slot is read yet.
+
+    Raises:
+        FileNotFoundError: there is no such job (any more).
+        FormatError: it is not a job, or its segments are not what its tables need.
+        StagingError: its slot is missing, not a plain file, or too short.
+    """
+    path = Path(path)
+    job = read_job(path)
+    slot = slots_directory(path.parent.parent) / job.slot
+    if not job.slot.startswith(f"r{job.rank:05d}-"):
+        raise _malformed(path, f"the slot {job.slot}", f"a slot of rank {job.rank}")
+    try:
+        status = slot.lstat()
+    except OSError as error:
+        raise _no_slot(slot, error.strerror or str(error), "the slot the job names") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise _no_slot(slot, "something that is no plain file", "a slot")
+    if status.st_size < job.slot_bytes:
+        raise _no_slot(slot, f"{status.st_size} bytes", f"at least {job.slot_bytes}")
+    segments = {segment.name: segment for segment in job.segments}
+    _check_layout(path, job, dict(segments))
+    return StagedJob(path=path, job=job, slot=slot, segments=segments)
+
+
+def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
+    def take(name: str, dtype: Dtype | None, shape: tuple[int, ...] | None) -> None:
+        segment = left.pop(name, None)
+        if segment is None:
+            raise _malformed(path, f"no segment {name}", "the segments of its tables and state")
+        if dtype not in (None, segment.dtype) or shape not in (None, segment.shape):
+            raise _malformed(
+                path, f"{name} as {segment.dtype} {list(segment.shape)}", f"{dtype} {shape}"
+            )
+        try:
+            length = array_bytes(segment.dtype, segment.shape)
+        except ValueError as error:
+            raise _malformed(path, f"{name}: {error}", "a shape that an array can have") from error
+        if segment.bytes != length:
+            raise _malformed(path, f"{name} of {segment.bytes} bytes", f"{length} bytes")
+
+    for index, table in enumerate(job.tables):
+        _check_table(path, table)
+        rows, spec = table.row_count, table.spec
+        if rows == 0 and values_name(index) not in left:
+            continue  # a table without a dirty row needs no segments
+        if not table.all_rows:
+            take(ids_name(index), "I64", (rows,))
+        take(values_name(index), spec.dtype, (rows, spec.dim))
+        for number, state in enumerate(spec.row_states):
+            take(state_name(index, number), state.dtype, (rows, *state.shape))
+    take("tree", "U8", None)
+    number = 0
+    while left:
+        take(f"tensor.{number}", None, None)
+        number += 1
+
+
+def _check_table(path: Path, table: StagedTable) -> None:
+    spec = table.spec
+    if table.row_count > spec.rows or (table.all_rows and table.row_count != spec.rows):
+        raise _malformed(
+            path,
+            f"{table.row_count} rows of {spec.name!r:.200}",
+            f"{'all' if table.all_rows else 'at most'} {spec.rows}",
+        )
+    exact_bits = 8 * item_bytes(spec.dtype)
+    if table.bits not in (2, 3, 4, 8, exact_bits):
+        raise _malformed(path, f"{table.bits} bits", f"2, 3, 4, 8 or {exact_bits} bits")
+
+
+def _malformed(path: Path, found: str, expected: str) -> MalformedObject:
+    return MalformedObject(str(path), found=found, expected=expected, next_step=_NEXT)
+
+
+def _no_slot(slot: Path, found: str, expected: str) -> StagingError:
+    return StagingError(str(slot), found=found, expected=expected, next_step=_NEXT)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class _Files:
+    """Files opened once each for the extents of one read."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def read(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill `view`."""
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = self._open[path]
+        done = 0
+        while done < len(view):
+            got = os.preadv(descriptor, [view[done:]], offset + done)
+            if got == 0:
+                raise StagingError(
+                    path,
+                    found=f"its end at byte {offset + done}",
+                    expected=f"{len(view) - done} more bytes",
+                    next_step=_NEXT,
+                )
+            done += got
+
+
+@contextmanager
+def _reading() -> Iterator[_Files]:
+    try:
+        with _Files() as files:
+            yield files
+    except OSError as error:
+        # A medium that fails stays failed; anything else (no descriptors, no memory) passes, and
+        # the job with it would be thrown away for nothing.
+        if error.errno != errno.EIO:
+            raise
+        raise StagingError(
+            str(error.filename or "staging area"),
+            found="an input/output error",
+            expected="readable bytes",
+            next_step="check the disk; the job is rejected, and the trainer stages its rows again",
+        ) from error
+
+
+def read_into(extent: Extent, view: memoryview) -> None:
+    """Fill `view`, of exactly the extent's length, with the extent's bytes.
+
+    Raises:
+        StagingError: the file ends early, or its medium fails.
+    """
+    if len(view) != extent.length:
+        raise ValueError(f"{len(view)} bytes of room for {extent.length}")
+    with _reading() as files:
+        files.read(extent.path, extent.offset, view)
+
+
+def digest(extents: tuple[Extent, ...], *, start: bytes = b"") -> int:
+    """crc32c of `start` and the extents' bytes, one after another."""
+    value: int = crc32c.crc32c(start)
+    longest = max((extent.length for extent in extents), default=0)
+    buffer = memoryview(bytearray(min(_READ_BYTES, longest)))
+    with _reading() as files:
+        for extent in extents:
+            for done in range(0, extent.length, _READ_BYTES):
+                view = buffer[: min(_READ_BYTES, extent.length - done)]
+                files.read(extent.path, extent.offset + done, view)
+                value = crc32c.crc32c(view, value)
+    return value
+
+
+def assemble(extents: tuple[Extent, ...], *, start: bytes = b"") -> bytes:
+    """`start` and the extents' bytes as one object, copied once."""
+    buffer = io.BytesIO()
+    buffer.write(start)
+    total = len(start) + sum(extent.length for extent in extents)
+    if total > len(start):
+        # Makes the buffer as large as it will be; getvalue() then hands it over without a copy.
+        buffer.seek(total - 1)
+        buffer.write(b"\0")
+    with _reading() as files, buffer.getbuffer() as view:
+        done = len(start)
+        for extent in extents:
+            files.read(extent.path, extent.offset, view[done : done + extent.length])
+            done += extent.length
+    return buffer.getvalue()
