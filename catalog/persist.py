@@ -35,7 +35,6 @@ from recpoint.errors import (
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import generation_key, parse_job_stem
-from recpoint.format.records import first_defect
 
 __all__ = [
     "Committed",
@@ -195,11 +194,10 @@ def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed
     try:
         manifest = _manifest(staged, entries)
     except ValidationError as error:
-        found, expected = first_defect(error)
         raise MalformedObject(
             str(job_file),
-            found=found,
-            expected=expected,
+            found=str(error.errors(include_url=False, include_input=False)[0]["msg"])[:200],
+            expected="a job whose manifest keeps to the format",
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
         ) from error
     commit(open_target(job_file, store), manifest)

@@ -45,7 +45,7 @@ class RowBlock:
     """Rows `first` … `first + rows − 1` of those staged for a table.
 
     They become one chunk, number `number`, of the table's width, and, when some of them cannot be
-    quantized, exact chunks of `exact_rows_each` rows with the numbers after it, which are set aside.
+    quantized, exact chunks of `exact_rows_each` rows with the numbers after it, set aside.
     """
 
     table: int

@@ -98,7 +98,7 @@ def stage(
     with os.fdopen(os.open(slot_file, os.O_RDWR | os.O_CREAT, 0o600), "wb") as file:
         for name, tensor in arrays:
             flat = tensor.detach().contiguous().reshape(-1)
-            data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+            data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
             end += -end % _ALIGNMENT_BYTES
             file.seek(end)
             file.write(data)
