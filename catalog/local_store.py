@@ -16,13 +16,13 @@ from recpoint.catalog.store_contract import (
     Store,
     check_key,
     check_prefix,
+    check_range,
+    no_create_only,
+    probe_create_only,
 )
-from recpoint.catalog.store_errors import for_os_error, missing, too_short
+from recpoint.catalog.store_errors import for_os_error, missing, too_large, too_short
 from recpoint.errors import (
-    MalformedObject,
-    ObjectExists,
     StoreAccessDenied,
-    StoreUnsupported,
 )
 
 __all__ = ["LocalStore"]
@@ -58,12 +58,7 @@ class LocalStore(Store):
         with self._translated(where, "reading"), self._open(key) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes > max_bytes:
-                raise MalformedObject(
-                    where,
-                    found=f"{size_bytes} bytes",
-                    expected=f"at most {max_bytes} bytes",
-                    next_step="run `recpoint check`: the object is not what its key says",
-                )
+                raise too_large(where, found_bytes=size_bytes, max_bytes=max_bytes)
             data = file.read(size_bytes)
         if len(data) != size_bytes:
             raise too_short(where, found_bytes=len(data), expected_bytes=size_bytes)
@@ -71,19 +66,18 @@ class LocalStore(Store):
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
         """See `Store.get_range`."""
-        if not 0 <= start <= end:
-            raise ValueError(f"{start} … {end} is not a range")
+        length_bytes = check_range(start, end)
         where = self._where(key)
         with self._translated(where, "reading"), self._open(key) as file:
             available_bytes = os.fstat(file.fileno()).st_size - start
-            if available_bytes < end - start:  # before allocating for it
+            if available_bytes < length_bytes:  # before allocating for it
                 raise too_short(
-                    where, found_bytes=max(0, available_bytes), expected_bytes=end - start
+                    where, found_bytes=max(0, available_bytes), expected_bytes=length_bytes
                 )
             file.seek(start)
-            data = file.read(end - start)
-        if len(data) != end - start:
-            raise too_short(where, found_bytes=len(data), expected_bytes=end - start)
+            data = file.read(length_bytes)
+        if len(data) != length_bytes:
+            raise too_short(where, found_bytes=len(data), expected_bytes=length_bytes)
         return data
 
     def put(self, key: str, data: bytes) -> None:
@@ -97,9 +91,11 @@ class LocalStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`."""
         directory = check_prefix(prefix).rpartition("/")[0]
-        for info, is_temporary in self._walk(directory):
-            if info.key.startswith(prefix) and not is_temporary:
-                yield info
+        return (
+            info
+            for info, is_temporary in self._walk(directory)
+            if info.key.startswith(prefix) and not is_temporary
+        )
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
@@ -142,32 +138,14 @@ class LocalStore(Store):
 
     def probe(self) -> None:
         """See `Store.probe`."""
-        key = f"{PROBE_PREFIX}{os.urandom(16).hex()}"
         try:
-            self.create(key, b"first")
+            probe_create_only(self)
         except StoreAccessDenied:
             # Without hard links, link() says EPERM; if a plain write works, it is that.
-            self.put(key, b"first")
+            key = f"{PROBE_PREFIX}{os.urandom(16).hex()}"
+            self.put(key, b"")
             self.delete(key)
-            raise self._no_create_only("no hard links") from None
-        try:
-            self.create(key, b"second")
-        except ObjectExists:
-            found = self.get(key, max_bytes=16)
-        else:
-            found = b"second"
-        finally:
-            self.delete(key)
-        if found != b"first":
-            raise self._no_create_only("a second create-only write that replaced the first")
-
-    def _no_create_only(self, found: str) -> StoreUnsupported:
-        return StoreUnsupported(
-            self.url,
-            found=found,
-            expected="create-only writes, which a commit relies on",
-            next_step="choose a directory on another file system, or an object store, for the run",
-        )
+            raise no_create_only(self, "a file system without hard links") from None
 
     def _write(self, key: str, data: bytes, *, exclusively: bool) -> None:
         path = self._path(key)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["PROBE_PREFIX", "ObjectInfo", "Store", "check_key", "check_prefix"]
+from recpoint.errors import ObjectExists, StoreUnsupported
+
+__all__ = [
+    "PROBE_PREFIX",
+    "ObjectInfo",
+    "Store",
+    "check_key",
+    "check_prefix",
+    "check_range",
+    "no_create_only",
+    "probe_create_only",
+]
 
 #: Keys of `Store.probe`; what a killed probe leaves under it is not a run's and may be removed.
 PROBE_PREFIX = "probe/"
@@ -139,3 +151,38 @@ def check_prefix(prefix: str) -> str:
     if last == "..":
         raise ValueError(f"{prefix[:200]!r} leads out of the store")
     return prefix
+
+
+def check_range(start: int, end: int) -> int:
+    """Length in bytes of the range; ValueError if it is none."""
+    if not 0 <= start <= end:
+        raise ValueError(f"{start} … {end} is not a range")
+    return end - start
+
+
+def probe_create_only(store: Store) -> None:
+    """Create one object twice; the second try must fail and leave the first's bytes.
+
+    Raises:
+        StoreUnsupported: it did not.
+    """
+    key = f"{PROBE_PREFIX}{secrets.token_hex(16)}"
+    store.create(key, b"first")
+    try:
+        store.create(key, b"again")
+    except ObjectExists:
+        pass
+    found = store.get(key, max_bytes=16)
+    store.delete(key)
+    if found != b"first":
+        raise no_create_only(store, "a second create-only write that replaced the first")
+
+
+def no_create_only(store: Store, found: str) -> StoreUnsupported:
+    """The error of a probe."""
+    return StoreUnsupported(
+        store.url,
+        found=found,
+        expected="create-only writes that never replace an object; a commit relies on them",
+        next_step="choose a local directory, or an S3 that honours If-None-Match, for the run",
+    )

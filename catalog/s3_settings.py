@@ -1,0 +1,108 @@
+"""Settings of the S3 client: time-outs, and where endpoint, region and credentials come from."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from recpoint.errors import SettingsError
+
+__all__ = ["S3Timeouts", "client_settings"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Timeouts:
+    """How long a call to an S3 store may take.
+
+    A request that gets no answer, or one that a later try may better, is sent up to `attempts`
+    times, with pauses that grow from 1 to 8 s and are shortened by chance. Whatever happens, a
+    call ends after `call_seconds`, plus the time its bytes take at `slowest_mib_per_second`. A
+    listing makes one such call for every thousand objects.
+
+    Raises:
+        SettingsError: one of them is not a positive, finite number.
+    """
+
+    connect_seconds: float = 3.0
+    read_seconds: float = 30.0
+    attempts: int = 5
+    call_seconds: float = 120.0
+    slowest_mib_per_second: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise SettingsError(
+                    f"S3Timeouts.{field.name}",
+                    found=repr(value),
+                    expected="a positive, finite number",
+                    next_step=f"leave it out, or set it to something like {field.default}",
+                )
+
+    def limit_seconds(self, size_bytes: int) -> float:
+        """The longest a call may take that moves `size_bytes`."""
+        return self.call_seconds + size_bytes / (self.slowest_mib_per_second * _MIB)
+
+
+def client_settings(
+    timeouts: S3Timeouts,
+    *,
+    configured: Mapping[str, object],
+    environment: Mapping[str, str] = os.environ,
+) -> dict[str, object]:
+    """Keyword arguments of `s3fs.S3FileSystem`.
+
+    Credentials are left to the SDK (environment, shared files, instance roles) unless the fsspec
+    configuration has some; nothing here ends in a URL, a log or a pickle.
+
+    Args:
+        timeouts: what the client may take.
+        configured: the `s3` section of fsspec's configuration; wins over what is chosen here.
+        environment: environment variables.
+    """
+    endpoint = (
+        configured.get("endpoint_url")
+        or environment.get("AWS_ENDPOINT_URL_S3")
+        or environment.get("AWS_ENDPOINT_URL")
+    )
+    client: dict[str, object] = {}
+    config: dict[str, object] = {
+        "connect_timeout": timeouts.connect_seconds,
+        "read_timeout": timeouts.read_seconds,
+        "max_pool_connections": 32,
+        "retries": {"mode": "standard", "total_max_attempts": timeouts.attempts},
+    }
+    if endpoint:
+        # Servers that are not Amazon's know buckets by path, and take any region's signature.
+        config["s3"] = {"addressing_style": "path"}
+        client["region_name"] = (
+            environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
+        )
+    chosen: dict[str, object] = {
+        **configured,
+        "client_kwargs": {**client, **_section(configured, "client_kwargs")},
+        "config_kwargs": {**config, **_section(configured, "config_kwargs")},
+        # A cached listing or instance would answer for another writer's, or another user's, state.
+        "use_listings_cache": False,
+        "skip_instance_cache": True,
+    }
+    if endpoint:
+        chosen["endpoint_url"] = endpoint
+    return chosen
+
+
+def _section(configured: Mapping[str, object], name: str) -> Mapping[str, object]:
+    section = configured.get(name, {})
+    if not isinstance(section, Mapping):
+        raise SettingsError(
+            f"fsspec configuration, s3.{name}",
+            found=type(section).__name__,
+            expected="a table of settings",
+            next_step="correct ~/.config/fsspec or the FSSPEC_S3 environment variables",
+        )
+    return section
