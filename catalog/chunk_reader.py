@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.store import Store
+from recpoint.catalog.store_contract import Store
 from recpoint.errors import DigestMismatch, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
 from recpoint.format.dtypes import array_bytes, item_bytes, torch_dtype

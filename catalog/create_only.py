@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import time
 
-from recpoint.catalog.store import Store
+from recpoint.catalog.store_contract import Store
 from recpoint.errors import ObjectExists, ObjectNotFound, StoreThrottled, StoreUnavailable
 
 __all__ = ["create_or_read"]
 
 _TRIES = 5
 _FIRST_WAIT_SECONDS = 0.05
-_WAIT_FACTOR = 3.0
+_WAIT_FACTOR = 2.5
 
 
 def create_or_read(store: Store, key: str, data: bytes, *, max_bytes: int) -> bytes | None:

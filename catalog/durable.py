@@ -105,7 +105,10 @@ def remove(path: str | os.PathLike[str]) -> None:
     except FileNotFoundError:
         if not target.parent.is_dir():
             return
-    fsync_directory(target.parent)
+    try:
+        fsync_directory(target.parent)
+    except FileNotFoundError:
+        return  # another remover has found it empty and removed the directory itself
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:

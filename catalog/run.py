@@ -13,7 +13,7 @@ from typing import Self
 
 from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.lineage import LINEAGE_NEXT_STEP, ManifestName, live_line
-from recpoint.catalog.store import Store
+from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
     FormatError,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
-from recpoint.catalog.store import ObjectInfo
+from recpoint.catalog.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.naming import (
     RUN_KEY,

@@ -15,7 +15,7 @@ from torch import Tensor
 from recpoint.catalog.commit import commit
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.run import Run
-from recpoint.catalog.store import Store
+from recpoint.catalog.store_contract import Store
 from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.manifest import ChunkEntry, Manifest, RowStateSpec, TableSpec

@@ -1,0 +1,92 @@
+"""A real store with something to do before and after each of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from recpoint.catalog.store_contract import ObjectInfo, Store
+from recpoint.errors import StoreUnavailable
+
+__all__ = ["InterposedStore", "unavailable"]
+
+Hook = Callable[[str, str], None]
+
+
+def _nothing(call: str, key: str) -> None:
+    pass
+
+
+def unavailable(key: str) -> StoreUnavailable:
+    """What a store says when the answer got lost."""
+    return StoreUnavailable(key, found="no answer", expected="one", next_step="try again")
+
+
+class InterposedStore(Store):
+    """Passes every call on to `inner`; `before` and `after` get the call's name and its key.
+
+    What they raise is what the caller sees: raised `before`, the call never took place; raised
+    `after`, it did, and only its answer got lost.
+    """
+
+    def __init__(self, inner: Store, *, before: Hook = _nothing, after: Hook = _nothing) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.before = before
+        self.after = after
+        self.calls: list[tuple[str, str]] = []
+
+    def _around(self, call: str, key: str) -> Callable[[], None]:
+        self.calls.append((call, key))
+        self.before(call, key)
+        return lambda: self.after(call, key)
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        done = self._around("get", key)
+        data = self.inner.get(key, max_bytes=max_bytes)
+        done()
+        return data
+
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        done = self._around("get_range", key)
+        data = self.inner.get_range(key, start=start, end=end)
+        done()
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        done = self._around("put", key)
+        self.inner.put(key, data)
+        done()
+
+    def create(self, key: str, data: bytes) -> None:
+        done = self._around("create", key)
+        self.inner.create(key, data)
+        done()
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        done = self._around("list", prefix)
+        yield from self.inner.list(prefix)
+        done()
+
+    def size(self, key: str) -> int:
+        done = self._around("size", key)
+        size_bytes = self.inner.size(key)
+        done()
+        return size_bytes
+
+    def delete(self, key: str) -> None:
+        done = self._around("delete", key)
+        self.inner.delete(key)
+        done()
+
+    def list_unfinished(self) -> Iterator[ObjectInfo]:
+        done = self._around("list_unfinished", "")
+        yield from self.inner.list_unfinished()
+        done()
+
+    def delete_unfinished(self, key: str) -> None:
+        done = self._around("delete_unfinished", key)
+        self.inner.delete_unfinished(key)
+        done()
+
+    def probe(self) -> None:
+        self.inner.probe()

@@ -1,0 +1,139 @@
+"""Chains: the links join up, or the error names the one that does not (format §4, I4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog.chain import resolve_chain
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.errors import (
+    ChainError,
+    DigestMismatch,
+    ForeignObject,
+    MissingLink,
+    ObjectNotFound,
+)
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import manifest_key
+from recpoint.format.records import pack_record
+from tests.catalog_builder import build, new_run, publish, tables
+
+DIRTY = [torch.tensor([1, 4, 7]), torch.tensor([0])]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path)
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def links(run: Run) -> list[Manifest]:
+    """A full at step 10, increments at 11, 12, 13."""
+    made = [publish(run, build(run, tables(), step=10, generation=1))]
+    for step in (11, 12, 13):
+        checkpoint = build(run, tables(), step=step, generation=1, parent=made[-1], dirty=DIRTY)
+        made.append(publish(run, checkpoint))
+    return made
+
+
+def put(run: Run, manifest: Manifest, **changes: object) -> Manifest:
+    """Store a manifest without the checks of a commit."""
+    changed = Manifest.model_validate(manifest.model_dump() | changes)
+    run.store.put(manifest_key(changed.step, changed.generation), pack_record(changed))
+    return changed
+
+
+def chain(run: Run, step: int = 13) -> tuple[Manifest, ...]:
+    return resolve_chain(run, ManifestName(step, 1)).manifests
+
+
+def test_a_chain_runs_from_its_full_to_the_newest(run: Run, links: list[Manifest]) -> None:
+    assert chain(run) == tuple(links)
+    assert chain(run, 10) == tuple(links[:1])
+    found = resolve_chain(run, ManifestName(12, 1))
+    assert (found.full, found.newest) == (links[0], links[2])
+
+
+def test_no_such_checkpoint(run: Run) -> None:
+    with pytest.raises(ObjectNotFound):
+        chain(run)
+
+
+@pytest.mark.parametrize("step", [10, 11, 12])
+def test_a_missing_link_is_named(run: Run, links: list[Manifest], step: int) -> None:
+    run.store.delete(manifest_key(step, 1))
+    with pytest.raises(MissingLink) as caught:
+        chain(run)
+    assert caught.value.subject == manifest_key(step, 1)
+    assert f"step {step + 1}" in caught.value.expected
+
+
+def test_another_attempt_of_a_linked_step_is_a_missing_link(
+    run: Run, links: list[Manifest]
+) -> None:
+    other = put(run, links[1], attempt="f" * 32)
+    with pytest.raises(MissingLink) as caught:
+        chain(run)
+    assert caught.value.subject == manifest_key(11, 1)
+    assert other.attempt in caught.value.found
+
+
+def test_an_increment_inserted_twice_does_not_count_twice(run: Run, links: list[Manifest]) -> None:
+    # A copy of increment 12 as step 13: its parent is 11, so it can not come after 12.
+    copied = put(run, links[2], step=13)
+    assert [link.step for link in chain(run)] == [10, 11, 13]
+    put(run, copied, chain_length=4)
+    with pytest.raises(ChainError, match="chain_length 4"):
+        chain(run)
+
+
+def test_an_increment_that_skips_a_link_is_refused(run: Run, links: list[Manifest]) -> None:
+    put(run, links[3], parent=links[1].ref.model_dump())
+    with pytest.raises(ChainError, match="one more than that of its parent"):
+        chain(run)
+
+
+def test_a_foreign_link_is_named(run: Run, links: list[Manifest], tmp_path: Path) -> None:
+    other = new_run(tmp_path / "other")
+    other.claim(None)
+    publish(other, build(other, tables(), step=11, generation=1))
+    key = manifest_key(11, 1)
+    run.store.put(key, other.store.get(key, max_bytes=1 << 20))
+    with pytest.raises(ForeignObject) as caught:
+        chain(run)
+    assert caught.value.subject == key and other.id in caught.value.found
+
+
+def test_a_damaged_link_is_named(run: Run, links: list[Manifest]) -> None:
+    data = pack_record(links[1]).replace(b'"stall_us":100', b'"stall_us":101')
+    run.store.put(manifest_key(11, 1), data)
+    with pytest.raises(DigestMismatch) as caught:
+        chain(run)
+    assert caught.value.subject == manifest_key(11, 1)
+
+
+def test_another_base_is_refused(run: Run, links: list[Manifest]) -> None:
+    base = links[0].ref.model_copy(update={"attempt": "f" * 32})
+    put(run, links[3], base=base.model_dump())
+    with pytest.raises(ChainError, match="base"):
+        chain(run)
+
+
+def test_other_tables_are_refused(run: Run, links: list[Manifest]) -> None:
+    specs = [table.spec.model_dump() for table in tables()]
+    put(run, links[3], tables=[specs[0], specs[1] | {"name": "visitors"}])
+    with pytest.raises(ChainError, match="other tables"):
+        chain(run)
+
+
+def test_a_parent_of_a_later_generation_is_refused(run: Run, links: list[Manifest]) -> None:
+    later = put(run, links[2], generation=2)
+    put(run, links[3], parent=later.ref.model_dump())
+    with pytest.raises(ChainError, match="later generation 2"):
+        chain(run)

@@ -1,0 +1,256 @@
+"""Commits: one winner, and everybody knows who it is (format §6.1 W4-W5, §6.2)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog.commit import commit
+from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.run import Run
+from recpoint.errors import (
+    ChainError,
+    CommitConflict,
+    ForeignObject,
+    FormatError,
+    MissingLink,
+    RecpointError,
+    StaleWriter,
+    StoreAccessDenied,
+    StoreUnavailable,
+)
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import manifest_key
+from recpoint.format.records import pack_record
+from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
+from tests.interposed_store import InterposedStore, unavailable
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path)
+    run.claim(None)
+    return run
+
+
+def increment(run: Run, parent: Manifest, step: int, generation: int = 1) -> Checkpoint:
+    dirty = [torch.tensor([1, 4, 7]), torch.tensor([0])]
+    return build(run, tables(), step=step, generation=generation, parent=parent, dirty=dirty)
+
+
+def test_a_full_and_an_increment_are_committed_once(run: Run) -> None:
+    full = build(run, tables(), step=5, generation=1)
+    upload(run.store, full)
+    assert commit(run, full.manifest) == "created"
+    assert commit(run, full.manifest) == "already"
+    later = increment(run, full.manifest, 6)
+    upload(run.store, later)
+    assert commit(run, later.manifest) == "created"
+    assert run.manifest(6, 1) == later.manifest
+    assert run.live_line() == [(6, 1), (5, 1)]
+
+
+def test_a_replaced_trainer_commits_nothing_more(run: Run) -> None:
+    full = publish(run, build(run, tables(), step=5, generation=1))
+    run.claim(full.ref)
+    stale = increment(run, full, 6)
+    with pytest.raises(StaleWriter) as caught:
+        commit(run, stale.manifest)
+    assert "generation 2" in caught.value.found
+    assert not caught.value.retryable
+    assert run.manifest_names() == [(5, 1)]
+
+
+def test_what_was_committed_stays_committed_for_a_replaced_trainer(run: Run) -> None:
+    full = publish(run, build(run, tables(), step=5, generation=1))
+    run.claim(None)
+    assert commit(run, full) == "already"
+
+
+def test_a_generation_that_nobody_claimed_cannot_commit(run: Run) -> None:
+    with pytest.raises(StaleWriter):
+        commit(run, build(run, tables(), step=5, generation=2).manifest)
+
+
+def test_the_fence_can_be_left_out(run: Run) -> None:
+    full = build(run, tables(), step=5, generation=1).manifest
+    run.claim(None)
+    assert commit(run, full, expect_generation_newest=False) == "created"
+
+
+def test_the_same_step_by_another_attempt_is_a_conflict(run: Run) -> None:
+    first = publish(run, build(run, tables(), step=5, generation=1))
+    with pytest.raises(CommitConflict) as caught:
+        commit(run, build(run, tables(seed=1), step=5, generation=1).manifest)
+    assert first.attempt in caught.value.found
+    assert run.manifest(5, 1) == first
+
+
+def test_an_increment_without_its_parent_is_a_missing_link(run: Run) -> None:
+    absent = build(run, tables(), step=5, generation=1).manifest
+    with pytest.raises(MissingLink) as caught:
+        commit(run, increment(run, absent, 6).manifest)
+    assert caught.value.subject == manifest_key(5, 1)
+    assert run.manifest_names() == []
+
+
+def test_an_increment_after_another_attempt_of_the_step_is_a_missing_link(run: Run) -> None:
+    publish(run, build(run, tables(), step=5, generation=1))
+    other = build(run, tables(), step=5, generation=1).manifest
+    with pytest.raises(MissingLink, match=other.attempt[:8]):
+        commit(run, increment(run, other, 6).manifest)
+
+
+def test_an_increment_that_contradicts_its_parent_is_refused(run: Run) -> None:
+    full = publish(run, build(run, tables(), step=5, generation=1))
+    wrong = increment(run, full, 6).manifest.model_copy(update={"chain_length": 3})
+    with pytest.raises(ChainError, match="chain_length 3"):
+        commit(run, wrong)
+    assert run.manifest_names() == [(5, 1)]
+
+
+def test_an_increment_on_a_damaged_parent_is_refused(run: Run) -> None:
+    full = publish(run, build(run, tables(), step=5, generation=1))
+    run.store.put(manifest_key(5, 1), pack_record(full).replace(b'"step":5', b'"step":4'))
+    with pytest.raises(FormatError, match=r"manifests/"):
+        commit(run, increment(run, full, 6).manifest)
+
+
+def test_an_increment_on_a_checkpoint_of_the_generation_before(run: Run) -> None:
+    full = publish(run, build(run, tables(), step=5, generation=1))
+    run.claim(full.ref)
+    publish(run, increment(run, full, 6, generation=2))
+    assert run.live_line() == [(6, 2), (5, 1)]
+
+
+def test_a_manifest_of_another_run_is_refused(run: Run, tmp_path: Path) -> None:
+    other = new_run(tmp_path / "other")
+    with pytest.raises(ForeignObject):
+        commit(run, build(other, tables(), step=5, generation=1).manifest)
+
+
+class TestLostAnswers:
+    """The store wrote, or did not, and nobody can say (format §6.2)."""
+
+    def test_an_answer_lost_after_writing_is_still_our_commit(self, run: Run) -> None:
+        losing = [True]
+
+        def lose(call: str, key: str) -> None:
+            if call == "create" and losing:
+                losing.pop()
+                raise unavailable(key)
+
+        full = build(run, tables(), step=5, generation=1)
+        upload(run.store, full)
+        shaky = Run.open(InterposedStore(run.store, after=lose))
+        assert commit(shaky, full.manifest) == "already"
+        assert run.manifest(5, 1) == full.manifest
+
+    def test_an_answer_lost_before_writing_is_tried_again(self, run: Run) -> None:
+        losing = [True, True]
+
+        def lose(call: str, key: str) -> None:
+            if call == "create" and losing:
+                losing.pop()
+                raise unavailable(key)
+
+        full = build(run, tables(), step=5, generation=1)
+        shaky = Run.open(InterposedStore(run.store, before=lose))
+        assert commit(shaky, full.manifest) == "created"
+
+    def test_an_answer_lost_while_another_attempt_wins_is_a_conflict(self, run: Run) -> None:
+        winner = build(run, tables(), step=5, generation=1).manifest
+
+        def win(call: str, key: str) -> None:
+            if call == "create":
+                run.store.put(key, pack_record(winner))
+                raise unavailable(key)
+
+        shaky = Run.open(InterposedStore(run.store, before=win))
+        with pytest.raises(CommitConflict):
+            commit(shaky, build(run, tables(), step=5, generation=1).manifest)
+        assert run.manifest(5, 1) == winner
+
+    def test_a_lost_answer_of_the_read_is_tried_again_too(self, run: Run) -> None:
+        losing = [True]
+
+        def lose(call: str, key: str) -> None:
+            if call == "get" and losing:
+                losing.pop()
+                raise unavailable(key)
+
+        full = publish(run, build(run, tables(), step=5, generation=1))
+        shaky = InterposedStore(run.store)
+        opened = Run.open(shaky)
+        shaky.before = lose
+        assert commit(opened, full) == "already"
+
+    def test_a_store_that_stays_away_ends_the_commit(self, run: Run) -> None:
+        def refuse(call: str, key: str) -> None:
+            if call == "create":
+                raise unavailable(key)
+
+        shaky = Run.open(InterposedStore(run.store, before=refuse))
+        with pytest.raises(StoreUnavailable) as caught:
+            commit(shaky, build(run, tables(), step=5, generation=1).manifest)
+        assert caught.value.retryable
+        assert run.manifest_names() == []
+
+    def test_a_refusal_is_not_tried_again(self, run: Run) -> None:
+        tries = []
+
+        def refuse(call: str, key: str) -> None:
+            if call == "create":
+                tries.append(key)
+                raise StoreAccessDenied(key, found="403", expected="200", next_step="ask")
+
+        shaky = Run.open(InterposedStore(run.store, before=refuse))
+        with pytest.raises(StoreAccessDenied):
+            commit(shaky, build(run, tables(), step=5, generation=1).manifest)
+        assert len(tries) == 1
+
+
+def _try_to_commit(run: Run, manifest: Manifest) -> str:
+    try:
+        return commit(run, manifest)
+    except RecpointError as error:
+        return type(error).__name__
+
+
+def _commit_in_process(url: str, manifest: Manifest) -> str:
+    return _try_to_commit(Run.open(LocalStore(url)), manifest)
+
+
+def test_of_many_threads_one_wins_and_the_others_know(run: Run) -> None:
+    candidates = [build(run, tables(), step=5, generation=1).manifest for _ in range(8)]
+    barrier = threading.Barrier(len(candidates))
+
+    def together(manifest: Manifest) -> str:
+        barrier.wait(30)
+        return _try_to_commit(run, manifest)
+
+    with ThreadPoolExecutor(len(candidates)) as pool:
+        outcomes = list(pool.map(together, candidates))
+    assert sorted(outcomes) == ["CommitConflict"] * 7 + ["created"]
+    assert run.manifest(5, 1) == candidates[outcomes.index("created")]
+
+
+def test_of_many_processes_one_wins_and_the_others_know(run: Run) -> None:
+    candidates = [build(run, tables(), step=5, generation=1).manifest for _ in range(3)]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(_commit_in_process, run.url, manifest) for manifest in candidates]
+        outcomes = [future.result(60) for future in waiting]
+    assert sorted(outcomes) == ["CommitConflict"] * 2 + ["created"]
+    assert run.manifest(5, 1) == candidates[outcomes.index("created")]
+
+
+def test_the_same_attempt_in_many_threads_is_created_once(run: Run) -> None:
+    manifest = build(run, tables(), step=5, generation=1).manifest
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(lambda _: commit(run, manifest), range(4)))
+    assert sorted(outcomes) == ["already"] * 3 + ["created"]
