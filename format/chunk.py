@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
 import crc32c
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from recpoint.errors import DigestMismatch, ForeignObject, MalformedObject
 from recpoint.format import naming
@@ -20,7 +20,7 @@ from recpoint.format.records import (
     Part,
     Step,
     check_version,
-    first_defect,
+    validate,
 )
 from recpoint.format.tensor_file import (
     MAX_HEADER_BYTES,
@@ -184,11 +184,8 @@ def _meta(metadata: dict[str, str], key: str, next_step: str) -> ChunkMeta:
     )
     if not isinstance(fields, dict):
         raise malformed(f"metadata that is {brief(fields)}", "an object")
-    check_version(fields, name=key)
-    try:
-        return ChunkMeta.model_validate(fields)
-    except ValidationError as error:
-        raise malformed(*first_defect(error)) from None
+    check_version(fields, name=key, next_step=next_step)
+    return validate(ChunkMeta, fields, name=key, next_step=next_step, exclude_none=True)
 
 
 def _check_belongs(

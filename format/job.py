@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
-from recpoint.format.dtypes import MAX_DIMS, Dtype
-from recpoint.format.manifest import Kind, TableSpec
+from recpoint.format.dtypes import MAX_DIMS, Dtype, array_bytes, item_bytes
+from recpoint.format.manifest import CODE_BITS, Kind, TableSpec, check_links
 from recpoint.format.naming import MAX_RANK, job_stem
 from recpoint.format.records import (
     CheckpointRef,
@@ -29,10 +29,16 @@ class Segment(Part):
 
     name: Annotated[str, Field(pattern=r"\A[a-z0-9_.]{1,64}\z")]
     dtype: Dtype
-    shape: Annotated[tuple[_Bytes, ...], Field(max_length=MAX_DIMS, strict=False)]
+    shape: Annotated[tuple[_Bytes, ...], Field(max_length=MAX_DIMS, strict=False), FailFast()]
     offset: Annotated[int, Field(ge=0, lt=2**63, multiple_of=64)]
     bytes: _Bytes
     crc32c: Annotated[int, Field(ge=0, lt=2**32)]
+
+    @model_validator(mode="after")
+    def _length(self) -> Self:
+        if self.bytes != array_bytes(self.dtype, self.shape):
+            raise ValueError(f"{self.bytes} bytes are not those of its dtype and shape")
+        return self
 
 
 class StagedTable(Part):
@@ -42,6 +48,15 @@ class StagedTable(Part):
     row_count: _Bytes
     all_rows: bool  # every row is there, in order: there is no ids segment
     bits: Annotated[int, Field(ge=2, le=64)]  # 2, 3, 4, 8; or the dtype's own width: exact
+
+    @model_validator(mode="after")
+    def _rows(self) -> Self:
+        rows = self.spec.rows
+        if self.row_count > rows or (self.all_rows and self.row_count != rows):
+            raise ValueError(f"{self.row_count} rows of {rows} are staged")
+        if self.bits not in (*CODE_BITS, 8 * item_bytes(self.spec.dtype)):
+            raise ValueError(f"{self.bits} bits for a table of {self.spec.dtype}")
+        return self
 
 
 class Job(Record):
@@ -59,10 +74,10 @@ class Job(Record):
     chain_length: Annotated[int, Field(ge=1, le=10_000)]
     rank: Annotated[int, Field(ge=0, le=MAX_RANK)]
     ranks: Annotated[int, Field(ge=1, le=100_000)]
-    tables: Annotated[tuple[StagedTable, ...], Field(max_length=100_000, strict=False)]
+    tables: Annotated[tuple[StagedTable, ...], Field(max_length=100_000, strict=False), FailFast()]
     slot: Annotated[str, Field(pattern=r"\Ar[0-9]{5}-[0-9]{1,4}\.bin\z")]
     slot_bytes: _Bytes
-    segments: Annotated[tuple[Segment, ...], Field(max_length=1_000_000, strict=False)]
+    segments: Annotated[tuple[Segment, ...], Field(max_length=1_000_000, strict=False), FailFast()]
     snapshot_ms: Milliseconds
     staged_ms: Milliseconds
     stall_us: _Bytes
@@ -90,6 +105,16 @@ class Job(Record):
             if segment.name == name:
                 return segment
         raise KeyError(name)
+
+    @model_validator(mode="after")
+    def _links(self) -> Self:
+        check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
+        if self.rank >= self.ranks:
+            raise ValueError(f"rank {self.rank} of {self.ranks}")
+        names = [table.spec.name for table in self.tables]
+        if len(set(names)) != len(names):
+            raise ValueError("two tables have one name")
+        return self
 
     @model_validator(mode="after")
     def _segments(self) -> Self:

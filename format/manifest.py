@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from recpoint.format import naming
-from recpoint.format.dtypes import Dtype
+from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.records import (
     CheckpointRef,
     Generation,
@@ -19,6 +19,7 @@ from recpoint.format.records import (
 )
 
 __all__ = [
+    "CODE_BITS",
     "ChunkEntry",
     "Dtype",
     "Kind",
@@ -30,11 +31,15 @@ __all__ = [
     "Scheme",
     "Size",
     "TableSpec",
+    "check_links",
 ]
 
 MAX_CHUNK_BYTES = 2**32 - 1
 MAX_TABLE_ROWS = 2**48
 MAX_DIM = 2**20
+
+#: Bits of one quantized value.
+CODE_BITS = (2, 3, 4, 8)
 
 Kind = Literal["full", "increment"]
 Scheme = Literal["asymmetric", "exact"]
@@ -45,12 +50,33 @@ _Name = Annotated[str, Field(min_length=1, max_length=1024)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+def check_links(
+    kind: Kind,
+    step: int,
+    base: CheckpointRef | None,
+    parent: CheckpointRef | None,
+    chain_length: int,
+) -> None:
+    """That a full has no links, and an increment links that can be those of a chain.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if kind == "full":
+        if base or parent or chain_length != 1:
+            raise ValueError("a full has no base, no parent and chain_length 1")
+    elif not base or not parent or chain_length < 2:
+        raise ValueError("an increment has a base, a parent and chain_length 2 or more")
+    elif parent.step >= step or base.step > parent.step:
+        raise ValueError("steps must ascend from base to parent to checkpoint")
+
+
 class RowStateSpec(Part):
     """Optimizer state with one entry a row; `shape` is that of one entry, [] for a scalar."""
 
     name: _Name
     dtype: Dtype
-    shape: Annotated[tuple[Size, ...], Field(max_length=4, strict=False)]
+    shape: Annotated[tuple[Size, ...], Field(max_length=4, strict=False), FailFast()]
     optimizer: Annotated[int, Field(ge=0, lt=1000)]
 
 
@@ -61,7 +87,7 @@ class TableSpec(Part):
     rows: Annotated[int, Field(ge=1, le=MAX_TABLE_ROWS)]
     dim: Size
     dtype: Literal["F64", "F32", "F16", "BF16"]
-    row_states: Annotated[tuple[RowStateSpec, ...], Field(max_length=64, strict=False)]
+    row_states: Annotated[tuple[RowStateSpec, ...], Field(max_length=64, strict=False), FailFast()]
 
 
 class ChunkEntry(Part):
@@ -79,13 +105,17 @@ class ChunkEntry(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not naming.is_chunk_key(self.key):
+        name = naming.parse_chunk_name(self.key)
+        if name is None:
             raise ValueError("key does not have the form of a chunk's key")
-        about_rows = (self.table, self.row_count, self.bits, self.scheme)
-        if (self.content == "rows") != all(field is not None for field in about_rows):
+        content = "state" if name.table is None else "rows"
+        if (self.rank, self.table, self.content) != (name.rank, name.table, content):
+            raise ValueError("content, rank and table differ from those in the key")
+        about_rows = (self.row_count, self.bits, self.scheme)
+        if any((field is None) != (content == "state") for field in about_rows):
             raise ValueError("table, row_count, bits and scheme are for chunks of rows")
-        if self.content == "state" and any(field is not None for field in about_rows):
-            raise ValueError("table, row_count, bits and scheme are for chunks of rows")
+        if self.scheme == "asymmetric" and self.bits not in CODE_BITS:
+            raise ValueError(f"codes have {', '.join(map(str, CODE_BITS))} bits")
         return self
 
 
@@ -102,9 +132,11 @@ class Manifest(Record):
     parent: CheckpointRef | None
     chain_length: Annotated[int, Field(ge=1, le=10_000)]
     ranks: Annotated[int, Field(ge=1, le=100_000)]
-    tables: Annotated[tuple[TableSpec, ...], Field(max_length=100_000, strict=False)]
+    tables: Annotated[tuple[TableSpec, ...], Field(max_length=100_000, strict=False), FailFast()]
     chunks: Annotated[
-        tuple[ChunkEntry, ...], Field(min_length=1, max_length=4_000_000, strict=False)
+        tuple[ChunkEntry, ...],
+        Field(min_length=1, max_length=4_000_000, strict=False),
+        FailFast(),  # else a list of a million bad entries becomes ten million errors
     ]
     snapshot_ms: Milliseconds
     staged_ms: Milliseconds
@@ -126,13 +158,7 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def _links(self) -> Self:
-        if self.kind == "full":
-            if self.base or self.parent or self.chain_length != 1:
-                raise ValueError("a full has no base, no parent and chain_length 1")
-        elif not self.base or not self.parent or self.chain_length < 2:
-            raise ValueError("an increment has a base, a parent and chain_length 2 or more")
-        elif self.parent.step >= self.step or self.base.step > self.parent.step:
-            raise ValueError("steps must ascend from base to parent to checkpoint")
+        check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
         return self
 
     @model_validator(mode="after")
@@ -145,9 +171,14 @@ class Manifest(Record):
             raise ValueError("one chunk is named twice")
         rows = [0] * len(self.tables)
         for chunk in self.chunks:
+            if chunk.rank >= self.ranks:
+                raise ValueError(f"{chunk.key} is of rank {chunk.rank} of {self.ranks}")
             if chunk.table is not None and chunk.row_count is not None:
                 if chunk.table >= len(rows):
                     raise ValueError(f"{chunk.key} is for table {chunk.table} of {len(rows)}")
+                exact_bits = 8 * item_bytes(self.tables[chunk.table].dtype)
+                if chunk.scheme == "exact" and chunk.bits != exact_bits:
+                    raise ValueError(f"{chunk.key} has {chunk.bits} exact bits, not {exact_bits}")
                 rows[chunk.table] += chunk.row_count
         for table, stored in zip(self.tables, rows, strict=True):
             if stored > table.rows or (self.kind == "full" and stored != table.rows):

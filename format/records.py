@@ -24,6 +24,7 @@ __all__ = [
     "first_defect",
     "pack_record",
     "unpack_record",
+    "validate",
 ]
 
 MAX_RECORD_BYTES = 64 << 20
@@ -47,6 +48,7 @@ class Record(Part):
     version: Literal[1] = FORMAT_VERSION
 
 
+PartT = TypeVar("PartT", bound=Part)
 RecordT = TypeVar("RecordT", bound=Record)
 
 
@@ -83,8 +85,14 @@ class GenerationRecord(Record):
 
 
 def pack_record(record: Record) -> bytes:
-    """The envelope of `record`: canonical body and its crc32c, as UTF-8 JSON."""
+    """The envelope of `record`: canonical body and its crc32c, as UTF-8 JSON.
+
+    Raises:
+        ValueError: larger than any reader takes.
+    """
     body = _canonical(record.model_dump(mode="json"))
+    if len(body) + 64 > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {len(body)} bytes; at most {MAX_RECORD_BYTES} are read")
     return b'{"body":%b,"crc32c":%d}\n' % (body, crc32c.crc32c(body))
 
 
@@ -114,7 +122,7 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
     if not isinstance(body, dict) or body.get("format") != expected_format:
         found = body.get("format") if isinstance(body, dict) else body
         raise malformed(f"format {brief(found)}", f"format {expected_format!r}")
-    check_version(body, name=name)
+    check_version(body, name=name, next_step=next_step)
     digest = crc32c.crc32c(_canonical(body))
     recorded = envelope["crc32c"]
     if type(recorded) is not int:  # True == 1
@@ -126,20 +134,25 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
             expected=f"crc32c {brief(recorded)}",
             next_step=next_step,
         )
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise malformed(*first_defect(error)) from None
+    return validate(kind, body, name=name, next_step=next_step)
 
 
-def check_version(fields: dict[str, Any], *, name: str) -> None:
+def check_version(fields: dict[str, Any], *, name: str, next_step: str) -> None:
     """Report a version other than this release's as one, before anything else is looked at.
 
     Raises:
-        UnsupportedVersion: `version` is another integer. Anything else is left to validation.
+        UnsupportedVersion: `version` is another integer.
+        MalformedObject: it is no integer, or missing.
     """
     version = fields.get("version")
-    if type(version) is int and version != FORMAT_VERSION:
+    if type(version) is not int:  # True == 1
+        raise MalformedObject(
+            name,
+            found=f"version {brief(version)}",
+            expected=f"version {FORMAT_VERSION}",
+            next_step=next_step,
+        )
+    if version != FORMAT_VERSION:
         raise UnsupportedVersion(
             name,
             found=f"version {brief(version)}",
@@ -148,14 +161,42 @@ def check_version(fields: dict[str, Any], *, name: str) -> None:
         )
 
 
+def validate(
+    kind: type[PartT],
+    fields: dict[str, Any],
+    *,
+    name: str,
+    next_step: str,
+    exclude_none: bool = False,
+) -> PartT:
+    """`fields` as a `kind`, exactly: nothing missing, unknown, converted or out of bounds.
+
+    Raises:
+        MalformedObject: otherwise; short, whatever the fields hold.
+    """
+    try:
+        part = kind.model_validate(fields)
+    except ValidationError as error:
+        found, expected = first_defect(error)
+        raise MalformedObject(name, found=found, expected=expected, next_step=next_step) from None
+    # Validation alone gives missing fields their defaults, and takes true for a literal 1.
+    if _canonical(part.model_dump(mode="json", exclude_none=exclude_none)) != _canonical(fields):
+        raise MalformedObject(
+            name,
+            found=f"a {kind.__name__} with fields missing or of another type",
+            expected="each field as format §3 and §4 give it",
+            next_step=next_step,
+        )
+    return part
+
+
 def first_defect(error: ValidationError) -> tuple[str, str]:
     """(found, expected) of the first thing wrong, both short whatever the input was."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part)[:80] for part in first["loc"]) or "the record"
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(piece)[:80] for piece in first["loc"]) or "the record"
     return f"{where} = {brief(first['input'])}", first["msg"][:200]
 
 
 def _canonical(body: Any) -> bytes:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    # surrogatepass: "\ud800" is legal JSON text; it must fail in validation, not while hashing.
-    return text.encode("utf-8", errors="surrogatepass")
+    return text.encode()
