@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import builtins
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from recpoint.catalog import durable
 from recpoint.catalog.per_process import PerProcess
+from recpoint.catalog.s3_client import Request, S3Client, S3Failure
 from recpoint.catalog.s3_settings import S3Timeouts
 from recpoint.catalog.store_contract import (
     ObjectInfo,
@@ -29,10 +30,9 @@ from recpoint.catalog.store_contract import (
 from recpoint.catalog.store_errors import for_answer, for_no_answer, too_large, too_short
 from recpoint.errors import ObjectNotFound, StoreError, StoreUnavailable
 
-__all__ = ["S3Client", "S3Failure", "S3Store"]
+__all__ = ["S3Store"]
 
 _Result = TypeVar("_Result")
-_Request: TypeAlias = Callable[[], Coroutine[Any, Any, _Result]]
 
 _MIB = 1 << 20
 _RANGE_BYTES = 16 * _MIB  # what one GET asks for; a reset in mid-body costs at most this much
@@ -45,32 +45,6 @@ _FIRST_PAUSE_SECONDS = 0.2
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})\Z")
 _UPLOAD = "?uploadId="  # between key and upload in the names of unfinished uploads
-
-
-class S3Failure(Exception):
-    """What a client raises. `status` is the HTTP status, 0 when there was no whole answer."""
-
-    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
-class S3Client(Protocol):
-    """What is needed of an SDK. Its methods raise S3Failure."""
-
-    endpoint: str
-
-    async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
-        """Send one request about the bucket; retried while it may help."""
-
-    async def read(self, body: Any) -> bytes:
-        """All bytes of a body that `call` returned."""
-
-    def run(
-        self, request: Callable[[], Coroutine[Any, Any, _Result]], *, seconds: float
-    ) -> _Result:
-        """Run `request`, from any thread, for at most about `seconds`."""
 
 
 class S3Store(Store):
@@ -368,7 +342,7 @@ class S3Store(Store):
         self,
         doing: str,
         key: str,
-        request: _Request[_Result],
+        request: Request[_Result],
         size_bytes: int = 0,
     ) -> _Result:
         client, where = self._client.get(), self._where(key)
@@ -384,7 +358,9 @@ class S3Store(Store):
                     doing=doing,
                     bucket=self._bucket,
                 ) from failure
-            raise for_no_answer(failure, where, doing=doing, endpoint=client.endpoint) from failure
+            raise for_no_answer(
+                where, words=str(failure), doing=doing, endpoint=client.endpoint
+            ) from failure
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
@@ -395,12 +371,12 @@ def _info(key: str, size_bytes: int, modified: datetime) -> ObjectInfo:
 
 
 async def _all(
-    requests: Iterable[_Request[_Result]],
+    requests: Iterable[Request[_Result]],
 ) -> list[_Result]:
     """Results of all, a few at once; none goes on after a failure or a cancellation."""
     turn = asyncio.Semaphore(_IN_FLIGHT)
 
-    async def in_turn(request: _Request[_Result]) -> _Result:
+    async def in_turn(request: Request[_Result]) -> _Result:
         async with turn:
             return await request()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -17,8 +17,9 @@ from recpoint.catalog import durable
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.per_process import PerProcess
 from recpoint.catalog.run_url import RunUrl, parse_run_url
+from recpoint.catalog.s3_client import Request, S3Failure
 from recpoint.catalog.s3_settings import S3Timeouts, client_settings
-from recpoint.catalog.s3_store import S3Failure, S3Store
+from recpoint.catalog.s3_store import S3Store
 from recpoint.catalog.store_contract import (
     ObjectInfo,
     Store,
@@ -134,9 +135,7 @@ class _S3Client:
             raise _s3_failure(error) from error
         return data
 
-    def run(
-        self, request: Callable[[], Coroutine[Any, Any, _Result]], *, seconds: float
-    ) -> _Result:
+    def run(self, request: Request[_Result], *, seconds: float) -> _Result:
         """See `S3Client.run`."""
         try:
             result: _Result = sync(self._file_system.loop, request, timeout=seconds)
@@ -302,7 +301,8 @@ class _FsspecStore(Store):
         except Exception as error:  # SDKs of all makers, whose errors have no base in common
             status = getattr(error, "status_code", None) or getattr(error, "code", None)
             if not isinstance(status, int):
-                raise for_no_answer(error, where, doing=doing, endpoint=self.url) from error
+                words = f"{type(error).__name__}: {error}"
+                raise for_no_answer(where, words=words, doing=doing, endpoint=self.url) from error
             raise for_answer(
                 where,
                 status=status,

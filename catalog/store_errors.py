@@ -212,14 +212,11 @@ def for_answer(
     )
 
 
-def for_no_answer(
-    error: BaseException, where: str, *, doing: str, endpoint: str
-) -> StoreUnavailable:
+def for_no_answer(where: str, *, words: str, doing: str, endpoint: str) -> StoreUnavailable:
     """The store error for a time-out, a reset, a refused connection or half an answer."""
-    words = " ".join(str(error).split()) or "no answer in time"
     return StoreUnavailable(
         where,
-        found=f"{type(error).__name__}: {words} (while {doing})",
+        found=f"{words} (while {doing})",
         expected=f"an answer from {endpoint}",
         next_step="check that the store is up and reachable from this host, then try again",
     )

@@ -1,0 +1,60 @@
+"""Fixtures for all tests: a real S3 server, started when the first test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.register_assert_rewrite("recpoint.testing.store_suite")
+
+from recpoint.testing.seaweed import SeaweedServer  # noqa: E402  (after the rewriting is set up)
+
+_FOREIGN_SETTINGS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_PROFILE",
+    "AWS_REGION",
+    "AWS_SESSION_TOKEN",
+    "FSSPEC_S3",
+    "FSSPEC_S3_ENDPOINT_URL",
+    "FSSPEC_S3_KEY",
+    "FSSPEC_S3_SECRET",
+)
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """The S3 server of this session (of this worker under xdist). Leave it running."""
+    with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_seaweed(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SeaweedServer]:
+    """A server for one test, which may kill it and start it again; the environment leads to it."""
+    with SeaweedServer(tmp_path_factory.mktemp("own_seaweed")) as server:
+        _use(server, monkeypatch)
+        yield server
+
+
+@pytest.fixture
+def s3_environment(seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> SeaweedServer:
+    """The session's server, found by this process and by those it starts."""
+    _use(seaweed, monkeypatch)
+    return seaweed
+
+
+@pytest.fixture
+def s3_run_url(s3_environment: SeaweedServer) -> str:
+    """A fresh run URL on the session's server, with the environment that leads to it."""
+    return s3_environment.run_url()
+
+
+def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point the environment at `server`, whatever else it was set to."""
+    for name in _FOREIGN_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
