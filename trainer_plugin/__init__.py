@@ -1,0 +1,1 @@
+"""Inside the training process: tracking, snapshot, hand-over, restore. Never imports prefect."""

@@ -1,0 +1,264 @@
+"""The background thread between a snapshot and its outcome (format §7, S3, S4, S7).
+
+It makes a snapshot durable, writes its job file, and waits for the agent's answer. What it learns
+comes back as events, which the training thread fetches; it changes nothing that training uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import crc32c
+
+from recpoint.catalog import durable, staged
+from recpoint.errors import FormatError, StagingError
+from recpoint.format.job import Job, Outcome, Segment
+from recpoint.format.records import CheckpointRef, pack_record
+from recpoint.trainer_plugin.snapshot import Snapshot, now_ms
+from recpoint.trainer_plugin.staging import StagingArea
+
+__all__ = ["Answered", "Event", "Failed", "Handoff", "Staged"]
+
+_log = logging.getLogger("recpoint")
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """The job file exists: the checkpoint survives this process."""
+
+    ref: CheckpointRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """The agent is done with it, and the slot is free."""
+
+    ref: CheckpointRef
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """It will never become a checkpoint, and no job names its slot."""
+
+    ref: CheckpointRef
+    error: BaseException
+
+
+Event = Staged | Answered | Failed
+
+
+class Handoff:
+    """Hands snapshots over one after another.
+
+    Args:
+        area: where they are staged.
+        run: id of the run, for the job files.
+        run_url: its URL as the store spells it.
+        ranks: how many ranks take part.
+    """
+
+    def __init__(self, area: StagingArea, *, run: str, run_url: str, ranks: int = 1) -> None:
+        self._area = area
+        self._run = run
+        self._run_url = run_url
+        self._ranks = ranks
+        self._changed = threading.Condition()
+        self._queue: deque[Snapshot] = deque()
+        self._current: Snapshot | None = None
+        self._awaited: dict[CheckpointRef, Snapshot] = {}
+        self._events: deque[Event] = deque()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Take charge of a snapshot."""
+        with self._changed:
+            self._queue.append(snapshot)
+            self._changed.notify_all()
+        self.ensure_alive()
+
+    def ensure_alive(self) -> bool:
+        """Start the thread when it is not there; True when it had died.
+
+        What it held when it died is reported as failed.
+        """
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            return False
+        died = thread is not None and not self._closing
+        if died:
+            _log.error("recpoint's background thread died; it is started again")
+        lost = self._current
+        if lost is not None:
+            error = StagingError(
+                f"checkpoint of {lost.ref}",
+                found="the background thread died while it staged it",
+                expected="a thread that lives as long as training",
+                next_step="see the log; the next checkpoint holds these rows too",
+            )
+            self._settle(lost, error)
+        self._thread = threading.Thread(target=self._run_thread, name="recpoint", daemon=True)
+        self._thread.start()
+        return died
+
+    def has_events(self) -> bool:
+        """Whether `events` would return something; costs no lock."""
+        return bool(self._events)
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call, in order."""
+        found = []
+        while self._events:
+            found.append(self._events.popleft())
+        return found
+
+    def is_staging(self) -> bool:
+        """Whether something that was submitted is not staged yet."""
+        with self._changed:
+            return bool(self._queue) or self._current is not None
+
+    def wait_for_event(self, seconds: float) -> None:
+        """Wait until there is an event, at most `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._events), timeout=seconds)
+
+    def close(self) -> None:
+        """End the thread once what was submitted is staged; staged jobs stay for the agent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run_thread(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    if self._closing:
+                        return
+                    self._changed.wait(_POLL_SECONDS if self._awaited else None)
+                if self._queue:
+                    self._current = self._queue.popleft()
+            if self._current is not None:
+                self._stage_current(self._current)
+            self._look_for_outcomes()
+
+    def _stage_current(self, snapshot: Snapshot) -> None:
+        failure: Exception | None = None
+        try:
+            self._stage(snapshot)
+        except Exception as error:
+            # This thread must outlive whatever the disk, the driver or a library raises; the error
+            # is not lost: it is counted and logged by the training thread, its rows come back.
+            failure = error
+        self._settle(snapshot, failure)
+
+    def _settle(self, snapshot: Snapshot, failure: Exception | None) -> None:
+        ref = snapshot.ref
+        # A failure after the rename, of the last fsync for instance: the agent may have the job
+        # already, so its slot must not be written again before the agent has answered.
+        there = self._job_path(ref).exists() or self._outcome_path(ref).exists()
+        with self._changed:
+            if failure is None or there:
+                self._awaited[ref] = snapshot
+                self._events.append(Staged(ref=ref))
+            else:
+                self._events.append(Failed(ref=ref, error=failure))
+            self._current = None
+            self._changed.notify_all()
+
+    def _stage(self, snapshot: Snapshot) -> None:
+        snapshot.device.drain()
+        data = snapshot.slot.data.numpy()
+        segments = []
+        for spot in snapshot.placed:
+            part = data[spot.offset : spot.offset + spot.size_bytes]
+            segments.append(
+                Segment(
+                    name=spot.name,
+                    dtype=spot.dtype,
+                    shape=spot.shape,
+                    offset=spot.offset,
+                    bytes=spot.size_bytes,
+                    crc32c=crc32c.crc32c(part.data),
+                )
+            )
+        snapshot.slot.sync()
+        ref, link = snapshot.ref, snapshot.link
+        job = Job(
+            run_url=self._run_url,
+            run=self._run,
+            step=ref.step,
+            generation=ref.generation,
+            attempt=ref.attempt,
+            kind=link.kind,
+            base=link.base,
+            parent=link.parent,
+            chain_length=link.chain_length,
+            rank=self._area.rank,
+            ranks=self._ranks,
+            tables=snapshot.tables,
+            slot=snapshot.slot.path.name,
+            slot_bytes=snapshot.slot_bytes,
+            segments=tuple(segments),
+            snapshot_ms=snapshot.snapshot_ms,
+            staged_ms=now_ms(),
+            stall_us=snapshot.stall_us,
+            full_bytes=snapshot.full_bytes,
+            interval_batches=snapshot.interval_batches,
+        )
+        # An answer to an earlier attempt at this step would be taken for the answer to this one.
+        durable.remove(self._outcome_path(ref))
+        durable.write_atomically(self._job_path(ref), pack_record(job))
+
+    def _look_for_outcomes(self) -> None:
+        for ref in list(self._awaited):
+            event = self._answer(ref)
+            if event is not None:
+                with self._changed:
+                    del self._awaited[ref]
+                    self._events.append(event)
+                    self._changed.notify_all()
+
+    def _answer(self, ref: CheckpointRef) -> Event | None:
+        try:
+            # The job first: once it is gone, its outcome has been there before.
+            if self._job_path(ref).exists():
+                return None
+            path = self._outcome_path(ref)
+            outcome = staged.read_outcome(path)
+            durable.remove(path)
+        except FileNotFoundError:
+            error: Exception = StagingError(
+                str(self._job_path(ref)),
+                found="neither the job nor an outcome",
+                expected="a staging area that nobody clears while training runs",
+                next_step="see who removed it; the next checkpoint holds these rows too",
+            )
+            return Failed(ref=ref, error=error)
+        except (FormatError, OSError) as broken:
+            return Failed(ref=ref, error=broken)
+        if outcome.attempt != ref.attempt:
+            found = f"an outcome for attempt {outcome.attempt}"
+            error = StagingError(
+                str(path), found=found, expected=str(ref), next_step="nothing: it is staged again"
+            )
+            return Failed(ref=ref, error=error)
+        return Answered(ref=ref, outcome=outcome)
+
+    def _job_path(self, ref: CheckpointRef) -> Path:
+        return staged.job_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
+
+    def _outcome_path(self, ref: CheckpointRef) -> Path:
+        return staged.outcome_path(
+            self._area.run_directory, ref.generation, ref.step, self._area.rank
+        )

@@ -1,0 +1,165 @@
+"""Optimizers as part of the state tree, parameters named by their full names in the model.
+
+`Optimizer.load_state_dict` is not used: it numbers parameters by position, copies tables' moments,
+and casts state to the parameter's dtype, which would round row-wise float32 state of a half table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recpoint.trainer_plugin.optimizer_rows import row_states
+from recpoint.trainer_plugin.tables import Table, parameter_names
+
+__all__ = ["OptimizerState", "RowState"]
+
+
+class RowState:
+    """Row states of one table: which, and the tensors."""
+
+    def __init__(self, optimizer: int | None, tensors: Mapping[str, Tensor]) -> None:
+        self.optimizer = optimizer
+        self.tensors = dict(tensors)
+
+
+class OptimizerState:
+    """The optimizers of one model."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], tables: Sequence[Table]
+    ) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+        self._tables = tuple(tables)
+
+    def row_states(self, table: Table) -> RowState:
+        """State with one entry for each row of `table`, as it is now."""
+        for number, optimizer in enumerate(self._optimizers):
+            state = optimizer.state.get(table.weight)
+            if state:
+                return RowState(number, row_states(state, table.rows))
+        return RowState(None, {})
+
+    def capture(self) -> list[dict[str, Any]]:
+        """Hyperparameters and all state that is not row state; the tensors are the live ones."""
+        names = parameter_names(self._model)
+        rows = {id(table.weight): table.rows for table in self._tables}
+        return [
+            {
+                "class": _class_name(optimizer),
+                "groups": [_group(group, names) for group in optimizer.param_groups],
+                "state": {
+                    names[id(parameter)]: _entry(parameter, state, rows.get(id(parameter)))
+                    for parameter, state in optimizer.state.items()
+                    if isinstance(parameter, Tensor) and id(parameter) in names
+                },
+                "other": {
+                    key: value
+                    for key, value in optimizer.state.items()
+                    if not isinstance(key, Tensor)
+                },
+            }
+            for optimizer in self._optimizers
+        ]
+
+    def differences(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What does not fit, one sentence each."""
+        if len(saved) != len(self._optimizers):
+            return [f"{len(self._optimizers)} optimizers here, {len(saved)} in the checkpoint"]
+        names = parameter_names(self._model)
+        found = []
+        for number, (optimizer, there) in enumerate(zip(self._optimizers, saved, strict=True)):
+            here_name, there_name = _class_name(optimizer), there["class"]
+            if here_name != there_name:
+                found.append(
+                    f"optimizer {number} is {here_name} here and {there_name} in the checkpoint"
+                )
+            here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            stored = [group["params"] for group in there["groups"]]
+            if here != stored:
+                found.append(
+                    f"optimizer {number} has other parameter groups: {_brief(here)} here, "
+                    f"{_brief(stored)} in the checkpoint"
+                )
+        return found
+
+    def restore(
+        self, saved: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Make every optimizer what it was.
+
+        Args:
+            saved: as `capture` returned it.
+            rows: parameter name -> its row states, restored already.
+        """
+        names = parameter_names(self._model)
+        by_name = {names[id(p)]: p for p in self._model.parameters() if id(p) in names}
+        for optimizer, there in zip(self._optimizers, saved, strict=True):
+            for group, stored in zip(optimizer.param_groups, there["groups"], strict=True):
+                _restore_group(group, stored)
+            optimizer.state.clear()
+            for name, entry in there["state"].items():
+                optimizer.state[by_name[name]] = _restored(by_name[name], entry, rows.get(name, {}))
+            optimizer.state.update(there["other"])
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    return {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+
+
+def _restore_group(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    for key in [key for key in group if key != "params" and key not in stored]:
+        del group[key]
+    for key, value in stored.items():
+        if key == "params":
+            continue
+        current = group.get(key)
+        if isinstance(current, Tensor) and isinstance(value, Tensor):
+            # A captured learning rate is read through this very tensor (and by schedulers).
+            current.copy_(value)
+        else:
+            group[key] = value
+
+
+def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dict[str, Any]:
+    """State of one parameter without its row state, and in which order it stood."""
+    by_row = {} if rows is None else row_states(state, rows)
+    rest = {key: value for key, value in state.items() if key not in by_row}
+    return {
+        "keys": list(state),
+        "values": rest,
+        # Step counts stay on the host unless the optimizer is capturable; moments do not.
+        "on_host": [
+            key
+            for key, value in rest.items()
+            if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu
+        ],
+    }
+
+
+def _restored(
+    parameter: Tensor, entry: Mapping[str, Any], rows: Mapping[str, Tensor]
+) -> dict[Any, Any]:
+    state: dict[Any, Any] = {}
+    for key in entry["keys"]:
+        if key in entry["values"]:
+            value = entry["values"][key]
+            if isinstance(value, Tensor) and key not in entry["on_host"]:
+                value = value.to(parameter.device)
+            state[key] = value
+        else:
+            state[key] = rows[key]
+    return state
+
+
+def _brief(groups: list[list[str]]) -> str:
+    text = repr(groups)
+    return text if len(text) <= 300 else f"{text[:300]}…"

@@ -1,0 +1,178 @@
+"""Watching optimizer steps: which tables they change as a whole, and that lookups were applied."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from recpoint.trainer_plugin.optimizer_rows import (
+    AllRows,
+    FullyDirtyTables,
+    all_rows_changed,
+    watched,
+)
+from recpoint.trainer_plugin.tracking import Tracker
+
+__all__ = ["OptimizerWatch"]
+
+_log = logging.getLogger("recpoint")
+
+
+class _Group:
+    """The tables of one parameter group, and what its hyperparameters do to them."""
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], row_local: tuple[type, ...]
+    ) -> None:
+        self.optimizer = optimizer
+        self.group = group
+        self.row_local = row_local
+        self.trackers: list[Tracker] = []
+        self.whole: list[Tracker] = []
+        self.reasons: dict[str, AllRows] = {}
+        self.key: tuple[Any, ...] | None = None
+
+    def evaluate(self) -> None:
+        self.key = watched(self.group)
+        self.whole, self.reasons = [], {}
+        for tracker in self.trackers:
+            reason = all_rows_changed(
+                self.optimizer,
+                self.group,
+                sparse=tracker.table.module.sparse,
+                dtype=tracker.weight.dtype,
+                row_local=self.row_local,
+            )
+            if reason is not None:
+                self.whole.append(tracker)
+                self.reasons[tracker.table.name] = reason
+
+
+class _Owner(NamedTuple):
+    optimizer: int
+    group: int
+
+
+class OptimizerWatch:
+    """Hooks into every optimizer's step.
+
+    After a step, every table of a group whose update changes all rows is dirty as a whole.
+    Hyperparameters are looked at after each step, since schedulers and users change them.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        trackers: Mapping[str, Tracker],
+        *,
+        row_local: tuple[type, ...] = (),
+    ) -> None:
+        self._optimizers = tuple(optimizers)
+        self._trackers = dict(trackers)
+        self._row_local = row_local
+        self._groups: list[list[_Group]] = [[] for _ in self._optimizers]
+        self._owners: dict[str, _Owner] = {}
+        self._told: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._regroup()
+
+    def install(self) -> None:
+        """Hook into the optimizers; `remove` undoes it."""
+        for number, optimizer in enumerate(self._optimizers):
+
+            def after_step(_optimizer: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
+                self._stepped(number)
+
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
+
+    def remove(self) -> None:
+        """Take the hooks out of the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def owner(self, table: str) -> int | None:
+        """Index of the optimizer that trains a table."""
+        found = self._owners.get(table)
+        return None if found is None else found.optimizer
+
+    def follow_groups(self) -> None:
+        """Notice that a table came to another optimizer or group: it is dirty as a whole."""
+        before = self._owners
+        self._regroup()
+        for name, tracker in self._trackers.items():
+            if before.get(name) != self._owners.get(name):
+                tracker.all_rows = True
+
+    def warn(self) -> None:
+        """One warning for all tables that every step changes as a whole, with the reasons."""
+        reasons = self._reasons()
+        if not reasons:
+            return
+        self._told.update(reasons)
+        lines = "; ".join(
+            f"table {name!r}, optimizer {self._class_name(name)}: {reason.why} "
+            f"(change: {reason.change})"
+            for name, reason in reasons.items()
+        )
+        warnings.warn(
+            f"every checkpoint stores these tables as a whole: {lines}",
+            FullyDirtyTables,
+            stacklevel=4,
+        )
+
+    def _class_name(self, table: str) -> str:
+        return type(self._optimizers[self._owners[table].optimizer]).__name__
+
+    def _reasons(self) -> dict[str, AllRows]:
+        return {
+            name: reason
+            for groups in self._groups
+            for group in groups
+            for name, reason in group.reasons.items()
+            if self._trackers[name].weight.requires_grad
+        }
+
+    def _regroup(self) -> None:
+        by_weight = {id(tracker.weight): tracker for tracker in self._trackers.values()}
+        self._owners = {}
+        for number, optimizer in enumerate(self._optimizers):
+            self._groups[number] = []
+            for position, parameters in enumerate(optimizer.param_groups):
+                group = _Group(optimizer, parameters, self._row_local)
+                for parameter in parameters["params"]:
+                    tracker = by_weight.get(id(parameter))
+                    if tracker is not None:
+                        group.trackers.append(tracker)
+                        self._owners[tracker.table.name] = _Owner(number, position)
+                if group.trackers:
+                    group.evaluate()
+                    self._groups[number].append(group)
+
+    def _stepped(self, number: int) -> None:
+        for group in self._groups[number]:
+            if watched(group.group) != group.key:
+                group.evaluate()
+                self._tell(group)
+            for tracker in group.trackers:
+                tracker.unapplied = False
+            for tracker in group.whole:
+                # A frozen table has no gradient: its optimizer passes it over.
+                if tracker.weight.requires_grad:
+                    tracker.all_rows = True
+
+    def _tell(self, group: _Group) -> None:
+        for name, reason in group.reasons.items():
+            if name not in self._told:
+                self._told.add(name)
+                _log.warning(
+                    "table %r is stored as a whole from now on: %s. Next: %s",
+                    name,
+                    reason.why,
+                    reason.change,
+                )

@@ -1,0 +1,199 @@
+"""From a due checkpoint to its outcome: cutting, handing over, learning what became of it.
+
+Nothing here raises for what goes wrong with a checkpoint: it is noted, and raised by
+`raise_noted` only when the settings ask for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import recpoint.errors
+from recpoint.catalog.run import Run
+from recpoint.errors import RecpointError, StagingError
+from recpoint.format.records import CheckpointRef
+from recpoint.trainer_plugin.cutter import Cutter
+from recpoint.trainer_plugin.handoff import Answered, Event, Failed, Handoff, Staged
+from recpoint.trainer_plugin.ledger import Ledger
+from recpoint.trainer_plugin.policy import superseded
+from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.trainer_plugin.statistics import Statistics
+from recpoint.trainer_plugin.takeover import Start
+from recpoint.trainer_plugin.tracking import Tracker
+
+__all__ = ["Pipeline"]
+
+_log = logging.getLogger("recpoint")
+
+#: How long the end of training waits for an agent to appear when none is there.
+_AGENT_GRACE_SECONDS = 2.0
+_WAIT_SLICE_SECONDS = 0.2
+
+
+class Pipeline:
+    """The checkpoints of one trainer, from its start on. Used by the training thread only."""
+
+    def __init__(
+        self,
+        *,
+        run: Run,
+        start: Start,
+        area: StagingArea,
+        cutter: Cutter,
+        trackers: Mapping[str, Tracker],
+        settings: Settings,
+    ) -> None:
+        self._generation = start.generation
+        self._area = area
+        self._cutter = cutter
+        self._trackers = trackers
+        self._settings = settings
+        self._ledger = Ledger(trackers, start.tip)
+        self._handoff = Handoff(area, run=run.id, run_url=run.url)
+        self._last_cut = start.batches_done
+        self._last_safe = start.batches_done
+        self._superseded = False
+        self._unraised: BaseException | None = None
+        self.statistics = Statistics()
+        self.statistics.start(start.batches_done)
+
+    def prepare(self, full_bytes: int) -> None:
+        """Reserve a slot and start the thread before training, so that no stall pays for it."""
+        try:
+            self._area.free_slot(set()).reserve(full_bytes)
+        except StagingError as error:
+            self.note_failure(error)
+        self._handoff.ensure_alive()
+
+    def take(self, batches_done: int) -> bool:
+        """Cut a checkpoint and hand it over; False when that was not possible."""
+        if self._handoff.ensure_alive():
+            self.fetch()
+        # With the earlier ones unfinished, these rows stay dirty and are in the next one.
+        if self._superseded or len(self._ledger) >= self._settings.max_staged_jobs:
+            self.statistics.skipped += 1
+            why = "another trainer owns the run" if self._superseded else "earlier ones still wait"
+            _log.info("no checkpoint at batch %d: %s", batches_done, why)
+            return False
+        started = time.perf_counter()
+        try:
+            for tracker in self._trackers.values():
+                tracker.report_surprise()
+            self._area.create()
+            snapshot, pending, tip = self._cutter.cut(
+                self._area.free_slot(self._ledger.busy_slots),
+                step=batches_done,
+                generation=self._generation,
+                tip=self._ledger.tip,
+                interval_batches=batches_done - self._last_cut,
+            )
+        except Exception as error:
+            # Disk, driver, a user's state_dict: none of it may stop training. Noted, not lost.
+            self.note_failure(error)
+            return False
+        self._last_cut = batches_done
+        self._ledger.add(pending, tip)
+        self.statistics.stalled((time.perf_counter() - started) * 1e3)
+        self._handoff.submit(snapshot)
+        return True
+
+    def fetch(self) -> None:
+        """Act on what has happened since the last call; costs nothing when nothing has."""
+        if self._handoff.has_events():
+            self._apply(self._handoff.events())
+
+    def finish(self, batches_done: int) -> None:
+        """A last checkpoint when there are new batches, and wait for every outcome.
+
+        Waits at most `close_wait_seconds`, and no longer than a moment when there is no agent.
+        """
+        deadline = time.monotonic() + self._settings.close_wait_seconds
+        self._wait(deadline, until_below=self._settings.max_staged_jobs)
+        if batches_done > self._last_safe and not self._is_on_its_way(batches_done):
+            self.take(batches_done)
+        self._wait(deadline, until_below=1)
+        if len(self._ledger):
+            agent = self._area.agent_is_running()
+            _log.warning(
+                "training ends with %d checkpoint(s) staged in %s and not stored%s. Next: %s",
+                len(self._ledger),
+                self._area.run_directory,
+                "" if agent else ", and no agent is running",
+                "leave the agent running" if agent else "recpoint agent",
+            )
+
+    def close(self) -> None:
+        """End the thread; everything that was cut is staged by then."""
+        self._handoff.close()
+        self.fetch()
+
+    def note_failure(self, error: BaseException) -> None:
+        """Count and log what went wrong; with `on_error="raise"` keep it for `raise_noted`."""
+        self.statistics.failed += 1
+        self.statistics.last_error = f"{type(error).__name__}: {error}"
+        _log.error("a checkpoint failed: %s: %s", type(error).__name__, error)
+        if self._settings.on_error == "raise" and self._unraised is None:
+            self._unraised = error
+
+    def raise_noted(self) -> None:
+        """Raise what `note_failure` kept, once."""
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
+            raise error
+
+    def _is_on_its_way(self, batches_done: int) -> bool:
+        tip = self._ledger.tip
+        return len(self._ledger) > 0 and tip is not None and tip.ref.step == batches_done
+
+    def _wait(self, deadline: float, *, until_below: int) -> None:
+        """Wait until fewer than `until_below` checkpoints are on their way."""
+        agent_seen = time.monotonic()
+        while True:
+            self.fetch()
+            now = time.monotonic()
+            if len(self._ledger) < until_below or now >= deadline:
+                return
+            if self._area.agent_is_running():
+                agent_seen = now
+            elif now - agent_seen > _AGENT_GRACE_SECONDS and not self._handoff.is_staging():
+                return
+            if self._handoff.ensure_alive():
+                continue
+            self._handoff.wait_for_event(min(_WAIT_SLICE_SECONDS, deadline - now))
+
+    def _apply(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Staged):
+                self.statistics.staged += 1
+            elif isinstance(event, Failed):
+                self._ledger.lost(event.ref, type(event.error).__name__)
+                self.note_failure(event.error)
+            elif event.outcome.result == "committed":
+                pending = self._ledger.committed(event.ref)
+                if pending is not None:
+                    self._last_safe = event.ref.step
+                    self.statistics.safe(event.ref.step, pending.cut_seconds)
+            else:
+                self._rejected(event)
+
+    def _rejected(self, event: Answered) -> None:
+        outcome = event.outcome
+        self._ledger.lost(event.ref, outcome.error_type)
+        self._superseded = self._superseded or superseded(outcome.error_type)
+        self.note_failure(_rejection(event.ref, outcome.error_type, outcome.error))
+
+
+def _rejection(ref: CheckpointRef, error_type: str, text: str) -> RecpointError:
+    """The agent's error as one of ours, of the class that it had there if there is such a one."""
+    found = getattr(recpoint.errors, error_type, None)
+    if not (isinstance(found, type) and issubclass(found, RecpointError)):
+        found = RecpointError
+    return found(
+        f"checkpoint of {ref}",
+        found=f"rejected by the agent: {text}",
+        expected="a commit",
+        next_step="see the message; the next checkpoint holds these rows too",
+    )

@@ -1,0 +1,44 @@
+"""What recpoint asks of a reader of training batches, and of other things with a state.
+
+A torchdata `StatefulDataLoader` fits as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["BatchBudget", "Stateful", "announce"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A thing whose state is saved and restored: a reader, a metric, a gradient scaler.
+
+    The state must consist of what format §3.4 can store: None, bool, int, float, str, bytes,
+    tensors, numpy arrays, and lists, tuples and dicts of those.
+    """
+
+    def state_dict(self) -> Any:
+        """The state right now: for a reader, after the batches that training has consumed."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Go on from a state that `state_dict` returned, in this or another process."""
+
+
+@runtime_checkable
+class BatchBudget(Protocol):
+    """A reader that is told how far it may read ahead."""
+
+    def batches_until_checkpoint(self, n: int, /) -> None:
+        """No more than `n` further batches will be consumed before the reader is asked again.
+
+        Called when training starts, after each checkpoint, and when more batches are granted
+        before the next one. A reader with workers stops after `n` batches, so that none is in
+        flight when its state is taken.
+        """
+
+
+def announce(reader: object, n: int) -> None:
+    """Tell a reader that wants to know how many batches are left."""
+    if isinstance(reader, BatchBudget):
+        reader.batches_until_checkpoint(n)

@@ -1,0 +1,60 @@
+"""The process's random generators: python, numpy, torch and each CUDA device."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["capture", "restore"]
+
+_log = logging.getLogger("recpoint")
+
+
+def capture() -> dict[str, Any]:
+    """The state of all global generators; reading it draws nothing from any of them."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": {"version": version, "words": np.array(words, dtype=np.int64), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": np.asarray(keys).astype(np.int64),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": list(cuda),
+    }
+
+
+def restore(saved: Mapping[str, Any]) -> None:
+    """Put all generators back; last of all, since loading other state may draw from them."""
+    python, numpy = saved["python"], saved["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(
+        (
+            numpy["kind"],
+            numpy["keys"].astype(np.uint32),
+            numpy["position"],
+            numpy["has_gauss"],
+            numpy["cached"],
+        )
+    )
+    torch.set_rng_state(saved["torch"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, state in enumerate(saved["cuda"][:devices]):
+        torch.cuda.set_rng_state(state, device)
+    if len(saved["cuda"]) > devices:
+        _log.warning(
+            "the checkpoint has the generators of %d GPUs and there are %d here: what they draw "
+            "will differ. Next: resume on as many GPUs for identical results",
+            len(saved["cuda"]),
+            devices,
+        )

@@ -1,0 +1,114 @@
+"""Every setting of a checkpointer, checked once when it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from recpoint.errors import SettingsError
+
+__all__ = ["BIT_WIDTHS", "Bits", "OnError", "Settings"]
+
+#: What a row can be stored in; "lossless" keeps the bytes.
+Bits = Literal["lossless", 2, 3, 4, 8]
+BIT_WIDTHS: tuple[Bits, ...] = ("lossless", 2, 3, 4, 8)
+
+OnError = Literal["continue", "raise"]
+
+_MAX_SLOTS = 1_000
+_MAX_CHAIN = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of one checkpointer.
+
+    Attributes:
+        interval_batches: batches from one checkpoint to the next; this or `interval_seconds`.
+        interval_seconds: seconds from one checkpoint to the next, kept to a whole batch.
+        bits: how rows are stored, for all tables that `table_bits` does not name.
+        table_bits: table name -> how its rows are stored.
+        full_every: a full after this many checkpoints of one chain; 1: fulls only.
+        max_staged_jobs: checkpoints that may wait for the agent; each takes the bytes of a full
+            in the staging area.
+        staging: the staging area; None: as `catalog.staged.default_staging_root` says.
+        on_error: what an error of the checkpoint path does to training: nothing, or stop it.
+        row_local_optimizers: optimizer classes that change no row but those looked up.
+        close_wait_seconds: how long the end of training waits for the agent.
+        drain_seconds: how long a start waits for the agent to finish what was staged before.
+        handle_sigterm: take a final checkpoint on SIGTERM.
+    """
+
+    interval_batches: int | None = None
+    interval_seconds: float | None = None
+    bits: Bits = "lossless"
+    table_bits: Mapping[str, Bits] = field(default_factory=dict)
+    full_every: int = 16
+    max_staged_jobs: int = 1
+    staging: str | Path | None = None
+    on_error: OnError = "continue"
+    row_local_optimizers: tuple[type, ...] = ()
+    close_wait_seconds: float = 60.0
+    drain_seconds: float = 30.0
+    handle_sigterm: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_interval()
+        _choice("bits", self.bits, BIT_WIDTHS)
+        if not isinstance(self.table_bits, Mapping):
+            raise _refused("table_bits", self.table_bits, "a mapping from table names to bits")
+        for table, bits in self.table_bits.items():
+            _choice(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
+        _whole("full_every", self.full_every, 1, _MAX_CHAIN)
+        _whole("max_staged_jobs", self.max_staged_jobs, 1, _MAX_SLOTS)
+        _choice("on_error", self.on_error, ("continue", "raise"))
+        _duration("close_wait_seconds", self.close_wait_seconds)
+        _duration("drain_seconds", self.drain_seconds)
+        for optimizer in self.row_local_optimizers:
+            if not isinstance(optimizer, type):
+                raise _refused("row_local_optimizers", optimizer, "optimizer classes")
+
+    def _check_interval(self) -> None:
+        if (self.interval_batches is None) == (self.interval_seconds is None):
+            both = self.interval_batches is not None
+            raise SettingsError(
+                "interval_batches, interval_seconds",
+                found="both" if both else "neither",
+                expected="exactly one of them",
+                next_step="set interval_batches=1000, or interval_seconds=300",
+            )
+        if self.interval_batches is not None:
+            _whole("interval_batches", self.interval_batches, 1, 10**12)
+        if self.interval_seconds is not None:
+            _duration("interval_seconds", self.interval_seconds)
+            if self.interval_seconds == 0:
+                raise _refused("interval_seconds", 0, "more than 0 seconds")
+
+
+def _refused(setting: str, found: Any, expected: str) -> SettingsError:
+    return SettingsError(
+        setting,
+        found=f"{found!r:.200}",
+        expected=expected,
+        next_step=f"change {setting} where the Checkpointer is built",
+    )
+
+
+def _whole(setting: str, value: Any, lowest: int, highest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise _refused(setting, value, f"a whole number, {lowest} to {highest}")
+
+
+def _duration(setting: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        raise _refused(setting, value, "a finite number of seconds, 0 or more")
+
+
+def _choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
+    # True == 1 and 2.0 == 2: the type has to be the choice's own.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise _refused(setting, value, "one of " + ", ".join(repr(choice) for choice in choices))

@@ -1,0 +1,134 @@
+"""A slot: one file of the staging area, mapped into the training process and used again and again.
+
+Fresh pages cost more than the copy into them, so a slot is reserved and populated once. All its
+space is reserved before a byte is written through the mapping: on a full disk a write to a mapped
+page that has no block is no error but a SIGBUS, which kills the trainer.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog import durable
+from recpoint.errors import StagingError, StagingFull
+
+__all__ = ["ALIGNMENT_BYTES", "Slot", "array_view"]
+
+#: Segments start at multiples of this (format §7).
+ALIGNMENT_BYTES = 64
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def array_view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The array of `dtype` and `shape` at byte `offset` of `data`, uint8 [n]; no copy."""
+    count = 1
+    for size in shape:
+        count *= size
+    length = count * dtype.itemsize
+    return data[offset : offset + length].view(dtype).view(shape)
+
+
+class Slot:
+    """One slot file. Written by the training thread, then read by the background thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        self._inode = -1
+        self._data: Tensor | None = None
+
+    @property
+    def data(self) -> Tensor:
+        """The reserved bytes, uint8 [n]."""
+        if self._data is None:
+            raise ValueError(f"{self.path}: nothing is reserved")
+        return self._data
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have `size_bytes` of real space, mapped and populated; quick when it is there already.
+
+        Raises:
+            StagingFull: there is no room; what was reserved before still is.
+            StagingError: the file cannot be created, extended or mapped.
+        """
+        size_bytes = max(size_bytes, 1)
+        try:
+            if not self._is_ours():
+                self._open()
+            if self._data is None or self._data.numel() < size_bytes:
+                self._extend(size_bytes)
+        except OSError as error:
+            raise self._error(error, size_bytes) from error
+
+    def sync(self) -> None:
+        """Make what was written durable.
+
+        Raises:
+            OSError: it is not known to be.
+        """
+        if self._descriptor is None:
+            raise ValueError(f"{self.path}: nothing is reserved")
+        # Once only, see durable: after a failed fsync a second one may say success.
+        durable.fsync_file(self._descriptor)
+
+    def close(self) -> None:
+        """Let go of file and mapping; the file stays for the next trainer."""
+        self._data = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_ours(self) -> bool:
+        """Whether the file behind the mapping is still the one under the path, and as long."""
+        if self._descriptor is None:
+            return False
+        mapped = 0 if self._data is None else self._data.numel()
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return there.st_ino == self._inode and there.st_size >= mapped
+
+    def _open(self) -> None:
+        self.close()
+        durable.make_directory(self.path.parent)
+        durable.step(f"open slot {self.path.name}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self.path, flags, 0o600)
+        self._inode = os.fstat(self._descriptor).st_ino
+        durable.fsync_directory(self.path.parent)
+
+    def _extend(self, size_bytes: int) -> None:
+        assert self._descriptor is not None
+        before = os.fstat(self._descriptor).st_size
+        durable.step(f"reserve {self.path.name}")
+        try:
+            os.posix_fallocate(self._descriptor, 0, size_bytes)
+        except OSError:
+            # Half a reservation helps nobody and keeps the disk full.
+            os.ftruncate(self._descriptor, before)
+            raise
+        mapping = mmap.mmap(
+            self._descriptor,
+            size_bytes,
+            flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        # The tensor keeps the mapping alive; there is no other reference to it.
+        self._data = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def _error(self, error: OSError, size_bytes: int) -> StagingError:
+        kind = StagingFull if error.errno in _FULL else StagingError
+        return kind(
+            str(self.path),
+            found=error.strerror or str(error),
+            expected=f"room for {size_bytes} bytes",
+            next_step="free space there, or give a larger directory: staging= or RECPOINT_STAGING",
+        )

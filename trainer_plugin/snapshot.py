@@ -1,0 +1,191 @@
+"""One consistent cut of tables, row states and state tree, copied into a slot: the stall."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, torch_dtype
+from recpoint.format.job import StagedTable
+from recpoint.format.manifest import TableSpec
+from recpoint.format.records import CheckpointRef
+from recpoint.kernels import row_gather
+from recpoint.trainer_plugin.device_drain import DeviceDrain
+from recpoint.trainer_plugin.policy import Link
+from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES, Slot, array_view
+
+__all__ = [
+    "Placed",
+    "Snapshot",
+    "TablePart",
+    "fill",
+    "full_bytes",
+    "new_attempt",
+    "now_ms",
+    "place",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TablePart:
+    """What one snapshot holds of one table.
+
+    Attributes:
+        values: the live weight [rows, dim].
+        row_states: live row states, in the order of `spec.row_states`.
+        ids: rows to store, int64 [n], ascending; None: all rows.
+        bits: how they are to be stored.
+    """
+
+    spec: TableSpec
+    values: Tensor
+    row_states: tuple[Tensor, ...]
+    ids: Tensor | None
+    bits: int
+
+    @property
+    def row_count(self) -> int:
+        """Rows to store."""
+        return self.spec.rows if self.ids is None else self.ids.numel()
+
+    @property
+    def staged(self) -> StagedTable:
+        """The table as the job describes it."""
+        return StagedTable(
+            spec=self.spec,
+            row_count=self.row_count,
+            all_rows=self.ids is None,
+            bits=self.bits,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """An array's place in the slot: a job's segment without its digest."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+    def view(self, data: Tensor) -> Tensor:
+        """The array in the slot's bytes; no copy."""
+        return array_view(data, self.offset, torch_dtype(self.dtype), self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """A cut that lies in its slot, or is on its way there from a device."""
+
+    ref: CheckpointRef
+    link: Link
+    tables: tuple[StagedTable, ...]
+    slot: Slot
+    placed: tuple[Placed, ...]
+    slot_bytes: int
+    device: DeviceDrain
+    snapshot_ms: int
+    stall_us: int
+    full_bytes: int
+    interval_batches: int
+
+
+def new_attempt() -> str:
+    """A checkpoint's identity; from the system, so that no generator of the training moves."""
+    return secrets.token_hex(16)
+
+
+def full_bytes(specs: Sequence[TableSpec], tree: bytes, tensors: Sequence[Tensor]) -> int:
+    """Bytes of a full, exact checkpoint."""
+    total = len(tree) + sum(tensor.nbytes for tensor in tensors)
+    for spec in specs:
+        row = spec.dim * item_bytes(spec.dtype)
+        row += sum(array_bytes(state.dtype, state.shape) for state in spec.row_states)
+        total += spec.rows * row
+    return total
+
+
+def place(
+    parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor]
+) -> tuple[tuple[Placed, ...], int]:
+    """Where each array goes, and how many bytes that takes (format §7, segments)."""
+    placed: list[Placed] = []
+    end = 0
+
+    def add(name: str, dtype: Dtype, shape: tuple[int, ...]) -> None:
+        nonlocal end
+        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size = array_bytes(dtype, shape)
+        placed.append(Placed(name=name, dtype=dtype, shape=shape, offset=offset, size_bytes=size))
+        end = offset + size
+
+    for index, part in enumerate(parts):
+        rows = part.row_count
+        if rows == 0:
+            continue
+        if part.ids is not None:
+            add(f"t{index}.ids", "I64", (rows,))
+        add(f"t{index}.values", part.spec.dtype, (rows, part.spec.dim))
+        for number, state in enumerate(part.spec.row_states):
+            add(f"t{index}.state.{number}", state.dtype, (rows, *state.shape))
+    add("tree", "U8", (len(tree),))
+    for number, tensor in enumerate(tensors):
+        add(f"tensor.{number}", dtype_name(tensor.dtype), tuple(tensor.shape))
+    return tuple(placed), end
+
+
+def fill(
+    placed: Sequence[Placed],
+    data: Tensor,
+    parts: Sequence[TablePart],
+    tree: bytes,
+    tensors: Sequence[Tensor],
+) -> DeviceDrain:
+    """Copy everything to its place. On return training may go on.
+
+    Args:
+        placed: as `place` returned it for the same parts, tree and tensors.
+        data: the slot's bytes, reserved.
+
+    Returns:
+        What is still on a device and has to be drained.
+    """
+    by_name = {spot.name: spot for spot in placed}
+    device = DeviceDrain()
+    with torch.no_grad():
+        for index, part in enumerate(parts):
+            if part.row_count == 0:
+                continue
+            ids = part.ids
+            if ids is not None:
+                by_name[f"t{index}.ids"].view(data).copy_(ids)
+            _rows(part.values, ids, by_name[f"t{index}.values"].view(data), device)
+            for number, state in enumerate(part.row_states):
+                _rows(state, ids, by_name[f"t{index}.state.{number}"].view(data), device)
+        if tree:
+            by_name["tree"].view(data).copy_(torch.frombuffer(bytearray(tree), dtype=torch.uint8))
+        for number, tensor in enumerate(tensors):
+            by_name[f"tensor.{number}"].view(data).copy_(tensor)
+    device.release_training()
+    return device
+
+
+def _rows(source: Tensor, ids: Tensor | None, out: Tensor, device: DeviceDrain) -> None:
+    source = source.detach()
+    if source.is_cuda:
+        device.gather(source, None if ids is None else ids.to(source.device), out)
+    elif ids is None:
+        out.copy_(source)
+    else:
+        row_gather.gather(source, ids.to(source.device), out)
+
+
+def now_ms() -> int:
+    """Time for people, in milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,61 @@
+"""SIGTERM: noticed by a flag, acted on between two batches, then handed on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["TerminationNotice"]
+
+_log = logging.getLogger("recpoint")
+
+
+class TerminationNotice:
+    """Stands in for the process's SIGTERM handler while training runs.
+
+    The first SIGTERM sets `requested`. A second one goes straight to the handler that was there
+    before: whoever asks twice does not want to wait for a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: Any = None
+        self._installed = False
+
+    def install(self) -> None:
+        """Take the signal; in another thread than the main one python does not allow that."""
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning(
+                "SIGTERM takes no final checkpoint: the Checkpointer was started outside the main "
+                "thread. Next: call restore() in the main thread, or handle_sigterm=False"
+            )
+            return
+        self._previous = signal.signal(signal.SIGTERM, self._received)
+        self._installed = True
+
+    def remove(self) -> None:
+        """Give the signal back to the handler that was there before."""
+        if not self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._installed = False
+        # None: the handler before was not python's, and cannot be put back by python.
+        previous = signal.SIG_DFL if self._previous is None else self._previous
+        # Somebody may have replaced ours meanwhile: theirs stays.
+        if signal.getsignal(signal.SIGTERM) == self._received:
+            signal.signal(signal.SIGTERM, previous)
+
+    def redeliver(self) -> None:
+        """Send the signal again, to the handler before ours; by default that ends the process."""
+        self.requested = False
+        self.remove()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _received(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            self.redeliver()
+        else:
+            self.requested = True

@@ -1,0 +1,134 @@
+"""The state tree: everything but the tables that training needs to go on bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin.model_state import ModelState
+from recpoint.trainer_plugin.optimizer_state import OptimizerState
+from recpoint.trainer_plugin.reader import Stateful
+
+__all__ = ["TrainingState"]
+
+_KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras", "rng")
+
+
+class TrainingState:
+    """Everything stateful that the checkpointer was given."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelState,
+        optimizers: OptimizerState,
+        schedulers: Sequence[Stateful],
+        reader: Stateful | None,
+        extras: Mapping[str, Stateful],
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self._schedulers = tuple(schedulers)
+        self._reader = reader
+        self._extras = dict(extras)
+        for subject, thing in self._given():
+            if not isinstance(thing, Stateful):
+                raise SettingsError(
+                    subject,
+                    found=f"a {type(thing).__name__} without state_dict and load_state_dict",
+                    expected="something whose state can be saved",
+                    next_step=f"give {subject} the two methods, or leave it out",
+                )
+
+    def _given(self) -> list[tuple[str, object]]:
+        found: list[tuple[str, object]] = []
+        if self._reader is not None:
+            found.append(("reader", self._reader))
+        found += [(f"schedulers[{i}]", thing) for i, thing in enumerate(self._schedulers)]
+        found += [(f"extras[{name!r}]", thing) for name, thing in self._extras.items()]
+        return found
+
+    def capture(self, batches_done: int) -> dict[str, Any]:
+        """The tree right now; its tensors are the live ones: copy them before training goes on."""
+        return {
+            "batches_done": batches_done,
+            "reader": None if self._reader is None else self._reader.state_dict(),
+            **self.capture_fixed(),
+        }
+
+    def capture_fixed(self) -> dict[str, Any]:
+        """The part that may be looked at outside a snapshot.
+
+        A reader's `state_dict` is not in it: asking for it can start worker processes and draw
+        random numbers.
+        """
+        return {
+            "model": self.model.capture(),
+            "optimizers": self.optimizers.capture(),
+            "schedulers": [_plain(scheduler.state_dict()) for scheduler in self._schedulers],
+            "extras": {name: _plain(extra.state_dict()) for name, extra in self._extras.items()},
+            "rng": rng_state.capture(),
+        }
+
+    def differences(self, saved: object) -> list[str]:
+        """What does not fit this process, one sentence each; [] when `restore` will work."""
+        if not isinstance(saved, dict) or any(key not in saved for key in _KEYS):
+            return ["the checkpoint holds no training state"]
+        found = self.model.differences(saved["model"])
+        found += self.optimizers.differences(saved["optimizers"])
+        if len(saved["schedulers"]) != len(self._schedulers):
+            found.append(
+                f"{len(self._schedulers)} schedulers here, "
+                f"{len(saved['schedulers'])} in the checkpoint"
+            )
+        if (saved["reader"] is None) != (self._reader is None):
+            where = "here" if self._reader is not None else "in the checkpoint"
+            found.append(f"there is a reader only {where}")
+        for name in sorted(saved["extras"].keys() ^ self._extras.keys()):
+            where = "here" if name in self._extras else "in the checkpoint"
+            found.append(f"extra {name!r} is only {where}")
+        return found
+
+    def restore(
+        self, saved: Mapping[str, Any], row_states: Mapping[str, Mapping[str, Tensor]]
+    ) -> int:
+        """Put everything back; the tables have been written. Returns the batches done."""
+        self.model.restore(saved["model"])
+        # Before the optimizers: a scheduler may set learning rates while it loads.
+        for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=True):
+            scheduler.load_state_dict(_like(scheduler.state_dict(), state))
+        self.optimizers.restore(saved["optimizers"], row_states)
+        for name, extra in self._extras.items():
+            extra.load_state_dict(_like(extra.state_dict(), saved["extras"][name]))
+        if self._reader is not None:
+            self._reader.load_state_dict(saved["reader"])
+        rng_state.restore(saved["rng"])
+        return int(saved["batches_done"])
+
+
+def _plain(value: Any) -> Any:
+    """Counters as dicts, in place of refusing them: MultiStepLR keeps its milestones in one."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def _like(template: Any, value: Any) -> Any:
+    """`value` with the dict classes that the same places of `template` have."""
+    if isinstance(value, dict) and isinstance(template, dict):
+        items = {
+            key: _like(template[key], item) if key in template else item
+            for key, item in value.items()
+        }
+        return type(template)(items) if type(template) in (Counter, OrderedDict) else items
+    if isinstance(value, list | tuple) and isinstance(template, list | tuple):
+        if type(value) is type(template) and len(value) == len(template):
+            return type(value)(_like(t, v) for t, v in zip(template, value, strict=True))
+    return value
