@@ -1,0 +1,193 @@
+"""A check finds what a restore would stumble over, and nothing else (format §4, §6.3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog.check import CheckReport, check
+from recpoint.catalog.run import Run
+from recpoint.errors import NothingToRestore
+from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
+from tests.catalog_builder import build, new_run, publish, tables, upload
+from tests.interposed_store import InterposedStore
+
+DIRTY = [torch.tensor([1, 4, 7, 9]), torch.tensor([0, 3])]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path)
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def links(run: Run) -> list[Manifest]:
+    """Full 10, increment 11, full 20, increment 21."""
+    made: list[Manifest] = []
+    for step in (10, 11, 20, 21):
+        parent = None if step in (10, 20) else made[-1]
+        checkpoint = build(
+            run,
+            tables(seed=step),
+            step=step,
+            generation=1,
+            parent=parent,
+            dirty=DIRTY if parent else None,
+            state={"step": step},
+        )
+        made.append(publish(run, checkpoint))
+    return made
+
+
+def first(manifest: Manifest, content: str) -> ChunkEntry:
+    return next(entry for entry in manifest.chunks if entry.content == content)
+
+
+def flip(run: Run, key: str) -> None:
+    data = bytearray(run.store.get(key, max_bytes=1 << 20))
+    data[-1] ^= 4
+    run.store.put(key, bytes(data))
+
+
+def restorable(report: CheckReport) -> list[int]:
+    return [health.name.step for health in report.checkpoints if health.restorable]
+
+
+def found(report: CheckReport, severity: str) -> list[str]:
+    return [finding.key for finding in report.findings if finding.severity == severity]
+
+
+@pytest.mark.parametrize("level", ["metadata", "full"])
+def test_a_good_run_has_no_findings(run: Run, links: list[Manifest], level: str) -> None:
+    report = check(run, level="full" if level == "full" else "metadata")
+    assert report.ok and report.findings == ()
+    assert restorable(report) == [21, 20, 11, 10]
+    assert all(health.live for health in report.checkpoints)
+    chunks = sum(len(manifest.chunks) for manifest in links)
+    assert report.chunks_read == (chunks if level == "full" else 0)
+    assert report.bytes_read == (sum(m.stored_bytes for m in links) if level == "full" else 0)
+
+
+def test_an_empty_run_is_good(tmp_path: Path) -> None:
+    report = check(new_run(tmp_path), level="full")
+    assert report.ok and report.checkpoints == ()
+
+
+@pytest.mark.parametrize("content", ["rows", "state"])
+def test_a_missing_chunk_is_found_without_reading_one(
+    run: Run, links: list[Manifest], content: str
+) -> None:
+    key = first(links[2], content).key
+    run.store.delete(key)
+    store = InterposedStore(run.store)
+    report = check(Run.open(store))
+    assert not report.ok and found(report, "error") == [key]
+    assert restorable(report) == [11, 10]
+    assert not any(call == "get" and at.startswith("chunks/") for call, at in store.calls)
+
+
+def test_a_truncated_chunk_is_found_without_reading_one(run: Run, links: list[Manifest]) -> None:
+    key = first(links[3], "rows").key
+    run.store.put(key, run.store.get(key, max_bytes=1 << 20)[:-1])
+    report = check(run)
+    assert found(report, "error") == [key] and restorable(report) == [20, 11, 10]
+
+
+@pytest.mark.parametrize("content", ["rows", "state"])
+def test_a_flipped_bit_is_found_by_reading(run: Run, links: list[Manifest], content: str) -> None:
+    key = first(links[0], content).key
+    flip(run, key)
+    assert check(run).ok
+    report = check(run, level="full")
+    assert found(report, "error") == [key]
+    assert restorable(report) == [21, 20]
+    assert "crc32c" in report.findings[0].text
+
+
+def test_damage_is_reported_once_however_it_shows(run: Run, links: list[Manifest]) -> None:
+    key = first(links[0], "rows").key
+    run.store.delete(key)
+    assert found(check(run, level="full"), "error") == [key]
+
+
+def test_a_missing_link_and_a_damaged_manifest(run: Run, links: list[Manifest]) -> None:
+    run.store.delete(manifest_key(10, 1))
+    flip_digit = run.store.get(manifest_key(20, 1), max_bytes=1 << 20)
+    run.store.put(manifest_key(20, 1), flip_digit.replace(b'"stall_us":100', b'"stall_us":101'))
+    report = check(run)
+    assert found(report, "error") == [manifest_key(11, 1), manifest_key(20, 1), manifest_key(21, 1)]
+    assert restorable(report) == []
+
+
+def test_damage_to_superseded_checkpoints_is_a_warning(run: Run, links: list[Manifest]) -> None:
+    run.claim(links[1].ref)
+    key = first(links[3], "rows").key
+    run.store.delete(key)
+    report = check(run)
+    assert report.ok
+    assert found(report, "warning") == [key]
+    assert [health.name.step for health in report.checkpoints if health.live] == [11, 10]
+    assert manifest_key(20, 1) in found(report, "info")
+
+
+def test_superseded_links_that_a_live_checkpoint_needs_count(run: Run, tmp_path: Path) -> None:
+    full = publish(run, build(run, tables(), step=10, generation=1))
+    later = publish(run, build(run, tables(), step=11, generation=1, parent=full, dirty=DIRTY))
+    run.claim(later.ref)
+    key = first(full, "rows").key
+    run.store.delete(key)
+    assert found(check(run), "error") == [key]
+
+
+def test_a_damaged_generation_record(run: Run, links: list[Manifest]) -> None:
+    run.claim(links[3].ref)
+    run.claim(links[3].ref)
+    run.store.put(generation_key(2), b"{}")
+    report = check(Run.open(run.store))
+    assert report.ok and found(report, "warning") == [generation_key(2)]
+    run.store.put(generation_key(3), b"{}")
+    report = check(Run.open(run.store))
+    assert found(report, "error") == [generation_key(3)]
+    assert not any(health.live for health in report.checkpoints)
+    assert restorable(report) == [21, 20, 11, 10]
+
+
+def test_what_is_not_ours_and_what_nobody_names_is_told(run: Run, links: list[Manifest]) -> None:
+    run.store.put("notes.txt", b"hello")
+    orphan = build(run, tables(), step=30, generation=1)
+    upload(run.store, orphan)
+    report = check(run)
+    assert report.ok
+    prefix = attempt_prefix(30, 1, orphan.ref.attempt)
+    assert found(report, "info") == [prefix, "notes.txt"]
+    assert f"{len(orphan.chunks)} chunks" in report.findings[0].text
+
+
+def test_only_one_step_and_what_it_needs(run: Run, links: list[Manifest]) -> None:
+    run.store.delete(first(links[2], "rows").key)
+    report = check(run, step=11, level="full")
+    assert report.ok and restorable(report) == [11]
+    assert report.chunks_read == len(links[0].chunks) + len(links[1].chunks)
+    assert not check(run, step=21).ok
+    with pytest.raises(NothingToRestore):
+        check(run, step=12)
+
+
+def test_a_checkpoint_committed_meanwhile_does_not_look_damaged(
+    run: Run, links: list[Manifest]
+) -> None:
+    pending = [build(run, tables(), step=30, generation=1)]
+
+    def commit_one(call: str, key: str) -> None:
+        if call == "list" and key == "" and pending:
+            publish(run, pending.pop())
+
+    report = check(Run.open(InterposedStore(run.store, before=commit_one)))
+    assert report.ok and not pending
+    report = check(run)
+    assert report.ok and restorable(report) == [30, 21, 20, 11, 10]

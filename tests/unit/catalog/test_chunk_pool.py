@@ -1,0 +1,57 @@
+"""Reading ahead: in order, bounded, and over when the caller is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from recpoint.catalog.chunk_pool import ChunkPool
+
+
+def test_outcomes_come_in_the_order_of_the_jobs() -> None:
+    first_may_end = threading.Event()
+
+    def work(job: int) -> int:
+        if job == 0:
+            assert first_may_end.wait(30)
+        elif job == 1:
+            first_may_end.set()  # the second job ends before the first
+        return job * job
+
+    with ChunkPool(2) as pool:
+        found = [(job, outcome.result()) for job, outcome in pool.in_order(range(20), work)]
+    assert found == [(job, job * job) for job in range(20)]
+
+
+def test_no_more_is_begun_than_threads_and_two() -> None:
+    begun: list[int] = []
+    with ChunkPool(3) as pool:
+        for job, outcome in pool.in_order(range(50), begun.append):
+            outcome.result()
+            assert max(begun) < job + 3 + 2
+    assert sorted(begun) == list(range(50))
+
+
+def test_an_error_belongs_to_its_job() -> None:
+    def work(job: int) -> int:
+        if job == 3:
+            raise KeyError("three")
+        return job
+
+    with ChunkPool(2) as pool:
+        for job, outcome in pool.in_order(range(6), work):
+            if job == 3:
+                with pytest.raises(KeyError, match="three"):
+                    outcome.result()
+            else:
+                assert outcome.result() == job
+
+
+def test_a_caller_that_stops_drops_what_is_not_begun() -> None:
+    begun: list[int] = []
+    with ChunkPool(1) as pool:
+        for job, _ in pool.in_order(range(1000), begun.append):
+            if job == 5:
+                break
+    assert len(begun) <= 5 + 1 + 2

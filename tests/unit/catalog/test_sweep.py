@@ -1,0 +1,220 @@
+"""A sweep removes what no checkpoint will ever need, and nothing else (format §6.4, §6.5)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog.check import check
+from recpoint.catalog.run import Run
+from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
+from recpoint.errors import SettingsError, StoreUnavailable
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import attempt_prefix, manifest_key
+from recpoint.format.records import pack_record
+from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
+from tests.interposed_store import InterposedStore, unavailable
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path)
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def full(run: Run) -> Manifest:
+    return publish(run, build(run, tables(), step=10, generation=1))
+
+
+@pytest.fixture
+def orphan(run: Run, full: Manifest) -> Checkpoint:
+    """Chunks of an attempt that was never committed, two hours old."""
+    checkpoint = build(run, tables(), step=20, generation=1)
+    upload(run.store, checkpoint)
+    age(run, checkpoint, 2 * HOUR)
+    return checkpoint
+
+
+def age(run: Run, checkpoint: Checkpoint, seconds: float) -> None:
+    when = time.time() - seconds
+    for key in checkpoint.chunks:
+        os.utime(Path(run.url) / key, (when, when))
+
+
+def keys(run: Run) -> set[str]:
+    return {info.key for info in run.store.list()}
+
+
+def planned(plan: SweepPlan) -> set[str]:
+    return {swept.key for swept in plan.objects}
+
+
+def test_orphans_go_and_everything_else_stays(run: Run, full: Manifest, orphan: Checkpoint) -> None:
+    run.store.put("notes.txt", b"hello")
+    before = keys(run)
+    plan = plan_sweep(run, grace_seconds=HOUR)
+    assert planned(plan) == set(orphan.chunks)
+    assert plan.size_bytes == sum(map(len, orphan.chunks.values()))
+    assert all(orphan.ref.attempt in swept.reason for swept in plan.objects)
+    assert plan.unrecognised == ("notes.txt",)
+    assert keys(run) == before  # planning changes nothing
+    result = execute(run, plan)
+    assert {swept.key for swept in result.removed} == set(orphan.chunks)
+    assert result.removed_bytes == plan.size_bytes and result.spared == ()
+    assert keys(run) == before - set(orphan.chunks)
+    assert not (Path(run.url) / attempt_prefix(20, 1, orphan.ref.attempt)).exists()
+    assert check(run, level="full").ok
+    assert planned(plan_sweep(run, grace_seconds=0)) == set()
+
+
+def test_young_chunks_stay(run: Run, orphan: Checkpoint) -> None:
+    plan = plan_sweep(run, grace_seconds=3 * HOUR)
+    assert plan.objects == ()
+    assert plan.kept[0].prefix == attempt_prefix(20, 1, orphan.ref.attempt)
+    assert "younger" in plan.kept[0].reason
+
+
+def test_one_young_chunk_keeps_its_whole_attempt(run: Run, orphan: Checkpoint) -> None:
+    key = next(iter(orphan.chunks))
+    run.store.put(key, orphan.chunks[key])
+    assert plan_sweep(run, grace_seconds=HOUR).objects == ()
+
+
+def test_chunks_from_the_future_are_young(run: Run, orphan: Checkpoint) -> None:
+    age(run, orphan, -HOUR)
+    assert plan_sweep(run, grace_seconds=0).objects == ()
+
+
+def test_attempts_of_staged_jobs_stay(run: Run, orphan: Checkpoint) -> None:
+    plan = plan_sweep(run, grace_seconds=0, keep=[orphan.ref.attempt])
+    assert plan.objects == ()
+    assert plan.kept[0].reason == "a staged job names it"
+
+
+def test_superseded_checkpoints_stay(run: Run, full: Manifest) -> None:
+    run.claim(None)
+    assert plan_sweep(run, grace_seconds=0).objects == ()
+
+
+def test_chunks_that_only_another_checkpoint_names_stay(
+    run: Run, full: Manifest, orphan: Checkpoint
+) -> None:
+    # What a consolidation leaves: a manifest whose chunks lie under another attempt (format I1).
+    merged = orphan.manifest.model_copy(update={"attempt": "e" * 32})
+    run.store.put(manifest_key(20, 1), pack_record(merged))
+    assert plan_sweep(run, grace_seconds=0).objects == ()
+
+
+def test_keys_that_are_not_chunks_stay_in_an_orphaned_prefix(run: Run, orphan: Checkpoint) -> None:
+    stranger = attempt_prefix(20, 1, orphan.ref.attempt) + "README"
+    run.store.put(stranger, b"mine")
+    plan = plan_sweep(run, grace_seconds=HOUR)
+    assert plan.unrecognised == (stranger,)
+    execute(run, plan)
+    assert stranger in keys(run) and not keys(run) & set(orphan.chunks)
+
+
+def test_while_a_manifest_cannot_be_read_no_chunk_goes(
+    run: Run, full: Manifest, orphan: Checkpoint
+) -> None:
+    run.store.put(manifest_key(10, 1), b"damaged")
+    plan = plan_sweep(run, grace_seconds=0)
+    assert plan.objects == () and plan.blocked == (manifest_key(10, 1),)
+    assert len(plan.kept) == 2
+
+
+def test_what_killed_writers_and_probes_left_goes_when_it_is_old(run: Run) -> None:
+    left = [Path(run.url) / "chunks" / f".tmp-{'a' * 32}", Path(run.url) / "probe" / ("b" * 32)]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    (Path(run.url) / "probe" / "mine").write_bytes(b"mine")
+    assert execute(run, plan_sweep(run, grace_seconds=HOUR)).removed == ()
+    for path in left:
+        os.utime(path, (time.time() - 2 * HOUR,) * 2)
+    plan = plan_sweep(run, grace_seconds=HOUR)
+    assert len(plan.unfinished) == 1 and plan.unrecognised == ("probe/mine",)
+    assert len(execute(run, plan).removed) == 2
+    assert not any(path.exists() for path in left)
+
+
+def test_a_negative_grace_is_refused(run: Run) -> None:
+    with pytest.raises(SettingsError, match="grace_seconds"):
+        plan_sweep(run, grace_seconds=-1)
+
+
+class TestBetweenPlanAndDeed:
+    """What happens after the plan was made is noticed."""
+
+    def test_a_commit_spares_its_chunks(self, run: Run, orphan: Checkpoint) -> None:
+        plan = plan_sweep(run, grace_seconds=HOUR)
+        run.store.put(manifest_key(20, 1), pack_record(orphan.manifest))
+        result = execute(run, plan)
+        assert result.removed == ()
+        assert result.spared[0].reason == "a manifest names it now"
+        assert check(run, level="full").ok
+
+    def test_a_commit_while_planning_spares_its_chunks(self, run: Run, orphan: Checkpoint) -> None:
+        def commit(call: str, key: str) -> None:
+            if (call, key) == ("list", ""):
+                run.store.put(manifest_key(20, 1), pack_record(orphan.manifest))
+
+        store = InterposedStore(run.store, after=commit)
+        assert plan_sweep(Run.open(store), grace_seconds=0).objects == ()
+
+    def test_chunks_written_again_are_young(self, run: Run, orphan: Checkpoint) -> None:
+        plan = plan_sweep(run, grace_seconds=HOUR)
+        upload(run.store, orphan)
+        result = execute(run, plan)
+        assert result.removed == () and "younger" in result.spared[0].reason
+
+    def test_chunks_added_meanwhile_keep_the_attempt(self, run: Run, orphan: Checkpoint) -> None:
+        plan = plan_sweep(run, grace_seconds=0)
+        prefix = attempt_prefix(20, 1, orphan.ref.attempt)
+        run.store.put(f"{prefix}r00007-state-000000.safetensors", b"more")
+        assert execute(run, plan).spared[0].reason == "chunks were added to it"
+
+    def test_a_manifest_damaged_meanwhile_keeps_the_attempt(
+        self, run: Run, orphan: Checkpoint
+    ) -> None:
+        plan = plan_sweep(run, grace_seconds=0)
+        run.store.put(manifest_key(30, 1), b"damaged")
+        assert "cannot be read" in execute(run, plan).spared[0].reason
+
+
+def test_a_sweep_that_dies_anywhere_is_finished_by_the_next(
+    run: Run, full: Manifest, orphan: Checkpoint
+) -> None:
+    kept = keys(run) - set(orphan.chunks)
+    for _ in range(len(orphan.chunks)):
+        # Dies after its first deletion, each time.
+        def die(call: str, key: str) -> None:
+            if call == "delete":
+                raise unavailable(key)
+
+        plan = plan_sweep(run, grace_seconds=HOUR)
+        with pytest.raises(StoreUnavailable):
+            execute(Run.open(InterposedStore(run.store, after=die)), plan)
+        assert check(run, level="full").ok
+    assert keys(run) == kept
+    assert plan_sweep(run, grace_seconds=0).objects == ()
+
+
+def test_many_attempts_go_one_by_one(run: Run, full: Manifest) -> None:
+    for step in (20, 30, 40):
+        dirty = [torch.tensor([1, 2]), torch.tensor([0])]
+        checkpoint = build(run, tables(), step=step, generation=1, parent=full, dirty=dirty)
+        upload(run.store, checkpoint)
+        age(run, checkpoint, 2 * HOUR)
+    plan = plan_sweep(run, grace_seconds=HOUR)
+    assert [attempt.step for attempt in plan.prefixes] == [20, 30, 40]
+    execute(run, plan)
+    assert check(run).findings == ()
