@@ -1,8 +1,8 @@
 """Tensors in, tensors out, no I/O: the operations on embedding rows.
 
-One folder for each operation: `reference.py` says what is right, `cpu.py` and `triton.py` are fast and
-give the same bits, and the folder's functions choose between them by the tensors' device. Triton is
-imported on the first call with a tensor on a GPU, never before.
+One folder for each operation: `reference.py` says what is right, `cpu.py` and `triton.py` are fast
+and give the same bits, and the folder's functions choose between them by the tensors' device.
+Triton is imported on the first call with a tensor on a GPU, never before.
 """
 
 from __future__ import annotations

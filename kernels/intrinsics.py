@@ -8,15 +8,25 @@ Whoever calls a kernel has checked dtype, contiguity and bounds, because the ker
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import llvmlite.ir as ir
 import numba
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["compiled", "copy_row", "float_from_bits", "lowest_bit", "pointer", "set_bits"]
+__all__ = [
+    "compiled",
+    "copy_row",
+    "float_from_bits",
+    "lowest_bit",
+    "pointer",
+    "prefetch",
+    "set_bits",
+    "stream_line",
+]
 
 
 def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -31,18 +41,23 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        options = {"nogil": nogil, "error_model": "numpy"}
+        compile_it = partial(numba.njit, nogil=nogil, error_model="numpy")
         try:
-            kernel: Callable[..., Any] = numba.njit(cache=True, **options)(function)
+            kernel: Callable[..., Any] = compile_it(cache=True)(function)
         except RuntimeError:
             # Neither the package folder nor a user cache can be written: compile in each process.
-            kernel = numba.njit(cache=False, **options)(function)
+            kernel = compile_it(cache=False)(function)
         return kernel
 
     return decorate
 
 
-@intrinsic
+def _machine_operation(build: Callable[..., Any]) -> Any:
+    """`intrinsic`, for callers that do not see the typing context its functions begin with."""
+    return intrinsic(build)
+
+
+@_machine_operation
 def pointer(typingctx: Any, address: Any) -> Any:
     """The integer `address` as an untyped pointer, for `numba.carray`."""
 
@@ -52,7 +67,7 @@ def pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.intp), build
 
 
-@intrinsic
+@_machine_operation
 def copy_row(typingctx: Any, to: Any, source: Any, length: Any) -> Any:
     """Copy `length` bytes from address `source` to address `to`; the two must not overlap."""
 
@@ -75,7 +90,45 @@ def copy_row(typingctx: Any, to: Any, source: Any, length: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), build
 
 
-@intrinsic
+@_machine_operation
+def stream_line(typingctx: Any, to: Any, source: Any) -> Any:
+    """Copy 64 bytes between addresses divisible by 32, past the caches on the writing side.
+
+    A line that is written whole need not be read first, which saves a third of the traffic of a
+    large copy. Other threads see such stores after the next lock operation, as they do any other.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes = ir.VectorType(ir.IntType(64), 4)
+        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        for at in (0, 32):
+            shift = ir.Constant(ir.IntType(64), at)
+            origin = builder.inttoptr(builder.add(arguments[1], shift), lanes.as_pointer())
+            destination = builder.inttoptr(builder.add(arguments[0], shift), lanes.as_pointer())
+            store = builder.store(builder.load(origin, align=32), destination, align=32)
+            store.set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), build
+
+
+@_machine_operation
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the line at `address` to be brought into the second-level cache."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+        read, second_level, data = (ir.Constant(word, value) for value in (0, 2, 1))
+        target = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        builder.call(hint, [target, read, second_level, data])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), build
+
+
+@_machine_operation
 def float_from_bits(typingctx: Any, bits: Any) -> Any:
     """The binary32 value whose bit pattern is the int32 `bits`."""
 
@@ -85,7 +138,7 @@ def float_from_bits(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.int32), build
 
 
-@intrinsic
+@_machine_operation
 def lowest_bit(typingctx: Any, word: Any) -> Any:
     """The position of the lowest set bit of a u32; 32 for zero."""
 
@@ -95,7 +148,7 @@ def lowest_bit(typingctx: Any, word: Any) -> Any:
     return types.uint32(types.uint32), build
 
 
-@intrinsic
+@_machine_operation
 def set_bits(typingctx: Any, word: Any) -> Any:
     """How many bits of a u32 are set."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
+from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.bit_packing.widths import packed_width, require_codes, require_packed
@@ -42,7 +42,7 @@ def pack_row(codes: Any, packed: Any, at: int, dim: int, bits: int) -> None:
             packed[at + dim // 4] = np.uint8(last)
     else:
         for g in range((dim + 7) // 8):
-            string = 0
+            string = np.int64(0)
             for k in range(min(8, dim - 8 * g)):
                 string |= np.int64(codes[8 * g + k] & 7) << (3 * k)
             for b in range(min(3, (3 * dim + 7) // 8 - 3 * g)):
@@ -71,7 +71,7 @@ def unpack_row(packed: Any, at: int, codes: Any, to: int, dim: int, bits: int) -
             codes[to + dim // 4 * 4 + k] = np.uint8((packed[at + dim // 4] >> (2 * k)) & 3)
     else:
         for g in range((dim + 7) // 8):
-            string = 0
+            string = np.int64(0)
             for b in range(min(3, (3 * dim + 7) // 8 - 3 * g)):
                 string |= np.int64(packed[at + 3 * g + b]) << (8 * b)
             for k in range(min(8, dim - 8 * g)):

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import carray
+from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.intrinsics import compiled, lowest_bit, pointer, set_bits
@@ -64,7 +64,7 @@ def _count(bitmap: int, start: int, stop: int) -> int:
     words = carray(pointer(bitmap), stop, np.uint32)
     total = 0
     for i in range(start, stop):
-        total += np.int64(set_bits(words[i]))
+        total += set_bits(words[i])
     return total
 
 
@@ -83,22 +83,22 @@ def _collect(bitmap: int, ids: int, room: int, start: int, stop: int) -> int:
     return n
 
 
-def _require_bitmap(name: str, bitmap: Tensor) -> None:
+def require_bitmap(name: str, bitmap: Tensor) -> None:
     if bitmap.dtype is not _INT32 or bitmap.dim() != 1 or not bitmap.is_contiguous():
         raise ValueError(
             f"{name}: {bitmap.dtype} {tuple(bitmap.shape)}, expected a contiguous int32 vector"
         )
 
 
-def _require_fit(bitmap: Tensor, rows: int) -> None:
-    _require_bitmap("bitmap", bitmap)
+def require_fit(bitmap: Tensor, rows: int) -> None:
+    require_bitmap("bitmap", bitmap)
     if bitmap.numel() != (rows + 31) // 32 or rows < 0:
         raise ValueError(f"bitmap: {bitmap.numel()} words, expected ceil({rows} / 32)")
 
 
-def _require_pair(a: Tensor, b: Tensor) -> None:
-    _require_bitmap("first bitmap", a)
-    _require_bitmap("second bitmap", b)
+def require_pair(a: Tensor, b: Tensor) -> None:
+    require_bitmap("first bitmap", a)
+    require_bitmap("second bitmap", b)
     if a.numel() != b.numel() or a.device != b.device:
         raise ValueError(
             f"bitmaps: {a.numel()} words on {a.device} and {b.numel()} words on {b.device},"
@@ -112,9 +112,9 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     This runs for each lookup of a training step, so the checks are the cheapest that are complete.
     """
     if bitmap.dtype is not _INT32 or not bitmap.is_contiguous():
-        _require_bitmap("bitmap", bitmap)
+        require_bitmap("bitmap", bitmap)
     if bitmap.numel() != (rows + 31) >> 5:
-        _require_fit(bitmap, rows)
+        require_fit(bitmap, rows)
     if not ids.is_cpu or not ids.is_contiguous():
         ids = ids.cpu().contiguous()
     if ids.dtype is _INT64:
@@ -129,7 +129,7 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:
     """Set the bits of all rows; those past the last row stay zero."""
-    _require_fit(bitmap, rows)
+    require_fit(bitmap, rows)
     bitmap.fill_(-1)
     if rows % 32:
         bitmap[-1] = (1 << rows % 32) - 1
@@ -137,7 +137,7 @@ def mark_all(bitmap: Tensor, *, rows: int) -> None:
 
 def merge(into: Tensor, other: Tensor) -> None:
     """Mark in `into` what is marked in `other`."""
-    _require_pair(into, other)
+    require_pair(into, other)
     _merge(into.data_ptr(), other.data_ptr(), into.numel())
 
 
@@ -168,13 +168,13 @@ def _swap(a: int, b: int, n: int) -> None:
 
 def clear(bitmap: Tensor) -> None:
     """Mark no row."""
-    _require_bitmap("bitmap", bitmap)
+    require_bitmap("bitmap", bitmap)
     _clear(bitmap.data_ptr(), bitmap.numel())
 
 
 def count(bitmap: Tensor) -> int:
     """How many rows are marked."""
-    _require_bitmap("bitmap", bitmap)
+    require_bitmap("bitmap", bitmap)
     part = partial(_count, bitmap.data_ptr())
     return sum(over_rows(part, bitmap.numel(), row_bytes=4))
 
@@ -185,7 +185,7 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     Two passes, so that the result has its exact size: the first counts, per part, the second
     writes. A part writes at most what it counted, even if a bit is set in between.
     """
-    _require_fit(bitmap, rows)
+    require_fit(bitmap, rows)
     address, words = bitmap.data_ptr(), bitmap.numel()
     spans: list[tuple[int, int, int]] = []
 
@@ -212,6 +212,6 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
 
 def swap(a: Tensor, b: Tensor) -> None:
     """Exchange the contents of two bitmaps."""
-    _require_pair(a, b)
+    require_pair(a, b)
     if a.data_ptr() != b.data_ptr():
         _swap(a.data_ptr(), b.data_ptr(), a.numel())

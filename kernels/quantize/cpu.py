@@ -7,11 +7,9 @@ The minimum and maximum are taken of integer keys that order binary32 values as 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from numba import carray
+from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.arguments import require

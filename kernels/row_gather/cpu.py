@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
-from numba import carray
+from numba.np.numpy_support import carray
 from torch import Tensor
 
-from recpoint.kernels.intrinsics import compiled, copy_row, pointer
+from recpoint.kernels.intrinsics import compiled, copy_row, pointer, prefetch, stream_line
 from recpoint.kernels.row_gather.shapes import require_rows
 from recpoint.kernels.threads import over_rows
 
 __all__ = ["gather", "scatter"]
+
+#: How far ahead of the copy rows are asked for: enough to hide the way to memory and the page walk.
+_AHEAD_BYTES: Final = 8192
+#: At most this much of a coming row; the processor's own prefetcher follows longer rows by itself.
+_REACH_BYTES: Final = 256
+#: Smaller results are wanted in the cache, where streaming would not leave them.
+_STREAM_BYTES: Final = 4 << 20
 
 
 @compiled(nogil=True)
@@ -28,17 +37,48 @@ def _first_outside(ids: int, n: int, limit: int) -> int:
 
 
 @compiled(nogil=True)
-def _gather(source: int, ids: int, out: int, row_bytes: int, start: int, stop: int) -> None:
+def _gather(
+    source: int, ids: int, out: int, row_bytes: int, lines: int, start: int, stop: int
+) -> None:
+    """Copy rows source[ids[i]] to out[i]; `lines` of 64 bytes a row, or 0 for rows of any bytes."""
     values = carray(pointer(ids), stop, np.int64)
+    last = stop - 1
+    ahead = max(1, _AHEAD_BYTES // max(row_bytes, 64))
+    reach = min(row_bytes, _REACH_BYTES)
     for i in range(start, stop):
-        copy_row(out + i * row_bytes, source + values[i] * row_bytes, row_bytes)
+        coming = source + values[min(i + ahead, last)] * row_bytes
+        for at in range(0, reach, 64):
+            prefetch(coming + at)
+        row = source + values[i] * row_bytes
+        to = out + i * row_bytes
+        if lines == 0:
+            copy_row(to, row, row_bytes)
+        else:
+            for line in range(lines):
+                stream_line(to + 64 * line, row + 64 * line)
 
 
 @compiled(nogil=True)
-def _scatter(rows: int, ids: int, dest: int, row_bytes: int, start: int, stop: int) -> None:
+def _scatter(
+    rows: int, ids: int, dest: int, row_bytes: int, lines: int, start: int, stop: int
+) -> None:
+    """Copy rows[i] to dest[ids[i]]; `lines` as in `_gather`."""
     values = carray(pointer(ids), stop, np.int64)
     for i in range(start, stop):
-        copy_row(dest + values[i] * row_bytes, rows + i * row_bytes, row_bytes)
+        row = rows + i * row_bytes
+        to = dest + values[i] * row_bytes
+        if lines == 0:
+            copy_row(to, row, row_bytes)
+        else:
+            for line in range(lines):
+                stream_line(to + 64 * line, row + 64 * line)
+
+
+def _lines(row_bytes: int, total_bytes: int, *addresses: int) -> int:
+    """Lines of 64 bytes in a row where whole lines can be streamed and it pays; 0 elsewhere."""
+    if row_bytes % 64 or any(address % 32 for address in addresses):
+        return 0
+    return row_bytes // 64 if total_bytes >= _STREAM_BYTES else 0
 
 
 def _check(table: Tensor, ids: Tensor, part: Tensor) -> int:
@@ -53,9 +93,10 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
     """out[i] = source[ids[i]]; nothing is copied if an id is out of range."""
     row_bytes = _check(source, ids, out)
     addresses = source.data_ptr(), ids.data_ptr(), out.data_ptr()
+    lines = _lines(row_bytes, ids.numel() * row_bytes, addresses[0], addresses[2])
 
     def part(start: int, stop: int) -> None:
-        _gather(*addresses, row_bytes, start, stop)
+        _gather(*addresses, row_bytes, lines, start, stop)
 
     over_rows(part, ids.numel(), row_bytes=2 * row_bytes)
 
@@ -64,8 +105,9 @@ def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:
     """dest[ids[i]] = rows[i]; nothing is copied if an id is out of range."""
     row_bytes = _check(dest, ids, rows)
     addresses = rows.data_ptr(), ids.data_ptr(), dest.data_ptr()
+    lines = _lines(row_bytes, ids.numel() * row_bytes, addresses[0], addresses[2])
 
     def part(start: int, stop: int) -> None:
-        _scatter(*addresses, row_bytes, start, stop)
+        _scatter(*addresses, row_bytes, lines, start, stop)
 
     over_rows(part, ids.numel(), row_bytes=2 * row_bytes)

@@ -1,4 +1,4 @@
-"""Coding of ascending row ids (format §3.1): a range, or differences, byte-shuffled and compressed."""
+"""Coding of ascending row ids (format §3.1): a range, or compressed differences."""
 
 from __future__ import annotations
 

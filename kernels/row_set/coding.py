@@ -66,8 +66,8 @@ def encode_range(ids: Tensor) -> RowSet | None:
     return RowSet("range", first, None) if last - first == n - 1 else None
 
 
-def decode_range(first: int | None, payload: object, *, count: int, rows: int) -> None:
-    """Check a range before it is written out.
+def decode_range(first: int | None, payload: object, *, count: int, rows: int) -> int:
+    """The first id of a range, checked before anything is written out.
 
     Raises:
         ValueError: `first` is missing, a payload is there, or the range leaves the table.
@@ -77,6 +77,7 @@ def decode_range(first: int | None, payload: object, *, count: int, rows: int) -
         raise ValueError("row set: a range with a payload")
     if first is None or first < 0 or first + count > rows:
         raise ValueError(f"row set: range from {first} of {count} rows in a table of {rows}")
+    return first
 
 
 def compress(shuffled: bytes | memoryview) -> bytes:

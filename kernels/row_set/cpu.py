@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import carray
+from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.intrinsics import compiled, pointer
@@ -34,7 +34,7 @@ def _largest_difference(ids: int, n: int) -> int:
         ascending &= values[i] > values[i - 1]
         # Overflows only after a negative id, and then the ids do not ascend.
         largest = max(largest, values[i] - values[i - 1] - 1)
-    return largest if ascending else np.int64(-1)
+    return int(largest) if ascending else -1
 
 
 @compiled(nogil=True)
@@ -124,9 +124,8 @@ def decode(
 ) -> Tensor:
     """The ids: int64 [count]."""
     if coding == "range":
-        decode_range(first, payload, count=count, rows=rows)
-        assert first is not None
-        return torch.arange(first, first + count, dtype=torch.int64)
+        start = decode_range(first, payload, count=count, rows=rows)
+        return torch.arange(start, start + count, dtype=torch.int64)
     planes = np.frombuffer(decompress(coding, first, payload, count=count, rows=rows), np.uint8)
     ids = torch.empty(count, dtype=torch.int64)
     unshuffle = _unshuffle32 if coding == "delta32" else _unshuffle64

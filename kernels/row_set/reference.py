@@ -48,9 +48,8 @@ def decode(
 ) -> Tensor:
     """The ids: int64 [count]."""
     if coding == "range":
-        decode_range(first, payload, count=count, rows=rows)
-        assert first is not None
-        return torch.tensor(range(first, first + count), dtype=torch.int64)
+        start = decode_range(first, payload, count=count, rows=rows)
+        return torch.tensor(range(start, start + count), dtype=torch.int64)
     shuffled = decompress(coding, first, payload, count=count, rows=rows)
     ids = []
     before = -1

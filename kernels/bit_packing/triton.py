@@ -1,0 +1,74 @@
+"""Bit packing on a GPU: each output byte, and each code, is put together on its own."""
+
+# Triton reads the kernels' source; annotations other than constexpr would mean something to it.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recpoint.kernels.bit_packing.widths import packed_width, require_codes, require_packed
+
+__all__ = ["pack", "unpack"]
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _pack(codes, packed, total, dim, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = at // width
+    bit = (at % width) * 8  # the byte's first bit in its row
+    first = bit // BITS
+    byte = tl.zeros([BLOCK], tl.int32)
+    # Widths that divide 8 fill a byte with 8 / BITS codes; three bits take from up to four codes.
+    for j in tl.static_range(8 // BITS if 8 % BITS == 0 else 4):
+        k = first + j
+        code = tl.load(codes + row * dim + k, mask=(at < total) & (k < dim), other=0)
+        code = code.to(tl.int32) & ((1 << BITS) - 1)
+        shift = (k * BITS - bit).to(tl.int32)
+        left = code << tl.maximum(shift, 0)
+        right = code >> tl.maximum(-shift, 0)
+        byte |= tl.where(shift >= 0, left, right) & 255
+    tl.store(packed + at, byte.to(tl.uint8), mask=at < total)
+
+
+@triton.jit
+def _unpack(packed, codes, total, dim, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = at // dim
+    bit = (at % dim) * BITS
+    byte = bit // 8
+    inside = at < total
+    low = tl.load(packed + row * width + byte, mask=inside, other=0).to(tl.int32)
+    high = tl.load(packed + row * width + byte + 1, mask=inside & (byte + 1 < width), other=0)
+    code = ((low | (high.to(tl.int32) << 8)) >> (bit % 8).to(tl.int32)) & ((1 << BITS) - 1)
+    tl.store(codes + at, code.to(tl.uint8), mask=inside)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes u8 [n, dim] into u8 [n, packed_width(dim, bits)]."""
+    require_codes(codes, bits)
+    n, dim = codes.shape
+    width = packed_width(dim, bits)
+    packed = torch.empty(n, width, dtype=torch.uint8, device=codes.device)
+    total = packed.numel()
+    if total:
+        grid = (triton.cdiv(total, _BLOCK),)
+        _pack[grid](codes, packed, total, dim, width, BITS=bits, BLOCK=_BLOCK)
+    return packed
+
+
+def unpack(packed: Tensor, *, dim: int, bits: int) -> Tensor:
+    """The codes u8 [n, dim]."""
+    require_packed(packed, dim, bits)
+    n, width = packed.shape
+    codes = torch.empty(n, dim, dtype=torch.uint8, device=packed.device)
+    total = codes.numel()
+    if total:
+        grid = (triton.cdiv(total, _BLOCK),)
+        _unpack[grid](packed, codes, total, dim, width, BITS=bits, BLOCK=_BLOCK)
+    return codes
