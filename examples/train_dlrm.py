@@ -11,6 +11,7 @@ import argparse
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from auc import PrequentialAUC
 from batches import Reader
 from criteo import CriteoReader, CriteoShapeReader
 from evidence import ProgressFile, digests
-from recpoint.trainer_plugin import Checkpointer
+from recpoint.trainer_plugin.checkpointer import Checkpointer
 from retail import RetailReader
 
 
@@ -102,7 +103,7 @@ def main() -> None:
     steps = min(n for n in (args.steps, reader.total_batches, 10**12) if n is not None)
     auc = PrequentialAUC(tail_from_batch=steps * 9 // 10)
     progress = ProgressFile(args.progress_file)
-    bits = args.bits if args.bits == "lossless" else int(args.bits)
+    bits: Any = args.bits if args.bits == "lossless" else int(args.bits)
 
     checkpointer = args.run and Checkpointer(
         model,

@@ -1,0 +1,267 @@
+"""What a person sees in a terminal: checkpoints as tables, sizes and times in readable units.
+
+Whatever comes out of a store is data. It is shown as plain text, never as markup, and characters
+that would move the cursor, change colours or reorder the line are shown as escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from recpoint.catalog.check import CheckReport, Severity
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.sweep import SweepPlan
+from recpoint.errors import RecpointError
+from recpoint.format.manifest import Manifest
+
+__all__ = [
+    "Listed",
+    "bytes_text",
+    "chain_table",
+    "check_views",
+    "checkpoints_table",
+    "chunks_table",
+    "error_text",
+    "fields_table",
+    "precision_text",
+    "shown",
+    "sweep_table",
+    "tables_table",
+    "time_text",
+]
+
+_SEVERITY_STYLES: dict[Severity, str] = {"error": "red", "warning": "yellow", "info": "dim"}
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One line of a listing: a checkpoint, and its manifest or what is wrong with it."""
+
+    name: ManifestName
+    live: bool
+    manifest: Manifest | RecpointError
+
+
+def shown(value: object, *, limit: int = 300, style: str = "") -> Text:
+    """`value` as text that a terminal takes literally, cut at `limit` characters."""
+    text = str(value)
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return Text("".join(_literal(character) for character in text), style=style)
+
+
+def _literal(character: str) -> str:
+    # Not printable: control characters, line separators, direction overrides, lone surrogates.
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def bytes_text(count: int) -> str:
+    """Bytes in the unit, a power of 1000, that leaves one to three digits before the point."""
+    value, unit = float(count), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{count} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def time_text(milliseconds: int) -> str:
+    """A time of a record, in UTC; a time that no calendar has as its number."""
+    try:
+        moment = datetime.fromtimestamp(milliseconds / 1000, tz=UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{milliseconds} ms"
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def checkpoints_table(entries: Iterable[Listed], *, title: str) -> Table:
+    """One line a checkpoint, in the order given."""
+    table = _table(title)
+    for heading in ("step", "gen"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    for heading in ("chain", "rows", "stored", "of full", "stall", "lag"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("committed (UTC)", no_wrap=True)
+    table.add_column("")
+    for entry in entries:
+        step, generation = entry.name
+        note = Text("" if entry.live else "superseded", style="dim")
+        if isinstance(entry.manifest, RecpointError):
+            problem = Text.assemble(
+                (f"{type(entry.manifest).__name__}: ", "red"), shown(entry.manifest.found)
+            )
+            table.add_row(str(step), str(generation), *[""] * 8, problem)
+        else:
+            table.add_row(str(step), str(generation), *_figures(entry.manifest), note)
+    return table
+
+
+def _figures(manifest: Manifest) -> Sequence[str]:
+    return (
+        manifest.kind,
+        str(manifest.chain_length),
+        f"{manifest.dirty_rows:,}",
+        bytes_text(manifest.stored_bytes),
+        f"{manifest.stored_bytes / manifest.full_bytes:.1%}" if manifest.full_bytes else "",
+        f"{manifest.stall_us / 1000:.1f} ms",
+        f"{(manifest.committed_ms - manifest.snapshot_ms) / 1000:.1f} s",
+        time_text(manifest.committed_ms),
+    )
+
+
+def tables_table(manifest: Manifest) -> Table:
+    """One line an embedding table: its shape, its row states, and what this checkpoint holds."""
+    table = _table("Tables")
+    table.add_column("table")
+    for heading in ("rows", "dim"):
+        table.add_column(heading, justify="right")
+    table.add_column("dtype")
+    table.add_column("row states")
+    for heading in ("rows stored", "chunks", "stored"):
+        table.add_column(heading, justify="right")
+    table.add_column("precision")
+    for index, spec in enumerate(manifest.tables):
+        chunks = [chunk for chunk in manifest.chunks if chunk.table == index]
+        precisions = sorted({precision_text(chunk.scheme, chunk.bits) for chunk in chunks})
+        states = (f"{state.name} {state.dtype}{list(state.shape)}" for state in spec.row_states)
+        table.add_row(
+            shown(spec.name),
+            f"{spec.rows:,}",
+            str(spec.dim),
+            spec.dtype,
+            shown(", ".join(states)),
+            f"{sum(chunk.row_count or 0 for chunk in chunks):,}",
+            str(len(chunks)),
+            bytes_text(sum(chunk.bytes for chunk in chunks)),
+            ", ".join(precisions),
+        )
+    return table
+
+
+def precision_text(scheme: str | None, bits: int | None) -> str:
+    """How the rows of a chunk are stored."""
+    return "exact" if scheme == "exact" else f"{bits} bit"
+
+
+def chunks_table(manifest: Manifest) -> Table:
+    """One line a stored object."""
+    table = _table("Chunks")
+    table.add_column("key", overflow="fold")
+    table.add_column("content")
+    for heading in ("rows", "bytes", "crc32c"):
+        table.add_column(heading, justify="right")
+    for chunk in manifest.chunks:
+        content = (
+            "state"
+            if chunk.table is None
+            else f"table {chunk.table}, {precision_text(chunk.scheme, chunk.bits)}"
+        )
+        rows = "" if chunk.row_count is None else f"{chunk.row_count:,}"
+        table.add_row(shown(chunk.key), content, rows, f"{chunk.bytes:,}", f"{chunk.crc32c:08x}")
+    return table
+
+
+def chain_table(chain: Sequence[Manifest]) -> Table:
+    """What must be read to restore the last of `chain`, in the order in which it is applied."""
+    table = _table("Chain, in the order in which it is read")
+    for heading in ("step", "generation"):
+        table.add_column(heading, justify="right")
+    table.add_column("kind")
+    for heading in ("rows", "stored"):
+        table.add_column(heading, justify="right")
+    for manifest in chain:
+        table.add_row(
+            str(manifest.step),
+            str(manifest.generation),
+            manifest.kind,
+            f"{manifest.dirty_rows:,}",
+            bytes_text(manifest.stored_bytes),
+        )
+    return table
+
+
+def check_views(report: CheckReport) -> list[RenderableType]:
+    """What a check found, and one line that sums it up."""
+    views: list[RenderableType] = []
+    if report.findings:
+        table = _table("Findings")
+        table.add_column("")
+        table.add_column("object", overflow="fold")
+        table.add_column("what", overflow="fold")
+        for severity, key, text in report.findings:
+            style = _SEVERITY_STYLES[severity]
+            table.add_row(Text(severity, style=style), shown(key), shown(text, limit=2000))
+        views.append(table)
+    live = [entry for entry in report.checkpoints if entry.live]
+    good = sum(entry.restorable for entry in live)
+    looked_at = (
+        f"every byte of {report.chunks_read} chunks, {bytes_text(report.bytes_read)}"
+        if report.level == "full"
+        else "records, chains and sizes"
+    )
+    verdict = Text("ok", style="bold green") if report.ok else Text("damaged", style="bold red")
+    summary = f": {good} of {len(live)} checkpoints that count restore ({looked_at})"
+    views.append(Text.assemble(verdict, summary))
+    return views
+
+
+def sweep_table(plan: SweepPlan) -> Table:
+    """What a sweep removes and what it leaves, each with the reason."""
+    count = len(plan.objects) + len(plan.unfinished)
+    table = _table(f"to remove: {count} objects, {bytes_text(plan.size_bytes)}")
+    table.show_header = bool(count or plan.kept or plan.unrecognised or plan.blocked)
+    table.add_column("")
+    table.add_column("object", overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_column("why", overflow="fold")
+    for swept in plan.objects + plan.unfinished:
+        remove = Text("remove", style="red")
+        table.add_row(remove, shown(swept.key), f"{swept.size_bytes:,}", shown(swept.reason))
+    for kept in plan.kept:
+        table.add_row("keep", shown(kept.prefix), "", shown(kept.reason))
+    for key in plan.unrecognised:
+        table.add_row("keep", shown(key), "", "not an object of this format")
+    for key in plan.blocked:
+        table.add_row(Text("blocks", style="yellow"), shown(key), "", "cannot be read")
+    return table
+
+
+def fields_table(fields: Iterable[tuple[str, object]], *, title: str = "") -> Table:
+    """Names and values, one pair a line."""
+    table = Table(title=Text(title) if title else None, show_header=False, box=None)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.title_justify = "left"
+    for name, value in fields:
+        table.add_row(name, value if isinstance(value, Text) else shown(value, limit=2000))
+    return table
+
+
+def error_text(error: Exception) -> Text:
+    """One message: for our own errors the object, what was found, expected, and what to do."""
+    if not isinstance(error, RecpointError):
+        return Text.assemble(("error: ", "bold red"), shown(error, limit=2000))
+    return Text.assemble(
+        (f"{type(error).__name__}: ", "bold red"),
+        shown(error.subject, limit=1000),
+        "\n  found     ",
+        shown(error.found, limit=2000),
+        "\n  expected  ",
+        shown(error.expected, limit=1000),
+        "\n  next      ",
+        shown(error.next_step, limit=1000),
+    )
+
+
+def _table(title: str) -> Table:
+    table = Table(title=shown(title, limit=200), title_justify="left", pad_edge=False)
+    table.box = None
+    table.header_style = "bold"
+    return table

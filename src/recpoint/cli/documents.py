@@ -1,0 +1,56 @@
+"""The JSON forms of what commands print. Times are milliseconds, sizes bytes, as in the format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recpoint.catalog.lineage import ManifestName
+from recpoint.dashboards.terminal import Listed
+from recpoint.errors import RecpointError
+from recpoint.format.manifest import Manifest
+
+__all__ = ["checkpoint", "details", "listed"]
+
+
+def checkpoint(manifest: Manifest) -> dict[str, Any]:
+    """What a listing says of one checkpoint."""
+    return {
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "attempt": manifest.attempt,
+        "kind": manifest.kind,
+        "chain_length": manifest.chain_length,
+        "dirty_rows": manifest.dirty_rows,
+        "stored_bytes": manifest.stored_bytes,
+        "full_bytes": manifest.full_bytes,
+        "stall_ms": manifest.stall_us / 1000,
+        "lag_ms": manifest.committed_ms - manifest.snapshot_ms,
+        "committed_ms": manifest.committed_ms,
+    }
+
+
+def listed(entry: Listed) -> dict[str, Any]:
+    """One line of a listing, also of a checkpoint whose manifest cannot be read."""
+    if isinstance(entry.manifest, RecpointError):
+        problem = {"error": type(entry.manifest).__name__, "message": str(entry.manifest)}
+        return {**_name(entry.name), "live": entry.live, **problem}
+    return {**checkpoint(entry.manifest), "live": entry.live}
+
+
+def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
+    """All there is to say of one checkpoint; `chain` None: it does not join up."""
+    return {
+        **checkpoint(manifest),
+        "run": manifest.run,
+        "ranks": manifest.ranks,
+        "snapshot_ms": manifest.snapshot_ms,
+        "staged_ms": manifest.staged_ms,
+        "writer": manifest.writer,
+        "tables": [table.model_dump(mode="json") for table in manifest.tables],
+        "chunks": [chunk.model_dump(mode="json") for chunk in manifest.chunks],
+        "chain": None if chain is None else [checkpoint(member) for member in chain],
+    }
+
+
+def _name(name: ManifestName) -> dict[str, Any]:
+    return {"step": name.step, "generation": name.generation}

@@ -1,0 +1,249 @@
+"""Writing a restored checkpoint to files that other programs read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recpoint.catalog import durable
+from recpoint.catalog.restore import MemoryTarget
+from recpoint.errors import SettingsError
+
+__all__ = ["check_target", "replacing", "writer"]
+
+Write = Callable[[Path, MemoryTarget], None]
+
+
+def writer(path: Path, *, table: str | None) -> Write:
+    """What writes files named like `path`.
+
+    Raises:
+        SettingsError: the ending says nothing, or not what `table` says, or pandas is missing.
+    """
+    whole = {".pt": _write_torch, ".safetensors": _write_safetensors}
+    of_table: dict[str, Write] = {".parquet": _write_parquet, ".csv": _write_csv}
+    known = of_table if table is not None else whole
+    if path.suffix not in known:
+        raise SettingsError(
+            "--to",
+            found=str(path),
+            expected=f"a name that ends in {' or '.join(known)}"
+            + (" for one table" if table is not None else "; with --table also .parquet or .csv"),
+            next_step="give the file another ending",
+        )
+    if table is not None:
+        _require_pandas()
+    return known[path.suffix]
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Refuse before a restore takes minutes what `replacing` would refuse after it."""
+    if not force and os.path.lexists(path):
+        raise _exists(path)
+    if not path.parent.is_dir():
+        raise SettingsError(
+            "--to",
+            found=f"no directory {path.parent}",
+            expected="a directory that is there",
+            next_step=f"mkdir -p {path.parent}",
+        )
+
+
+@contextmanager
+def replacing(path: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary file beside `path`, which takes its place, durably, when the block ends well.
+
+    Raises:
+        SettingsError: `path` is there, and `force` was not given.
+    """
+    temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}{path.suffix}")
+    try:
+        yield temporary
+        durable.fsync_file(temporary)
+        if force:
+            os.replace(temporary, path)
+        else:
+            # Not a rename: that would replace a file that was made since it was looked for.
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise _exists(path) from None
+        durable.fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> SettingsError:
+    return SettingsError(
+        "--to",
+        found=f"{path}, which exists",
+        expected="a new file",
+        next_step="choose another name, or replace it with --force",
+    )
+
+
+def _require_pandas() -> None:
+    try:
+        import pandas  # noqa: F401  (only whether it is there)
+    except ImportError:
+        raise SettingsError(
+            "--table",
+            found="no pandas",
+            expected="pandas and pyarrow",
+            next_step="pip install 'recpoint[pandas]'",
+        ) from None
+
+
+# --- whole checkpoints -------------------------------------------------------------------------
+
+
+def _write_torch(path: Path, target: MemoryTarget) -> None:
+    """A dictionary that `torch.load(path, weights_only=True)` reads.
+
+    `model` fits `Module.load_state_dict`; `row_states` and `ranks` are everything else.
+    """
+    if target.manifest is None:
+        raise ValueError("nothing was restored")
+    checkpoint = {
+        "checkpoint": target.manifest.ref.model_dump(),
+        "run": target.manifest.run,
+        "model": model_tensors(target),
+        "row_states": row_states(target),
+        "ranks": {rank: _without_arrays(state) for rank, state in target.state.items()},
+    }
+    torch.save(checkpoint, path)
+
+
+def _write_safetensors(path: Path, target: MemoryTarget) -> None:
+    """Every tensor under a path-like name: model/…, row_states/TABLE/STATE, ranks/RANK/…"""
+    from safetensors.torch import save_file
+
+    if target.manifest is None:
+        raise ValueError("nothing was restored")
+    named: dict[str, torch.Tensor] = {}
+    _collect(named, "model", model_tensors(target))
+    _collect(named, "row_states", row_states(target))
+    _collect(named, "ranks", _without_model(target.state))
+    # Independent copies: safetensors refuses tensors that share memory, as views in a state do.
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
+    save_file(
+        tensors,
+        path,
+        metadata={
+            "run": target.manifest.run,
+            "step": str(target.manifest.step),
+            "generation": str(target.manifest.generation),
+            "attempt": target.manifest.attempt,
+        },
+    )
+
+
+def model_tensors(target: MemoryTarget) -> dict[str, torch.Tensor]:
+    """Tables and the rest of the model by parameter name, as in `Module.state_dict`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for state in target.state.values():
+        dense = _at(_at(state, "model"), "tensors")
+        if isinstance(dense, Mapping):
+            tensors.update((n, t) for n, t in dense.items() if isinstance(t, torch.Tensor))
+    for name, table in target.tables.items():
+        tensors[f"{name}.weight"] = table.values
+    return tensors
+
+
+def row_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
+    """Table name to state name to tensor [rows, …]."""
+    specs = {spec.name: spec for spec in target.manifest.tables} if target.manifest else {}
+    return {
+        name: {
+            state.name: tensor
+            for state, tensor in zip(specs[name].row_states, table.row_states, strict=True)
+            if tensor is not None
+        }
+        for name, table in target.tables.items()
+    }
+
+
+def _at(tree: object, key: str) -> object:
+    return tree.get(key) if isinstance(tree, Mapping) else None
+
+
+def _without_model(state: dict[int, object]) -> dict[int, object]:
+    """The state trees without what `model_tensors` has taken from them."""
+    return {
+        rank: {key: value for key, value in tree.items() if key != "model"}
+        if isinstance(tree, Mapping)
+        else tree
+        for rank, tree in state.items()
+    }
+
+
+def _without_arrays(value: Any) -> Any:
+    """Arrays as tensors: the restricted loader of torch reads no numpy."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_arrays(item) for item in value)
+    return value
+
+
+def _collect(into: dict[str, torch.Tensor], name: str, value: object) -> None:
+    """Put every dense tensor of a tree into `into`, under its path."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, torch.Tensor):
+        if value.is_sparse:
+            coalesced = value.coalesce()
+            into[f"{name}/indices"], into[f"{name}/values"] = (
+                coalesced.indices(),
+                coalesced.values(),
+            )
+        else:
+            into[name] = value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect(into, f"{name}/{key}", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _collect(into, f"{name}/{index}", item)
+
+
+# --- one table ---------------------------------------------------------------------------------
+
+
+def _frame(target: MemoryTarget) -> Any:
+    """A DataFrame: `row`, then one column a value, then one a value of each row state.
+
+    Columns of a state `s` are `s` when it has one value a row, else `s.0`, `s.1`, …
+    """
+    import pandas
+
+    ((name, table),) = target.tables.items()
+    parts: list[tuple[str, torch.Tensor]] = [("value", table.values)]
+    parts += row_states(target)[name].items()
+    columns: dict[str, Any] = {"row": np.arange(len(table.values))}
+    for part, tensor in parts:
+        flat = tensor.reshape(len(tensor), -1)
+        if flat.dtype == torch.bfloat16:
+            flat = flat.float()  # numpy has no bfloat16; every one is a float32
+        single = part != "value" and tensor.dim() == 1
+        for index in range(flat.shape[1]):
+            columns[part if single else f"{part}.{index}"] = flat[:, index].numpy()
+    return pandas.DataFrame(columns)
+
+
+def _write_parquet(path: Path, target: MemoryTarget) -> None:
+    _frame(target).to_parquet(path, index=False)
+
+
+def _write_csv(path: Path, target: MemoryTarget) -> None:
+    """Numbers with as many digits as it takes to get the same bits back."""
+    _frame(target).to_csv(path, index=False)

@@ -1,0 +1,174 @@
+"""The commands that only look at a run: list, show, check."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from recpoint.catalog.chain import Chain, resolve_chain
+from recpoint.catalog.check import Level, check
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.cli import documents
+from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.dashboards import terminal
+from recpoint.dashboards.terminal import Listed
+from recpoint.errors import ChainError, FormatError, NothingToRestore, ObjectNotFound
+from recpoint.format.manifest import Manifest
+
+__all__ = [
+    "GenerationOption",
+    "UrlArgument",
+    "check_run",
+    "find_checkpoint",
+    "list_checkpoints",
+    "open_run",
+    "show",
+]
+
+_READERS = 8
+
+UrlArgument = Annotated[
+    str, typer.Argument(metavar="URL", help="The run: a local path, s3://bucket/prefix, …")
+]
+GenerationOption = Annotated[
+    int | None, typer.Option(help="With a step: a checkpoint that is not on the live line.")
+]
+
+
+def open_run(url: str) -> Run:
+    """The run under `url`; NothingToRestore if there is none."""
+    return Run.open(open_store(url))
+
+
+@command
+def list_checkpoints(
+    url: UrlArgument,
+    everything: Annotated[bool, typer.Option("--all", help="Superseded checkpoints too.")] = False,
+    json_output: JsonOption = False,
+) -> Result:
+    """The checkpoints of a run, newest first: kind, bytes, stall, lag."""
+    run = open_run(url)
+    live = run.live_line()
+    counts = set(live)
+    names = sorted(run.manifest_names(), reverse=True) if everything else live
+    with ThreadPoolExecutor(max_workers=_READERS) as readers:
+        manifests = list(readers.map(lambda name: _manifest(run, name), names))
+    entries = [
+        Listed(name=name, live=name in counts, manifest=manifest)
+        for name, manifest in zip(names, manifests, strict=True)
+    ]
+    document = {
+        "url": run.url,
+        "run": run.id,
+        "checkpoints": [documents.listed(entry) for entry in entries],
+    }
+    if not entries:
+        return Result(document, terminal.shown(f"{run.url}: no checkpoint yet"))
+    return Result(document, terminal.checkpoints_table(entries, title=run.url))
+
+
+def _manifest(run: Run, name: ManifestName) -> Manifest | FormatError | ObjectNotFound:
+    # A listing has to come out whole although a checkpoint in it is damaged.
+    try:
+        return run.manifest(*name)
+    except (FormatError, ObjectNotFound) as error:
+        return error
+
+
+@command
+def show(
+    url: UrlArgument,
+    step: Annotated[int, typer.Argument(help="Step of the checkpoint.")],
+    generation: GenerationOption = None,
+    chunks: Annotated[bool, typer.Option("--chunks", help="Every stored object.")] = False,
+    json_output: JsonOption = False,
+) -> Result:
+    """One checkpoint: its tables, its chunks, and the chain that restores it."""
+    run = open_run(url)
+    name = find_checkpoint(run, step, generation)
+    manifest = run.manifest(*name)
+    chain: Chain | None = None
+    broken: Text | None = None
+    try:
+        chain = resolve_chain(run, name)
+    except (ChainError, FormatError, ObjectNotFound) as error:
+        broken = terminal.error_text(error)
+    fields: list[tuple[str, object]] = [
+        ("run", f"{run.url} ({manifest.run})"),
+        ("checkpoint", manifest.ref),
+        ("kind", f"{manifest.kind}, {manifest.chain_length} in its chain"),
+        ("stored", f"{terminal.bytes_text(manifest.stored_bytes)}, {len(manifest.chunks)} chunks"),
+        ("full, exact", terminal.bytes_text(manifest.full_bytes)),
+        ("rows", f"{manifest.dirty_rows:,}"),
+        ("ranks", manifest.ranks),
+        ("stall", f"{manifest.stall_us / 1000:.1f} ms"),
+        ("snapshot", terminal.time_text(manifest.snapshot_ms)),
+        ("staged", terminal.time_text(manifest.staged_ms)),
+        ("committed", terminal.time_text(manifest.committed_ms)),
+        ("written by", manifest.writer),
+    ]
+    views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]
+    if chunks:
+        views.append(terminal.chunks_table(manifest))
+    views.append(broken if chain is None and broken else terminal.chain_table(_members(chain)))
+    document = documents.details(manifest, None if chain is None else _members(chain))
+    return Result(document, *views)
+
+
+def _members(chain: Chain | None) -> list[Manifest]:
+    return list(chain.manifests) if chain else []
+
+
+def find_checkpoint(run: Run, step: int, generation: int | None) -> ManifestName:
+    """The checkpoint of the live line at `step`, or the one that is named in full."""
+    if generation is not None:
+        return ManifestName(step, generation)
+    there = [name for name in run.manifest_names() if name.step == step]
+    live = [name for name in run.live_line() if name.step == step]
+    if live:
+        return live[0]
+    raise NothingToRestore(
+        f"{run.url}, step {step}",
+        found=f"superseded only: {', '.join(map(str, there))}" if there else "no checkpoint",
+        expected="a checkpoint of this step on the live line",
+        next_step="name it with --generation" if there else f"recpoint list {run.url}",
+    )
+
+
+@command
+def check_run(
+    url: UrlArgument,
+    level: Annotated[
+        str, typer.Option(help="metadata: records, chains, sizes; full: every byte too.")
+    ] = "metadata",
+    step: Annotated[int | None, typer.Option(help="Only this step and what it needs.")] = None,
+    json_output: JsonOption = False,
+) -> Result:
+    """Whether what is stored restores; exit code 1 when it does not."""
+    report = check(open_run(url), level=_level(level), step=step)
+    document = {
+        "ok": report.ok,
+        "level": report.level,
+        "chunks_read": report.chunks_read,
+        "bytes_read": report.bytes_read,
+        "checkpoints": [
+            {"step": name.step, "generation": name.generation, "live": live, "restorable": good}
+            for name, live, good in report.checkpoints
+        ],
+        "findings": [finding._asdict() for finding in report.findings],
+    }
+    return Result(document, *terminal.check_views(report), code=0 if report.ok else 1)
+
+
+def _level(text: str) -> Level:
+    levels: tuple[Level, ...] = ("metadata", "full")
+    for level in levels:
+        if text == level:
+            return level
+    raise typer.BadParameter(f"{text!r} is neither metadata nor full", param_hint="--level")

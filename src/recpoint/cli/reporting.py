@@ -1,0 +1,139 @@
+"""How a command ends: its result as JSON or for people, its errors as one message and a code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, Final, ParamSpec
+
+import typer
+from rich.console import Console, RenderableType
+
+from recpoint.dashboards.terminal import error_text
+from recpoint.errors import (
+    NothingToRestore,
+    ObjectNotFound,
+    RecpointError,
+    SettingsError,
+    StagingError,
+    StoreError,
+)
+
+__all__ = [
+    "EXIT_CODES",
+    "JsonOption",
+    "Result",
+    "command",
+    "exit_code",
+    "output_console",
+    "progress_console",
+]
+
+#: Exit codes, most specific class first; whatever is not listed is 4.
+EXIT_CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
+    (NothingToRestore, 1),
+    (ObjectNotFound, 1),  # a checkpoint that is not there, or an object of one that is damaged
+    (SettingsError, 2),
+    (StagingError, 2),
+    (StoreError, 3),
+    (RecpointError, 4),
+    (OSError, 2),  # of the files the user names: every error of a store is a StoreError
+    (KeyboardInterrupt, 130),
+)
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+]
+
+_PIPE_COLUMNS = 120
+
+_Parameters = ParamSpec("_Parameters")
+
+
+class Result:
+    """What a command found out.
+
+    Args:
+        document: for `--json`; plain values only.
+        views: for people, printed one after another.
+        code: exit code.
+    """
+
+    def __init__(self, document: dict[str, Any], *views: RenderableType, code: int = 0) -> None:
+        self.document = document
+        self.views = views
+        self.code = code
+
+
+def exit_code(error: BaseException) -> int:
+    """The code that a command ends with after `error`."""
+    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 4)
+
+
+def command(function: Callable[_Parameters, Result]) -> Callable[_Parameters, None]:
+    """Turn a function from options to a result into a command that prints and exits.
+
+    The function has a `json_output` option. Errors of recpoint, errors of files and an interrupt
+    become one message; anything else is a bug and keeps its traceback.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _Parameters.args, **options: _Parameters.kwargs) -> None:
+        as_json = bool(options["json_output"])
+        try:
+            result = function(*args, **options)
+        except (RecpointError, OSError, KeyboardInterrupt) as error:
+            _print_error(error, as_json=as_json)
+            raise typer.Exit(exit_code(error)) from None
+        if as_json:
+            _print_json(result.document)
+        else:
+            console = output_console()
+            for view in result.views:
+                console.print(view)
+        raise typer.Exit(result.code)
+
+    # Typer asks the function it is given for its types; those of `run` are the wrapped one's,
+    # apart from the return type, which it does not look at.
+    return run
+
+
+def output_console() -> Console:
+    """Where results go; wide enough for a listing when it is a file or a pipe."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_COLUMNS
+    return console
+
+
+def progress_console() -> Console:
+    """Where progress goes, so that what is printed on stdout stays alone there."""
+    return Console(stderr=True)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    # ASCII only: names from a store cannot reach the terminal as control characters.
+    sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
+
+
+def _print_error(error: BaseException, *, as_json: bool) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        document: dict[str, Any] = {"error": "KeyboardInterrupt", "found": "interrupted"}
+        text = error_text(Exception("interrupted"))
+    else:
+        document = {"error": type(error).__name__, "found": str(error)}
+        text = error_text(error if isinstance(error, Exception) else Exception(str(error)))
+    if isinstance(error, RecpointError):
+        document.update(
+            subject=error.subject,
+            found=error.found,
+            expected=error.expected,
+            next_step=error.next_step,
+        )
+    if as_json:
+        _print_json(document)
+    else:
+        Console(stderr=True).print(text, soft_wrap=True)

@@ -1,0 +1,85 @@
+"""The command that removes what killed writers have left in a run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from recpoint.catalog import staged
+from recpoint.catalog.sweep import SweepPlan, SweptObject, execute, plan_sweep
+from recpoint.cli.inspect import UrlArgument, open_run
+from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.dashboards import terminal
+
+__all__ = ["StagingOption", "seconds_of", "sweep_run"]
+
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|m|h|d)?\Z")
+_UNIT_SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+StagingOption = Annotated[
+    Path | None,
+    typer.Option(help="The staging area; default: RECPOINT_STAGING, else one in memory."),
+]
+
+
+@command
+def sweep_run(
+    url: UrlArgument,
+    grace: Annotated[
+        str, typer.Option(help="Keep what is younger: a number and s, m, h or d.")
+    ] = "24h",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    staging: StagingOption = None,
+    json_output: JsonOption = False,
+) -> Result:
+    """Remove chunks that no manifest names and files that were never finished."""
+    run = open_run(url)
+    run_dir = staged.run_directory(staging or staged.default_staging_root(), run.url)
+    keep = attempts_staged(run_dir)
+    plan = plan_sweep(run, grace_seconds=seconds_of(grace), keep=keep)
+    views = [terminal.sweep_table(plan)]
+    if dry_run:
+        return Result(_document(plan, removed=None), *views)
+    result = execute(run, plan)
+    freed = terminal.bytes_text(result.removed_bytes)
+    text = terminal.shown(f"removed {len(result.removed)} objects, {freed}")
+    return Result(_document(plan, removed=result.removed), *views, text)
+
+
+def seconds_of(text: str) -> float:
+    """Seconds that `text` names, as `90`, `90s`, `1.5h` or `2d`."""
+    match = _DURATION.match(text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a number and s, m, h or d", param_hint="--grace")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+def attempts_staged(run_dir: Path) -> set[str]:
+    """Attempts that an agent on this host has still to finish.
+
+    Raises:
+        FormatError: a job that cannot be read; which chunks it needs is unknown.
+    """
+    attempts = set()
+    for path in staged.staged_jobs(run_dir):
+        try:
+            attempts.add(staged.read_job(path).attempt)
+        except FileNotFoundError:
+            continue  # finished since: its manifest names its chunks, or nobody needs them
+    return attempts
+
+
+def _document(plan: SweepPlan, *, removed: tuple[SweptObject, ...] | None) -> dict[str, Any]:
+    return {
+        "dry_run": removed is None,
+        "planned": [swept._asdict() for swept in plan.objects + plan.unfinished],
+        "planned_bytes": plan.size_bytes,
+        "kept": [kept._asdict() for kept in plan.kept],
+        "unrecognised": list(plan.unrecognised),
+        "blocked": list(plan.blocked),
+        "removed": [swept.key for swept in removed or ()],
+        "removed_bytes": sum(swept.size_bytes for swept in removed or ()),
+    }

@@ -1,0 +1,266 @@
+"""list, show, check and sweep on real committed checkpoints, good and damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from recpoint.format.naming import manifest_key
+from recpoint.format.records import pack_record
+from tests.catalog_builder import build, publish, tables, upload
+from tests.unit.cli.conftest import Invoke, SavedRun
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# --- list --------------------------------------------------------------------------------------
+
+
+def test_list_shows_what_counts_newest_first(recpoint: Invoke, saved_run: SavedRun) -> None:
+    ended = recpoint("list", saved_run.directory, "--json")
+    assert ended.code == 0
+    found = ended.json["checkpoints"]
+    assert [(entry["step"], entry["kind"]) for entry in found] == [
+        (30, "increment"),
+        (20, "increment"),
+        (10, "full"),
+    ]
+    newest = saved_run.manifests[30]
+    assert found[0]["stored_bytes"] == newest.stored_bytes
+    assert found[0]["stall_ms"] == 0.1
+    assert found[0]["lag_ms"] == 2
+    assert found[0]["attempt"] == newest.attempt
+    assert all(entry["live"] for entry in found)
+
+
+def test_list_all_shows_superseded_checkpoints_too(recpoint: Invoke, saved_run: SavedRun) -> None:
+    found = recpoint("list", saved_run.directory, "--all", "--json").json["checkpoints"]
+    assert [(entry["step"], entry["live"]) for entry in found] == [
+        (30, True),
+        (25, False),
+        (20, True),
+        (10, True),
+    ]
+    table = recpoint("list", saved_run.directory, "--all").stdout
+    assert re.findall(r"^ *([0-9]+) .* superseded$", table, re.MULTILINE) == ["25"]
+
+
+def test_list_comes_out_whole_although_a_manifest_is_damaged(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    damage(saved_run.directory / manifest_key(20, 1))
+    ended = recpoint("list", saved_run.directory, "--json")
+    assert ended.code == 0
+    steps = {entry["step"]: entry for entry in ended.json["checkpoints"]}
+    assert "kind" in steps[30] and "kind" in steps[10]
+    assert steps[20]["error"] in ("DigestMismatch", "MalformedObject")
+    assert manifest_key(20, 1) in steps[20]["message"]
+    assert recpoint("list", saved_run.directory).code == 0
+
+
+def test_a_directory_that_is_no_run_is_nothing_to_restore(recpoint: Invoke, tmp_path: Path) -> None:
+    for command in (["list"], ["show", "1"], ["check"], ["sweep"], ["restore", "--to", "x.pt"]):
+        name, *rest = command
+        ended = recpoint(name, tmp_path, *rest)
+        assert ended.code == 1
+        assert ended.stdout == ""
+        assert "NothingToRestore" in ended.stderr
+        for part in ("found", "expected", "next"):
+            assert part in ended.stderr
+    assert recpoint("list", tmp_path, "--json").json["error"] == "NothingToRestore"
+
+
+@pytest.mark.parametrize(
+    "url", ["", "s3://", "s3://key:secret@bucket/run", "gopher://host/run", "s3://bucket/../x"]
+)
+def test_a_url_that_cannot_work_is_a_usage_error(recpoint: Invoke, url: str) -> None:
+    ended = recpoint("list", url, "--json")
+    assert ended.code == 2
+    assert ended.json["error"] == "SettingsError"
+    assert "secret" not in ended.stdout + ended.stderr
+
+
+# --- show --------------------------------------------------------------------------------------
+
+
+def test_show_tells_tables_chunks_and_chain(recpoint: Invoke, saved_run: SavedRun) -> None:
+    document = recpoint("show", saved_run.directory, "30", "--json").json
+    manifest = saved_run.manifests[30]
+    assert [member["step"] for member in document["chain"]] == [10, 20, 30]
+    assert [table["name"] for table in document["tables"]] == ["items", "users"]
+    assert [chunk["key"] for chunk in document["chunks"]] == [c.key for c in manifest.chunks]
+    shown = recpoint("show", saved_run.directory, "30", "--chunks").stdout
+    assert "items" in shown and "increment, 3 in its chain" in shown
+    # Keys are longer than the terminal: they are folded, never cut.
+    squeezed = re.sub(r"\s", "", shown)
+    assert all(f"{chunk.crc32c:08x}" in shown for chunk in manifest.chunks)
+    assert manifest.attempt[:8] in squeezed
+
+
+def test_show_finds_superseded_checkpoints_only_by_generation(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    ended = recpoint("show", saved_run.directory, "25")
+    assert ended.code == 1
+    assert "--generation" in ended.stderr
+    document = recpoint("show", saved_run.directory, "25", "--generation", "1", "--json").json
+    assert document["attempt"] == saved_run.superseded.attempt
+    assert recpoint("show", saved_run.directory, "26").code == 1
+    assert recpoint("show", saved_run.directory, "26", "--generation", "1").code == 1
+
+
+def test_show_says_that_a_chain_is_broken(recpoint: Invoke, saved_run: SavedRun) -> None:
+    (saved_run.directory / manifest_key(10, 1)).unlink()
+    assert recpoint("show", saved_run.directory, "30", "--json").json["chain"] is None
+    assert "MissingLink" in recpoint("show", saved_run.directory, "30").stdout
+
+
+def test_names_from_a_manifest_cannot_speak_to_the_terminal(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    hostile = "[bold red]x[/]\x1b[2J\x1b]0;title\x07\r\n\u202egnp.exe\x9b31m"
+    spec = saved_run.manifests[10].tables[0].model_copy(update={"name": hostile})
+    manifest = saved_run.manifests[10].model_copy(
+        update={
+            "generation": 2,
+            "writer": hostile[:200],
+            "tables": (spec, *saved_run.manifests[10].tables[1:]),
+        }
+    )
+    (saved_run.directory / manifest_key(10, 2)).write_bytes(pack_record(manifest))
+    for options in ([], ["--chunks"], ["--json"]):
+        ended = recpoint("show", saved_run.directory, "10", "--generation", "2", *options)
+        assert ended.code == 0
+        assert all(c.isprintable() or c == "\n" for c in ended.stdout)
+    shown = re.sub(
+        r"\s", "", recpoint("show", saved_run.directory, "10", "--generation", "2").stdout
+    )
+    assert "[boldred]" in shown and r"\x1b[2J" in shown and r"\u202e" in shown
+
+
+# --- check -------------------------------------------------------------------------------------
+
+
+def test_check_of_a_good_run(recpoint: Invoke, saved_run: SavedRun) -> None:
+    for level in ("metadata", "full"):
+        document = recpoint("check", saved_run.directory, "--level", level, "--json").json
+        assert document["ok"] is True
+        assert all(entry["restorable"] for entry in document["checkpoints"])
+        assert (document["bytes_read"] > 0) == (level == "full")
+    assert recpoint("check", saved_run.directory).stdout.startswith("Findings")
+    assert recpoint("check", saved_run.directory, "--step", "20").code == 0
+    assert recpoint("check", saved_run.directory, "--step", "21").code == 1
+
+
+def test_check_of_a_flipped_bit(recpoint: Invoke, saved_run: SavedRun) -> None:
+    key = saved_run.manifests[20].chunks[0].key
+    damage(saved_run.directory / key)
+    assert recpoint("check", saved_run.directory).code == 0  # only bytes can tell
+    ended = recpoint("check", saved_run.directory, "--level", "full", "--json")
+    assert ended.code == 1
+    assert ended.json["ok"] is False
+    assert key in {finding["key"] for finding in ended.json["findings"]}
+    restorable = {entry["step"]: entry["restorable"] for entry in ended.json["checkpoints"]}
+    assert restorable == {30: False, 25: False, 20: False, 10: True}
+    text = recpoint("check", saved_run.directory, "--level", "full").stdout
+    assert "damaged: 1 of 3 checkpoints that count restore" in re.sub(r"\s+", " ", text)
+
+
+def test_check_of_a_missing_chunk(recpoint: Invoke, saved_run: SavedRun) -> None:
+    (saved_run.directory / saved_run.manifests[30].chunks[0].key).unlink()
+    assert recpoint("check", saved_run.directory, "--json").code == 1
+
+
+def test_check_refuses_an_unknown_level(recpoint: Invoke, saved_run: SavedRun) -> None:
+    assert recpoint("check", saved_run.directory, "--level", "deep").code == 2
+    assert recpoint("check").code == 2
+
+
+# --- sweep -------------------------------------------------------------------------------------
+
+
+def make_old(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        os.utime(path, (1, 1))
+
+
+def test_sweep_removes_orphans_and_nothing_else(recpoint: Invoke, saved_run: SavedRun) -> None:
+    orphan = build(saved_run.run, tables(), step=40, generation=2)
+    upload(saved_run.run.store, orphan)
+    half = saved_run.directory / "chunks" / f".tmp-{'0' * 32}"
+    half.write_bytes(b"half")
+    foreign = saved_run.directory / "notes.txt"
+    foreign.write_text("mine")
+
+    young = recpoint("sweep", saved_run.directory, "--json").json
+    assert young["planned"] == young["removed"] == []
+    assert len(young["kept"]) == 1
+
+    make_old(saved_run.directory)
+    before = {path for path in saved_run.directory.rglob("*") if path.is_file()}
+    planned = recpoint("sweep", saved_run.directory, "--dry-run", "--json").json
+    assert {path for path in saved_run.directory.rglob("*") if path.is_file()} == before
+    keys = {swept["key"] for swept in planned["planned"]}
+    assert set(orphan.chunks) < keys and len(keys) == len(orphan.chunks) + 1
+    assert planned["dry_run"] is True and planned["removed"] == []
+    assert planned["unrecognised"] == ["notes.txt"]
+
+    ended = recpoint("sweep", saved_run.directory, "--grace", "1h")
+    assert ended.code == 0
+    assert f"removed {len(keys)} objects" in ended.stdout
+    after = {path for path in saved_run.directory.rglob("*") if path.is_file()}
+    assert before - after == {saved_run.directory / key for key in orphan.chunks} | {half}
+    assert recpoint("check", saved_run.directory, "--level", "full").code == 0
+
+
+@pytest.mark.parametrize("grace", ["", "-1", "1w", "h", "1e3", "nan", "1h2m"])
+def test_sweep_refuses_a_grace_that_is_none(
+    recpoint: Invoke, saved_run: SavedRun, grace: str
+) -> None:
+    assert recpoint("sweep", saved_run.directory, f"--grace={grace}").code == 2
+
+
+def test_sweep_leaves_all_chunks_while_a_manifest_cannot_be_read(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    orphan = build(saved_run.run, tables(), step=40, generation=2)
+    upload(saved_run.run.store, orphan)
+    damage(saved_run.directory / manifest_key(25, 1))
+    make_old(saved_run.directory)
+    document = recpoint("sweep", saved_run.directory, "--json").json
+    assert document["blocked"] == [manifest_key(25, 1)]
+    assert document["removed"] == []
+
+
+# --- all of them -------------------------------------------------------------------------------
+
+
+def test_info_names_versions_and_kernels(recpoint: Invoke) -> None:
+    document = recpoint("info", "--json").json
+    assert document["format"] == 1
+    assert document["packages"]["torch"].startswith("2.")
+    assert document["kernels"]["cpu"] == "numba"
+    assert "numba" in recpoint("info").stdout
+
+
+def test_json_is_one_line_whatever_happens(recpoint: Invoke, saved_run: SavedRun) -> None:
+    publish(saved_run.run, build(saved_run.run, tables(), step=50, generation=2))
+    for arguments in (
+        ("list", saved_run.directory),
+        ("show", saved_run.directory, "50"),
+        ("check", saved_run.directory),
+        ("sweep", saved_run.directory),
+        ("show", saved_run.directory, "51"),
+        ("info",),
+    ):
+        stdout = recpoint(*arguments, "--json").stdout
+        assert stdout.endswith("}\n") and stdout.count("\n") == 1
+        assert isinstance(json.loads(stdout), dict)
