@@ -1,0 +1,200 @@
+"""Coverage-guided fuzzing of the parsers, by hand and not in CI (tests/hostile has the fast part).
+
+    pip install atheris      (CPython 3.11 on Linux; not a dependency, it has no other wheels)
+    python tests/fuzz/fuzz_parsers.py records -runs=1000000 -max_len=8192
+    python tests/fuzz/fuzz_parsers.py chunk -runs=1000000 -max_len=8192
+    python tests/fuzz/fuzz_parsers.py tree -runs=1000000 -max_len=8192
+
+The golden files are the seeds. Whatever the bytes are, only a FormatError may come out; what is
+accepted must be written and read again as the same. Digests and lengths are put right first where
+they would end most inputs before the parser begins.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import atheris
+import crc32c
+
+with atheris.instrument_imports(include=["recpoint"]):
+    import torch
+
+    from recpoint.errors import FormatError
+    from recpoint.format.chunk import parse_chunk, section_tensor
+    from recpoint.format.job import Job, Outcome
+    from recpoint.format.manifest import Manifest
+    from recpoint.format.records import (
+        GenerationRecord,
+        Record,
+        RunRecord,
+        pack_record,
+        unpack_record,
+    )
+    from recpoint.format.state_tree import flatten, unflatten
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+KINDS: list[type[Record]] = [RunRecord, GenerationRecord, Manifest, Job, Outcome]
+SPLIT = b"\x00|\x00|"
+
+
+def records(data: bytes) -> None:
+    """First byte: which record, and whether to put the envelope's digest right."""
+    if not data:
+        return
+    kind, text = KINDS[data[0] % len(KINDS)], data[1:]
+    if data[0] >= 128:
+        try:
+            body = json.dumps(
+                json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False
+            ).encode()
+        except (ValueError, RecursionError):
+            return
+        text = b'{"body":%b,"crc32c":%d}' % (body, crc32c.crc32c(body))
+    try:
+        record = unpack_record(kind, text, name="fuzz", next_step="")
+    except FormatError as error:
+        assert len(str(error)) < 2000
+        return
+    assert unpack_record(kind, pack_record(record), name="fuzz", next_step="") == record
+
+
+def record_seeds() -> list[bytes]:
+    paths = {
+        "run.json": 0,
+        "generations/00000002.json": 1,
+        "manifests/000000000100-00000001.json": 2,
+        "manifests/000000000120-00000002.json": 2,
+        "staging/job.json": 3,
+        "staging/outcome.json": 4,
+    }
+    seeds = []
+    for path, kind in paths.items():
+        data = (GOLDEN / path).read_bytes()
+        seeds.append(bytes([kind]) + data)
+        body = json.dumps(json.loads(data)["body"]).encode()
+        seeds.append(bytes([_repairing(kind, len(KINDS))]) + body)
+    return seeds
+
+
+def _repairing(choice: int, choices: int) -> int:
+    """The first byte from 128 on that stands for `choice`."""
+    return next(byte for byte in range(128, 256) if byte % choices == choice)
+
+
+_MANIFESTS = [
+    unpack_record(Manifest, path.read_bytes(), name="", next_step="")
+    for path in sorted((GOLDEN / "manifests").iterdir())
+]
+_ENTRIES = [(manifest, entry) for manifest in _MANIFESTS for entry in manifest.chunks]
+
+
+def chunk(data: bytes) -> None:
+    """First byte: which manifest's entry, and whether to put the header's length right."""
+    if not data:
+        return
+    manifest, entry = _ENTRIES[data[0] % len(_ENTRIES)]
+    blob = data[1:]
+    if data[0] >= 128:
+        header, _, body = blob.partition(SPLIT)
+        blob = len(header).to_bytes(8, "little") + header + body
+    entry = entry.model_copy(update={"bytes": len(blob), "crc32c": crc32c.crc32c(blob)})
+    try:
+        meta, sections = parse_chunk(blob, key=entry.key, entry=entry, manifest=manifest)
+    except FormatError as error:
+        assert len(str(error)) < 2000
+        return
+    assert meta.run == manifest.run
+    assert (
+        b"".join(bytes(section.data_view) for section in sections.values())
+        == blob[len(blob) - sum(section.nbytes for section in sections.values()) :]
+    )
+    for section in sections.values():
+        assert tuple(section_tensor(section).shape) == section.shape
+
+
+def chunk_seeds() -> list[bytes]:
+    seeds = []
+    for index, (_, entry) in enumerate(_ENTRIES):
+        blob = (GOLDEN / entry.key).read_bytes()
+        length = int.from_bytes(blob[:8], "little")
+        seeds.append(bytes([index]) + blob)
+        first = _repairing(index, len(_ENTRIES))
+        seeds.append(bytes([first]) + blob[8 : 8 + length] + SPLIT + blob[8 + length :])
+    return seeds
+
+
+_TENSORS = [
+    torch.tensor([0, 2]),
+    torch.tensor([1.0, 2.0]),
+    torch.tensor([[0, 1], [1, 0]]),
+    torch.tensor([[1, -1]], dtype=torch.int32),
+    torch.zeros(4, dtype=torch.uint8),
+    torch.tensor([True, False]),
+    torch.empty(0, dtype=torch.bfloat16),
+]
+
+
+def tree(data: bytes) -> None:
+    """First byte: how many tensors there are."""
+    if not data:
+        return
+    try:
+        value = unflatten(data[1:], _TENSORS[: data[0] % (len(_TENSORS) + 1)])
+    except FormatError as error:
+        assert len(str(error)) < 2000
+        return
+    text, tensors = flatten(value)
+    again, more = flatten(unflatten(text, tensors))
+    assert again == text
+    assert all(
+        one.dtype == other.dtype and one.reshape(-1).equal(other.reshape(-1))
+        for one, other in zip(tensors, more, strict=True)
+    )
+
+
+def tree_seeds() -> list[bytes]:
+    sparse = torch.sparse_coo_tensor(
+        _TENSORS[2], _TENSORS[1], (4, 3), check_invariants=True, is_coalesced=True
+    )
+    values: list[object] = [
+        None,
+        [1, 2.5, -(2**70), "ü", True, (1, (2,)), float("nan")],
+        {"a": {1: {False: [{}]}}},
+        [_TENSORS[0], {"x": _TENSORS[1].numpy()}],
+        [_TENSORS[0], _TENSORS[1], sparse],
+        list(_TENSORS),
+    ]
+    seeds = [bytes([len(flatten(value)[1])]) + flatten(value)[0] for value in values]
+    named = (
+        b'[{"tensor":0,"shape":[2],"dtype":"I64"},'
+        b'{"sparse_coo":{"indices":{"tensor":2,"shape":[2,2],"dtype":"I64"},'
+        b'"values":{"tensor":1,"shape":[2],"dtype":"F32"},"shape":[4,3],"coalesced":true}},'
+        b'{"ndarray":3,"shape":[2],"dtype":"U32"},{"bytes":4},{"scalar":"00","dtype":"BOOL"}]'
+    )
+    return [*seeds, bytes([5]) + b'{"list":' + named + b"}"]
+
+
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "records": (records, record_seeds),
+    "chunk": (chunk, chunk_seeds),
+    "tree": (tree, tree_seeds),
+}
+
+
+def main() -> None:
+    target, seeds = TARGETS[sys.argv[1]]
+    with tempfile.TemporaryDirectory() as corpus:
+        for number, seed in enumerate(seeds()):
+            target(seed)
+            (Path(corpus) / f"seed-{number}").write_bytes(seed)
+        atheris.Setup([sys.argv[0], *sys.argv[2:], corpus], target)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
