@@ -1,0 +1,1 @@
+"""Prefect tasks of the agent: one a file, each a catalog call with retries and time-outs."""

@@ -1,0 +1,132 @@
+"""Task: what a person sees of a checkpoint in Prefect's UI."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+from uuid import UUID
+
+from prefect import task
+from prefect.artifacts import Artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import ObjectNotFound
+
+from recpoint.catalog.persist import Committed
+from recpoint.format.job import Job
+from recpoint.tasks.persist_task import job_name, run_name
+
+__all__ = ["Checkpoint", "checkpoint_of", "report"]
+
+#: Artifacts of this process by key, so that an update costs one request.
+_known: dict[str, UUID] = {}
+_MOST_KNOWN = 1000
+
+
+class Checkpoint(NamedTuple):
+    """What is told about a checkpoint; times in milliseconds since the epoch."""
+
+    run_url: str
+    kind: str
+    chain_length: int
+    rows: int
+    stored_bytes: int
+    full_bytes: int
+    chunks: int
+    stall_us: int
+    snapshot_ms: int
+    staged_ms: int
+    committed_ms: int
+    interval_batches: int
+
+
+def checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
+    """What there is to tell once `job` is committed."""
+    return Checkpoint(
+        run_url=job.run_url,
+        kind=job.kind,
+        chain_length=job.chain_length,
+        rows=job.dirty_rows,
+        stored_bytes=committed.stored_bytes,
+        full_bytes=job.full_bytes,
+        chunks=committed.chunks,
+        stall_us=job.stall_us,
+        snapshot_ms=job.snapshot_ms,
+        staged_ms=job.staged_ms,
+        committed_ms=committed.committed_ms,
+        interval_batches=job.interval_batches,
+    )
+
+
+@task(
+    task_run_name=run_name,
+    timeout_seconds=20,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def report(job_path: str, checkpoint: Checkpoint) -> None:
+    """Show the checkpoint as a table of its own, and bring the run's lag up to date in place."""
+    name = job_name(job_path)
+    # A backtick would end the code span, and what follows would be taken for markup.
+    url = checkpoint.run_url.replace("`", "'")
+    async with get_client() as client:
+        await asyncio.gather(
+            # Made once: a job is reported after it has been removed, so never a second time.
+            Artifact(
+                type="table",
+                key=f"recpoint-{name.slug}-g{name.generation}-step-{name.step}-r{name.rank}",
+                description=f"Checkpoint {name.step} of `{url}`",
+                data=[
+                    {"what": what, "value": value} for what, value in _rows(name.step, checkpoint)
+                ],
+            ).acreate(client),
+            _update(
+                client,
+                f"recpoint-{name.slug}-r{name.rank}-lag",
+                f"`{url}`, step {name.step}: a trainer that dies now loses "
+                f"**{_lag_seconds(checkpoint):.1f} s** and the {checkpoint.interval_batches} "
+                "batches of an interval, and what it has trained since.",
+                f"How far the last checkpoint of `{url}` was behind",
+            ),
+        )
+
+
+def _rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    ratio = checkpoint.stored_bytes / checkpoint.full_bytes if checkpoint.full_bytes else 0.0
+    return [
+        ("step", str(step)),
+        ("kind", f"{checkpoint.kind} (chain of {checkpoint.chain_length})"),
+        ("rows", str(checkpoint.rows)),
+        ("stored", f"{checkpoint.stored_bytes} bytes in {checkpoint.chunks} chunks"),
+        ("of a full exact checkpoint", f"{ratio:.4f}"),
+        ("stall", f"{checkpoint.stall_us / 1000:.1f} ms"),
+        ("staged after", f"{(checkpoint.staged_ms - checkpoint.snapshot_ms) / 1000:.2f} s"),
+        ("lag (committed after)", f"{_lag_seconds(checkpoint):.2f} s"),
+        ("batches since the one before", str(checkpoint.interval_batches)),
+    ]
+
+
+def _lag_seconds(checkpoint: Checkpoint) -> float:
+    return max(0, checkpoint.committed_ms - checkpoint.snapshot_ms) / 1000
+
+
+async def _update(client: PrefectClient, key: str, text: str, description: str) -> None:
+    """Show `text` in place of what the markdown artifact `key` showed, if there is one."""
+    if key not in _known:
+        there = await Artifact.aget(key, client)
+        if there is not None and there.id is not None:
+            _known[key] = there.id
+    if key in _known:
+        try:
+            return await client.update_artifact(
+                _known[key], ArtifactUpdate(data=text, description=description)
+            )
+        except ObjectNotFound:
+            del _known[key]  # somebody has removed it
+    artifact = Artifact(type="markdown", key=key, description=description, data=text)
+    created = await artifact.acreate(client)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    if created.id is not None:
+        _known[key] = created.id
