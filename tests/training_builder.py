@@ -1,0 +1,155 @@
+"""A small recommender, a reader with a state, and an agent in a thread: all real, all quick."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recpoint.catalog import persist, staged
+
+ROWS, DIM, BATCH = 203, 6, 8
+
+
+def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
+    """Poll until `condition()` holds; an assertion error when it never does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.005)
+
+
+class Recommender(nn.Module):
+    """Two tables, dense layers, dropout and batch norm: everything that has a state."""
+
+    def __init__(self, *, sparse: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.users = nn.Embedding(ROWS, DIM, sparse=sparse, dtype=dtype)
+        self.items = nn.EmbeddingBag(ROWS // 2, DIM, mode="sum", sparse=sparse, dtype=dtype)
+        self.norm = nn.BatchNorm1d(2 * DIM)
+        self.drop = nn.Dropout(0.2)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        both = torch.cat([self.users(users), self.items(items)], dim=1).float()
+        scores: Tensor = self.top(self.drop(self.norm(both)))
+        return scores.squeeze(1)
+
+
+class Batches:
+    """An endless reader: shuffled by its own generator, with noise from all global ones."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.position = 0
+        self.told: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.position += 1
+        users = torch.from_numpy(self.generator.integers(0, ROWS, BATCH))
+        items = torch.from_numpy(self.generator.integers(0, ROWS // 2, (BATCH, 3)))
+        noise = random.random() + float(np.random.random())
+        return users, items, torch.rand(BATCH) + noise
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.bit_generator.state, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state = state["generator"]
+        self.position = state["position"]
+
+    def batches_until_checkpoint(self, n: int) -> None:
+        self.told.append(n)
+
+
+@dataclass
+class Training:
+    """One training process in the small: model, optimizers, schedulers, reader."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    reader: Batches
+    schedulers: list[Any] = field(default_factory=list)
+
+    def batch(self) -> None:
+        users, items, target = next(self.reader)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(users, items), target).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class InlineAgent:
+    """Does in a thread what the agent does, without Prefect; holds the agent's lock."""
+
+    def __init__(self, staging: Path) -> None:
+        self.staging = staging
+        self.errors: list[BaseException] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> InlineAgent:
+        self._thread.start()
+        until(lambda: staged.agent_lock_path(self.staging).exists())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        assert not self.errors, self.errors
+
+    def _run(self) -> None:
+        try:
+            with staged.AgentLock(self.staging):
+                while not self._stop.is_set():
+                    persist_all(self.staging)
+                    self._stop.wait(0.01)
+        except BaseException as error:
+            self.errors.append(error)
+
+
+def persist_all(staging: Path) -> int:
+    """Persist every staged job; how many there were."""
+    jobs = [job for run in staged.run_directories(staging) for job in staged.staged_jobs(run)]
+    for job in jobs:
+        persist.persist_job(job)
+    return len(jobs)
+
+
+@dataclass
+class Place:
+    """Where one test's run and staging area are."""
+
+    run: str
+    staging: Path
+
+    def agent(self) -> InlineAgent:
+        return InlineAgent(self.staging)
+
+    def persist_all(self) -> int:
+        return persist_all(self.staging)
+
+    @property
+    def run_directory(self) -> Path:
+        return staged.run_directory(self.staging, self.run)

@@ -1,0 +1,201 @@
+"""Settings that cannot work are refused when they are given, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from recpoint import Checkpointer
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.settings import Settings
+from tests.training_builder import Batches, Place, Recommender
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("interval_batches", 0),
+        ("interval_batches", -1),
+        ("interval_batches", True),
+        ("interval_batches", 2.0),
+        ("interval_seconds", 0),
+        ("interval_seconds", float("nan")),
+        ("interval_seconds", float("inf")),
+        ("bits", 5),
+        ("bits", "4"),
+        ("bits", 1),
+        ("bits", True),
+        ("bits", 4.0),
+        ("table_bits", {"users": 7}),
+        ("table_bits", ["users"]),
+        ("full_every", 0),
+        ("full_every", 10_001),
+        ("max_staged_jobs", 0),
+        ("on_error", "ignore"),
+        ("close_wait_seconds", -1),
+        ("drain_seconds", None),
+        ("row_local_optimizers", ("SGD",)),
+    ],
+)
+def test_setting_is_refused_by_name(setting: str, value: Any) -> None:
+    interval = {} if setting.startswith("interval") else {"interval_batches": 10}
+    with pytest.raises(SettingsError) as caught:
+        Settings(**interval, **{setting: value})
+    assert setting in caught.value.subject
+
+
+@pytest.mark.parametrize("interval", [{}, {"interval_batches": 1, "interval_seconds": 1.0}])
+def test_exactly_one_interval(interval: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="exactly one"):
+        Settings(**interval)
+
+
+def build(place: Place, model: nn.Module, optimizers: Any, **settings: Any) -> Checkpointer:
+    return Checkpointer(
+        model,
+        optimizers,
+        **{
+            "run": place.run,
+            "staging": place.staging,
+            "interval_batches": 2,
+            **settings,
+        },
+    )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(10, 4)
+        self.b = nn.Embedding(10, 4)
+        self.b.weight = self.a.weight
+
+
+class TiedToLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 10, bias=False)
+        self.a = nn.Embedding(10, 4)
+        self.a.weight = self.out.weight
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.zeros(20, 4)
+        self.a = nn.Embedding(12, 4, _weight=whole[:12])
+        self.b = nn.Embedding(10, 4, _weight=whole[10:])
+
+
+@pytest.mark.parametrize("make", [Tied, TiedToLinear, Overlapping])
+def test_two_names_for_one_table(make: type[nn.Module], place: Place) -> None:
+    model = make()
+    with pytest.raises(SettingsError, match="two names for one table"):
+        build(place, model, SGD(model.parameters(), lr=0.1))
+
+
+def test_a_module_under_two_names_is_one_table(place: Place) -> None:
+    model = nn.Module()
+    model.first = nn.Embedding(10, 4)
+    model.all = nn.ModuleList([model.first])
+    ckpt = build(place, model, SGD(model.parameters(), lr=0.1))
+    ckpt.mark_all("first")
+    ckpt.close()
+
+
+def test_a_table_in_no_optimizer(place: Place) -> None:
+    model = Recommender()
+    with pytest.raises(SettingsError, match=r"'items'.*in no optimizer"):
+        build(place, model, SGD([model.users.weight, *model.top.parameters()], lr=0.1))
+
+
+def test_a_parameter_in_two_optimizers(place: Place) -> None:
+    model = Recommender()
+    optimizers = [SGD(model.parameters(), lr=0.1), SGD(model.top.parameters(), lr=0.1)]
+    with pytest.raises(SettingsError, match=r"top\.weight.*each parameter in one optimizer"):
+        build(place, model, optimizers)
+
+
+def test_a_parameter_outside_the_model(place: Place) -> None:
+    model = Recommender()
+    other = nn.Parameter(torch.zeros(3))
+    with pytest.raises(SettingsError, match="outside the model"):
+        build(place, model, SGD([*model.parameters(), other], lr=0.1))
+
+
+def test_table_bits_of_no_table_or_of_a_frozen_one(place: Place) -> None:
+    model = Recommender()
+    model.items.weight.requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(SettingsError, match="no such table"):
+        build(place, model, optimizer, table_bits={"user": 4})
+    with pytest.raises(SettingsError, match="not trained"):
+        build(place, model, optimizer, table_bits={"items": 4})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        nn.Embedding(0, 4),
+        nn.Embedding(4, 0),
+        nn.Embedding(4, 4, _weight=torch.zeros(4, 4).t()[:, ::1].t().t()),
+    ],
+    ids=["no rows", "no values", "transposed"],
+)
+def test_a_weight_that_cannot_be_stored(table: nn.Embedding, place: Place) -> None:
+    model = nn.ModuleDict({"table": table})
+    with pytest.raises(SettingsError, match="table"):
+        build(place, model, SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("run", ["s3://", "", "s3://key:secret@bucket/x", "carrier-pigeon://x/y"])
+def test_a_run_url_that_cannot_work(run: str, place: Place) -> None:
+    model = Recommender()
+    with pytest.raises(SettingsError) as caught:
+        build(place, model, SGD(model.parameters(), lr=0.1), run=run)
+    assert "secret" not in str(caught.value)
+
+
+def test_things_without_a_state_are_refused(place: Place) -> None:
+    model = Recommender()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SettingsError, match="reader"):
+        build(place, model, optimizer, reader=iter([1]))
+    with pytest.raises(SettingsError, match=r"extras\['scaler'\]"):
+        build(place, model, optimizer, extras={"scaler": object()})
+    with pytest.raises(SettingsError, match=r"optimizers\[0\]"):
+        build(place, model, [object()])
+
+
+def test_calls_in_the_wrong_order(place: Place) -> None:
+    model = Recommender()
+    ckpt = build(place, model, SGD(model.parameters(), lr=0.1), reader=Batches(0))
+    with pytest.raises(SettingsError, match="restore"):
+        ckpt.step()
+    with pytest.raises(SettingsError, match="fresh"):
+        ckpt.restore(3, fresh=True)
+    with pytest.raises(SettingsError, match="partial"):
+        ckpt.restore(partial={"tables": "users"})
+    with pytest.raises(SettingsError, match="partial"):
+        ckpt.restore(partial={"optimizers": ["users"]})
+    ckpt.restore()
+    with pytest.raises(SettingsError, match="second call"):
+        ckpt.restore()
+    with pytest.raises(SettingsError, match="no such table"):
+        ckpt.mark("nobody", torch.tensor([1]))
+    ckpt.close(final=False)
+    ckpt.close()
+    with pytest.raises(SettingsError, match="closed"):
+        ckpt.step()
+
+
+def test_state_that_cannot_be_stored_is_named_before_training(place: Place) -> None:
+    model = Recommender()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["callback"] = print
+    with pytest.raises(SettingsError, match="callback"):
+        build(place, model, optimizer)

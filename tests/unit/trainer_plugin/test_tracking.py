@@ -1,0 +1,248 @@
+"""What marks rows, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
+from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
+from recpoint.trainer_plugin.tables import find_tables
+from recpoint.trainer_plugin.tracking import Tracker
+
+ROWS = 70
+
+
+class Tracked:
+    """A model of one table, tracked."""
+
+    def __init__(
+        self, module: nn.Embedding | nn.EmbeddingBag, make: Any = None, **options: Any
+    ) -> None:
+        self.model = nn.ModuleDict({"table": module})
+        self.module = module
+        make = make or (lambda parameters: SGD(parameters, lr=0.1))
+        self.optimizers: list[Optimizer] = []
+        if module.weight.requires_grad:
+            self.optimizers.append(make([module.weight]))
+        (table,) = find_tables(self.model, self.optimizers)
+        self.tracker = Tracker(table)
+        self.tracker.install()
+        self.watch = OptimizerWatch(self.optimizers, {"table": self.tracker}, **options)
+        self.watch.install()
+
+    def train(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.module(*args, **kwargs).pow(2).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def dirty(self) -> list[int] | None:
+        taken = self.tracker.take()
+        ids = taken.ids(ROWS)
+        self.tracker.release(taken)
+        return None if ids is None else ids.tolist()
+
+
+def test_training_lookups_mark_their_rows() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.train(torch.tensor([[1, 69], [1, 0]]))
+    assert tracked.dirty() == [0, 1, 69]
+    assert tracked.dirty() == []
+    tracked.train(input=torch.tensor([33], dtype=torch.int32))
+    assert tracked.dirty() == [33]
+
+
+def test_bags_mark_their_rows() -> None:
+    tracked = Tracked(nn.EmbeddingBag(ROWS, 4, mode="sum"))
+    tracked.train(torch.tensor([5, 6, 5]), torch.tensor([0, 2]))
+    tracked.train(torch.tensor([7]), offsets=torch.tensor([0]))
+    tracked.train(torch.tensor([8]), torch.tensor([0]), per_sample_weights=torch.ones(1))
+    assert tracked.dirty() == [5, 6, 7, 8]
+
+
+def test_evaluation_marks_nothing() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    with torch.no_grad():
+        tracked.module(torch.tensor([1]))
+    with torch.inference_mode():
+        tracked.module(torch.tensor([2]))
+    tracked.model.eval()
+    tracked.module(torch.tensor([3]))
+    assert not tracked.tracker.unapplied
+    assert tracked.dirty() == []
+
+
+def test_max_norm_marks_always_since_it_writes_always() -> None:
+    for frozen in (False, True):
+        module = nn.Embedding(ROWS, 4, max_norm=0.1)
+        module.weight.requires_grad_(not frozen)
+        tracked = Tracked(module)
+        before = module.weight.detach().clone()
+        tracked.model.eval()
+        with torch.no_grad():
+            tracked.module(torch.tensor([3, 4]))
+        changed = (module.weight.detach() != before).any(1).nonzero().squeeze(1).tolist()
+        assert changed == tracked.dirty() == [3, 4]
+
+
+def test_a_frozen_table_is_never_dirty() -> None:
+    module = nn.Embedding(ROWS, 4)
+    module.weight.requires_grad_(False)
+    tracked = Tracked(module)
+    tracked.module(torch.tensor([1]))
+    assert tracked.dirty() == []
+
+
+def test_a_frozen_table_in_an_optimizer_that_changes_all_rows() -> None:
+    with pytest.warns(FullyDirtyTables):
+        tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: Adam(p, lr=0.1))
+        tracked.watch.warn()
+    tracked.module.weight.requires_grad_(False)
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == []
+
+
+def test_training_in_evaluation_mode_is_noticed() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.model.eval()
+    tracked.train(torch.tensor([1]))
+    assert tracked.tracker.surprise is not None
+    assert tracked.dirty() is None
+
+
+def test_direct_use_of_the_weight_is_noticed() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    nn.functional.embedding(torch.tensor([1]), tracked.module.weight).sum().backward()
+    assert tracked.dirty() is None
+    sparse = Tracked(nn.Embedding(ROWS, 4, sparse=True))
+    loss = sparse.module(torch.tensor([2])).sum() + sparse.module.weight.norm()
+    loss.backward()
+    assert sparse.tracker.surprise is not None and "dense gradient" in sparse.tracker.surprise
+    assert sparse.dirty() is None
+
+
+def test_an_id_out_of_range_fails_in_the_lookup_and_marks_nothing() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    for wrong in ([3, ROWS], [3, -1]):
+        with pytest.raises(IndexError, match="index out of range"):
+            tracked.module(torch.tensor(wrong))
+    assert tracked.dirty() == []
+
+
+def test_ids_that_cannot_be_read_make_everything_dirty() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    with pytest.raises(RuntimeError):  # the lookup's own refusal of float ids
+        tracked.module(torch.tensor([1.5]))
+    assert tracked.tracker.all_rows and tracked.tracker.surprise is not None
+
+
+def test_marks_by_hand() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.tracker.mark(torch.tensor([[4], [2]]))
+    with pytest.raises(IndexError):
+        tracked.tracker.mark(torch.tensor([4, ROWS]))
+    assert tracked.dirty() == [2, 4]
+
+
+def test_rows_looked_up_before_the_cut_and_changed_after_it() -> None:
+    """Gradient accumulation: the step that applies them comes after the checkpoint."""
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.module(torch.tensor([5])).sum().backward()
+    assert tracked.dirty() == [5]
+    tracked.module(torch.tensor([6])).sum().backward()
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == [5, 6]
+    assert tracked.dirty() == []
+
+
+def test_a_lost_checkpoint_gives_its_rows_back() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.train(torch.tensor([1]))
+    first = tracked.tracker.take()
+    tracked.train(torch.tensor([2]))
+    second = tracked.tracker.take()
+    tracked.train(torch.tensor([3]))
+    tracked.tracker.merge_back(first)
+    tracked.tracker.release(second)
+    assert tracked.dirty() == [1, 3]
+    assert tracked.dirty() == []
+
+
+def test_a_lost_checkpoint_of_everything_gives_everything_back() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.tracker.all_rows = True
+    taken = tracked.tracker.take()
+    assert taken.ids(ROWS) is None
+    assert tracked.dirty() == []
+    tracked.tracker.merge_back(taken)
+    assert tracked.dirty() is None
+
+
+def test_weight_decay_switched_on_while_training(caplog: pytest.LogCaptureFixture) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    group = tracked.optimizers[0].param_groups[0]
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+    group["weight_decay"] = 0.1
+    tracked.train(torch.tensor([1]))
+    group["weight_decay"] = 0
+    tracked.train(torch.tensor([2]))
+    assert tracked.dirty() is None, "one step with decay changed every row"
+    tracked.train(torch.tensor([3]))
+    assert tracked.dirty() == [3]
+    assert "weight_decay" in caplog.text
+
+
+def test_no_step_no_change() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: Adam(p, lr=0.1))
+    assert tracked.dirty() == []
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() is None
+
+
+def test_one_warning_names_tables_optimizer_reason_and_change() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(5, 2), "b": nn.Embedding(5, 2)})
+    optimizers = [
+        Adam(model["a"].parameters(), lr=0.1),
+        SGD(model["b"].parameters(), lr=0.1, momentum=0.5),
+    ]
+    trackers = {table.name: Tracker(table) for table in find_tables(model, optimizers)}
+    with pytest.warns(FullyDirtyTables) as caught:
+        OptimizerWatch(optimizers, trackers).warn()
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    for word in ("'a'", "Adam", "'b'", "SGD", "momentum", "SparseAdam", "momentum=0"):
+        assert word in text
+
+
+def test_a_replaced_weight_is_noticed() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.module.weight = nn.Parameter(torch.zeros(ROWS, 4))
+    tracked.tracker.follow_weight()
+    tracked.watch.follow_groups()
+    assert tracked.dirty() is None
+
+
+def test_a_table_that_moves_to_another_group_is_dirty_as_a_whole() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.watch.follow_groups()
+    assert tracked.dirty() == []
+    optimizer = tracked.optimizers[0]
+    weight = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [weight], "lr": 0.5})
+    tracked.watch.follow_groups()
+    assert tracked.dirty() is None
+
+
+def test_removed_hooks_mark_nothing() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.tracker.remove()
+    tracked.watch.remove()
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == []
