@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,16 @@ from recpoint.format.records import CheckpointRef
 from recpoint.format.state_tree import flatten
 from recpoint.kernels import quantize, row_set
 
-__all__ = ["Checkpoint", "Table", "build", "new_run", "publish", "tables", "upload"]
+__all__ = [
+    "Checkpoint",
+    "Table",
+    "build",
+    "copy_run",
+    "new_run",
+    "publish",
+    "tables",
+    "upload",
+]
 
 _TIME_MS = 1_750_000_000_000
 
@@ -111,6 +121,12 @@ class Checkpoint:
 def new_run(directory: Path) -> Run:
     """A fresh run in a local directory."""
     return Run.create(LocalStore(directory))
+
+
+def copy_run(run: Run, directory: Path) -> Run:
+    """The same run in another directory: cheaper than writing every object durably once more."""
+    shutil.copytree(run.url, directory)
+    return Run.open(LocalStore(directory))
 
 
 def build(

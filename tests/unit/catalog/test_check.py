@@ -12,22 +12,17 @@ from recpoint.catalog.run import Run
 from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
-from tests.catalog_builder import build, new_run, publish, tables, upload
+from tests.catalog_builder import build, copy_run, new_run, publish, tables, upload
 from tests.interposed_store import InterposedStore
 
 DIRTY = [torch.tensor([1, 4, 7, 9]), torch.tensor([0, 3])]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path)
-    run.claim(None)
-    return run
-
-
-@pytest.fixture
-def links(run: Run) -> list[Manifest]:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Manifest]]:
     """Full 10, increment 11, full 20, increment 21."""
+    run = new_run(tmp_path_factory.mktemp("built") / "run")
+    run.claim(None)
     made: list[Manifest] = []
     for step in (10, 11, 20, 21):
         parent = None if step in (10, 20) else made[-1]
@@ -41,7 +36,24 @@ def links(run: Run) -> list[Manifest]:
             state={"step": step},
         )
         made.append(publish(run, checkpoint))
-    return made
+    return run, made
+
+
+@pytest.fixture
+def links(built: tuple[Run, list[Manifest]]) -> list[Manifest]:
+    """The manifests of the run, which is built once and copied for each test."""
+    return built[1]
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    """With the fixture `links` a run with four checkpoints, else an empty one."""
+    if "links" in request.fixturenames:
+        built: tuple[Run, list[Manifest]] = request.getfixturevalue("built")
+        return copy_run(built[0], tmp_path / "run")
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
 
 
 def first(manifest: Manifest, content: str) -> ChunkEntry:

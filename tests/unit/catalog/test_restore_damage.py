@@ -26,22 +26,17 @@ from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
 from recpoint.kernels import row_set
-from tests.catalog_builder import build, new_run, publish, tables
+from tests.catalog_builder import build, copy_run, new_run, publish, tables
 from tests.interposed_store import InterposedStore
 
 DIRTY = [torch.tensor([1, 4, 7, 9]), torch.tensor([0, 3])]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path)
-    run.claim(None)
-    return run
-
-
-@pytest.fixture
-def links(run: Run) -> list[Manifest]:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Manifest]]:
     """Full 10, increments 11 and 12, full 20, increment 21."""
+    run = new_run(tmp_path_factory.mktemp("built") / "run")
+    run.claim(None)
     made: list[Manifest] = []
     for step in (10, 11, 12, 20, 21):
         parent = None if step in (10, 20) else made[-1]
@@ -56,7 +51,24 @@ def links(run: Run) -> list[Manifest]:
             state={"step": step},
         )
         made.append(publish(run, checkpoint))
-    return made
+    return run, made
+
+
+@pytest.fixture
+def links(built: tuple[Run, list[Manifest]]) -> list[Manifest]:
+    """The manifests of the run, which is built once and copied for each test."""
+    return built[1]
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    """With the fixture `links` a run with five checkpoints, else an empty one."""
+    if "links" in request.fixturenames:
+        built: tuple[Run, list[Manifest]] = request.getfixturevalue("built")
+        return copy_run(built[0], tmp_path / "run")
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
 
 
 def row_chunk(manifest: Manifest) -> ChunkEntry:
