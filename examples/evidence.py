@@ -24,13 +24,13 @@ class ProgressFile:
     """
 
     def __init__(self, path: Path | None) -> None:
-        # Not closed on purpose: unbuffered, and in use until the process ends.
-        self._file = None if path is None else path.open("ab", buffering=0)
+        self._path = path
 
     def write(self, **values: float) -> None:
         """Append one line."""
-        if self._file is not None:
-            self._file.write((json.dumps(values) + "\n").encode())
+        if self._path is not None:
+            with self._path.open("ab", buffering=0) as file:
+                file.write((json.dumps(values) + "\n").encode())
 
 
 def digests(

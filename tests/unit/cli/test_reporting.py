@@ -1,0 +1,82 @@
+"""How commands end: codes, and one message without a traceback."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from recpoint import errors
+from recpoint.cli.reporting import exit_code
+from tests.unit.cli.conftest import Invoke
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("NothingToRestore", 1),
+        ("ObjectNotFound", 1),
+        ("SettingsError", 2),
+        ("StagingError", 2),
+        ("StagingFull", 2),
+        ("StoreAccessDenied", 3),
+        ("StoreUnavailable", 3),
+        ("StoreThrottled", 3),
+        ("IncompatibleModel", 4),
+        ("ForeignObject", 4),
+        ("MalformedObject", 4),
+        ("DigestMismatch", 4),
+        ("UnsupportedVersion", 4),
+        ("MissingLink", 4),
+    ],
+)
+def test_exit_codes_of_errors(name: str, code: int) -> None:
+    kind = getattr(errors, name)
+    assert exit_code(kind("x", found="", expected="", next_step="")) == code
+
+
+def test_every_error_has_a_documented_exit_code() -> None:
+    for _, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, errors.RecpointError):
+            assert exit_code(kind("x", found="", expected="", next_step="")) in (1, 2, 3, 4)
+    assert exit_code(KeyboardInterrupt()) == 130
+    assert exit_code(PermissionError()) == 2
+
+
+def test_wrong_usage_is_code_2(recpoint: Invoke) -> None:
+    for arguments in (["nonsense"], ["list"], ["show", "x", "NaN"], ["list", "x", "--nonsense"]):
+        assert recpoint(*arguments).code == 2
+
+
+def test_help_lists_every_command_and_the_codes(recpoint: Invoke) -> None:
+    text = recpoint("--help").stdout
+    for name in ("demo", "agent", "server", "list", "show", "check", "restore", "sweep", "info"):
+        assert name in text
+        assert recpoint(name, "--help").code == 0
+    assert "130 interrupted" in " ".join(text.split())
+
+
+def test_the_module_and_the_script_are_the_same_program() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "recpoint", "list", "/nowhere/at/all", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "NothingToRestore" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_commands_for_a_run_never_import_prefect() -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from recpoint.cli import app\n"
+        "CliRunner().invoke(app, ['list', '/nowhere/at/all'])\n"
+        "sys.exit('prefect' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0

@@ -1,0 +1,113 @@
+"""The example's model learns, and its evidence tells apart what differs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from batches import Reader
+from criteo import CriteoShapeReader
+from evidence import ProgressFile, digest, digests
+from retail import RetailReader
+from train_dlrm import DLRM
+
+
+def losses(reader: Reader, batches: int) -> list[float]:
+    torch.manual_seed(0)
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    model = DLRM(reader.tables, reader.dense_width)
+    dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+    optimizers = [
+        torch.optim.Adagrad(model.tables.parameters(), lr=0.1),
+        torch.optim.Adagrad(dense, lr=0.02),
+    ]
+    found = []
+    for batch in itertools.islice(reader, batches):
+        loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.label)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [RetailReader(rows=5000), CriteoShapeReader(rows=5000, batches=120)],
+    ids=["retail", "criteo-shape"],
+)
+def test_a_few_dozen_batches_lower_the_loss(reader: Reader) -> None:
+    found = losses(reader, 90)
+    first, last = found[:10], found[-20:]
+    assert sum(last) / len(last) < sum(first) / len(first) - 0.01
+
+
+def test_digests_see_every_part_that_training_goes_on_from() -> None:
+    def parts(*, weight: float = 0.0, draws: int = 0, batches: int = 0) -> dict[str, str]:
+        torch.manual_seed(7)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adagrad(model.parameters())
+        with torch.no_grad():
+            model.weight[0, 0] += weight
+        torch.rand(draws)
+        reader = CriteoShapeReader(rows=100, lines=4)
+        list(itertools.islice(reader, batches))
+        return digests(model, [optimizer], reader)
+
+    same = parts()
+    assert parts() == same
+    assert set(same) == {"weights", "optimizer", "rng", "reader", "next_batch"}
+
+    def differing(other: dict[str, str]) -> set[str]:
+        return {name for name, value in other.items() if same[name] != value}
+
+    assert differing(parts(weight=2**-20)) == {"weights"}
+    assert differing(parts(draws=1)) == {"rng"}
+    assert differing(parts(batches=1)) == {"reader", "next_batch"}
+
+
+def test_digest_tells_structures_apart() -> None:
+    values: list[object] = [
+        None,
+        0,
+        False,
+        0.0,
+        -0.0,
+        "",
+        "0",
+        [],
+        [[]],
+        [0],
+        ["a", "b"],
+        ["ab"],
+        {},
+        {"a": 1},
+        {1: "a"},
+        torch.zeros(2),
+        torch.zeros(2, 1),
+        torch.zeros(2, dtype=torch.float64),
+        torch.tensor([0.0, -0.0]),
+    ]
+    found = [digest(value) for value in values]
+    assert len(set(found)) == len(values)
+    assert found == [digest(copy.deepcopy(value)) for value in values]
+    with pytest.raises(TypeError, match="object"):
+        digest(object())
+
+
+def test_progress_lines_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    progress = ProgressFile(path)
+    for step in range(3):
+        progress.write(step=step, loss=0.5)
+        lines = path.read_text().splitlines()
+        assert json.loads(lines[-1]) == {"step": step, "loss": 0.5}
+    ProgressFile(None).write(step=1)
