@@ -12,6 +12,7 @@ from recpoint.errors import SettingsError
 __all__ = ["RunUrl", "parse_run_url"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
+_FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
 
@@ -49,6 +50,8 @@ def parse_run_url(url: str) -> RunUrl:
         raise _refused(url, "an empty URL" if not url.strip() else "a NUL character")
     match = _SCHEME.match(url)
     if match is None:
+        if _FORGOTTEN_SLASHES.match(url):
+            raise _refused(url, "a URL without `//`")
         return _local(os.path.expanduser(url))
     scheme = match[1].lower()
     if "::" in url:

@@ -33,6 +33,7 @@ from recpoint.catalog.store_errors import (
     for_answer,
     for_no_answer,
     for_os_error,
+    missing,
     too_large,
     too_short,
 )
@@ -240,7 +241,10 @@ class _FsspecStore(Store):
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
-        size_bytes: int | None = self._run("looking at", "info", key)["size"]
+        entry = self._run("looking at", "info", check_key(key))
+        if entry.get("type") != "file":
+            raise missing(self._where(key))
+        size_bytes: int | None = entry["size"]
         if size_bytes is None:
             raise no_create_only(self, "objects whose size it does not say")
         return size_bytes
@@ -285,7 +289,7 @@ class _FsspecStore(Store):
         yield from sorted(found, key=lambda info: info.key)
 
     def _run(self, doing: str, method: str, key: str, *arguments: Any, **named: Any) -> Any:
-        where = self._where(check_key(key) if key else "")
+        where = self._where(key)
         file_system = self._file_system.get()
         try:
             if self._scheme == "memory":

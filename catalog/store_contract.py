@@ -51,7 +51,8 @@ class Store(ABC):
       heal. Calls retry what can heal themselves, a few times, and always end: no call takes longer
       than its time-outs allow.
     - Keys are relative, `/`-separated, of printable ASCII without blanks and backslashes, without
-      empty, `.`, `..` or `.tmp-…` parts; others are a ValueError.
+      empty, `.`, `..` or `.tmp-…` parts; others are a ValueError. No key may be the directory of
+      another (`a` and `a/b`): a local store cannot hold both.
     - An instance may be used from several threads; it may be pickled, never with a secret inside.
     """
 

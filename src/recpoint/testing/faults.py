@@ -1,0 +1,193 @@
+"""A store that fails in a planned way: wraps a real one, and does real work in between."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from recpoint.catalog.store import ObjectInfo, Store
+from recpoint.errors import (
+    StoreError,
+    StoreThrottled,
+    StoreUnavailable,
+)
+
+__all__ = ["READS", "WRITES", "Fault", "FaultStore", "Operation"]
+
+Operation = Literal[
+    "get", "get_range", "put", "create", "list", "size", "delete",
+    "list_unfinished", "delete_unfinished", "probe",
+]  # fmt: skip
+
+READS: frozenset[Operation] = frozenset({"get", "get_range"})
+WRITES: frozenset[Operation] = frozenset({"put", "create", "delete", "delete_unfinished"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong, and when.
+
+    Attributes:
+        kind: `flip`: one bit of what is read is another; `short`: a read loses its second half,
+            silently; `fail`: `error` is raised and nothing is done; `lost_reply`: it is done, and
+            then StoreUnavailable is raised.
+        on: the operations it strikes.
+        key_contains: strikes only keys with this in them.
+        after: so many matching calls go well first.
+        times: then so many are struck; None: all of them, for ever.
+        error: of the kind `fail`.
+    """
+
+    kind: Literal["flip", "short", "fail", "lost_reply"]
+    on: frozenset[Operation]
+    key_contains: str = ""
+    after: int = 0
+    times: int | None = 1
+    error: type[StoreError] = StoreUnavailable
+
+    @classmethod
+    def flip(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
+        """Reads come back with one bit flipped."""
+        return cls(kind="flip", on=READS, key_contains=key_contains, after=after, times=times)
+
+    @classmethod
+    def short(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
+        """Reads come back without their second half."""
+        return cls(kind="short", on=READS, key_contains=key_contains, after=after, times=times)
+
+    @classmethod
+    def lost_reply(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
+        """Writes are done, and said not to be known."""
+        return cls(
+            kind="lost_reply", on=WRITES, key_contains=key_contains, after=after, times=times
+        )
+
+    @classmethod
+    def throttle(cls, times: int | None, *, on: frozenset[Operation] = READS | WRITES) -> Fault:
+        """The first `times` calls are asked to come later."""
+        return cls(kind="fail", on=on, times=times, error=StoreThrottled)
+
+    @classmethod
+    def stop_after(cls, writes: int, *, error: type[StoreError] = StoreUnavailable) -> Fault:
+        """So many writes work, then none, for ever."""
+        return cls(kind="fail", on=WRITES, after=writes, times=None, error=error)
+
+
+class FaultStore(Store):
+    """`store`, with the faults of `plan`; several that match one call strike together.
+
+    Attributes:
+        calls: (operation, key) of every call so far, in order.
+    """
+
+    def __init__(self, store: Store, plan: Sequence[Fault] = ()) -> None:
+        self.url = store.url
+        self.calls: builtins.list[tuple[Operation, str]] = []
+        self._store = store
+        self._plan = [(fault, _Count()) for fault in plan]
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.get`."""
+        faults = self._begin("get", key)
+        return _damaged(self._store.get(key, max_bytes=max_bytes), faults)
+
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        """See `Store.get_range`."""
+        faults = self._begin("get_range", key)
+        return _damaged(self._store.get_range(key, start=start, end=end), faults)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        faults = self._begin("put", key)
+        self._store.put(key, data)
+        self._end(key, faults)
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`."""
+        faults = self._begin("create", key)
+        self._store.create(key, data)
+        self._end(key, faults)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        self._begin("list", prefix)
+        return self._store.list(prefix)
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        self._begin("size", key)
+        return self._store.size(key)
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        faults = self._begin("delete", key)
+        self._store.delete(key)
+        self._end(key, faults)
+
+    def list_unfinished(self) -> Iterator[ObjectInfo]:
+        """See `Store.list_unfinished`."""
+        self._begin("list_unfinished", "")
+        return self._store.list_unfinished()
+
+    def delete_unfinished(self, key: str) -> None:
+        """See `Store.delete_unfinished`."""
+        faults = self._begin("delete_unfinished", key)
+        self._store.delete_unfinished(key)
+        self._end(key, faults)
+
+    def probe(self) -> None:
+        """See `Store.probe`."""
+        self._begin("probe", "")
+        self._store.probe()
+
+    def _begin(self, operation: Operation, key: str) -> builtins.list[Fault]:
+        """Faults that strike this call; raises the error of one that fails it."""
+        self.calls.append((operation, key))
+        striking = [
+            fault
+            for fault, count in self._plan
+            if operation in fault.on and fault.key_contains in key and count.strikes(fault)
+        ]
+        for fault in striking:
+            if fault.kind == "fail":
+                raise self._error(fault.error, key, f"a planned fault in {operation}")
+        return striking
+
+    def _end(self, key: str, faults: Sequence[Fault]) -> None:
+        if any(fault.kind == "lost_reply" for fault in faults):
+            raise self._error(StoreUnavailable, key, "a reply that was lost on purpose")
+
+    def _error(self, kind: type[StoreError], key: str, found: str) -> StoreError:
+        return kind(
+            f"{self.url}/{key}",
+            found=found,
+            expected="an answer",
+            next_step="try again" if kind.retryable else "change the plan of the faults",
+        )
+
+
+class _Count:
+    """How often a fault could have struck."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._matched = 0
+
+    def strikes(self, fault: Fault) -> bool:
+        with self._lock:
+            self._matched += 1
+            past = self._matched - fault.after
+        return past > 0 and (fault.times is None or past <= fault.times)
+
+
+def _damaged(data: bytes, faults: Sequence[Fault]) -> bytes:
+    for fault in faults:
+        if fault.kind == "flip" and data:
+            middle = len(data) // 2
+            data = data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]
+        elif fault.kind == "short":
+            data = data[: len(data) // 2]
+    return data

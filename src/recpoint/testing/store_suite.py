@@ -1,0 +1,309 @@
+"""The contract of `recpoint.catalog.store.Store`, as tests for every implementation.
+
+    class TestMyStore(StoreSuite):
+        @pytest.fixture
+        def store(self) -> Store:
+            return MyStore(...)  # empty
+
+A fresh, empty store is wanted for each test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import pytest
+
+from recpoint.catalog.store import Store
+from recpoint.errors import MalformedObject, ObjectExists, ObjectNotFound, StoreError
+
+__all__ = ["StoreSuite"]
+
+_MIB = 1 << 20
+
+_BAD_KEYS = [
+    "", "/", "/absolute", "a//b", "a/", ".", "..", "a/../b", "../a", "a/..", "a/./b",
+    "back\\slash", "nul\0", "new\nline", "a b", "\u00e9", "\u65e5\u672c", "\ud800",
+    ".tmp-1", "a/.tmp-1", "x" * 201, "a/" * 400 + "a",
+]  # fmt: skip
+
+
+class StoreSuite:
+    """Subclass it and provide the fixture `store`."""
+
+    #: False for a store that lives inside one process.
+    shared_between_processes = True
+    #: More than one page of a listing.
+    many_objects = 1_005
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """An empty store, to be provided by the subclass."""
+        raise NotImplementedError("provide a fixture `store`")
+
+    @pytest.mark.parametrize("size_bytes", [0, 1, 4_095, 100_003])
+    def test_what_is_put_comes_back(self, store: Store, size_bytes: int) -> None:
+        """Byte for byte, also nothing."""
+        data = secrets.token_bytes(size_bytes)
+        store.put("a/b.bin", data)
+        assert store.get("a/b.bin", max_bytes=size_bytes) == data
+        assert store.size("a/b.bin") == size_bytes
+        assert [(info.key, info.size_bytes) for info in store.list()] == [("a/b.bin", size_bytes)]
+
+    @pytest.mark.parametrize("size_bytes", [0, 1, 4_095])
+    def test_what_is_created_comes_back(self, store: Store, size_bytes: int) -> None:
+        """An empty object counts as one: a second create loses."""
+        data = secrets.token_bytes(size_bytes)
+        store.create("a/b.bin", data)
+        assert store.get("a/b.bin", max_bytes=size_bytes) == data
+        with pytest.raises(ObjectExists, match="a/b.bin"):
+            store.create("a/b.bin", b"other")
+        assert store.get("a/b.bin", max_bytes=size_bytes) == data
+
+    def test_a_large_object_in_several_requests(self, store: Store) -> None:
+        """Larger than what any store of ours moves in one request, at all kinds of boundaries."""
+        data = secrets.token_bytes(65 * _MIB + 3)
+        store.create("big", data)
+        assert store.get("big", max_bytes=len(data)) == data
+        for start, end in [(0, len(data)), (1, 17 * _MIB), (16 * _MIB - 1, 48 * _MIB + 1)]:
+            assert store.get_range("big", start=start, end=end) == data[start:end]
+        with pytest.raises(ObjectExists):
+            store.create("big", data)
+        assert list(store.list_unfinished()) == []
+
+    def test_create_does_not_replace_what_put_wrote(self, store: Store) -> None:
+        """And the other way round put does replace."""
+        store.put("k", b"put")
+        with pytest.raises(ObjectExists):
+            store.create("k", b"created")
+        assert store.get("k", max_bytes=9) == b"put"
+        store.put("k", b"again")
+        assert store.get("k", max_bytes=9) == b"again"
+        assert store.size("k") == 5
+
+    def test_a_deleted_object_can_be_created_again(self, store: Store) -> None:
+        """Nothing remembers it, and deleting nothing is no error."""
+        store.delete("a/b/k")
+        store.create("a/b/k", b"1")
+        store.delete("a/b/k")
+        store.delete("a/b/k")
+        assert list(store.list()) == []
+        with pytest.raises(ObjectNotFound):
+            store.get("a/b/k", max_bytes=9)
+        store.create("a/b/k", b"2")
+        assert store.get("a/b/k", max_bytes=9) == b"2"
+
+    def test_what_is_not_there_is_said_to_be_not_there(self, store: Store) -> None:
+        """Also below an object, and where others' keys start alike."""
+        store.put("a/b", b"1")
+        for key in ["k", "a", "a/b/c", "a/bb"]:
+            with pytest.raises(ObjectNotFound, match=key):
+                store.get(key, max_bytes=9)
+            with pytest.raises(ObjectNotFound, match=key):
+                store.get_range(key, start=0, end=1)
+            with pytest.raises(ObjectNotFound, match=key):
+                store.size(key)
+
+    def test_ranges_are_exact(self, store: Store) -> None:
+        """Every range inside comes back whole; one that goes past the end is an error."""
+        data = bytes(range(100))
+        store.put("k", data)
+        for start, end in [(0, 100), (0, 1), (99, 100), (7, 31), (0, 0), (50, 50), (100, 100)]:
+            assert store.get_range("k", start=start, end=end) == data[start:end]
+        for start, end in [(0, 101), (99, 101), (100, 101), (200, 300), (101, 101)]:
+            with pytest.raises(StoreError) as caught:
+                store.get_range("k", start=start, end=end)
+            assert caught.value.retryable
+        for start, end in [(-1, 3), (3, 2), (-3, -1)]:
+            with pytest.raises(ValueError):
+                store.get_range("k", start=start, end=end)
+
+    def test_too_large_an_object_is_refused(self, store: Store) -> None:
+        """By the length that the store says, before it is read."""
+        store.put("k", bytes(1_000))
+        assert len(store.get("k", max_bytes=1_000)) == 1_000
+        with pytest.raises(MalformedObject, match="1000 bytes"):
+            store.get("k", max_bytes=999)
+
+    @pytest.mark.parametrize("key", _BAD_KEYS)
+    def test_bad_keys_are_refused(self, store: Store, key: str) -> None:
+        """By every operation, before anything is done."""
+        with pytest.raises(ValueError):
+            store.put(key, b"")
+        with pytest.raises(ValueError):
+            store.create(key, b"")
+        with pytest.raises(ValueError):
+            store.get(key, max_bytes=1)
+        with pytest.raises(ValueError):
+            store.get_range(key, start=0, end=0)
+        with pytest.raises(ValueError):
+            store.size(key)
+        with pytest.raises(ValueError):
+            store.delete(key)
+        if ".tmp-" not in key:  # which is where local stores keep what is unfinished
+            with pytest.raises(ValueError):
+                store.delete_unfinished(key)
+        assert list(store.list()) == []
+
+    @pytest.mark.parametrize("prefix", ["/", "../", "..", "a/../", "a//", "\u00e9", "a\0"])
+    def test_bad_prefixes_are_refused(self, store: Store, prefix: str) -> None:
+        """At the call, not when the first object is asked for."""
+        with pytest.raises(ValueError):
+            store.list(prefix)
+
+    def test_all_characters_of_keys_mean_themselves(self, store: Store) -> None:
+        """Nothing is decoded, expanded or taken for a query."""
+        keys = sorted(f"d/x{chr(code)}y" for code in range(0x21, 0x7F) if chr(code) not in "/\\")
+        for key in keys:
+            store.create(key, key.encode())
+        assert [info.key for info in store.list("d/")] == keys
+        for key in keys:
+            assert store.get(key, max_bytes=99) == key.encode()
+
+    def test_listing_is_by_prefix_and_ascending(self, store: Store) -> None:
+        """A prefix is one of characters, not of directories; order is that of the keys."""
+        keys = ["a-b", "a.json", "a/b.c", "a/b/c", "a/c", "a0", "b/a", "b/ab/c"]
+        for key in reversed(keys):
+            store.put(key, key.encode())
+        assert [info.key for info in store.list()] == keys
+        for prefix in ["a", "a/", "a/b", "b/a", "b/ab/", "c", "a/b/c", "a/b/c/", "a/b/cd"]:
+            assert [info.key for info in store.list(prefix)] == [
+                key for key in keys if key.startswith(prefix)
+            ]
+        now_ms = time.time_ns() // 1_000_000
+        assert all(abs(info.modified_ms - now_ms) < 3_600_000 for info in store.list())
+        assert all(info.size_bytes == len(info.key) for info in store.list())
+
+    def test_listings_of_many_objects_are_whole(self, store: Store) -> None:
+        """More than a page of a listing, and more than a page below a prefix."""
+        keys = [f"m/{number:06d}" for number in range(self.many_objects)]
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda key: store.put(key, b"x"), keys))
+        assert [info.key for info in store.list()] == keys
+        assert [info.key for info in store.list("m/0000")] == keys[:100]
+
+    def test_nothing_is_cached(self, store: Store) -> None:
+        """What another instance writes or removes is seen at once."""
+        other = self.other_instance(store)
+        assert list(store.list()) == []
+        other.put("k", b"1")
+        assert [info.key for info in store.list()] == ["k"]
+        assert store.get("k", max_bytes=9) == b"1"
+        other.put("k", b"22")
+        assert store.get("k", max_bytes=9) == b"22"
+        assert store.size("k") == 2
+        other.delete("k")
+        assert list(store.list()) == []
+        with pytest.raises(ObjectNotFound):
+            store.size("k")
+
+    def test_one_of_many_threads_creates(self, store: Store) -> None:
+        """Whichever wins, its bytes are there, whole, and nobody else is told that they won."""
+        store.probe()
+        for round_number in range(3):
+            key = f"race/{round_number}"
+            bodies = [bytes([number]) * 10_000 for number in range(8)]
+            with ThreadPoolExecutor(8) as threads:
+                won = list(threads.map(lambda body, key=key: _create(store, key, body), bodies))
+            assert sum(won) == 1
+            assert store.get(key, max_bytes=10_000) == bodies[won.index(True)]
+
+    def test_one_of_many_processes_creates(self, store: Store) -> None:
+        """The same between processes, which get the store as a pickle."""
+        if not self.shared_between_processes:
+            assert _create(store, "race", b"0" * 1_000)
+            return
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(3)]
+        processes = [
+            spawn.Process(target=_create_when_told, args=(store, str(number), theirs))
+            for number, (_, theirs) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for ours, _ in pipes:
+            assert ours.poll(60) and ours.recv() == "ready"
+        for ours, _ in pipes:
+            ours.send("go")
+        won = [bool(ours.poll(60) and ours.recv()) for ours, _ in pipes]
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+        assert sum(won) == 1
+        assert store.get("race", max_bytes=1_000) == str(won.index(True)).encode() * 1_000
+
+    def test_threads_read_and_write_at_once(self, store: Store) -> None:
+        """Each sees its own objects, whole."""
+
+        def work(number: int) -> bool:
+            data = bytes([number]) * (10_000 + number)
+            for repeat in range(5):
+                store.put(f"{number}/{repeat}", data)
+                if store.get(f"{number}/{repeat}", max_bytes=20_000) != data:
+                    return False
+                store.delete(f"{number}/{repeat}")
+            return True
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(work, range(8)))
+        assert list(store.list()) == []
+
+    def test_a_reader_sees_old_or_new_never_a_mixture(self, store: Store) -> None:
+        """While an object is replaced again and again."""
+        versions = [bytes([number]) * 50_000 for number in range(4)]
+        store.put("k", versions[0])
+        with ThreadPoolExecutor(1) as threads:
+            writing = threads.submit(
+                lambda: [store.put("k", versions[number % 4]) for number in range(40)]
+            )
+            while not writing.done():
+                assert store.get("k", max_bytes=50_000) in versions
+            writing.result()
+
+    def test_a_probe_passes_and_leaves_nothing(self, store: Store) -> None:
+        """Also the second one."""
+        store.probe()
+        store.probe()
+        assert list(store.list()) == []
+        assert list(store.list_unfinished()) == []
+
+    def test_only_unfinished_things_are_deleted_as_such(self, store: Store) -> None:
+        """Never an object."""
+        store.put("k", b"1")
+        assert list(store.list_unfinished()) == []
+        with pytest.raises(ValueError):
+            store.delete_unfinished("k")
+        assert store.get("k", max_bytes=9) == b"1"
+
+    def test_a_pickle_is_the_same_store(self, store: Store) -> None:
+        """By its URL, which is printable."""
+        store.put("k", b"1")
+        copy: Store = pickle.loads(pickle.dumps(store))
+        assert copy.url == store.url
+        assert copy.get("k", max_bytes=9) == b"1"
+        assert store.url.isprintable() and store.url in repr(store)
+
+    def other_instance(self, store: Store) -> Store:
+        """Another instance on the same objects."""
+        copy: Store = pickle.loads(pickle.dumps(store))
+        return copy
+
+
+def _create(store: Store, key: str, data: bytes) -> bool:
+    try:
+        store.create(key, data)
+    except ObjectExists:
+        return False
+    return True
+
+
+def _create_when_told(store: Store, name: str, pipe: Connection) -> None:
+    list(store.list("race"))  # everything that is made at the first use is there
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(_create(store, "race", name.encode() * 1_000))

@@ -1,0 +1,86 @@
+"""Which run URLs are taken, how they are spelled, and that credentials in them are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.store import open_store
+from recpoint.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "   ",
+        "s3://",
+        "s3:///prefix",
+        "s3://a",
+        "s3://bucket/../other",
+        "s3://bucket/a/./b",
+        "s3://bucket/a\\b",
+        "s3://buck et/a",
+        "nosuchscheme://bucket/run",
+        "simplecache::s3://bucket/run",
+        "file://host/run",
+        "file:relative",
+        "file:///a/../b",
+        "file:///",
+        "/",
+        "a\0b",
+        "s3://[bucket/run",
+    ],
+)
+def test_urls_that_cannot_work_are_refused(url: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        open_store(url)
+    assert "run URL" in caught.value.subject
+    assert caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://KEY:HIDDEN@bucket/run",
+        "s3://HIDDEN@bucket/run",
+        "s3://bucket/run?key=KEY&secret=HIDDEN",
+        "s3://bucket/run#HIDDEN",
+        "abfs://container:HIDDEN@account.dfs.core.windows.net/run",
+        "file://user:HIDDEN@host/run",
+        "s3::HIDDEN@://bucket",
+        "gs://u:HIDDEN@/run",
+    ],
+)
+def test_credentials_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        open_store(url)
+    assert "HIDDEN" not in str(caught.value) + repr(caught.value)
+
+
+def test_one_place_has_one_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = str(tmp_path / "a b" / "run")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c").mkdir()
+    quoted = f"file://{tmp_path}/a%20b/run"
+    for url in [wanted, wanted + "/", quoted, quoted + "/", "a b/run", "c/../a b//run"]:
+        store = open_store(url)
+        assert isinstance(store, LocalStore)
+        assert store.url == wanted
+    assert open_store("s3://bucket//a/b/").url == "s3://bucket/a/b"
+    assert open_store("S3://bucket").url == "s3://bucket"
+    assert open_store("memory://x/y/").url == "memory://x/y"
+
+
+def test_the_home_directory_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/run").url == str(tmp_path / "run")
+
+
+def test_opening_a_store_touches_nothing(tmp_path: Path) -> None:
+    open_store(str(tmp_path / "run"))
+    open_store("s3://bucket-that-is-nowhere/run")
+    assert os.listdir(tmp_path) == []
