@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -91,7 +93,8 @@ def main() -> None:
     """Train, one pass; the last line printed is a JSON object with what came out."""
     args = arguments()
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(args.seed)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     reader = open_reader(args)
     model = DLRM(reader.tables, reader.dense_width)
