@@ -1,0 +1,1 @@
+"""One file a claim; each compares side by side in one run: `python -m benchmarks NAME`."""

@@ -1,0 +1,28 @@
+"""`python -m benchmarks` lists the benchmarks, `python -m benchmarks NAME` runs one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from benchmarks.report import print_report
+
+NAMES = ("tracking", "snapshot", "persist", "restore", "prefect_overhead")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark named first; the other arguments are its own."""
+    if not arguments or arguments[0] not in NAMES:
+        print("usage: python -m benchmarks NAME [--quick]\n")
+        for name in NAMES:
+            doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
+            print(f"  {name:<17} {doc.splitlines()[0]}")
+        return 2
+    quick = "--quick" in arguments[1:]
+    report = importlib.import_module(f"benchmarks.{arguments[0]}").run(quick=quick)
+    print_report(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

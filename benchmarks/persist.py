@@ -1,0 +1,171 @@
+"""From staged to committed on a real S3 server, against bare s3fs uploading as many bytes.
+
+The server is SeaweedFS on this machine, so both sides pay for it with the same two cores. Bare s3fs
+uploads objects of the same sizes with as many requests in flight; it computes and checks nothing.
+Peak memory is that of a process of its own that does nothing but persist, over its memory before.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+
+from benchmarks.report import Report
+from benchmarks.workload import Tables, scratch, staged_run
+from recpoint import kernels
+from recpoint.catalog.persist import persist_job
+from recpoint.catalog.staged import read_job, spool_directory
+from recpoint.catalog.store import open_store
+from recpoint.testing.seaweed import SeaweedServer
+from recpoint.trainer_plugin.settings import Bits
+
+__all__ = ["run"]
+
+_DIM = 64
+_IN_FLIGHT = 4
+
+
+def run(*, quick: bool) -> Report:
+    """Measure it for lossless and 4-bit rows; figures are of the worse one."""
+    mebibytes = 128 if quick else 1024
+    rounds = 2 if quick else 3
+    report = Report(
+        name="persist",
+        columns=("rows as", "staged MB", "stored MB", "persist s", "bare s3fs s", "ratio", "peak MB"),
+    )
+    ratios, peaks = {}, []
+    with scratch(in_memory=False) as disk, SeaweedServer(disk / "weed") as server:
+        os.environ.update(server.environment())
+        cases: tuple[tuple[Bits, int], ...] = (
+            ("lossless", mebibytes // 4),
+            ("lossless", mebibytes),
+            (4, mebibytes),
+        )
+        for bits, size in cases:
+            with scratch() as memory:
+                row, ratio, peak = _measure(server, memory, bits, size << 20, rounds)
+            report.rows.append(row)
+            peaks.append(peak)
+            ratios[bits, size] = ratio
+    report.figures = {
+        "vs_raw_s3fs": ratios["lossless", mebibytes],
+        "vs_raw_s3fs_4bit": ratios[4, mebibytes],
+        "peak_extra_mb": max(peaks),
+    }
+    report.notes.append(
+        "ratio: seconds of bare s3fs over seconds of persist, for the same number of stored bytes. "
+        "At 4 bits persist reads and quantizes eight times what it stores."
+    )
+    return report
+
+
+def _measure(
+    server: SeaweedServer, memory: Path, bits: Bits, size_bytes: int, rounds: int
+) -> tuple[tuple[object, ...], float, float]:
+    model = Tables(count=2, rows=size_bytes // (2 * 4 * _DIM), dim=_DIM)
+    persists, uploads, peaks = [], [], []
+    stored = staged_bytes = 0
+    with staged_run(
+        model,
+        model.optimizers(state=False),
+        url=server.run_url(),
+        staging=memory / "staging",
+        bits=bits,
+    ) as tracked:
+        for turn in range(rounds):
+            for name in ("tables.0", "tables.1"):
+                tracked.checkpointer.mark_all(name)
+            tracked.checkpointer.step()
+            committed = tracked.checkpointer.stats.committed
+            job_file = tracked.cut()
+            staged_bytes = sum(segment.bytes for segment in read_job(job_file).segments)
+            seconds, peak, sizes = _in_own_process(job_file)
+            while tracked.checkpointer.stats.committed == committed:
+                pass
+            raw = _bare_s3fs(f"{server.bucket}/bare-{bits}-{size_bytes}-{turn}", sizes)
+            persists.append(seconds)
+            uploads.append(raw)
+            peaks.append(peak)
+            stored = sum(sizes)
+    ratio = statistics.median(uploads) / statistics.median(persists)
+    row = (
+        f"{bits}",
+        staged_bytes / 1e6,
+        stored / 1e6,
+        statistics.median(persists),
+        statistics.median(uploads),
+        ratio,
+        max(peaks),
+    )
+    return row, ratio, max(peaks)
+
+
+def _bare_s3fs(prefix: str, sizes: list[int]) -> float:
+    """Seconds that s3fs takes for objects of these sizes."""
+    import s3fs
+
+    filesystem = s3fs.S3FileSystem(
+        use_listings_cache=False,
+        skip_instance_cache=True,
+        client_kwargs={"endpoint_url": os.environ["AWS_ENDPOINT_URL"]},
+    )
+    objects = {f"{prefix}/{number}": os.urandom(size) for number, size in enumerate(sizes)}
+    filesystem.ls(prefix.split("/")[0])  # connected, as the persist's own store is
+    start = perf_counter()
+    filesystem.pipe(objects, batch_size=_IN_FLIGHT)
+    seconds = perf_counter() - start
+    filesystem.rm(prefix, recursive=True)
+    return seconds
+
+
+def _in_own_process(job_file: Path) -> tuple[float, float, list[int]]:
+    """(seconds, peak MB over the idle process, sizes of the chunks)."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_persist, args=(str(job_file), there))
+    process.start()
+    if here.recv() != "ready":
+        raise RuntimeError("the persisting process did not start")
+    watched = psutil.Process(process.pid)
+    spool = spool_directory(job_file.parent.parent)
+    idle = watched.memory_full_info().uss
+    here.send("go")
+    peak = 0
+    while not here.poll(0.02):
+        # Private memory and what lies in the spool: the slot's pages are the trainer's.
+        peak = max(peak, watched.memory_full_info().uss + _bytes_in(spool) - idle)
+    seconds, sizes = json.loads(here.recv())
+    process.join()
+    return seconds, peak / 1e6, sizes
+
+
+def _persist(job_file: str, there: Connection) -> None:
+    job = read_job(job_file)
+    store = open_store(job.run_url)
+    kernels.warm_up()  # as the resident agent is
+    there.send("ready")
+    there.recv()
+    start = perf_counter()
+    outcome = persist_job(job_file, store=store)
+    seconds = perf_counter() - start
+    if outcome.result != "committed":
+        raise RuntimeError(outcome.error)
+    prefix = f"chunks/{job.step:012d}-"
+    there.send(json.dumps([seconds, [info.size_bytes for info in store.list(prefix)]]))
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            pass  # removed while we looked
+    return total

@@ -1,0 +1,142 @@
+"""What the benchmarks work on: tables of any size under a real Checkpointer, and bare persists."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from recpoint.catalog import staged
+from recpoint.catalog.persist import persist_job
+from recpoint.catalog.store import open_store
+from recpoint.format.job import Job, Outcome
+from recpoint.trainer_plugin.checkpointer import Checkpointer
+from recpoint.trainer_plugin.settings import Bits
+
+__all__ = ["Tables", "examples_on_path", "scratch", "staged_run"]
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def examples_on_path() -> None:
+    """Make the modules of `examples/` importable, as they are for its scripts."""
+    folder = str(ROOT / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+@contextmanager
+def scratch(*, in_memory: bool = True) -> Iterator[Path]:
+    """A directory that is gone afterwards; in memory where there is room, else on disk."""
+    memory = Path("/dev/shm")
+    parent = memory if in_memory and memory.is_dir() else Path(tempfile.gettempdir())
+    path = Path(tempfile.mkdtemp(prefix="recpoint-bench-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Tables(nn.Module):
+    """`count` tables of `rows` x `dim` F32 values with distinct contents, and a small MLP."""
+
+    def __init__(self, *, count: int, rows: int, dim: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(1, dim, sparse=True) for _ in range(count))
+        generator = torch.Generator().manual_seed(7)
+        for table in self.tables:
+            assert isinstance(table, nn.Embedding)
+            # uniform_ in place: nn.Embedding's own initialisation takes minutes at 50 M rows.
+            weight = torch.empty(rows, dim).uniform_(-0.05, 0.05, generator=generator)
+            table.weight = nn.Parameter(weight)
+            table.num_embeddings = rows
+        self.top = nn.Sequential(nn.Linear(dim, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def table(self, index: int) -> nn.Embedding:
+        """Table `index`."""
+        table = self.tables[index]
+        assert isinstance(table, nn.Embedding)
+        return table
+
+    def optimizers(self, *, state: bool) -> list[torch.optim.Optimizer]:
+        """Adagrad, with its state for each value, or SGD for the tables; Adagrad for the MLP."""
+        kind = torch.optim.Adagrad if state else torch.optim.SGD
+        return [
+            kind(self.tables.parameters(), lr=0.1),
+            torch.optim.Adagrad(self.top.parameters(), lr=0.02),
+        ]
+
+
+class StagedRun:
+    """A checkpointer whose jobs are persisted when the benchmark says so, in this process."""
+
+    def __init__(self, checkpointer: Checkpointer, staging: Path, url: str) -> None:
+        self.checkpointer = checkpointer
+        self.staging = staging
+        self.url = url
+        self.directory = staged.run_directory(staging, open_store(url).url)
+
+    def cut(self) -> Path:
+        """Take a checkpoint and wait until it is staged; its job file."""
+        if not self.checkpointer.checkpoint():
+            raise RuntimeError(f"no checkpoint was cut: {self.checkpointer.stats}")
+        return wait_for(lambda: next(iter(staged.staged_jobs(self.directory)), None))
+
+    def cut_and_persist(self) -> tuple[Job, Outcome]:
+        """`cut`, then persist bare and wait until the trainer knows."""
+        before = self.checkpointer.stats.committed
+        job_file = self.cut()
+        job = staged.read_job(job_file)
+        outcome = persist_job(job_file)
+        if outcome.result != "committed":
+            raise RuntimeError(outcome.error)
+        wait_for(lambda: self.checkpointer.stats.committed > before or None)
+        return job, outcome
+
+
+def wait_for(look: Callable[[], T | None], *, seconds: float = 120.0) -> T:
+    """What `look` returns once it is not None."""
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing after {seconds} s")
+        time.sleep(0.002)
+    return found
+
+
+@contextmanager
+def staged_run(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    url: str,
+    staging: Path,
+    bits: Bits = "lossless",
+) -> Iterator[StagedRun]:
+    """A started run without an interval: checkpoints are taken by `cut`."""
+    checkpointer = Checkpointer(
+        model,
+        optimizers,
+        run=url,
+        interval_batches=10**9,
+        bits=bits,
+        full_every=10_000,
+        staging=staging,
+        on_error="raise",
+        handle_sigterm=False,
+    )
+    checkpointer.restore()
+    try:
+        yield StagedRun(checkpointer, staging, url)
+    finally:
+        checkpointer.close(final=False)
