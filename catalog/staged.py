@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +39,7 @@ __all__ = [
     "slot_path",
     "slots_directory",
     "spool_directory",
+    "staged_attempts",
     "staged_jobs",
     "status_path",
     "trainer_lock_path",
@@ -184,6 +186,21 @@ def _read_job(path: Path, inode: int, modified_ns: int, size_bytes: int) -> Job:
     return job
 
 
+def staged_attempts(run_dir: Path | str) -> set[str]:
+    """Attempts whose chunks an agent on this host may still need.
+
+    Raises:
+        FormatError: a job cannot be read, so that it is unknown what it needs.
+    """
+    attempts = set()
+    for path in staged_jobs(run_dir):
+        try:
+            attempts.add(read_job(path).attempt)
+        except FileNotFoundError:
+            continue  # finished since
+    return attempts
+
+
 def read_outcome(path: Path | str) -> Outcome:
     """The outcome in an outcome file.
 
@@ -231,7 +248,7 @@ def clean(run_dir: Path | str) -> None:
 def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
     """Replace the run's status file; whole at every moment, but not made durable: it is news."""
     path = status_path(run_dir)
-    temporary = path.with_name(".tmp-status")
+    temporary = path.with_name(f".tmp-status-{threading.get_ident()}")
     temporary.write_text(json.dumps(status, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     temporary.replace(path)
 

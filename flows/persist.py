@@ -32,7 +32,7 @@ from recpoint.catalog.staged import read_job
 from recpoint.errors import RecpointError
 from recpoint.tasks.commit import commit
 from recpoint.tasks.encode import encode
-from recpoint.tasks.persist_task import job_log, job_name
+from recpoint.tasks.job_name import job_log, job_name
 from recpoint.tasks.quantize import quantize
 from recpoint.tasks.report import checkpoint_of, report
 from recpoint.tasks.upload import upload
@@ -91,7 +91,9 @@ async def _persist(job_path: str, log: LoggerAdapter[Logger]) -> State[Any]:
         return Failed(message=f"{type(error).__name__}: {error}")
     await asyncio.to_thread(finish_committed, job_path, committed)
     log.info("committed, %d bytes in %d chunks", committed.stored_bytes, committed.chunks)
-    told = await report(job_path, checkpoint_of(job, committed), return_state=True)
+    # Prefect's types do not know that the state of an async call has to be awaited.
+    reporting: Any = report(job_path, checkpoint_of(job, committed), return_state=True)
+    told: State[Any] = await reporting
     if not told.is_completed():
         log.warning("committed, but not reported: %s", told.message)
     return Completed(message=f"{committed.stored_bytes} bytes in {committed.chunks} chunks")
@@ -103,7 +105,6 @@ def run_persist(job_path: str) -> State[Any]:
 
     async def call() -> State[Any]:
         with tags(f"run:{name.run}", f"step:{name.step}", f"rank:{name.rank}"):
-            # Prefect's types do not know that the state of an async flow has to be awaited.
             called: Any = persist(job_path, return_state=True)
             state: State[Any] = await called
             return state

@@ -15,7 +15,8 @@ from prefect.exceptions import ObjectNotFound
 
 from recpoint.catalog.persist import Committed
 from recpoint.format.job import Job
-from recpoint.tasks.persist_task import job_name, run_name
+from recpoint.tasks.job_name import job_name
+from recpoint.tasks.persist_task import run_name
 
 __all__ = ["Checkpoint", "checkpoint_of", "report"]
 

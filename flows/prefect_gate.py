@@ -1,0 +1,149 @@
+"""Whether Prefect can be used right now; found out in the background, so that no job ever waits.
+
+Prefect is worth having but never needed: while its API does not answer, or has just failed, jobs
+are persisted by the same functions without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from recpoint.flows import prefect_server
+
+__all__ = ["PrefectGate"]
+
+_LOG = logging.getLogger("recpoint.agent")
+
+_LOOK_SECONDS = 2.0
+_SHORTEST_PAUSE_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 120.0
+
+#: How Prefect's client is to behave in this process, unless the user said otherwise: give up on
+#: an API that hangs in seconds, and never start a server by itself.
+_CLIENT = {
+    "PREFECT_API_REQUEST_TIMEOUT": "4",
+    "PREFECT_CLIENT_MAX_RETRIES": "1",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "recpoint",
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+    **prefect_server.OFFLINE,
+}
+
+
+class PrefectGate:
+    """Opens once an API answers and Prefect is imported; closes for a while after each failure.
+
+    Args:
+        enabled: stays closed for ever if not.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._url: str | None = None
+        self._own_server = False
+        self._call: Callable[[str], Any] | None = None
+        self._open = False
+        self._failures = 0
+        self._closed_until = 0.0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="prefect-gate", daemon=True)
+
+    @property
+    def ui_url(self) -> str | None:
+        """Where a person can look, once that is known."""
+        return None if self._url is None else prefect_server.ui_url(self._url)
+
+    def start(self) -> None:
+        """Begin to look for an API, in the background."""
+        if self._enabled:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking. A server that was started goes on running."""
+        self._stop.set()
+
+    def wait_until_open(self, seconds: float) -> bool:
+        """Wait until Prefect can be used; whether it can."""
+        deadline = time.monotonic() + seconds
+        while not self._open and time.monotonic() < deadline and not self._stop.is_set():
+            self._stop.wait(0.05)
+        return self._open
+
+    def persist_flow(self) -> Callable[[str], Any] | None:
+        """What calls the flow `persist`, if it can be called now; takes a second at most."""
+        if not self._open or self._url is None:
+            return None
+        # It answered a moment ago, but a call of the flow takes longer to notice that it hangs.
+        if not prefect_server.is_healthy(self._url):
+            self.failed("it does not answer")
+            return None
+        return self._call
+
+    def worked(self) -> None:
+        """A flow was run."""
+        self._failures = 0
+
+    def failed(self, why: object) -> None:
+        """Prefect, not the job, failed: leave it alone for a while."""
+        with self._lock:
+            self._open = False
+            self._failures += 1
+            pause = min(_SHORTEST_PAUSE_SECONDS * 2 ** (self._failures - 1), _LONGEST_PAUSE_SECONDS)
+            self._closed_until = time.monotonic() + pause
+        _LOG.warning("going on without Prefect for %.0f s or more: %s", pause, why)
+
+    def _keep(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._look()
+            except (OSError, ImportError) as error:
+                # For instance a home directory that is full or read-only: no UI, but no harm.
+                self.failed(error)
+            self._stop.wait(_LOOK_SECONDS)
+
+    def _look(self) -> None:
+        if time.monotonic() < self._closed_until:
+            return
+        if self._url is None or self._own_server:
+            self._find()
+        if self._url is not None and prefect_server.is_healthy(self._url, timeout_seconds=2.0):
+            if self._call is None:
+                self._call = self._import(self._url)
+            if not self._open:
+                _LOG.info("Prefect is at %s", self.ui_url)
+                self._open = True
+        else:
+            self._open = False
+
+    def _find(self) -> None:
+        if self._url is None:
+            self._url = prefect_server.configured_url()
+            if self._url is not None:
+                return
+        self._own_server = True
+        server = prefect_server.running_server() or prefect_server.start_server()
+        if self._call is not None and self._url not in (None, server.url):
+            # The old port is taken, and Prefect's settings are read once in a process.
+            _LOG.warning("the Prefect server moved to %s; restart the agent to use it", server.url)
+            self._enabled = False
+            self._stop.set()
+        self._url = server.url
+
+    def _import(self, url: str) -> Callable[[str], Any]:
+        if "prefect" not in sys.modules:
+            os.environ["PREFECT_API_URL"] = url
+            if self._own_server:
+                os.environ.setdefault("PREFECT_HOME", str(prefect_server.server_directory()))
+                # Our own server does not ask for the tokens, so the client need not fetch them.
+                os.environ.setdefault("PREFECT_CLIENT_CSRF_SUPPORT_ENABLED", "false")
+            for name, value in _CLIENT.items():
+                os.environ.setdefault(name, value)
+        call: Callable[[str], Any] = importlib.import_module("recpoint.flows.persist").run_persist
+        return call

@@ -1,0 +1,230 @@
+"""One local Prefect server, for whoever has configured none: so that there is a UI to look at.
+
+It has its own directory and database, belongs to the user and outlives the agent that started it.
+Nothing here imports Prefect, which takes seconds and reads its settings once and for all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "LocalServer",
+    "configured_url",
+    "is_healthy",
+    "running_server",
+    "server_directory",
+    "start_server",
+    "stop_server",
+    "ui_url",
+]
+
+_STOP_SECONDS = 10.0
+_ASK_SECONDS = 60.0
+
+#: Given to every process that uses Prefect here.
+OFFLINE = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+
+
+class LocalServer(NamedTuple):
+    """A server that was started here; `started` tells its process from later ones of its pid."""
+
+    pid: int
+    port: int
+    started: str
+
+    @property
+    def url(self) -> str:
+        """Its API's URL."""
+        return f"http://127.0.0.1:{self.port}/api"
+
+
+def server_directory() -> Path:
+    """Where the server keeps its things: `prefect` in `RECPOINT_HOME`, else in `~/.recpoint`."""
+    home = os.environ.get("RECPOINT_HOME")
+    return (Path(home) if home else Path.home() / ".recpoint") / "prefect"
+
+
+def ui_url(api_url: str) -> str:
+    """The page for people that belongs to an API."""
+    return api_url.removesuffix("/").removesuffix("/api")
+
+
+def is_healthy(api_url: str, *, timeout_seconds: float = 1.0) -> bool:
+    """Whether the API answers in time; that it wants a key is an answer too."""
+    try:
+        url = f"{api_url.removesuffix('/')}/health"
+        with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
+            return int(answer.status) < 500
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code in (401, 403)
+    except (OSError, ValueError):
+        return False
+
+
+def configured_url() -> str | None:
+    """The API that the user has configured, in the environment, a profile or a file; None if none.
+
+    Prefect itself is asked, in a process of its own: importing it here would fix its settings.
+    """
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url
+    question = "from prefect.settings import PREFECT_API_URL as u; print(u.value() or '')"
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", question],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            env={**os.environ, **OFFLINE},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    lines = answer.stdout.split()
+    return lines[-1] if answer.returncode == 0 and lines else None
+
+
+def running_server() -> LocalServer | None:
+    """The local server, if its process is alive; it may still be starting."""
+    try:
+        fields = json.loads((server_directory() / "server.json").read_text(encoding="utf-8"))
+        server = LocalServer(int(fields["pid"]), int(fields["port"]), str(fields["started"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return server if _start_time(server.pid) == server.started else None
+
+
+def start_server() -> LocalServer:
+    """Start the local server, unless it runs; returns at once, long before it answers.
+
+    Raises:
+        OSError: its directory cannot be written, or no process can be started.
+    """
+    directory = server_directory()
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _alone(directory):
+        running = running_server()
+        if running is not None:
+            return running
+        port = _free_port(directory)
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
+            **OFFLINE,
+            "PREFECT_HOME": str(directory),
+            # What is only looked at is not kept for ever.
+            "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        }
+        with (directory / "server.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "prefect", "server", "start"]
+                + ["--host", "127.0.0.1", "--port", str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=directory,
+                # Its own group: it does not hear the signals meant for the agent, and can be
+                # stopped with its child.
+                start_new_session=True,
+            )
+        server = LocalServer(process.pid, port, _start_time(process.pid) or "")
+        _started[process.pid] = process
+        temporary = directory / "server.json.tmp"
+        temporary.write_text(json.dumps(server._asdict()) + "\n", encoding="utf-8")
+        temporary.replace(directory / "server.json")
+        return server
+
+
+def stop_server() -> bool:
+    """Stop the local server and wait for its end; whether there was one."""
+    directory = server_directory()
+    if not directory.is_dir():
+        return False
+    with _alone(directory):
+        server = running_server()
+        if server is None:
+            return False
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            _signal(server, number)
+            deadline = time.monotonic() + _STOP_SECONDS
+            while _start_time(server.pid) == server.started and time.monotonic() < deadline:
+                time.sleep(0.05)
+        (directory / "server.json").unlink(missing_ok=True)
+        return True
+
+
+#: Servers that this process started. They are asked for now and then, so as not to stay zombies.
+_started: dict[int, subprocess.Popen[bytes]] = {}
+
+
+def _signal(server: LocalServer, number: signal.Signals) -> None:
+    try:
+        # Stopped processes do not hear the end coming.
+        os.killpg(server.pid, signal.SIGCONT)
+        os.killpg(server.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _start_time(pid: int) -> str | None:
+    """When the process started, in a form that only that process has; None if it is not alive."""
+    if pid in _started and _started[pid].poll() is not None:
+        return None
+    try:
+        # The name may hold anything, also blanks and parentheses; what follows it does not.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except FileNotFoundError:
+        return _start_time_elsewhere(pid) if not Path("/proc/self/stat").exists() else None
+    except ProcessLookupError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _start_time_elsewhere(pid: int) -> str | None:
+    answer = subprocess.run(
+        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return answer.stdout.strip() or None
+
+
+def _free_port(directory: Path) -> int:
+    """The port of last time, so that bookmarks stay good; another one if it is taken."""
+    try:
+        before = int(json.loads((directory / "server.json").read_text(encoding="utf-8"))["port"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        before = 4200
+    for port in (before, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no free port on 127.0.0.1")
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two agents that start at once start one server."""
+    descriptor = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""Flow: remove what killed writers left in a run's store and in the staging area of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from prefect import flow, task
+from prefect.artifacts import Artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+
+from recpoint.catalog import staged
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
+from recpoint.errors import StagingError
+from recpoint.tasks.job_name import slug
+from recpoint.tasks.persist_task import RETRIES, may_heal
+
+__all__ = ["sweep"]
+
+
+def _run_name() -> str:
+    return f"sweep {flow_run.get_parameters()['run_url']}"
+
+
+@task(
+    task_run_name="sweep store of {run_url}",
+    retry_condition_fn=may_heal,
+    timeout_seconds=4 * 3600,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    **RETRIES,
+)
+async def sweep_store(run_url: str, grace_seconds: float, keep: list[str], dry_run: bool) -> str:
+    """Plan a sweep of the store and, unless it is a dry run, execute it; what it found, as text."""
+    return await asyncio.to_thread(_sweep_store, run_url, grace_seconds, keep, dry_run)
+
+
+@flow(
+    name="sweep",
+    flow_run_name=_run_name,
+    timeout_seconds=5 * 3600,
+    persist_result=False,
+    result_storage=Path(tempfile.gettempdir()),
+)
+async def sweep(
+    run_url: str,
+    staging: str | None = None,
+    grace_seconds: float = 24 * 3600.0,
+    dry_run: bool = False,
+) -> None:
+    """Remove chunks that no manifest names, unfinished uploads, and what dead agents left here.
+
+    Args:
+        run_url: the run.
+        staging: the staging area of this host; the default one if None. Attempts that its jobs
+            name are kept.
+        grace_seconds: younger objects stay: they may belong to a checkpoint being written.
+        dry_run: only say what would be done.
+
+    Raises:
+        FormatError: a staged job cannot be read, so that it is unknown which chunks it needs.
+        RecpointError: of `recpoint.catalog.sweep`.
+    """
+    root = staged.default_staging_root() if staging is None else Path(staging)
+    run_dir = staged.run_directory(root, open_store(run_url).url)
+    keep = await asyncio.to_thread(staged.staged_attempts, run_dir)
+    found = await sweep_store(run_url, grace_seconds, sorted(keep), dry_run)
+    if not dry_run:
+        found += await asyncio.to_thread(_sweep_staging, root, run_dir)
+    await Artifact(
+        type="markdown",
+        key=f"recpoint-{slug(run_dir.name[:-13])}-sweep",
+        description="What the last sweeps found" + (" (dry run)" if dry_run else ""),
+        data=found,
+    ).acreate()
+
+
+def _sweep_store(run_url: str, grace_seconds: float, keep: list[str], dry_run: bool) -> str:
+    run = Run.open(open_store(run_url))
+    plan = plan_sweep(run, grace_seconds=grace_seconds, keep=keep)
+    if dry_run:
+        return f"Would remove:\n\n{_lines(plan)}"
+    result = execute(run, plan)
+    return (
+        f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes; "
+        f"{len(result.spared)} turned out to be needed.\n\n{_lines(plan)}"
+    )
+
+
+def _lines(plan: SweepPlan) -> str:
+    swept = [f"- `{item.key}`: {item.reason}" for item in plan.objects + plan.unfinished]
+    kept = [f"- kept `{item.prefix}`: {item.reason}" for item in plan.kept]
+    unknown = [f"- not ours, left alone: `{key.replace('`', '')}`" for key in plan.unrecognised]
+    blocked = [f"- unreadable, so that no chunk goes: `{key}`" for key in plan.blocked]
+    lines = swept + kept + unknown + blocked
+    more = [f"- and {len(lines) - 200} more"] if len(lines) > 200 else []
+    return "\n".join([*lines[:200], *more]) or "- nothing"
+
+
+def _sweep_staging(root: Path, run_dir: Path) -> str:
+    """Clean a run's spool, unless an agent is there: then it is that one's business."""
+    try:
+        with staged.AgentLock(root):
+            staged.clean(run_dir)
+    except StagingError:
+        return "\n\nThe staging area is served by an agent, and was left alone."
+    return "\n\nThe spool of the staging area was emptied."
