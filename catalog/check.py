@@ -209,7 +209,11 @@ class _Checking:
             try:
                 read_state(self._run.store, manifest, pool, self._account)
             except _DAMAGE as error:
-                self._damaged(name, error.subject, error)
+                # Stores name an object by its URL, a parser by its key: the same finding.
+                subjects = (
+                    entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
+                )
+                self._damaged(name, next(subjects, error.subject), error)
 
     def _look_at_rows(self, pool: ChunkPool, name: ManifestName, manifest: Manifest) -> None:
         by_table: dict[int, list[ChunkEntry]] = {}

@@ -61,6 +61,9 @@ class Run:
         self._generations: dict[int, GenerationRecord] = {}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.store, self.record)
+
     @property
     def id(self) -> str:
         """The run's random id, 32 hexadecimal digits; in every object of the run."""

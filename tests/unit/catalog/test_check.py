@@ -121,8 +121,11 @@ def test_a_flipped_bit_is_found_by_reading(run: Run, links: list[Manifest], cont
     assert "crc32c" in report.findings[0].text
 
 
-def test_damage_is_reported_once_however_it_shows(run: Run, links: list[Manifest]) -> None:
-    key = first(links[0], "rows").key
+@pytest.mark.parametrize("content", ["rows", "state"])
+def test_damage_is_reported_once_however_it_shows(
+    run: Run, links: list[Manifest], content: str
+) -> None:
+    key = first(links[0], content).key
     run.store.delete(key)
     assert found(check(run, level="full"), "error") == [key]
 

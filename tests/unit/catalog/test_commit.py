@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from recpoint.catalog.commit import commit
-from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.run import Run
 from recpoint.errors import (
     ChainError,
@@ -222,10 +223,6 @@ def _try_to_commit(run: Run, manifest: Manifest) -> str:
         return type(error).__name__
 
 
-def _commit_in_process(url: str, manifest: Manifest) -> str:
-    return _try_to_commit(Run.open(LocalStore(url)), manifest)
-
-
 def test_of_many_threads_one_wins_and_the_others_know(run: Run) -> None:
     candidates = [build(run, tables(), step=5, generation=1).manifest for _ in range(8)]
     barrier = threading.Barrier(len(candidates))
@@ -240,12 +237,48 @@ def test_of_many_threads_one_wins_and_the_others_know(run: Run) -> None:
     assert run.manifest(5, 1) == candidates[outcomes.index("created")]
 
 
-def test_of_many_processes_one_wins_and_the_others_know(run: Run) -> None:
-    candidates = [build(run, tables(), step=5, generation=1).manifest for _ in range(3)]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(_commit_in_process, run.url, manifest) for manifest in candidates]
-        outcomes = [future.result(60) for future in waiting]
-    assert sorted(outcomes) == ["CommitConflict"] * 2 + ["created"]
+_COMMITTER = """
+import sys
+from pathlib import Path
+from recpoint.catalog.commit import commit
+from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.run import Run
+from recpoint.errors import RecpointError
+
+run = Run.open(LocalStore(sys.argv[1]))
+manifest = run.parse_manifest(Path(sys.argv[2]).read_bytes(), 5, 1)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    print(commit(run, manifest))
+except RecpointError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_of_many_processes_one_wins_and_the_others_know(run: Run, tmp_path: Path) -> None:
+    candidates = [build(run, tables(), step=5, generation=1).manifest for _ in range(4)]
+    processes: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
+        for number, manifest in enumerate(candidates):
+            path = tmp_path / f"candidate-{number}.json"
+            path.write_bytes(pack_record(manifest))
+            process = subprocess.Popen(
+                [sys.executable, "-c", _COMMITTER, run.url, str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        outcomes = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert sorted(outcomes) == ["CommitConflict"] * 3 + ["created"]
     assert run.manifest(5, 1) == candidates[outcomes.index("created")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,13 @@ def test_superseded_are_those_off_the_line(tmp_path: Path) -> None:
     run.claim(refs[0].ref)
     assert run.live_line() == [(5, 1)]
     assert run.superseded() == [(9, 1)]
+
+
+def test_a_run_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.claim(None)
+    sent = pickle.loads(pickle.dumps(run))
+    assert (sent.id, sent.generations()) == (run.id, run.generations())
 
 
 def test_keys_that_are_not_ours_are_ignored(tmp_path: Path) -> None:
