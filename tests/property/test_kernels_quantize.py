@@ -1,0 +1,103 @@
+"""What format §3.2 and §3.3 promise, for arbitrary bit patterns of binary32."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recpoint.kernels import bit_packing, quantize
+from recpoint.kernels.quantize import reference
+
+WIDTHS = st.sampled_from([2, 3, 4, 8])
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> torch.Tensor:
+    """Rows of raw patterns, of one magnitude, or of a few repeated values."""
+    n, dim = draw(st.integers(0, 4)), draw(st.integers(1, 20))
+    kind = draw(st.sampled_from(["patterns", "floats", "few"]))
+    if kind == "patterns":
+        value = st.integers(0, 2**32 - 1)
+        patterns = draw(st.lists(value, min_size=n * dim, max_size=n * dim))
+        array = np.array(patterns, np.uint32).view(np.float32)
+    elif kind == "floats":
+        exponent = draw(st.integers(-149, 127))
+        unit = st.floats(-1, 1, width=32)
+        values = draw(st.lists(unit, min_size=n * dim, max_size=n * dim))
+        array = (np.array(values, np.float64) * 2.0**exponent).astype(np.float32)
+    else:
+        choice = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e30, -1e30, 1e-45, 2.0**-126, 2.0**126])
+        values = draw(st.lists(choice, min_size=n * dim, max_size=n * dim))
+        array = np.array(values, np.float32)
+    return torch.from_numpy(array.reshape(n, dim).copy())
+
+
+def patterns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+@settings(deadline=None)
+@given(matrices(), WIDTHS)
+def test_the_fast_version_has_the_bits_of_the_reference(rows: torch.Tensor, bits: int) -> None:
+    found, expected = quantize.quantize_packed(rows, bits), reference.quantize_packed(rows, bits)
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(patterns(left), patterns(right))
+    dim = rows.shape[1]
+    decoded = quantize.dequantize_packed(*found[:3], dim=dim, bits=bits)
+    again = reference.dequantize_packed(*found[:3], dim=dim, bits=bits)
+    assert torch.equal(patterns(decoded), patterns(again))
+
+
+@settings(deadline=None)
+@given(matrices(), WIDTHS)
+def test_each_value_decodes_within_the_bound_or_its_row_is_exact(
+    rows: torch.Tensor, bits: int
+) -> None:
+    packed, scale, offset, exact = quantize.quantize_packed(rows, bits)
+    decoded = quantize.dequantize_packed(packed, scale, offset, dim=rows.shape[1], bits=bits)
+    assert decoded.isfinite().all()
+    assert exact[~rows.isfinite().all(dim=1)].all()
+    kept = ~exact
+    x, y, step = rows[kept].double(), decoded[kept].double(), scale[kept].double()[:, None]
+    span = (step * (2**bits - 1)).expand_as(x)
+    bound = step / 2 + 4 * 2.0**-24 * torch.maximum(x.abs(), span)
+    assert ((y - x).abs() <= bound).all()
+
+
+@settings(deadline=None)
+@given(matrices(), WIDTHS)
+def test_more_bits_never_have_a_larger_step(rows: torch.Tensor, bits: int) -> None:
+    coarse, fine = quantize.quantize(rows, bits), quantize.quantize(rows, 8)
+    both = ~(coarse.exact | fine.exact)
+    assert (fine.scale[both] <= coarse.scale[both]).all()
+    assert (coarse.exact <= fine.exact).all()  # a range too small for few levels is so for many
+
+
+@settings(deadline=None)
+@given(matrices(), WIDTHS)
+def test_larger_values_never_have_smaller_codes(rows: torch.Tensor, bits: int) -> None:
+    codes, _, _, exact = quantize.quantize(rows, bits)
+    for row, code in zip(rows[~exact], codes[~exact], strict=True):
+        order = row.argsort()
+        assert (code[order].int().diff() >= 0).all()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 255), min_size=11, max_size=11), max_size=3),
+    st.integers(0, 11),
+    WIDTHS,
+)
+def test_packing_is_the_bit_string_of_the_codes(
+    values: list[list[int]], dim: int, bits: int
+) -> None:
+    codes = torch.tensor(values, dtype=torch.uint8).reshape(len(values), 11)[:, :dim].contiguous()
+    packed = bit_packing.pack(codes, bits)
+    assert packed.shape == (len(values), bit_packing.packed_width(dim, bits))
+    for row, stored in zip(codes.tolist(), packed.tolist(), strict=True):
+        string = "".join(format(code % 2**bits, f"0{bits}b")[::-1] for code in row)
+        string += "0" * (-len(string) % 8)
+        assert stored == [int(string[b : b + 8][::-1], 2) for b in range(0, len(string), 8)]
+    assert torch.equal(bit_packing.unpack(packed, dim=dim, bits=bits), codes & (2**bits - 1))

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from recpoint.kernels import dirty_bitmap
+from recpoint.kernels.dirty_bitmap import reference
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(0,), (), (7,), (5, 3), (2, 1, 900)])
+def test_ids_of_any_shape_are_marked(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rows = 777
+    bitmap = dirty_bitmap.new(rows)
+    expected = bitmap.clone()
+    ids = torch.randint(0, rows, shape, dtype=dtype)
+    dirty_bitmap.mark(bitmap, ids, rows=rows)
+    reference.mark(expected, ids, rows=rows)
+    assert torch.equal(bitmap, expected)
+
+
+def test_ids_that_are_not_contiguous_are_marked() -> None:
+    bitmap = dirty_bitmap.new(100)
+    dirty_bitmap.mark(bitmap, torch.arange(100).reshape(10, 10)[:, ::3].t(), rows=100)
+    assert dirty_bitmap.collect(bitmap, rows=100).tolist() == [
+        row for row in range(100) if row % 10 % 3 == 0
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wrong", [-1, -(2**31), 40, 63, 64, 2**31 - 1])
+def test_an_id_outside_the_table_is_named_and_nothing_is_marked(
+    dtype: torch.dtype, wrong: int
+) -> None:
+    bitmap = dirty_bitmap.new(40)
+    ids = torch.tensor([[1, 2], [wrong, 3]], dtype=dtype)
+    with pytest.raises(IndexError, match=rf"ids: {wrong}, expected 0 <= id < 40"):
+        dirty_bitmap.mark(bitmap, ids, rows=40)
+    assert dirty_bitmap.count(bitmap) == 0
+
+
+@pytest.mark.parametrize("wrong", [2**31, 2**32 + 1, 2**63 - 1, -(2**63)])
+def test_wide_ids_are_not_cut_to_32_bits(wrong: int) -> None:
+    bitmap = dirty_bitmap.new(40)
+    with pytest.raises(IndexError, match=str(wrong)):
+        dirty_bitmap.mark(bitmap, torch.tensor([wrong]), rows=40)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    bitmap = dirty_bitmap.new(64)
+    ids = torch.tensor([1])
+    with pytest.raises(ValueError, match="bitmap"):
+        dirty_bitmap.mark(bitmap, ids, rows=65)
+    with pytest.raises(ValueError, match="bitmap"):
+        dirty_bitmap.collect(bitmap, rows=32)
+    with pytest.raises(ValueError, match="bitmap"):
+        dirty_bitmap.mark(bitmap.to(torch.int64), ids, rows=64)
+    with pytest.raises(ValueError, match="ids"):
+        dirty_bitmap.mark(bitmap, ids.float(), rows=64)
+    with pytest.raises(ValueError, match="bitmaps"):
+        dirty_bitmap.merge(bitmap, dirty_bitmap.new(65))
+    with pytest.raises(ValueError, match="rows"):
+        dirty_bitmap.new(-1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 1000])
+def test_marking_all_leaves_the_bits_past_the_end_zero(rows: int) -> None:
+    bitmap = dirty_bitmap.new(rows)
+    dirty_bitmap.mark_all(bitmap, rows=rows)
+    assert dirty_bitmap.count(bitmap) == rows
+    assert dirty_bitmap.collect(bitmap, rows=rows).tolist() == list(range(rows))
+
+
+def test_swapping_a_bitmap_with_itself_keeps_it() -> None:
+    bitmap = dirty_bitmap.new(50)
+    dirty_bitmap.mark(bitmap, torch.tensor([3, 49]), rows=50)
+    dirty_bitmap.swap(bitmap, bitmap)
+    assert dirty_bitmap.collect(bitmap, rows=50).tolist() == [3, 49]
+
+
+def test_collecting_is_the_same_for_any_number_of_threads(threads: int) -> None:
+    torch.manual_seed(3)
+    bitmap = dirty_bitmap.new(40_000)
+    ids = torch.randperm(40_000)[:9_000]
+    dirty_bitmap.mark(bitmap, ids, rows=40_000)
+    assert torch.equal(dirty_bitmap.collect(bitmap, rows=40_000), ids.sort()[0])
+    assert dirty_bitmap.count(bitmap) == 9_000
+
+
+def test_two_threads_that_mark_one_bitmap_lose_nothing() -> None:
+    rows = 64_000
+    bitmap = dirty_bitmap.new(rows)
+    dirty_bitmap.mark(bitmap, torch.tensor([0]), rows=rows)  # compiled before the race
+
+    def mark(first: int) -> None:
+        for start in range(first, rows, 64):
+            dirty_bitmap.mark(bitmap, torch.arange(start, start + 32), rows=rows)
+
+    both = [threading.Thread(target=mark, args=(first,)) for first in (0, 32)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert dirty_bitmap.count(bitmap) == rows

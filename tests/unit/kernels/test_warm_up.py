@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from recpoint import kernels
+from recpoint.kernels import threads as kernel_threads
+
+
+def test_the_kernels_import_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from recpoint import kernels\n"
+        "kernels.warm_up()\n"
+        "names = [name for name in sys.modules if name.startswith('recpoint.')]\n"
+        "assert not [name for name in names if name.endswith('.triton')]\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_after_warming_up_nothing_is_compiled() -> None:
+    code = (
+        "import torch\n"
+        "from numba.core.dispatcher import Dispatcher\n"
+        "import sys\n"
+        "from recpoint import kernels\n"
+        "kernels.warm_up()\n"
+        "found = {f'{m}.{n}': v for m in list(sys.modules) if m.startswith('recpoint.kernels')\n"
+        "         for n, v in vars(sys.modules[m]).items()\n"
+        "         if isinstance(v, Dispatcher) and n.startswith('_')}\n"
+        "assert len(found) >= 15, found\n"
+        "cold = [name for name, kernel in found.items() if not kernel.signatures]\n"
+        "assert not cold, cold\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    code = (
+        "import os, torch\n"
+        "from recpoint.kernels import row_gather, threads\n"
+        "torch.set_num_threads(2)\n"
+        "threads.SPLIT_BYTES = 1\n"
+        "table, ids = torch.randn(100, 4), torch.arange(99, -1, -1)\n"
+        "def work():\n"
+        "    out = torch.zeros(100, 4)\n"
+        "    row_gather.gather(table, ids, out)\n"
+        "    return torch.equal(out, table.flip(0))\n"
+        "assert work()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if work() else 3)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_part_that_fails_is_reported_after_all_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_threads, "SPLIT_BYTES", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    ended = []
+
+    def part(start: int, stop: int) -> None:
+        ended.append(start)
+        if start == 50:
+            raise ArithmeticError("this part")
+
+    try:
+        with pytest.raises(ArithmeticError, match="this part"):
+            kernel_threads.over_rows(part, 100, row_bytes=8)
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(ended) == [0, 25, 50, 75]
+
+
+def test_tensors_on_other_devices_are_refused_by_name() -> None:
+    elsewhere = torch.zeros(4, 4, device="meta")
+    with pytest.raises(ValueError, match="rows: device meta, expected cpu or cuda"):
+        kernels.quantize.quantize(elsewhere, 4)
+    with pytest.raises(ValueError, match="source: device meta"):
+        kernels.row_gather.gather(elsewhere, elsewhere, elsewhere)
