@@ -102,8 +102,12 @@ class _Writer:
         if kind is float:
             return {"float": value.hex()}
         if kind is list or kind is tuple or kind is torch.Size:
+            # Integers apart: samplers keep long lists of them, and the training loop waits.
             items = [
-                self.node(item, _Path(path, index), depth + 2) for index, item in enumerate(value)
+                _integer(item)
+                if type(item) is int
+                else self.node(item, _Path(path, index), depth + 2)
+                for index, item in enumerate(value)
             ]
             return {"list" if kind is list else "tuple": items}
         if kind in _DICTS:

@@ -188,7 +188,9 @@ def test_trees_are_still_written_as_they_were() -> None:
     assert flatten(state("increment"))[0] == bytes(sections["tree"].data_view)
 
 
-@pytest.mark.parametrize("path", sorted((V1 / "chunks").rglob("*.safetensors")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((V1 / "chunks").rglob("*.safetensors")), ids=lambda path: path.stem
+)
 def test_the_safetensors_library_opens_every_chunk(path: Path) -> None:
     tensors = safetensors.torch.load(path.read_bytes())
     assert tensors
