@@ -50,9 +50,6 @@ def _quantize(
     start: int,
     stop: int,
 ) -> None:
-    bit_patterns = carray(pointer(rows), stop * dim, np.int32)
-    values = carray(pointer(rows), stop * dim, np.float32)
-    to = carray(pointer(packed), stop * width, np.uint8)
     scale_of = carray(pointer(scales), stop, np.float32)
     offset_of = carray(pointer(offsets), stop, np.float32)
     exact_of = carray(pointer(exacts), stop, np.uint8)
@@ -62,11 +59,13 @@ def _quantize(
     smallest = np.float32(_TINY * levels)
 
     for i in range(start, stop):
-        base = i * dim
+        # An array for each row: its indices are seen not to be negative, and cost no test.
+        bit_patterns = carray(pointer(rows + 4 * dim * i), dim, np.int32)
+        values = carray(pointer(rows + 4 * dim * i), dim, np.float32)
         low_key = _MAGNITUDE
         high_key = np.int32(~_MAGNITUDE)
         for k in range(dim):
-            pattern = bit_patterns[base + k]
+            pattern = bit_patterns[k]
             key = np.int32(pattern ^ (np.int32(pattern >> 31) & _MAGNITUDE))
             low_key = min(low_key, key)
             high_key = max(high_key, key)
@@ -90,16 +89,17 @@ def _quantize(
         scale_of[i] = scale
         offset_of[i] = offset
         exact_of[i] = np.uint8(exact)
+        to = carray(pointer(packed + i * width), width, np.uint8)
         if scale > _ZERO:
             for k in range(dim):
-                step = np.float32(np.float32(values[base + k] - offset) / scale)
+                step = np.float32(np.float32(values[k] - offset) / scale)
                 # Not negative, so dropping the fraction is floor; and at most a little above `top`.
                 code = np.int32(np.float32(step + _HALF))
                 codes[k] = np.uint8(min(code, top))
-            pack_row(codes, to, i * width, dim, code_bits)
+            pack_row(codes, to, 0, dim, code_bits)
         else:
             for b in range(width):
-                to[i * width + b] = np.uint8(0)
+                to[b] = np.uint8(0)
 
 
 @compiled(nogil=True)
@@ -114,19 +114,18 @@ def _dequantize(
     start: int,
     stop: int,
 ) -> None:
-    source = carray(pointer(packed), stop * width, np.uint8)
     scale_of = carray(pointer(scales), stop, np.float32)
     offset_of = carray(pointer(offsets), stop, np.float32)
-    values = carray(pointer(rows), stop * dim, np.float32)
     codes = np.empty(dim, np.uint8)
     for i in range(start, stop):
-        unpack_row(source, i * width, codes, 0, dim, bits)
+        source = carray(pointer(packed + i * width), width, np.uint8)
+        values = carray(pointer(rows + 4 * dim * i), dim, np.float32)
+        unpack_row(source, 0, codes, 0, dim, bits)
         scale = scale_of[i]
         offset = offset_of[i]
-        base = i * dim
         for k in range(dim):
             product = np.float32(np.float32(codes[k]) * scale)
-            values[base + k] = np.float32(product + offset)
+            values[k] = np.float32(product + offset)
 
 
 def _encode(rows: Tensor, bits: int, code_bits: int) -> PackedRows:
