@@ -92,10 +92,13 @@ class Child:
                 next_step=f"see {self.log}",
             )
 
+    def output(self) -> str:
+        """What it printed, the last mebibyte of it."""
+        return _tail(self.log, _LAST_LINES_BYTES).decode("utf-8", errors="replace")
+
     def last_lines(self, count: int = 12) -> str:
         """The end of its log."""
-        lines = _tail(self.log, _LAST_LINES_BYTES).decode("utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-count:])
+        return "\n".join(self.output().splitlines()[-count:])
 
 
 class Trainer(Child):

@@ -19,6 +19,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for name, function in (
+    ("demo", host.demo),
+    ("agent", host.agent),
     ("list", inspect.list_checkpoints),
     ("show", inspect.show),
     ("check", inspect.check_run),
@@ -27,3 +29,4 @@ for name, function in (
     ("info", host.info),
 ):
     app.command(name)(function)
+app.add_typer(host.server, name="server")

@@ -2,17 +2,156 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import platform
+import time
 from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.text import Text
 
 from recpoint.catalog import staged
-from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.cli.reporting import (
+    JsonOption,
+    Result,
+    command,
+    output_console,
+    progress_console,
+)
+from recpoint.cli.sweep import StagingOption
 from recpoint.dashboards import terminal
+from recpoint.errors import SettingsError
 from recpoint.format.version import FORMAT_VERSION
 
-__all__ = ["info"]
+__all__ = ["agent", "demo", "info", "server"]
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
+
+
+_UP_SECONDS = 120.0
+_DEMO_DIRECTORY = Path(".recpoint") / "demo"
+
+server = typer.Typer(help="The local Prefect server that the agent keeps.", no_args_is_help=True)
+
+
+@command
+def agent(
+    staging: StagingOption = None,
+    once: Annotated[bool, typer.Option("--once", help="End when nothing is left to do.")] = False,
+    prefect: Annotated[
+        str, typer.Option(help="auto: run flows when an API answers; off: never.")
+    ] = "auto",
+    json_output: JsonOption = False,
+) -> Result:
+    """Persist what trainers on this host stage, until SIGTERM or SIGINT."""
+    chosen: Literal["auto", "off"] = "off" if prefect == "off" else "auto"
+    if prefect != chosen:
+        raise typer.BadParameter(f"{prefect!r} is neither auto nor off", param_hint="--prefect")
+    _require_flows(chosen)
+    from recpoint.flows.agent import run_agent
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    left = run_agent(staging, once=once, prefect=chosen)
+    return Result({"still_staged": left}, terminal.shown(f"{left} checkpoints still staged"))
+
+
+def _require_flows(prefect: str) -> None:
+    if prefect == "auto" and _version("prefect") is None:
+        raise SettingsError(
+            "--prefect",
+            found="auto, and no prefect installed",
+            expected="prefect, or --prefect off",
+            next_step="pip install 'recpoint[flows]'",
+        )
+
+
+@server.command("start")
+@command
+def start_server(json_output: JsonOption = False) -> Result:
+    """Start the local Prefect server, unless it runs, and wait until it answers."""
+    from recpoint.flows import prefect_server
+
+    _require_flows("auto")
+    local = prefect_server.start_server()
+    deadline = time.monotonic() + _UP_SECONDS
+    while not (up := prefect_server.is_healthy(local.url)) and time.monotonic() < deadline:
+        if prefect_server.running_server() is None:
+            break
+        time.sleep(0.2)
+    document = {"running": up, "pid": local.pid, "ui": prefect_server.ui_url(local.url)}
+    if not up:
+        log = prefect_server.server_directory() / "server.log"
+        text = terminal.shown(f"the server does not answer; see {log}", style="red")
+        return Result(document, text, code=1)
+    return Result(document, terminal.shown(f"up: {document['ui']} (process {local.pid})"))
+
+
+@server.command("stop")
+@command
+def stop_server(json_output: JsonOption = False) -> Result:
+    """Stop the local Prefect server."""
+    from recpoint.flows import prefect_server
+
+    stopped = prefect_server.stop_server()
+    text = "stopped" if stopped else "there was none"
+    return Result({"stopped": stopped}, terminal.shown(text))
+
+
+@server.command("status")
+@command
+def server_status(json_output: JsonOption = False) -> Result:
+    """Whether the local Prefect server runs and answers."""
+    from recpoint.flows import prefect_server
+
+    local = prefect_server.running_server()
+    if local is None:
+        return Result({"running": False, "answers": False}, terminal.shown("not running"))
+    answers = prefect_server.is_healthy(local.url)
+    ui = prefect_server.ui_url(local.url)
+    document = {"running": True, "answers": answers, "pid": local.pid, "ui": ui}
+    state = "up" if answers else "starting, or hanging"
+    return Result(document, terminal.shown(f"{state}: {ui} (process {local.pid})"))
+
+
+@command
+def demo(
+    directory: Annotated[
+        Path, typer.Option("--dir", help="For the run and the logs; emptied by the next demo.")
+    ] = _DEMO_DIRECTORY,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="Store the run below this URL instead.")
+    ] = None,
+    bits: Annotated[str, typer.Option(help="lossless, 8, 4, 3 or 2.")] = "lossless",
+    interval: Annotated[int, typer.Option(help="Batches between checkpoints.")] = 200,
+    steps: Annotated[int, typer.Option(help="Batches to train.")] = 2000,
+    stop: Annotated[
+        bool, typer.Option("--stop-server", help="Stop the local Prefect server at the end.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> Result:
+    """Train on real purchases, kill the trainer with SIGKILL, restore, prove the result."""
+    _require_flows("auto")
+    from recpoint.dashboards.demo import DemoSettings, run_demo
+    from recpoint.dashboards.demo_report import report_views
+    from recpoint.flows import prefect_server
+
+    settings = DemoSettings(
+        directory=directory, store=store, steps=steps, interval=interval, bits=bits
+    )
+    console = progress_console() if json_output else output_console()
+    try:
+        result = run_demo(settings, console)
+    finally:
+        if stop:
+            prefect_server.stop_server()
+    last_line = Text(json.dumps(result.document, ensure_ascii=True, allow_nan=False))
+    views = report_views(result, server_stopped=stop)
+    return Result(result.document, *views, last_line, code=0 if result.ok else 1)
 
 
 @command

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, ParamSpec
 
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from recpoint.dashboards.terminal import error_text
 from recpoint.errors import (
@@ -93,7 +94,8 @@ def command(function: Callable[_Parameters, Result]) -> Callable[_Parameters, No
         else:
             console = output_console()
             for view in result.views:
-                console.print(view)
+                # Plain text is never wrapped: a JSON line, for instance, has to stay one line.
+                console.print(view, soft_wrap=isinstance(view, Text))
         raise typer.Exit(result.code)
 
     # Typer asks the function it is given for its types; those of `run` are the wrapped one's,
