@@ -1,0 +1,340 @@
+"""What the S3 store makes of a network and a server that fail: errors, time, healing.
+
+Each fault is made on the way to a real server. "Heals" means that the same store object works
+again as soon as the fault is over.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import s3_store
+from recpoint.catalog.store import S3Timeouts, Store, open_store
+from recpoint.errors import (
+    ObjectExists,
+    StoreAccessDenied,
+    StoreError,
+    StoreFull,
+    StoreThrottled,
+    StoreUnavailable,
+)
+from recpoint.testing.faults import READS, Fault, FaultStore
+from recpoint.testing.seaweed import SeaweedServer
+from tests.fault.proxy import Break, FaultProxy
+
+_QUICK = S3Timeouts(connect_seconds=1, read_seconds=1, attempts=2, call_seconds=6)
+# Two attempts of a second each, a pause of at most one, and room for a busy machine.
+_BOUND_SECONDS = 10.0
+
+
+@pytest.fixture
+def proxy(s3_environment: SeaweedServer) -> Iterator[FaultProxy]:
+    with FaultProxy(s3_environment.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(
+    proxy: FaultProxy, s3_environment: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> Store:
+    """A store whose requests go through the proxy; it has been used already."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    store = open_store(s3_environment.run_url(), timeouts=_QUICK)
+    store.put("old", b"old")
+    proxy.requests.clear()
+    return store
+
+
+def _calls(store: Store) -> list[Callable[[], object]]:
+    return [
+        lambda: store.get("old", max_bytes=9),
+        lambda: store.get_range("old", start=0, end=1),
+        lambda: store.put("new", b"new"),
+        lambda: store.create("new", b"new"),
+        lambda: list(store.list()),
+        lambda: store.size("old"),
+        lambda: store.delete("new"),
+        lambda: list(store.list_unfinished()),
+        lambda: store.probe(),
+    ]
+
+
+def _check_error(error: StoreError, store: Store) -> None:
+    assert store.url in error.subject
+    assert error.found and error.expected and error.next_step
+
+
+def _check_healed(store: Store) -> None:
+    key = f"healed-{secrets.token_hex(4)}"
+    store.create(key, b"1")
+    assert store.get(key, max_bytes=1) == b"1"
+    assert store.get("old", max_bytes=9) == b"old"
+
+
+def test_a_refusal_is_access_denied_at_once(store: Store, proxy: FaultProxy) -> None:
+    proxy.plan = [Break(status=403)]
+    for call in _calls(store):
+        proxy.requests.clear()
+        with pytest.raises(StoreAccessDenied) as caught:
+            call()
+        _check_error(caught.value, store)
+        assert not caught.value.retryable
+        assert len(proxy.requests) == 1  # what cannot heal is not asked for again
+    proxy.plan = []
+    _check_healed(store)
+
+
+def test_throttling_is_waited_out(store: Store, proxy: FaultProxy) -> None:
+    proxy.plan = [Break(match="GET", status=503, times=1), Break(match="PUT", status=503, times=1)]
+    assert store.get("old", max_bytes=9) == b"old"
+    store.create("new", b"new")
+    assert store.get("new", max_bytes=9) == b"new"
+
+
+def test_throttling_without_end_is_said_to_be_that(store: Store, proxy: FaultProxy) -> None:
+    proxy.plan = [Break(status=503)]
+    for call in _calls(store)[:4]:
+        proxy.requests.clear()
+        with pytest.raises(StoreThrottled) as caught:
+            call()
+        _check_error(caught.value, store)
+        assert caught.value.retryable
+        assert len(proxy.requests) == _QUICK.attempts
+    proxy.plan = []
+    _check_healed(store)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_black_hole_ends_in_time(store: Store, proxy: FaultProxy, number: int) -> None:
+    proxy.plan = [Break(silent=True)]
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        _calls(store)[number]()
+    assert time.monotonic() - started < _BOUND_SECONDS
+    _check_error(caught.value, store)
+    assert proxy.endpoint in str(caught.value)
+    proxy.plan = []
+    _check_healed(store)
+
+
+def test_a_large_upload_into_a_black_hole_ends_in_time(store: Store, proxy: FaultProxy) -> None:
+    proxy.plan = [Break(match="PUT", silent=True)]
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        store.put("new", bytes(8 << 20))
+    # The whole call's limit counts here: 6 s, and 8 s for 8 MiB.
+    assert time.monotonic() - started < 14 + _BOUND_SECONDS
+    proxy.plan = []
+    assert [info.key for info in store.list()] == ["old"]
+
+
+def test_no_server_at_all_ends_in_time(store: Store, proxy: FaultProxy) -> None:
+    proxy.__exit__()
+    started = time.monotonic()
+    for call in _calls(store)[:2]:
+        with pytest.raises(StoreUnavailable, match=str(proxy.port)) as caught:
+            call()
+        _check_error(caught.value, store)
+    assert time.monotonic() - started < 2 * _BOUND_SECONDS
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Break(match="GET", reset_after_bytes=10, times=1),
+        Break(match="GET", reset_after_bytes=300_000, times=1),
+        Break(match="GET", cut_body_after=100_000, times=1),
+        Break(match="GET", lose_reply=True, times=1),
+    ],
+)
+def test_a_read_that_breaks_off_is_made_again(
+    store: Store, proxy: FaultProxy, broken: Break
+) -> None:
+    data = secrets.token_bytes(1 << 20)
+    store.put("new", data)
+    proxy.plan = [broken]
+    assert store.get("new", max_bytes=len(data)) == data
+    proxy.plan = [Break(**{**vars(broken), "latency_seconds": 0.01})]  # counted afresh
+    assert store.get_range("new", start=5, end=900_000) == data[5:900_000]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [Break(match="GET", reset_after_bytes=300_000), Break(match="GET", cut_body_after=100_000)],
+)
+def test_a_read_that_always_breaks_off_is_unavailable(
+    store: Store, proxy: FaultProxy, broken: Break
+) -> None:
+    data = secrets.token_bytes(1 << 20)
+    store.put("new", data)
+    proxy.plan = [broken]
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        store.get("new", max_bytes=len(data))
+    assert time.monotonic() - started < _BOUND_SECONDS
+    _check_error(caught.value, store)
+    proxy.plan = []
+    assert store.get("new", max_bytes=len(data)) == data
+
+
+def test_a_break_in_one_of_many_ranges_costs_only_that(
+    store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_store, "_RANGE_BYTES", 200_000)
+    data = secrets.token_bytes(1_000_001)
+    store.put("new", data)
+    proxy.plan = [Break(match="GET", reset_after_bytes=100_000, times=1)]
+    proxy.requests.clear()
+    assert store.get("new", max_bytes=len(data)) == data
+    assert len(proxy.requests) == 6 + 1
+
+
+def test_flipped_bytes_arrive_silently(store: Store, proxy: FaultProxy) -> None:
+    """Which is why every byte that is read is checked against the manifest (format §6.3 R5)."""
+    data = secrets.token_bytes(10_000)
+    store.put("new", data)
+    proxy.plan = [Break(match="GET", flip_body_byte=5_000)]
+    for found in [
+        store.get("new", max_bytes=10_000),
+        store.get_range("new", start=0, end=10_000),
+    ]:
+        assert len(found) == len(data)
+        assert [at for at in range(len(data)) if found[at] != data[at]] == [5_000]
+
+
+def test_a_put_whose_reply_is_lost_is_made_again(store: Store, proxy: FaultProxy) -> None:
+    proxy.plan = [Break(match="PUT", lose_reply=True, times=1)]
+    store.put("new", b"new")
+    assert store.get("new", max_bytes=9) == b"new"
+
+
+def test_a_create_whose_reply_is_lost_meets_its_own_object(store: Store, proxy: FaultProxy) -> None:
+    proxy.plan = [Break(match="PUT", lose_reply=True, times=1)]
+    with pytest.raises(ObjectExists, match="read it back"):
+        store.create("new", b"unique token")
+    assert store.get("new", max_bytes=99) == b"unique token"
+
+
+def test_a_create_that_never_hears_back_is_unknown(store: Store, proxy: FaultProxy) -> None:
+    once = open_store(store.url, timeouts=S3Timeouts(attempts=1, read_seconds=1))
+    proxy.plan = [Break(match="PUT", lose_reply=True)]
+    with pytest.raises(StoreUnavailable) as caught:
+        once.create("new", b"unique token")
+    _check_error(caught.value, store)
+    assert store.get("new", max_bytes=99) == b"unique token"
+
+
+def test_an_upload_in_parts_that_stalls_leaves_nothing(
+    store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_store, "_SINGLE_PUT_BYTES", 0)
+    monkeypatch.setattr(s3_store, "_PART_BYTES", 5 << 20)
+    proxy.plan = [Break(match="partNumber=2", silent=True)]
+    with pytest.raises(StoreUnavailable):
+        store.create("new", bytes(11 << 20))
+    deadline = time.monotonic() + _BOUND_SECONDS
+    while list(store.list_unfinished()):  # the abort may end a moment after the call
+        assert time.monotonic() < deadline
+    assert [info.key for info in store.list()] == ["old"]
+
+
+def test_a_completion_whose_reply_is_lost_is_unknown_and_done(
+    store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_store, "_SINGLE_PUT_BYTES", 0)
+    monkeypatch.setattr(s3_store, "_PART_BYTES", 5 << 20)
+    data = secrets.token_bytes(6 << 20)
+    proxy.plan = [
+        Break(match="?uploads"),  # nothing: only the completion is to be struck
+        Break(match="POST ", lose_reply=True, times=1),
+    ]
+    try:
+        store.create("new", data)
+    except (ObjectExists, StoreUnavailable):
+        pass  # both say: read it back
+    assert store.get("new", max_bytes=len(data)) == data
+    assert list(store.list_unfinished()) == []
+
+
+def test_latency_only_takes_time(store: Store, proxy: FaultProxy) -> None:
+    proxy.plan = [Break(latency_seconds=0.3)]
+    started = time.monotonic()
+    _check_healed(store)
+    assert time.monotonic() - started >= 0.9
+    assert [info.key for info in store.list()][-1] == "old"
+
+
+def test_a_server_that_dies_and_comes_back(own_seaweed: SeaweedServer) -> None:
+    store = open_store(own_seaweed.run_url(), timeouts=_QUICK)
+    store.create("old", b"old")
+    own_seaweed.kill()
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        store.create("new", b"new")
+    assert time.monotonic() - started < _BOUND_SECONDS
+    _check_error(caught.value, store)
+    own_seaweed.start()
+    _check_healed(store)
+    # And a call that is under way while it is gone ends well, once it is there again.
+    own_seaweed.kill()
+    patient = open_store(store.url, timeouts=S3Timeouts(attempts=8))
+    found: list[bytes] = []
+    reading = threading.Thread(target=lambda: found.append(patient.get("old", max_bytes=9)))
+    reading.start()
+    own_seaweed.start()
+    reading.join(60)
+    assert found == [b"old"]
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Store:
+    store = open_store(str(tmp_path / "run"))
+    store.put("a/old", b"0123456789")
+    return store
+
+
+def test_planned_damage_is_done_to_reads(local: Store) -> None:
+    faulty = FaultStore(local, [Fault.flip(key_contains="old"), Fault.short(after=2)])
+    assert faulty.get("a/old", max_bytes=10) == b"01234%6789"
+    assert faulty.get_range("a/old", start=0, end=10) == b"0123456789"
+    assert faulty.get_range("a/old", start=0, end=10) == b"01234"
+    assert faulty.get("a/old", max_bytes=10) == b"0123456789"
+    assert faulty.calls[0] == ("get", "a/old")
+
+
+def test_planned_failures_are_counted(local: Store) -> None:
+    faulty = FaultStore(local, [Fault.throttle(2), Fault.stop_after(1, error=StoreFull)])
+    for _ in range(2):
+        with pytest.raises(StoreThrottled):
+            faulty.get("a/old", max_bytes=10)
+    faulty.put("b", b"1")
+    for _ in range(3):
+        with pytest.raises(StoreFull):
+            faulty.delete("b")
+    assert faulty.get("b", max_bytes=1) == b"1"
+
+
+def test_a_planned_lost_reply_comes_after_the_deed(local: Store) -> None:
+    faulty = FaultStore(local, [Fault.lost_reply(key_contains="new")])
+    faulty.create("b", b"1")
+    with pytest.raises(StoreUnavailable):
+        faulty.create("new", b"1")
+    assert local.get("new", max_bytes=1) == b"1"
+    with pytest.raises(ObjectExists):
+        faulty.create("new", b"2")
+
+
+def test_a_planned_failure_on_one_operation_leaves_the_others(local: Store) -> None:
+    fault = Fault(kind="fail", on=READS, times=None, error=StoreAccessDenied)
+    faulty = FaultStore(local, [fault])
+    with pytest.raises(StoreAccessDenied):
+        faulty.get("a/old", max_bytes=10)
+    assert [info.key for info in faulty.list()] == ["a/old"]
+    assert faulty.size("a/old") == 10
+    faulty.probe()
