@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ _LOG = logging.getLogger("recpoint.agent")
 _POLL_SECONDS = 0.2
 _STATUS_SECONDS = 5.0
 _DRAIN_SECONDS = 25.0
+_TELL_SECONDS = 5.0
+_LEAVE_SECONDS = 3.0
 _RUNS_AT_ONCE = 4
 
 #: Pauses before a job is tried again: doubled from the first on. What no waiting heals (a missing
@@ -67,11 +69,8 @@ def run_agent(
         agent = Agent(root, gate=PrefectGate(enabled=prefect == "auto"))
         with _stopped_by_signals(agent):
             left = agent.serve(once=once)
-            if agent.is_working():
-                # Python would wait for the threads of an upload that may take hours. They may be
-                # stopped anywhere: their jobs stay staged, and the next agent goes on with them.
-                logging.shutdown()
-                os._exit(0)
+            if agent.was_stopped:
+                _leave_soon()
             return left
 
 
@@ -99,12 +98,15 @@ class Agent:
     def __init__(self, staging: Path, *, gate: PrefectGate) -> None:
         self._staging = staging
         self._gate = gate
+        self.was_stopped = False
         self._stop = threading.Event()
         self._runs: dict[Path, _RunState] = {}
+        self._telling: list[threading.Thread] = []
         self._places = threading.BoundedSemaphore(_RUNS_AT_ONCE)
 
     def stop(self) -> None:
         """Take no further job; `serve` returns when those at work are done."""
+        self.was_stopped = True
         self._stop.set()
 
     def serve(self, *, once: bool = False) -> int:
@@ -117,7 +119,7 @@ class Agent:
         try:
             while not self._stop.is_set():
                 self._look()
-                if once and not self.is_working() and not self._due():
+                if once and not self._working() and not self._due():
                     break
                 if time.monotonic() - told >= _STATUS_SECONDS:
                     told = time.monotonic()
@@ -160,8 +162,7 @@ class Agent:
             and bool(staged.staged_jobs(run_dir))
         )
 
-    def is_working(self) -> bool:
-        """Whether any job is being worked on."""
+    def _working(self) -> bool:
         return any(self._works(state) for state in self._runs.values())
 
     def _due(self) -> bool:
@@ -176,6 +177,9 @@ class Agent:
         for state in self._runs.values():
             if state.thread is not None:
                 state.thread.join(max(0.0, deadline - time.monotonic()))
+        deadline = min(deadline, time.monotonic() + _TELL_SECONDS)
+        for thread in self._telling:
+            thread.join(max(0.0, deadline - time.monotonic()))
         for run_dir, state in self._runs.items():
             if self._works(state):
                 _LOG.warning("%s: %s stays staged", run_dir.name, state.job)
@@ -221,27 +225,37 @@ class Agent:
         if call is not None:
             failed = self._persist_with_prefect(call, job_file)
             if failed is None:
-                return
+                return self._gate.worked()
             if isinstance(failed, RecpointError):
                 raise failed
-            self._gate.failed(failed)
-            if not job_file.exists():
-                return
+            self._gate.failed(f"{type(failed).__name__}: {failed}")
         outcome = persist.persist_job(job_file)
         log.info("%s without Prefect %s", outcome.result, outcome.error)
 
-    def _persist_with_prefect(self, call: Any, job_file: Path) -> BaseException | None:
+    def _persist_with_prefect(
+        self, call: Callable[[str], Any], job_file: Path
+    ) -> BaseException | None:
         """Run the flow; None if the job has been answered, else what kept it from that."""
-        try:
-            state = call(str(job_file))
-        except Exception as error:
-            # Of Prefect, its client or its server, in a hundred forms: the job is done without it.
-            return error
+        results: list[Any] = []
+
+        def run() -> None:
+            try:
+                state = call(str(job_file))
+                results.append(state.result(raise_on_failure=False) or state)
+            except Exception as error:
+                # Of Prefect, its client or its server, in a hundred forms.
+                results.append(error)
+
+        thread = threading.Thread(target=run, name=f"flow {job_file.stem}", daemon=True)
+        thread.start()
+        while thread.is_alive() and job_file.exists():
+            thread.join(_POLL_SECONDS / 4)
         if not job_file.exists():
-            self._gate.worked()
+            # The rest of the flow only tells about it, which an API that hangs drags out.
+            self._telling = [other for other in self._telling if other.is_alive()] + [thread]
             return None
-        failed = state.result(raise_on_failure=False)
-        return failed if isinstance(failed, BaseException) else RuntimeError(str(state))
+        failed = results[0]
+        return failed if isinstance(failed, BaseException) else RuntimeError(str(failed))
 
     def _postpone(
         self, state: _RunState, error: BaseException, log: logging.LoggerAdapter[logging.Logger]
@@ -327,6 +341,18 @@ def _stopped_by_signals(agent: Agent) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave_soon() -> None:
+    """End the process in a few seconds, unless it ends by itself.
+
+    Python waits at its end for the threads of an upload, which may take hours, and Prefect for an
+    API that hangs. Both may be stopped anywhere: what is not committed stays staged.
+    """
+    if threading.current_thread() is threading.main_thread():
+        leave = threading.Timer(_LEAVE_SECONDS, os._exit, (0,))
+        leave.daemon = True
+        leave.start()
 
 
 def _now_ms() -> int:

@@ -28,9 +28,10 @@ _LONGEST_PAUSE_SECONDS = 120.0
 #: How Prefect's client is to behave in this process, unless the user said otherwise: give up on
 #: an API that hangs in seconds, and never start a server by itself.
 _CLIENT = {
-    "PREFECT_API_REQUEST_TIMEOUT": "4",
+    "PREFECT_API_REQUEST_TIMEOUT": "3",
     "PREFECT_CLIENT_MAX_RETRIES": "1",
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "recpoint",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "recpoint.persist",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     **prefect_server.OFFLINE,
 }
@@ -145,5 +146,7 @@ class PrefectGate:
                 os.environ.setdefault("PREFECT_CLIENT_CSRF_SUPPORT_ENABLED", "false")
             for name, value in _CLIENT.items():
                 os.environ.setdefault(name, value)
+        # A line for each request, in a process that makes a dozen for each checkpoint.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         call: Callable[[str], Any] = importlib.import_module("recpoint.flows.persist").run_persist
         return call
