@@ -26,6 +26,7 @@ class Break:
         cut_body_after: the body ends here, with a clean close.
         status: answer this instead of asking the server.
         silent: neither forward nor answer, and keep the connection: a black hole.
+        unread: the same, and the request's body is not even read.
     """
 
     match: str = ""
@@ -37,6 +38,7 @@ class Break:
     cut_body_after: int | None = None
     status: int | None = None
     silent: bool = False
+    unread: bool = False
 
 
 class FaultProxy:
@@ -123,8 +125,10 @@ class FaultProxy:
         """One request and its answer; whether the connection can take another."""
         head = await reader.readuntil(b"\r\n\r\n")
         line = head.split(b"\r\n", 1)[0].decode("latin-1")
-        body = await reader.readexactly(_length(head))
         done = self._break_for(line)
+        if done.unread:
+            await self._stop.wait()
+        body = await reader.readexactly(_length(head))
         await asyncio.sleep(done.latency_seconds)
         if done.silent:
             await reader.read()  # until the client gives up

@@ -7,6 +7,8 @@ again as soon as the fault is over.
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +134,42 @@ def test_a_large_upload_into_a_black_hole_ends_in_time(store: Store, proxy: Faul
     assert time.monotonic() - started < 14 + _BOUND_SECONDS
     proxy.plan = []
     assert [info.key for info in store.list()] == ["old"]
+
+
+def test_an_upload_that_nobody_reads_ends_in_time(store: Store, proxy: FaultProxy) -> None:
+    timeouts = S3Timeouts(read_seconds=1, call_seconds=3, slowest_mib_per_second=1_000)
+    short = open_store(store.url, timeouts=timeouts)
+    proxy.plan = [Break(match="PUT", unread=True)]
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="no answer within 3 s"):
+        short.put("new", bytes(32 << 20))  # more than the sockets between them hold
+    assert time.monotonic() - started < _BOUND_SECONDS
+    proxy.plan = []
+    _check_healed(short)
+
+
+def test_a_writer_killed_in_mid_upload_leaves_an_upload_and_no_object(
+    store: Store, proxy: FaultProxy
+) -> None:
+    program = (
+        "import sys\n"
+        "from recpoint.catalog.store import open_store\n"
+        "open_store(sys.argv[1]).create('new', bytes(80 << 20))\n"
+    )
+    proxy.plan = [Break(match="partNumber=2", silent=True)]
+    with subprocess.Popen([sys.executable, "-c", program, store.url]) as writer:
+        deadline = time.monotonic() + 60
+        while not any("partNumber=2" in line for line in proxy.requests):
+            assert time.monotonic() < deadline and writer.poll() is None
+            time.sleep(0.02)  # the pause of a poll
+        writer.kill()
+    assert [info.key for info in store.list()] == ["old"]
+    unfinished = list(store.list_unfinished())
+    assert [info.key.partition("?")[0] for info in unfinished] == ["new"]
+    store.delete_unfinished(unfinished[0].key)
+    assert list(store.list_unfinished()) == []
+    proxy.plan = []
+    store.create("new", b"again")
 
 
 def test_no_server_at_all_ends_in_time(store: Store, proxy: FaultProxy) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog import durable
+from recpoint.testing import die_at
 
 
 @pytest.fixture
@@ -104,9 +105,9 @@ print("done")
 """
 
 
-def _die_at(program: Path, run: Path, *how: str) -> subprocess.CompletedProcess[str]:
+def _die_at(how: list[str], *program: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "recpoint.testing.die_at", *how, str(program), str(run)],
+        [sys.executable, "-m", "recpoint.testing.die_at", *how, *map(str, program)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -116,7 +117,7 @@ def _die_at(program: Path, run: Path, *how: str) -> subprocess.CompletedProcess[
 def test_killed_at_every_step_each_object_is_whole_or_not_there(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
-    counted = _die_at(program, tmp_path / "counted", "--count", str(tmp_path / "steps"))
+    counted = _die_at(["--count", str(tmp_path / "steps")], program, tmp_path / "counted")
     assert counted.stdout == "done\n", counted.stderr
     lines = (tmp_path / "steps").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == [str(n) for n in range(1, len(lines) + 1)]
@@ -125,7 +126,7 @@ def test_killed_at_every_step_each_object_is_whole_or_not_there(tmp_path: Path) 
     telling = [n for n, line in enumerate(lines, 1) if "fsync" not in line.split("\t")[2]]
     for number in telling:
         run = tmp_path / f"run-{number}"
-        killed = _die_at(program, run, str(number))
+        killed = _die_at([str(number)], program, run)
         assert killed.returncode == -9, (number, killed.stderr)
         _check(run)
         # Started again, it finishes, and a sweep of what is unfinished leaves nothing of it.
@@ -134,8 +135,34 @@ def test_killed_at_every_step_each_object_is_whole_or_not_there(tmp_path: Path) 
         )
         assert again.stdout == "done\n", (number, again.stderr)
         _check(run, finished=True)
-    beyond = _die_at(program, tmp_path / "beyond", str(len(lines) + 1))
+    beyond = _die_at([str(len(lines) + 1)], program, tmp_path / "beyond")
     assert beyond.returncode == 0 and beyond.stdout == "done\n"
+
+
+def test_children_count_and_die_too_when_asked_to(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.run([sys.executable, sys.argv[1], sys.argv[2]])\n"
+        "print(child.returncode)\n"
+    )
+    counted = tmp_path / "steps"
+    alone = _die_at(["--count", str(counted)], parent, program, tmp_path / "one")
+    assert alone.stdout.endswith("0\n"), alone.stderr
+    assert not counted.exists()
+    together = _die_at(["--count", str(counted), "--children"], parent, program, tmp_path / "two")
+    assert together.stdout.endswith("0\n"), together.stderr
+    assert counted.read_text().startswith("1\t")
+    killed = _die_at(["3", "--children"], parent, program, tmp_path / "three")
+    assert killed.stdout == "-9\n", killed.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["0", "x.py"], ["-m", "json"], ["3"], ["--count"]])
+def test_a_wrong_command_line_is_answered_with_the_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="usage: die_at"):
+        die_at.main(arguments)
 
 
 def _check(run: Path, *, finished: bool = False) -> None:

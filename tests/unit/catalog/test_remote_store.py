@@ -265,8 +265,9 @@ def test_the_package_for_a_scheme_is_named_when_it_is_missing(
 @pytest.mark.parametrize("name", ["connect_seconds", "attempts", "call_seconds"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
 def test_time_outs_that_cannot_work_are_refused(name: str, value: float) -> None:
+    settings: dict[str, Any] = {name: value}
     with pytest.raises(SettingsError, match=name):
-        S3Timeouts(**{name: value})  # type: ignore[arg-type]
+        S3Timeouts(**settings)
 
 
 def test_settings_come_from_configuration_environment_and_defaults() -> None:
