@@ -29,7 +29,7 @@ from recpoint.dashboards.demo_progress import DemoProgress
 from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
 
-__all__ = ["DemoResult", "DemoSettings", "run_demo"]
+__all__ = ["DemoResult", "DemoSettings", "example_script", "make_fresh", "run_demo"]
 
 BITS = ("lossless", "8", "4", "3", "2")
 
@@ -199,7 +199,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
         StoreError: the store cannot be used.
     """
     script = example_script()
-    _make_fresh(settings.directory)
+    make_fresh(settings.directory)
     name = f"demo-{secrets.token_hex(4)}"
     parent = settings.store.rstrip("/") if settings.store else str(settings.directory.resolve())
     run_url = open_store(f"{parent}/{name}").url
@@ -310,7 +310,7 @@ def example_script() -> Path:
 _MARK = "recpoint-demo.txt"
 
 
-def _make_fresh(directory: Path) -> None:
+def make_fresh(directory: Path) -> None:
     """Make `directory`; empty it when an earlier demo made it, and only then."""
     if directory.exists() and not (directory / _MARK).is_file():
         if not directory.is_dir() or any(directory.iterdir()):

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from recpoint.errors import RecpointError
@@ -150,13 +152,24 @@ class Trainer(Child):
 
 @contextmanager
 def ended(children: list[Child]) -> Iterator[None]:
-    """Whatever happens in the block, every child in the list has ended after it."""
+    """Whatever happens in the block, every child in the list has ended after it.
+
+    In the main thread also when this process is told to end, or its terminal is closed.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP) if main}
     try:
         yield
     finally:
         for child in reversed(children):
             if child.running:
                 child.terminate()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _tail(path: Path, count_bytes: int) -> bytes:

@@ -1,0 +1,90 @@
+"""The demo, end to end: real training, a real Prefect server, a real SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import staged
+from recpoint.catalog.check import check
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("prefect")
+def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
+    # A server of its own, which must not be one that somebody is looking at.
+    environment |= {"RECPOINT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    demo = tmp_path / "demo"
+    ended = subprocess.run(
+        [sys.executable, "-m", "recpoint", "demo", f"--dir={demo}", "--stop-server"]
+        + ["--steps=120", "--interval=20"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        check=False,
+    )
+    logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in demo.glob("*.log"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr + logs
+    *_, proof, last = ended.stdout.splitlines()
+    document = json.loads(last)
+    assert document["ok"] is True
+    assert document["resumed_bit_identical"] is True
+    assert set(document["digests_equal"].values()) == {True}
+    assert document["auc"] == document["auc_uninterrupted"]
+    assert document["steps"] == 120
+    assert 60 <= document["killed_at_step"] < 120
+    assert 0 < document["restored_step"] <= document["killed_at_step"]
+    assert document["restored_step"] % 20 == 0
+    assert document["persisted_by_prefect"] > 0
+    assert document["bytes_written"] < document["bytes_full_fp32"]
+    assert "proof: killed with SIGKILL at step" in proof
+
+    # What it says is what is there.
+    run = Run.open(open_store(document["run"]))
+    manifests = [run.manifest(*name) for name in run.live_line()]
+    assert len(manifests) == document["checkpoints"]
+    assert sum(manifest.stored_bytes for manifest in manifests) == document["bytes_written"]
+    assert manifests[0].step == 120
+    assert run.generation_numbers() == [1, 2]
+    restored = run.generation(2).restored
+    assert restored is not None and restored.step == document["restored_step"]
+    assert check(run, level="full").ok
+
+    # The progress of the killed trainer stops where the demo says that it was killed.
+    progress = (demo / "killed.progress.jsonl").read_text().splitlines()
+    assert json.loads(progress[-1])["step"] == document["killed_at_step"]
+    # Nothing is left behind: no process, no server, nothing in memory.
+    assert not Path(staged.run_directory("/dev/shm", document["run"])).exists()
+    left = subprocess.run(
+        [sys.executable, "-m", "recpoint", "server", "status", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=True,
+    )
+    assert json.loads(left.stdout)["running"] is False
+    assert not processes_that_name(str(tmp_path))
+
+
+def processes_that_name(text: str) -> list[str]:
+    """Command lines, other than this process's, with `text` in them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, UnicodeDecodeError):
+                continue  # it has ended meanwhile, or is not ours
+            if text in line:
+                found.append(line)
+    return found
