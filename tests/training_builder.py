@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recpoint import Checkpointer
 from recpoint.catalog import persist, staged
 
 ROWS, DIM, BATCH = 203, 6, 8
@@ -77,7 +78,7 @@ class Batches:
 class Training:
     """One training process in the small: model, optimizers, schedulers, reader."""
 
-    model: nn.Module
+    model: Recommender
     optimizers: list[torch.optim.Optimizer]
     reader: Batches
     schedulers: list[Any] = field(default_factory=list)
@@ -153,3 +154,36 @@ class Place:
     @property
     def run_directory(self) -> Path:
         return staged.run_directory(self.staging, self.run)
+
+
+def simple_training(seed: int = 1, *, lr: float = 0.1) -> Training:
+    """The recommender under plain SGD: only rows that were looked up change."""
+    seed_everything(seed)
+    model = Recommender()
+    return Training(model, [torch.optim.SGD(model.parameters(), lr=lr)], Batches(seed))
+
+
+def checkpointer(training: Training, place: Place, **settings: Any) -> Checkpointer:
+    """A checkpointer of everything in `training`, of quick temper."""
+    return Checkpointer(
+        training.model,
+        training.optimizers,
+        **{
+            "run": place.run,
+            "staging": place.staging,
+            "reader": training.reader,
+            "schedulers": training.schedulers,
+            "interval_batches": 2,
+            "close_wait_seconds": 20.0,
+            "drain_seconds": 20.0,
+            "handle_sigterm": False,
+            **settings,
+        },
+    )
+
+
+def train(training: Training, ckpt: Checkpointer, batches: int) -> None:
+    """Train and checkpoint."""
+    for _ in range(batches):
+        training.batch()
+        ckpt.step()

@@ -6,7 +6,9 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,10 @@ __all__ = [
     "now_ms",
     "place",
 ]
+
+
+#: Up to this size one thread copies.
+_SMALL_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,14 +170,14 @@ def fill(
                 continue
             ids = part.ids
             if ids is not None:
-                by_name[f"t{index}.ids"].view(data).copy_(ids)
+                _copy(ids, by_name[f"t{index}.ids"].view(data))
             _rows(part.values, ids, by_name[f"t{index}.values"].view(data), device)
             for number, state in enumerate(part.row_states):
                 _rows(state, ids, by_name[f"t{index}.state.{number}"].view(data), device)
         if tree:
             by_name["tree"].view(data).copy_(torch.frombuffer(bytearray(tree), dtype=torch.uint8))
         for number, tensor in enumerate(tensors):
-            by_name[f"tensor.{number}"].view(data).copy_(tensor)
+            _copy(tensor, by_name[f"tensor.{number}"].view(data))
     device.release_training()
     return device
 
@@ -181,9 +187,21 @@ def _rows(source: Tensor, ids: Tensor | None, out: Tensor, device: DeviceDrain) 
     if source.is_cuda:
         device.gather(source, None if ids is None else ids.to(source.device), out)
     elif ids is None:
-        out.copy_(source)
+        _copy(source, out)
     else:
         row_gather.gather(source, ids.to(source.device), out)
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    if source.is_cpu and source.is_contiguous() and source.nbytes <= _SMALL_BYTES:
+        # torch would wake its threads, which takes longer than the copy when cores are busy.
+        np.copyto(_bytes(out), _bytes(source))
+    else:
+        out.copy_(source)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.asarray(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def now_ms() -> int:

@@ -24,7 +24,7 @@ from torch.optim import (
 from recpoint.trainer_plugin.optimizer_rows import all_rows_changed, row_states
 
 ROWS = 12
-Make = Callable[[list[nn.Parameter]], Optimizer]
+Make = Callable[[list[Any]], Optimizer]
 
 
 def untouched_rows_keep_their_bits(make: Make, *, sparse: bool, dtype: torch.dtype) -> bool:

@@ -42,7 +42,7 @@ from tests.training_builder import Batches, Place, Recommender
     ],
 )
 def test_setting_is_refused_by_name(setting: str, value: Any) -> None:
-    interval = {} if setting.startswith("interval") else {"interval_batches": 10}
+    interval: dict[str, Any] = {} if setting.startswith("interval") else {"interval_batches": 10}
     with pytest.raises(SettingsError) as caught:
         Settings(**interval, **{setting: value})
     assert setting in caught.value.subject

@@ -1,0 +1,338 @@
+"""A training process and its checkpoints: when, which kind, and what becomes of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint import Checkpointer
+from recpoint.catalog import staged
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.errors import StagingError
+from recpoint.format.job import Outcome
+from recpoint.trainer_plugin.staging import SmallStagingArea
+from tests.training_builder import Place, checkpointer, simple_training, train, until
+
+
+def kinds(place: Place) -> list[tuple[int, str, int]]:
+    """(step, kind, dirty rows) of the live line, oldest first."""
+    run = Run.open(open_store(place.run))
+    manifests = [run.manifest(*name) for name in reversed(run.live_line())]
+    return [(manifest.step, manifest.kind, manifest.dirty_rows) for manifest in manifests]
+
+
+def committed(ckpt: Checkpointer, n: int) -> Callable[[], bool]:
+    return lambda: ckpt.stats.committed == n
+
+
+def staged_jobs(ckpt: Checkpointer, n: int) -> Callable[[], bool]:
+    return lambda: ckpt.stats.staged == n
+
+
+def test_interval_kinds_and_what_the_reader_is_told(place: Place) -> None:
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, interval_batches=3, full_every=2) as ckpt:
+        ckpt.restore()
+        for batch in range(1, 11):
+            train(training, ckpt, 1)
+            until(committed(ckpt, batch // 3))
+    assert [(step, kind) for step, kind, _ in kinds(place)] == [
+        (3, "full"),
+        (6, "increment"),
+        (9, "full"),
+        (10, "increment"),  # the end of training
+    ]
+    assert training.reader.told == [3, 3, 3, 3]
+    stats = ckpt.stats
+    assert (stats.staged, stats.committed, stats.skipped, stats.failed) == (4, 4, 0, 0)
+    assert stats.lag_batches == 0 and stats.last_error is None and len(stats.stalls_ms) == 4
+
+
+def test_an_increment_holds_the_rows_that_were_looked_up(place: Place) -> None:
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 1)
+        until(lambda: ckpt.stats.committed == 1)
+        users, items, target = next(training.reader)
+        training.optimizers[0].zero_grad()
+        training.model(users, items).sum().backward()
+        training.optimizers[0].step()
+        training.model.eval()
+        training.model(torch.arange(8), items)
+        training.model.train()
+        ckpt.mark("users", torch.tensor([0]))
+        ckpt.step()
+        until(lambda: ckpt.stats.committed == 2)
+    expected = len({0, *users.tolist()}) + len(set(items.flatten().tolist()))
+    assert kinds(place)[1] == (2, "increment", expected)
+
+
+def test_a_new_row_state_needs_a_full(place: Place) -> None:
+    training = simple_training()
+    training.optimizers[0] = torch.optim.Adagrad(training.model.parameters(), lr=0.1)
+    training.optimizers[0].state.clear()  # as an optimizer that creates it at its first step
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        assert ckpt.checkpoint()
+        until(lambda: ckpt.stats.committed == 1)
+        fresh = torch.optim.Adagrad(training.model.parameters(), lr=0.1)
+        training.optimizers[0].state.update(fresh.state)
+        train(training, ckpt, 2)
+        until(lambda: ckpt.stats.committed == 2)
+        train(training, ckpt, 2)
+    assert [kind for _, kind, _ in kinds(place)] == ["full", "full", "increment"]
+
+
+def test_without_an_agent_checkpoints_are_skipped_and_no_row_is_lost(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, close_wait_seconds=0.0)
+    ckpt.restore()
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    train(training, ckpt, 5)
+    assert (ckpt.stats.staged, ckpt.stats.skipped) == (1, 5)
+    assert ckpt.stats.lag_batches == 6
+    assert place.persist_all() == 1
+    until(lambda: ckpt.stats.committed == 1)
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 2)
+    ckpt.close()
+    assert "recpoint agent" in caplog.text
+    assert place.persist_all() == 1
+    target = MemoryTarget()
+    restore(Run.open(open_store(place.run)), target)
+    assert torch.equal(target.tables["users"].values, training.model.users.weight.detach())
+    assert torch.equal(target.tables["items"].values, training.model.items.weight.detach())
+
+
+def test_the_final_checkpoint_waits_for_the_slot(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=2)
+    ckpt.restore()
+    train(training, ckpt, 3)
+    with place.agent():
+        ckpt.close()
+    assert [step for step, _, _ in kinds(place)] == [2, 3]
+
+
+def test_several_jobs_may_wait(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, max_staged_jobs=3)
+    ckpt.restore()
+    train(training, ckpt, 4)
+    until(lambda: ckpt.stats.staged == 3)
+    assert ckpt.stats.skipped == 1
+    assert len(list(staged.slots_directory(place.run_directory).iterdir())) == 3
+    with place.agent():
+        ckpt.close()
+    assert [(step, kind) for step, kind, _ in kinds(place)] == [
+        (1, "full"),
+        (2, "increment"),
+        (3, "increment"),
+        (4, "increment"),
+    ]
+
+
+def reject(place: Place, error_type: str) -> None:
+    """Answer the oldest job as an agent does that cannot commit it."""
+    job_file = staged.staged_jobs(place.run_directory)[0]
+    job = staged.read_job(job_file)
+    outcome = Outcome(
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        result="rejected",
+        error_type=error_type,
+        error="for the test",
+        stored_bytes=0,
+        finished_ms=0,
+    )
+    staged.finish(job_file, outcome)
+
+
+@pytest.mark.parametrize(
+    ("error_type", "then"), [("MissingLink", "full"), ("DigestMismatch", "increment")]
+)
+def test_a_rejected_job_gives_its_rows_back(place: Place, error_type: str, then: str) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    place.persist_all()
+    until(lambda: ckpt.stats.committed == 1)
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 2)
+    reject(place, error_type)
+    until(lambda: ckpt.stats.failed == 1)
+    assert error_type in (ckpt.stats.last_error or "")
+    train(training, ckpt, 1)
+    with place.agent():
+        ckpt.close()
+    assert [(step, kind) for step, kind, _ in kinds(place)] == [(1, "full"), (3, then)]
+    target = MemoryTarget()
+    restore(Run.open(open_store(place.run)), target)
+    assert torch.equal(target.tables["users"].values, training.model.users.weight.detach())
+
+
+def test_after_a_stale_writer_nothing_more_is_staged(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    Run.open(open_store(place.run)).claim(None)  # another trainer, on another host
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    place.persist_all()
+    until(lambda: ckpt.stats.failed == 1)
+    assert "StaleWriter" in (ckpt.stats.last_error or "")
+    train(training, ckpt, 3)
+    ckpt.close()
+    assert (ckpt.stats.staged, ckpt.stats.skipped) == (1, 4)
+    assert kinds(place) == []
+
+
+def test_on_error_raise_raises_at_the_next_step(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, on_error="raise")
+    ckpt.restore()
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    reject(place, "NoSuchError")
+    until(lambda: ckpt.stats.failed == 1)
+    training.batch()
+    with pytest.raises(Exception, match="rejected by the agent"):
+        ckpt.step()
+    ckpt.close(final=False)
+
+
+def test_an_exception_in_training_takes_no_final_checkpoint(place: Place) -> None:
+    training = simple_training()
+    with pytest.raises(ZeroDivisionError):
+        with checkpointer(training, place, interval_batches=10) as ckpt:
+            ckpt.restore()
+            train(training, ckpt, 3)
+            raise ZeroDivisionError
+    assert ckpt.stats.staged == 0
+
+
+def test_one_trainer_per_run_and_staging_area(place: Place) -> None:
+    first = checkpointer(simple_training(), place)
+    first.restore()
+    second = checkpointer(simple_training(), place)
+    with pytest.raises(StagingError, match=f"process {os.getpid()}"):
+        second.restore()
+    first.close(final=False)
+    second.restore()
+    second.close(final=False)
+
+
+def test_jobs_of_an_earlier_trainer_are_finished_before_the_restore(place: Place) -> None:
+    first = simple_training()
+    ckpt = checkpointer(first, place)
+    ckpt.restore()
+    train(first, ckpt, 2)
+    until(lambda: ckpt.stats.staged == 1)
+    ckpt.close(final=False)
+    second = simple_training(7)
+    again = checkpointer(second, place)
+    with place.agent(), again:
+        report = again.restore()
+    assert report is not None and report.restored.step == 2
+    assert torch.equal(first.model.users.weight, second.model.users.weight)
+
+
+def test_jobs_that_nobody_will_finish_do_not_pile_up(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        training = simple_training()
+        ckpt = checkpointer(training, place)
+        assert ckpt.restore() is None
+        train(training, ckpt, 2)
+        until(staged_jobs(ckpt, 1))
+        ckpt.close(final=False)
+    assert "left behind" in caplog.text and "recpoint agent" in caplog.text
+    assert len(staged.staged_jobs(place.run_directory)) == 1
+    assert len(list(staged.slots_directory(place.run_directory).iterdir())) == 1
+
+
+def test_the_memory_bound_is_stated_before_training(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, max_staged_jobs=2)
+    tables = sum(p.nbytes for p in training.model.parameters())
+    assert 2 * tables < ckpt.memory_bound_bytes < 2 * tables + 2 * 40_000
+    with caplog.at_level(logging.INFO, logger="recpoint"):
+        ckpt.restore()
+    assert f"at most {ckpt.memory_bound_bytes} bytes" in caplog.text
+    assert training.reader.position == 0
+    ckpt.close(final=False)
+
+
+def test_a_staging_area_that_is_too_small_is_told_when_built(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs
+
+    def nearly_full(path: Path) -> os.statvfs_result:
+        return os.statvfs_result((*real(path)[:3], 1, 1, *real(path)[5:]))
+
+    monkeypatch.setattr(os, "statvfs", nearly_full)
+    with pytest.warns(SmallStagingArea, match="bytes are free"):
+        checkpointer(simple_training(), place)
+
+
+def test_seconds(place: Place) -> None:
+    training = simple_training()
+    with place.agent():
+        ckpt = checkpointer(training, place, interval_batches=None, interval_seconds=0.05)
+        with ckpt:
+            ckpt.restore()
+
+            def three_committed() -> bool:
+                train(training, ckpt, 1)
+                return ckpt.stats.committed >= 3
+
+            until(three_committed)
+    assert all(grant >= 1 for grant in training.reader.told)
+    assert len(training.reader.told) >= 3
+
+
+def test_frozen_tables_are_in_fulls_only(place: Place) -> None:
+    training = simple_training()
+    training.model.items.weight.requires_grad_(False)
+    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
+        ckpt.restore()
+        for n in (1, 2):
+            train(training, ckpt, 1)
+            until(committed(ckpt, n))
+    run = Run.open(open_store(place.run))
+    newest, oldest = (run.manifest(*name) for name in run.live_line())
+    assert {chunk.table for chunk in newest.chunks} == {0, None}
+    assert {chunk.table for chunk in oldest.chunks} == {0, 1, None}
+
+
+def test_quantized_tables_keep_their_state_exact(place: Place) -> None:
+    training = simple_training()
+    with place.agent():
+        with checkpointer(training, place, bits=8, table_bits={"items": "lossless"}) as ckpt:
+            ckpt.restore()
+            train(training, ckpt, 2)
+        second = simple_training(5)
+        with checkpointer(second, place) as again:
+            again.restore()
+    users = training.model.users.weight - second.model.users.weight
+    assert 0 < users.abs().max() < 0.05
+    assert torch.equal(training.model.items.weight, second.model.items.weight)
+    assert torch.equal(training.model.top.weight, second.model.top.weight)

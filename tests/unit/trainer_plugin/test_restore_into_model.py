@@ -1,0 +1,275 @@
+"""What a restore refuses, before it changes anything, and what can be asked for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad
+
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.errors import FormatError, IncompatibleModel, NothingToRestore
+from tests.training_builder import (
+    DIM,
+    ROWS,
+    Place,
+    Recommender,
+    Training,
+    checkpointer,
+    simple_training,
+    train,
+    until,
+)
+
+
+@pytest.fixture
+def trained(place: Place) -> Training:
+    """A run with checkpoints at 2, 4 and 5."""
+    training = simple_training()
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        for _ in range(5):
+            train(training, ckpt, 1)
+            until(lambda: ckpt.stats.committed == ckpt.batches_done // 2)
+    return training
+
+
+def snapshot(training: Training) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in training.model.state_dict().values()]
+
+
+def other_rows(training: Training) -> None:
+    training.model.users = nn.Embedding(ROWS + 1, DIM)
+
+
+def other_dtype(training: Training) -> None:
+    training.model.users = nn.Embedding(ROWS, DIM, dtype=torch.float64)
+
+
+def other_dim(training: Training) -> None:
+    training.model.users = nn.Embedding(ROWS, DIM + 1)
+
+
+def missing_table(training: Training) -> None:
+    del training.model.items
+
+
+def extra_table(training: Training) -> None:
+    training.model.more = nn.Embedding(3, DIM)
+
+
+def other_dense(training: Training) -> None:
+    training.model.top = nn.Linear(DIM, 2)
+
+
+def extra_buffer(training: Training) -> None:
+    training.model.register_buffer("seen", torch.zeros(3))
+
+
+CHANGES: dict[str, tuple[Callable[[Training], None], str]] = {
+    "rows": (other_rows, rf"'users': rows {ROWS + 1} in the model, {ROWS} in the checkpoint"),
+    "dtype": (other_dtype, "'users': dtype F64 in the model, F32"),
+    "dim": (other_dim, rf"'users': values a row {DIM + 1} in the model, {DIM}"),
+    "missing table": (missing_table, "table 'items' is not in the model"),
+    "extra table": (extra_table, "table 'more' is not in the checkpoint"),
+    "dense": (other_dense, r"'top.weight' is float32\[2, 6\] in the model and float32\[1, 12\]"),
+    "buffer": (extra_buffer, "'seen' is not in the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_model_is_refused_and_untouched(
+    change: str, place: Place, trained: Training
+) -> None:
+    alter, message = CHANGES[change]
+    second = simple_training(9)
+    alter(second)
+    second.optimizers = [SGD(second.model.parameters(), lr=0.1)]
+    before = snapshot(second)
+    ckpt = checkpointer(second, place)
+    with pytest.raises(IncompatibleModel, match=message):
+        ckpt.restore()
+    assert all(map(torch.equal, before, snapshot(second)))
+    assert len(Run.open(open_store(place.run)).generations()) == 1, "nothing was claimed"
+
+
+def swap_class(second: Training) -> dict[str, Any]:
+    second.optimizers = [Adagrad(second.model.parameters(), lr=0.1)]
+    return {}
+
+
+def regroup(second: Training) -> dict[str, Any]:
+    parameters = list(second.model.parameters())
+    second.optimizers = [SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)]
+    return {}
+
+
+def no_reader(second: Training) -> dict[str, Any]:
+    return {"reader": None}
+
+
+def more_schedulers(second: Training) -> dict[str, Any]:
+    return {"schedulers": [torch.optim.lr_scheduler.StepLR(second.optimizers[0], 3)]}
+
+
+def more_extras(second: Training) -> dict[str, Any]:
+    return {"extras": {"again": second.reader}}
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (swap_class, "optimizer 0 is torch.optim.adagrad.Adagrad here and torch.optim.sgd.SGD"),
+        (regroup, "other parameter groups"),
+        (no_reader, "a reader only in the checkpoint"),
+        (more_schedulers, "1 schedulers here, 0 in the checkpoint"),
+        (more_extras, "extra 'again' is only here"),
+    ],
+)
+def test_other_surroundings_are_refused(
+    alter: Callable[[Training], dict[str, Any]], message: str, place: Place, trained: Training
+) -> None:
+    second = simple_training(9)
+    settings = alter(second)
+    before = snapshot(second)
+    with pytest.raises(IncompatibleModel, match=message):
+        checkpointer(second, place, **settings).restore()
+    assert all(map(torch.equal, before, snapshot(second)))
+
+
+def test_parts_by_name_start_a_line_of_their_own(place: Place, trained: Training) -> None:
+    second = simple_training(9)
+    second.model.top = nn.Linear(2 * DIM, 4)
+    second.optimizers = [SGD(second.model.parameters(), lr=0.1)]
+    items = second.model.items.weight.detach().clone()
+    with place.agent():
+        ckpt = checkpointer(second, place)
+        report = ckpt.restore(partial={"tables": ["users"], "dense": ["norm.running_mean"]})
+        assert report is not None and report.restored.step == 5 and ckpt.batches_done == 0
+        assert torch.equal(second.model.users.weight, trained.model.users.weight)
+        for name, buffer in second.model.named_buffers():
+            same = torch.equal(buffer, trained.model.get_buffer(name))
+            assert same == (name == "norm.running_mean")
+        assert torch.equal(second.model.items.weight, items)
+        assert second.reader.position == 0
+        assert ckpt.checkpoint()
+        ckpt.close()
+    run = Run.open(open_store(place.run))
+    assert run.live_line() == [(0, 2)]
+    assert run.manifest(0, 2).kind == "full"
+
+
+@pytest.mark.parametrize(
+    ("partial", "message"),
+    [
+        ({"tables": ["nobody"]}, "'nobody' is not in the checkpoint"),
+        ({"dense": ["nobody"]}, "'nobody' is not in the checkpoint"),
+        ({"dense": ["top.weight"]}, r"'top.weight' is torch.float32 \[4, 12\]"),
+    ],
+)
+def test_parts_that_are_not_there(
+    partial: dict[str, list[str]], message: str, place: Place, trained: Training
+) -> None:
+    second = simple_training(9)
+    second.model.top = nn.Linear(2 * DIM, 4)
+    second.optimizers = [SGD(second.model.parameters(), lr=0.1)]
+    with pytest.raises(IncompatibleModel, match=message):
+        checkpointer(second, place).restore(partial=partial)
+
+
+def test_fresh_starts_a_new_line_on_purpose(place: Place, trained: Training) -> None:
+    second = simple_training(9)
+    with place.agent(), checkpointer(second, place) as ckpt:
+        assert ckpt.restore(fresh=True) is None
+        assert ckpt.batches_done == 0
+        train(second, ckpt, 2)
+    run = Run.open(open_store(place.run))
+    assert run.live_line() == [(2, 2)]
+    assert len(run.superseded()) == 3
+
+
+def test_an_explicit_step_leaves_newer_ones_behind(place: Place, trained: Training) -> None:
+    second = simple_training(9)
+    with place.agent(), checkpointer(second, place) as ckpt:
+        report = ckpt.restore(4)
+        assert report is not None and report.restored.step == ckpt.batches_done == 4
+        train(second, ckpt, 2)
+    run = Run.open(open_store(place.run))
+    assert run.live_line() == [(6, 2), (4, 1), (2, 1)]
+    parent = run.manifest(6, 2).parent
+    assert parent is not None and parent.step == 4
+    # The branch is the same training: batch 5 was trained as before.
+    assert second.reader.position == 6
+
+
+def test_a_step_that_is_not_there(place: Place, trained: Training) -> None:
+    with pytest.raises(NothingToRestore):
+        checkpointer(simple_training(), place).restore(3)
+
+
+def test_a_step_of_a_run_that_has_none(place: Place) -> None:
+    with pytest.raises(NothingToRestore):
+        checkpointer(simple_training(), place).restore(3)
+
+
+def test_damaged_checkpoints_are_never_a_silent_fresh_start(
+    place: Place, trained: Training
+) -> None:
+    for manifest in (Path(place.run) / "manifests").iterdir():
+        manifest.write_bytes(b"garbage")
+    with pytest.raises((NothingToRestore, FormatError)):
+        checkpointer(simple_training(), place).restore()
+
+
+def test_a_damaged_newest_falls_back(place: Place, trained: Training) -> None:
+    newest = sorted((Path(place.run) / "manifests").iterdir())[-1]
+    newest.write_bytes(b"garbage")
+    ckpt = checkpointer(simple_training(), place)
+    report = ckpt.restore()
+    assert report is not None and report.restored.step == 4 and len(report.skipped) == 1
+    ckpt.close(final=False)
+
+
+def test_a_checkpoint_committed_while_restoring_is_found(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old trainer's agent commits between the restore and the claim."""
+    first = simple_training()
+    ckpt = checkpointer(first, place)
+    ckpt.restore()
+    train(first, ckpt, 2)
+    until(lambda: ckpt.stats.staged == 1)
+    place.persist_all()
+    until(lambda: ckpt.stats.committed == 1)
+    train(first, ckpt, 2)
+    until(lambda: ckpt.stats.staged == 2)
+    ckpt.close(final=False)
+    claim = Run.claim
+
+    def commit_first(run: Run, restored: Any) -> Any:
+        place.persist_all()
+        return claim(run, restored)
+
+    monkeypatch.setattr(Run, "claim", commit_first)
+    second = simple_training(9)
+    again = checkpointer(second, place, drain_seconds=0.0)
+    report = again.restore()
+    assert report is not None and report.restored.step == again.batches_done == 4
+    assert torch.equal(first.model.users.weight, second.model.users.weight)
+    again.close(final=False)
+
+
+def test_hooks_are_gone_after_close(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place)
+    ckpt.restore()
+    ckpt.close(final=False)
+    model = training.model
+    assert isinstance(model, Recommender)
+    assert not model.users._forward_pre_hooks and not model.items._forward_pre_hooks
+    assert not training.optimizers[0]._optimizer_step_post_hooks

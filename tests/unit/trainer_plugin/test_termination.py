@@ -1,0 +1,136 @@
+"""SIGTERM: a final checkpoint between two batches, then what would have happened anyway."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from tests.training_builder import Place, checkpointer, simple_training, train, until
+
+SCRIPT = """
+import sys, signal
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.sparse.check_sparse_tensor_invariants.disable()
+from pathlib import Path
+from tests.training_builder import Place, checkpointer, simple_training
+place = Place(sys.argv[2], Path(sys.argv[3]))
+if sys.argv[4] == "own":
+    def own(*_):
+        print("own handler", flush=True)
+        sys.exit(7)
+    signal.signal(signal.SIGTERM, own)
+training = simple_training()
+with checkpointer(training, place, interval_batches=10**6, handle_sigterm=True) as ckpt:
+    ckpt.restore()
+    while True:
+        training.batch()
+        ckpt.step()
+        print(ckpt.batches_done, flush=True)
+"""
+
+
+def start(place: Place, handler: str) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[3]
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(root), place.run, str(place.staging), handler],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(("handler", "code"), [("default", -signal.SIGTERM), ("own", 7)])
+def test_a_final_checkpoint_then_the_handler_before(place: Place, handler: str, code: int) -> None:
+    with place.agent():
+        process = start(place, handler)
+        assert process.stdout is not None
+        with process.stdout:
+            first = process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            lines = [first.strip(), *process.stdout.read().splitlines()]
+        assert process.wait(60) == code, lines
+    assert ("own handler" in lines) == (handler == "own")
+    last = max(int(line) for line in lines if line.isdigit())
+    run = Run.open(open_store(place.run))
+    newest = run.live_line()[0]
+    assert newest.step in (last, last + 1), "the batch after which the signal was seen"
+
+
+def test_the_previous_handler_is_back_after_close(place: Place) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    training = simple_training()
+    ckpt = checkpointer(training, place, handle_sigterm=True)
+    ckpt.restore()
+    assert signal.getsignal(signal.SIGTERM) != before
+    ckpt.close(final=False)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_is_handled_elsewhere_lets_training_go_on(place: Place) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
+    try:
+        training = simple_training()
+        with place.agent():
+            ckpt = checkpointer(training, place, interval_batches=100, handle_sigterm=True)
+            ckpt.restore()
+            train(training, ckpt, 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: ckpt._termination.requested)
+            assert not received, "not before the batch is done"
+            train(training, ckpt, 1)
+            assert received == [signal.SIGTERM]
+            assert ckpt.stats.committed == 1
+            train(training, ckpt, 1)
+            ckpt.close()
+            assert ckpt.stats.committed == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_signal_does_not_wait(place: Place) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
+    try:
+        ckpt = checkpointer(simple_training(), place, handle_sigterm=True)
+        ckpt.restore()
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: ckpt._termination.requested)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: bool(received))
+        ckpt.close(final=False)
+        assert len(received) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_started_in_another_thread(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    training = simple_training()
+    ckpt = checkpointer(training, place, handle_sigterm=True)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ckpt.restore()
+            train(training, ckpt, 1)
+            ckpt.close(final=False)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not errors and not thread.is_alive()
+    assert "main thread" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,280 @@
+"""What goes wrong with a checkpoint never reaches training, and costs no row."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recpoint.catalog import durable, staged
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.errors import StagingError
+from recpoint.trainer_plugin.staging import SmallStagingArea
+from tests.training_builder import (
+    Place,
+    Training,
+    checkpointer,
+    simple_training,
+    train,
+    until,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_observer_stays() -> Iterator[None]:
+    yield
+    durable.set_observer(None)
+
+
+def assert_restores(place: Place, training: Training) -> None:
+    """The newest checkpoint holds exactly what training has now."""
+    target = MemoryTarget()
+    restore(Run.open(open_store(place.run)), target)
+    assert torch.equal(target.tables["users"].values, training.model.users.weight.detach())
+    assert torch.equal(target.tables["items"].values, training.model.items.weight.detach())
+
+
+class Mount:
+    """A tmpfs of its own, which can be full or read-only like a disk."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self.path = path
+        path.mkdir()
+        self._run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path))
+
+    def read_only(self, yes: bool) -> None:
+        self._run("mount", "-o", f"remount,{'ro' if yes else 'rw'}", str(self.path))
+
+    def close(self) -> None:
+        self._run("umount", "-l", str(self.path))
+
+    @staticmethod
+    def _run(*command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def full_disk(
+    mount: Mount | None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Path | None, Callable[[], None]]]:
+    """A file system with room for directories and a lock, and what makes it roomy again."""
+    if mount is None:
+
+        def no_space(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", no_space)
+        yield None, monkeypatch.undo
+        return
+    ballast = mount.path / "ballast"
+    left = os.statvfs(mount.path)
+    ballast.write_bytes(bytes((left.f_bavail - 2) * left.f_frsize))
+    yield mount.path, ballast.unlink
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount | None]:
+    """A real small file system; None where this user may not mount one."""
+    try:
+        mounted = Mount(tmp_path / "mounted", 1 << 20)
+    except subprocess.CalledProcessError:
+        yield None
+        return
+    yield mounted
+    mounted.read_only(False)
+    mounted.close()
+
+
+def test_a_full_disk(place: Place, full_disk: tuple[Path | None, Callable[[], None]]) -> None:
+    path, make_room = full_disk
+    training = simple_training()
+    if path is None:
+        ckpt = checkpointer(training, place, interval_batches=1)
+    else:
+        place.staging = path / "staging"
+        with pytest.warns(SmallStagingArea):
+            ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 4)
+    stats = ckpt.stats
+    assert stats.staged == 0 and stats.failed >= 4
+    assert stats.last_error is not None and stats.last_error.startswith("StagingFull")
+    assert "r00000-0.bin" in stats.last_error and "RECPOINT_STAGING" in stats.last_error
+    make_room()
+    train(training, ckpt, 1)
+    with place.agent():
+        ckpt.close()
+    assert ckpt.stats.committed == 1
+    assert_restores(place, training)
+
+
+def test_a_disk_that_becomes_read_only(place: Place, mount: Mount | None) -> None:
+    if mount is None:
+        pytest.skip("needs the right to mount a file system")
+    place.staging = mount.path / "staging"
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    place.persist_all()
+    until(lambda: ckpt.stats.committed == 1)
+    pinned = ckpt._area.free_slot(set())
+    pinned.close()  # a file open for writing would keep the file system writable
+    lock = ckpt._area._lock
+    assert lock is not None
+    os.close(lock)
+    ckpt._area._lock = None
+    mount.read_only(True)
+    train(training, ckpt, 2)
+    assert ckpt.stats.failed == 2 and "Read-only" in (ckpt.stats.last_error or "")
+    mount.read_only(False)
+    train(training, ckpt, 1)
+    with place.agent():
+        ckpt.close()
+    assert_restores(place, training)
+
+
+def test_a_staging_area_that_is_removed_while_training(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    shutil.rmtree(place.staging)
+    until(lambda: ckpt.stats.failed == 1)
+    assert "neither the job nor an outcome" in (ckpt.stats.last_error or "")
+    train(training, ckpt, 1)
+    with place.agent():
+        ckpt.close()
+    assert_restores(place, training)
+
+
+@pytest.mark.parametrize("occupied", ["staging", "parent"])
+def test_a_staging_area_that_cannot_be_made_is_told_at_the_start(
+    place: Place, occupied: str
+) -> None:
+    place.staging.parent.mkdir(exist_ok=True)
+    place.staging.write_text("a file")
+    if occupied == "parent":
+        place.staging = place.staging / "below"
+    ckpt = checkpointer(simple_training(), place)
+    with pytest.raises(StagingError) as caught:
+        ckpt.restore()
+    assert "RECPOINT_STAGING" in caught.value.next_step
+
+
+def steps_of_one_checkpoint(place: Place) -> list[str]:
+    """The names of all durable steps of the background thread for one checkpoint."""
+    seen: list[str] = []
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+
+    def observe(name: str) -> None:
+        if threading.current_thread().name == "recpoint":
+            seen.append(name)
+
+    durable.set_observer(observe)
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    durable.set_observer(None)
+    ckpt.close(final=False)
+    return seen
+
+
+def reached(seen: list[str], at: int) -> bool:
+    return len(seen) > at
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_every_step_of_the_background_thread_may_fail(
+    place: Place, tmp_path: Path, kind: type[BaseException]
+) -> None:
+    """OSError: an error of the disk. SystemExit: the thread itself dies."""
+    names = steps_of_one_checkpoint(Place(str(tmp_path / "other"), tmp_path / "other-staging"))
+    assert len(names) >= 5
+    for at in range(len(names)):
+        here = Place(f"{place.run}-{kind.__name__}-{at}", place.staging)
+        training = simple_training()
+        ckpt = checkpointer(training, here, interval_batches=1)
+        ckpt.restore()
+        seen: list[str] = []
+
+        def fail(name: str, at: int = at, seen: list[str] = seen) -> None:
+            if threading.current_thread().name == "recpoint":
+                seen.append(name)
+                if len(seen) == at + 1:
+                    raise kind(f"at {name}")
+
+        durable.set_observer(fail)
+        train(training, ckpt, 1)
+        until(partial(reached, seen, at))
+        assert seen[at] == names[at]
+        durable.set_observer(None)
+        train(training, ckpt, 1)  # a dead thread is noticed and replaced here
+        with here.agent():
+            ckpt.close()
+        assert ckpt.stats.committed >= 1, names[at]
+        assert_restores(here, training)
+
+
+def test_a_reader_that_fails_is_noted(place: Place) -> None:
+    training = simple_training()
+
+    def broken(*_: object) -> Any:
+        raise RuntimeError("no state today")
+
+    vars(training.reader).update(state_dict=broken, batches_until_checkpoint=broken)
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 2)
+    assert ckpt.stats.failed >= 4 and "no state today" in (ckpt.stats.last_error or "")
+    del vars(training.reader)["state_dict"], vars(training.reader)["batches_until_checkpoint"]
+    train(training, ckpt, 1)
+    with place.agent():
+        ckpt.close()
+    assert ckpt.stats.committed == 1
+    assert_restores(place, training)
+
+
+def test_a_stale_outcome_is_not_taken_for_an_answer(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    left = staged.outcome_path(place.run_directory, 1, 1, 0)
+    left.write_bytes(b"left by somebody")
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    assert not left.exists()
+    with place.agent():
+        ckpt.close()
+    assert (ckpt.stats.committed, ckpt.stats.failed) == (1, 0)
+
+
+def test_an_outcome_that_cannot_be_read(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    staged.outcome_path(place.run_directory, 1, 1, 0).write_bytes(b"{}")
+    staged.job_path(place.run_directory, 1, 1, 0).unlink()
+    until(lambda: ckpt.stats.failed == 1)
+    assert "MalformedObject" in (ckpt.stats.last_error or "")
+    train(training, ckpt, 1)
+    with place.agent():
+        ckpt.close()
+    assert_restores(place, training)
