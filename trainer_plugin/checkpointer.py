@@ -18,7 +18,7 @@ from recpoint.catalog.restore import RestoreReport
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin import takeover
+from recpoint.trainer_plugin import rng_state, takeover
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
@@ -189,6 +189,7 @@ class Checkpointer:
         wanted = None if partial is None else check_partial(partial)
         self._area.create()
         self._area.lock()
+        generators = rng_state.capture()
         try:
             waiting = self._area.wait_until_drained(self._settings.drain_seconds)
             if waiting:
@@ -206,6 +207,10 @@ class Checkpointer:
                 start = takeover.start_restored(
                     run, lambda: ModelTarget(self._tables, self._state), step=step
                 )
+            if start.report is None or wanted is not None:
+                # The client of an object store draws from python's generator; training that was
+                # seeded must not depend on whether it is checkpointed.
+                rng_state.restore(generators)
             self._area.take_over(start.generation)
         except BaseException:
             self._area.close()

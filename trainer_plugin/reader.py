@@ -1,6 +1,7 @@
 """What recpoint asks of a reader of training batches, and of other things with a state.
 
-A torchdata `StatefulDataLoader` fits as it is.
+A torchdata `StatefulDataLoader` fits as it is, with and without worker processes; what a dataset
+draws at random inside a worker is not part of its state, so seed such draws by the sample's index.
 """
 
 from __future__ import annotations

@@ -153,6 +153,10 @@ class StagingArea:
             name = parse_job_stem(path.stem)
             if name is not None and name[0] < generation and name[2] == self.rank:
                 durable.remove(path)
+        # A trainer killed while it wrote a job; this process has the lock, so none is writing now.
+        jobs = staged.jobs_directory(self.run_directory)
+        for path in jobs.glob(f"{durable.TEMPORARY_PREFIX}*"):
+            durable.remove(path)
 
     def free_slot(self, busy: set[str]) -> Slot:
         """The first slot that no staged job uses.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recpoint.catalog.restore import RestoreReport, restore
 from recpoint.catalog.run import Run
 from recpoint.format.records import CheckpointRef
+from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore_target import ModelTarget, PartialTarget, tip_of
 from recpoint.trainer_plugin.tables import Table
@@ -44,14 +46,14 @@ def start_restored(run: Run, make: Callable[[], ModelTarget], *, step: int | Non
         IncompatibleModel: it does not fit; the model is untouched.
         StoreError: the store cannot be read or written.
     """
-    last: list[tuple[ModelTarget, RestoreReport]] = []
+    last: list[tuple[ModelTarget, RestoreReport, dict[str, Any]]] = []
 
     def restore_newest(before: int | None) -> CheckpointRef | None:
         if step is None and not run.live_line(before=before):
             return None
         target = make()
         report = restore(run, target, step=step, before=before)
-        last[:] = [(target, report)]
+        last[:] = [(target, report, rng_state.capture())]
         return report.restored
 
     if step is None:
@@ -60,7 +62,9 @@ def start_restored(run: Run, make: Callable[[], ModelTarget], *, step: int | Non
         record = run.claim(restore_newest(None))
     if not last:
         return Start(generation=record.generation)
-    target, report = last[0]
+    target, report, generators = last[0]
+    # The client of an object store draws from python's generator; claiming came after restoring.
+    rng_state.restore(generators)
     assert target.manifest is not None  # restore has finished it
     return Start(
         generation=record.generation,

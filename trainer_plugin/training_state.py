@@ -107,6 +107,9 @@ class TrainingState:
             extra.load_state_dict(_like(extra.state_dict(), saved["extras"][name]))
         if self._reader is not None:
             self._reader.load_state_dict(saved["reader"])
+            # A lazy reader (torchdata's loader) starts its iterator when it is first needed, and
+            # draws random numbers then: let it do so before the generators are put back.
+            self._reader.state_dict()
         rng_state.restore(saved["rng"])
         return int(saved["batches_done"])
 

@@ -180,3 +180,55 @@ def test_resumed_is_bit_identical(case: str, place: Place) -> None:
     resumed = everything(second)
     assert resumed[0] == expected[0]
     assert resumed == expected
+
+
+class LazyBatches(Batches):
+    """Starts like torchdata's StatefulDataLoader: when first needed, drawing a random seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.started = False
+
+    def start(self) -> None:
+        if not self.started:
+            self.started = True
+            torch.rand(1)
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.start()
+        return super().__next__()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.start()
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.started = False
+        super().load_state_dict(state)
+
+
+def test_a_reader_that_draws_when_it_starts(place: Place) -> None:
+    def build(seed: int) -> Training:
+        seed_everything(seed)
+        model = Recommender()
+        return Training(model, [SGD(model.parameters(), lr=0.1)], LazyBatches(seed))
+
+    uninterrupted = build(1)
+    for _ in range(8):
+        uninterrupted.batch()
+    expected = everything(uninterrupted)
+    first = build(1)
+    with place.agent(), checkpointer(first, place) as ckpt:
+        ckpt.restore()
+        for _ in range(4):
+            first.batch()
+            ckpt.step()
+    second = build(9)
+    with place.agent(), checkpointer(second, place) as again:
+        again.restore()
+        assert again.batches_done == 4
+        while again.batches_done < 8:
+            second.batch()
+            again.step()
+        again.close(final=False)
+    assert everything(second) == expected
