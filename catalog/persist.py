@@ -52,7 +52,7 @@ __all__ = [
     "verify_step",
 ]
 
-#: Groups whose upload may be under way while the next one is quantized and encoded.
+#: Groups that are worked on at once: one is prepared while the one before it is uploaded.
 _GROUPS_IN_FLIGHT = 2
 
 
@@ -269,11 +269,11 @@ def _persist_groups(store: Store, job_file: Path) -> None:
         verified = pool.submit(verify_step, job_file)
         uploads: list[Future[int]] = []
         for group in groups:
+            if len(uploads) >= _GROUPS_IN_FLIGHT:
+                uploads[-_GROUPS_IN_FLIGHT].result()
             if group.quantized:
                 quantize_step(job_file, group.index)
             encode_step(job_file, group.index)
-            if len(uploads) >= _GROUPS_IN_FLIGHT:
-                uploads[-_GROUPS_IN_FLIGHT].result()
             uploads.append(pool.submit(upload_step, job_file, group.index, store=store))
         for upload in uploads:
             upload.result()

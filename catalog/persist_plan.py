@@ -29,9 +29,9 @@ __all__ = [
 #: Most bytes of a chunk's body (format §3 asks for chunks of 32 MiB or less, header included).
 CHUNK_BYTES = (32 << 20) - (64 << 10)
 
-#: Most staged bytes of a group: what is in the spool at once is at most that for each group in
-#: flight; and fewer, larger groups cost less orchestration.
-GROUP_BYTES = 256 << 20
+#: Most staged bytes of a group. Of each group in flight the quantized rows are in the spool, which
+#: asks for small groups; each costs a workflow engine tens of milliseconds, which asks for large.
+GROUP_BYTES = 512 << 20
 
 #: Most tensors of a state chunk: their names and shapes have to fit its header.
 _TENSORS_EACH = 4_000

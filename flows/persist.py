@@ -40,7 +40,7 @@ from recpoint.tasks.upload import upload
 __all__ = ["persist", "run_persist"]
 
 #: Groups that are worked on at once: one is prepared while the ones before it are uploaded.
-_GROUPS_IN_FLIGHT = 3
+_GROUPS_IN_FLIGHT = 2
 
 
 def _run_name() -> str:

@@ -1,0 +1,41 @@
+"""Persisting in processes of their own, which may be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from recpoint.catalog import persist_plan
+from recpoint.catalog.persist import persist_job
+from recpoint.testing.die_at import install
+
+__all__ = ["persist_in_process"]
+
+
+def persist_in_process(job_file: Path, *, die_at: int | None = None) -> int | None:
+    """Persist a job, in chunks of 400 bytes, in a process that dies at its `die_at`-th step.
+
+    Args:
+        job_file: the job.
+        die_at: the step at which it is killed, from 1 on.
+
+    Returns:
+        The exit code; −9 for SIGKILL.
+    """
+    # Forked from a server that has imported everything: a fresh interpreter would take seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process: BaseProcess = context.Process(target=_persist, args=(job_file, die_at))
+    process.start()
+    process.join(120)
+    if process.is_alive():
+        process.kill()
+        raise TimeoutError(f"{job_file} was not persisted in 120 s")
+    return process.exitcode
+
+
+def _persist(job_file: Path, die_at: int | None) -> None:
+    persist_plan.CHUNK_BYTES, persist_plan.GROUP_BYTES = 400, 900
+    install(die_at=die_at)
+    persist_job(job_file)

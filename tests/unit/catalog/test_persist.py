@@ -1,0 +1,408 @@
+"""A persist without orchestration: what was staged is what a restore finds."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from recpoint.catalog import persist, persist_plan, staged
+from recpoint.catalog.check import check
+from recpoint.catalog.restore import restore
+from recpoint.catalog.restore_target import MemoryTarget
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.errors import (
+    DigestMismatch,
+    NothingToRestore,
+    StoreAccessDenied,
+    StoreThrottled,
+    StoreUnavailable,
+)
+from recpoint.kernels import quantize
+from recpoint.testing.faults import Fault, FaultStore
+from tests.catalog_builder import Table, new_run, tables
+from tests.job_builder import Links, stage
+from tests.persist_process import persist_in_process
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks and groups out of small jobs."""
+    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+
+
+def restored(run: Run) -> MemoryTarget:
+    target = MemoryTarget()
+    restore(run, target)
+    return target
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, NaN payloads and signs of zeros included."""
+    return found.dtype == expected.dtype and torch.equal(
+        found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    )
+
+
+def same_tables(target: MemoryTarget, expected: Sequence[Table]) -> bool:
+    return all(
+        same(target.tables[table.name].values, table.values)
+        and all(
+            found is not None and same(found, state)
+            for found, state in zip(target.tables[table.name].row_states, table.states, strict=True)
+        )
+        for table in expected
+    )
+
+
+def objects(run: Run, prefix: str = "chunks/") -> dict[str, bytes]:
+    return {info.key: run.store.get(info.key, max_bytes=1 << 30) for info in run.store.list(prefix)}
+
+
+def train_and_persist(run: Run, staging: Path, trained: list[Table], *, checkpoints: int) -> int:
+    """A full and increments after it; the step of the last."""
+    links, generator = Links(), torch.Generator().manual_seed(7)
+    dirty: list[Tensor | None] | None = None
+    for step in range(1, checkpoints + 1):
+        if step > 1:
+            dirty = []
+            for table in trained:
+                ids = torch.randperm(table.rows, generator=generator)[: 1 + table.rows // 3]
+                dirty.append(ids.sort().values)
+                table.train(ids, generator)
+        path = stage(
+            run,
+            staging,
+            trained,
+            step=step,
+            generation=1,
+            links=links,
+            dirty=dirty,
+            state={"step": step, "dense": torch.full((300,), float(step)), "none": None},
+            slot=step % 2,
+        )
+        outcome = persist.persist_job(path)
+        assert (outcome.result, outcome.error) == ("committed", "")
+        assert not path.exists()
+        assert staged.read_outcome(path.parent.parent / "outcomes" / path.name) == outcome
+    return checkpoints
+
+
+@pytest.mark.parametrize("chunks", ["small", "large"])
+def test_a_lossless_chain_comes_back_bit_for_bit(
+    run: Run, tmp_path: Path, chunks: str, request: pytest.FixtureRequest
+) -> None:
+    if chunks == "small":
+        request.getfixturevalue("small_chunks")
+    trained = tables()
+    step = train_and_persist(run, tmp_path / "staging", trained, checkpoints=3)
+    target = restored(run)
+    assert same_tables(target, trained)
+    state = target.state[0]
+    assert isinstance(state, dict) and state["step"] == step
+    assert same(state["dense"], torch.full((300,), float(step)))
+    assert check(run, level="full").ok
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_quantized_rows_come_back_as_the_kernel_says(
+    run: Run, tmp_path: Path, bits: int, small_chunks: None
+) -> None:
+    trained = tables(bits=bits, rows=100, dim=5)
+    train_and_persist(run, tmp_path / "staging", trained, checkpoints=3)
+    target = restored(run)
+    quantized = quantize.quantize(trained[0].values, bits)
+    assert not quantized.exact.any()
+    expected = quantize.dequantize(quantized.codes, quantized.scale, quantized.offset)
+    assert same(target.tables["items"].values, expected)
+    for found, state in zip(target.tables["items"].row_states, trained[0].states, strict=True):
+        assert found is not None and same(found, state)
+    assert check(run, level="full").ok
+
+
+@pytest.mark.parametrize("all_rows", [True, False])
+def test_rows_that_cannot_be_quantized_come_back_bit_for_bit(
+    run: Run, tmp_path: Path, small_chunks: None, all_rows: bool
+) -> None:
+    table = tables(bits=4, rows=120, dim=6)[0]
+    refused = [0, 7, 8, 9, 40, 119]
+    table.values[0, 1] = float("nan")
+    table.values[7] = float("inf")
+    table.values[8] = torch.tensor([0.0, -0.0] * 3)
+    table.values[9, :2] = torch.tensor([3e38, -3e38])
+    table.values[40] = torch.tensor([-float("nan")] * 6)
+    table.values[119, 5] = -float("inf")
+    stored = torch.arange(120)
+    links = Links()
+    path = stage(run, tmp_path / "staging", [table], step=1, generation=1, links=links)
+    assert persist.persist_job(path).result == "committed"
+    if not all_rows:
+        stored = torch.tensor([0, 1, 7, 8, 9, 30, 40, 41, 119])
+        path = stage(
+            run,
+            tmp_path / "staging",
+            [table],
+            step=2,
+            generation=1,
+            links=links,
+            dirty=[stored],
+        )
+        assert persist.persist_job(path).result == "committed"
+    target = restored(run).tables["items"]
+    assert same(target.values[refused], table.values[refused])
+    kept = torch.ones(120, dtype=torch.bool)
+    kept[refused] = False
+    quantized = quantize.quantize(table.values[kept], 4)
+    expected = quantize.dequantize(quantized.codes, quantized.scale, quantized.offset)
+    assert same(target.values[kept], expected)
+    for found, state in zip(target.row_states, table.states, strict=True):
+        assert found is not None and same(found, state)
+    manifest = run.manifest(2 if not all_rows else 1, 1)
+    exact = sum(c.row_count or 0 for c in manifest.chunks if c.scheme == "exact")
+    assert exact == len(refused)
+
+
+def test_a_table_of_nothing_but_nan_becomes_exact_chunks_only(
+    run: Run, tmp_path: Path, small_chunks: None
+) -> None:
+    table = Table("t", torch.full((64, 9), float("nan")), bits=2)
+    path = stage(run, tmp_path / "staging", [table], step=1, generation=1)
+    assert persist.persist_job(path).result == "committed"
+    assert same(restored(run).tables["t"].values, table.values)
+    schemes = {chunk.scheme for chunk in run.manifest(1, 1).chunks if chunk.content == "rows"}
+    assert schemes == {"exact"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_tables_of_other_dtypes_are_quantized_from_f32(
+    run: Run, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    values = torch.randn(50, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    values[3] = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).to(dtype)
+    path = stage(run, tmp_path / "staging", [Table("t", values, bits=8)], step=1, generation=1)
+    assert persist.persist_job(path).result == "committed"
+    found = restored(run).tables["t"].values
+    quantized = quantize.quantize(values.float(), 8)
+    expected = quantize.dequantize(quantized.codes, quantized.scale, quantized.offset).to(dtype)
+    if dtype == torch.float64:
+        expected[3] = values[3]  # 0.1 is no F32: stored as it is
+    assert same(found, expected)
+
+
+def test_what_is_persisted_lands_on_s3(s3_run_url: str, tmp_path: Path, small_chunks: None) -> None:
+    run = Run.create(open_store(s3_run_url))
+    run.claim(None)
+    trained = tables()
+    train_and_persist(run, tmp_path / "staging", trained, checkpoints=2)
+    assert same_tables(restored(run), trained)
+    assert not list(run.store.list_unfinished())
+
+
+def test_killed_at_any_step_a_second_try_ends_with_the_same_bytes(
+    run: Run, tmp_path: Path, small_chunks: None
+) -> None:
+    trained = tables(bits=4)
+    trained[0].values[5, 0] = float("nan")
+    path = stage(run, tmp_path / "staging", trained, step=1, generation=1, state=[1, 2.5])
+    job = path.read_bytes()
+    assert persist_in_process(path) == 0
+    expected = objects(run)
+    outcome = path.parent.parent / "outcomes" / path.name
+    died = 0
+    for number in itertools.count(1):
+        for key in [info.key for info in run.store.list("chunks/")]:
+            run.store.delete(key)
+        run.store.delete("manifests/000000000001-00000001.json")
+        outcome.unlink(missing_ok=True)
+        path.write_bytes(job)
+        exit_code = persist_in_process(path, die_at=number)
+        if exit_code == 0:
+            break
+        assert exit_code == -9
+        died += 1
+        committed = list(run.store.list("manifests/"))
+        if committed:
+            assert check(run, level="full").ok
+        staged.clean(path.parent.parent)
+        if path.exists() and not staged.finish_answered(path):
+            assert persist.persist_job(path).result == "committed"
+        assert not path.exists()
+        assert staged.read_outcome(outcome).result == "committed"
+        assert objects(run) == expected
+        left = [name for name in os.listdir(outcome.parent) if name != outcome.name]
+        assert not left
+    assert died > 20
+
+
+def test_an_attempt_that_is_committed_already_is_not_written_again(
+    run: Run, tmp_path: Path
+) -> None:
+    path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
+    job = path.read_bytes()
+    first = persist.persist_job(path)
+    path.write_bytes(job)
+    store = FaultStore(run.store)
+    again = persist.persist_job(path, store=store)
+    assert (again.result, again.stored_bytes) == ("committed", first.stored_bytes)
+    assert not [call for call in store.calls if call[0] in ("put", "create")]
+
+
+def test_a_commit_that_a_later_trainer_overtook_still_counts(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
+    job = path.read_bytes()
+    persist.persist_job(path)
+    path.write_bytes(job)
+    run.claim(None)
+    assert persist.persist_job(path).result == "committed"
+
+
+def test_a_stale_job_is_rejected_before_anything_is_uploaded(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
+    run.claim(None)
+    outcome = persist.persist_job(path)
+    assert (outcome.result, outcome.error_type) == ("rejected", "StaleWriter")
+    assert not path.exists() and not objects(run)
+
+
+def test_an_increment_without_its_parent_is_rejected(run: Run, tmp_path: Path) -> None:
+    links = Links()
+    stage(run, tmp_path / "staging", tables(), step=1, generation=1, links=links).unlink()
+    dirty = [torch.tensor([1]), torch.tensor([2])]
+    path = stage(
+        run, tmp_path / "staging", tables(), step=2, generation=1, links=links, dirty=dirty
+    )
+    outcome = persist.persist_job(path)
+    assert (outcome.result, outcome.error_type) == ("rejected", "MissingLink")
+    assert not path.exists()
+
+
+def test_a_second_attempt_of_a_step_is_rejected(run: Run, tmp_path: Path) -> None:
+    persist.persist_job(stage(run, tmp_path / "a", tables(), step=1, generation=1))
+    outcome = persist.persist_job(stage(run, tmp_path / "b", tables(), step=1, generation=1))
+    assert (outcome.result, outcome.error_type) == ("rejected", "CommitConflict")
+
+
+def test_a_full_that_lacks_rows_is_rejected(run: Run, tmp_path: Path) -> None:
+    dirty = [torch.tensor([1]), torch.tensor([2])]
+    path = stage(run, tmp_path / "s", tables(), step=1, generation=1, dirty=dirty)
+    outcome = persist.persist_job(path)
+    assert (outcome.result, outcome.error_type) == ("rejected", "MalformedObject")
+    assert not list(run.store.list("manifests/"))
+
+
+@pytest.mark.parametrize("name", ["t0.values", "t0.state.1", "t1.ids", "tree", "tensor.0"])
+def test_a_flipped_bit_in_the_slot_is_never_committed(run: Run, tmp_path: Path, name: str) -> None:
+    dirty = [None, torch.arange(20)]
+    path = stage(
+        run,
+        tmp_path / "s",
+        tables(),
+        step=1,
+        generation=1,
+        dirty=dirty,
+        state={"w": torch.ones(5)},
+    )
+    job = staged.read_job(path)
+    slot = path.parent.parent / "slots" / job.slot
+    data = bytearray(slot.read_bytes())
+    data[job.segment(name).offset + 1] ^= 4
+    slot.write_bytes(data)
+    outcome = persist.persist_job(path)
+    assert outcome.result == "rejected"
+    assert outcome.error_type in ("DigestMismatch", "MalformedObject")
+    assert not list(run.store.list("manifests/"))
+
+
+def test_a_spool_that_changed_is_noticed_before_it_is_uploaded(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "s", tables(bits=4), step=1, generation=1)
+    group = persist.groups_of(path)[0].index
+    spool = Path(persist.quantize_step(path, group)).with_suffix(".bin")
+    persist.encode_step(path, group)
+    data = bytearray(spool.read_bytes())
+    data[3] ^= 1
+    spool.write_bytes(data)
+    with pytest.raises(DigestMismatch, match="put|chunks|crc32c"):
+        persist.upload_step(path, group)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable, StoreThrottled, StoreAccessDenied])
+@pytest.mark.parametrize("writes", [0, 2, 100])
+def test_a_store_that_refuses_defers_the_job_and_the_next_try_goes_on(
+    run: Run,
+    tmp_path: Path,
+    error: type[StoreUnavailable | StoreThrottled | StoreAccessDenied],
+    writes: int,
+    small_chunks: None,
+) -> None:
+    trained = tables(bits=3)
+    path = stage(run, tmp_path / "s", trained, step=1, generation=1)
+    chunks = sum(len(group.blocks) for group in persist.groups_of(path))
+    faults = [Fault.stop_after(min(writes, chunks), error=error)]
+    with pytest.raises(error):
+        persist.persist_job(path, store=FaultStore(run.store, faults))
+    assert path.exists() and not (path.parent.parent / "outcomes" / path.name).exists()
+    store = FaultStore(run.store)
+    assert persist.persist_job(path, store=store).result == "committed"
+    # What was durable when the store went away is not sent again.
+    again = len([call for call in store.calls if call[0] == "put"])
+    assert again <= chunks - min(writes, chunks)
+    assert restored(run).manifest is not None
+
+
+def test_a_lost_reply_of_the_commit_is_read_back(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "s", tables(), step=1, generation=1)
+    store = FaultStore(run.store, [Fault.lost_reply(key_contains="manifests/")])
+    assert persist.persist_job(path, store=store).result == "committed"
+
+
+def test_a_run_that_is_not_there_defers_the_job(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "s", tables(), step=1, generation=1)
+    (tmp_path / "run").rename(tmp_path / "unmounted")
+    with pytest.raises(NothingToRestore):
+        persist.persist_job(path)
+    assert path.exists()
+    (tmp_path / "unmounted").rename(tmp_path / "run")
+    assert persist.persist_job(path).result == "committed"
+
+
+def test_another_run_at_the_same_url_rejects_the_job(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "s", tables(), step=1, generation=1)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    new_run(tmp_path / "run").claim(None)
+    outcome = persist.persist_job(path)
+    assert (outcome.result, outcome.error_type) == ("rejected", "ForeignObject")
+
+
+def test_chunks_and_groups_keep_to_their_sizes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 9000)
+    trained = [Table(f"t{bits}", torch.randn(500, 7), bits=bits) for bits in (None, 2, 8)]
+    big = torch.randn(3000)
+    state = {"big": big, "small": [torch.ones(1)] * 3}
+    path = stage(run, tmp_path / "s", trained, step=1, generation=1, state=state)
+    groups = persist.groups_of(path)
+    assert all(group.staged_bytes <= 9000 for group in groups) and len(groups) > 4
+    assert persist.persist_job(path).result == "committed"
+    header_bytes = 1500
+    manifest = run.manifest(1, 1)
+    assert max(chunk.bytes for chunk in manifest.chunks) <= 4000 + header_bytes
+    target = restored(run)
+    found = target.state[0]
+    assert isinstance(found, dict) and same(found["big"], big)
+    assert not (path.parent.parent / "spool" / path.stem).exists()
