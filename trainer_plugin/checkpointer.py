@@ -110,7 +110,8 @@ class Checkpointer:
             drain_seconds=drain_seconds,
             handle_sigterm=handle_sigterm,
         )
-        self._store = open_store(run)
+        with rng_state.untouched():
+            self._store = open_store(run)
         chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._tables = find_tables(model, chosen)
         widths = table_widths(self._tables, settings.bits, settings.table_bits)
@@ -208,9 +209,7 @@ class Checkpointer:
                     run, lambda: ModelTarget(self._tables, self._state), step=step
                 )
             if start.report is None or wanted is not None:
-                # The client of an object store draws from python's generator; training that was
-                # seeded must not depend on whether it is checkpointed.
-                rng_state.restore(generators)
+                rng_state.restore(generators)  # as in rng_state.untouched
             self._area.take_over(start.generation)
         except BaseException:
             self._area.close()
@@ -227,14 +226,12 @@ class Checkpointer:
         full_bytes = self._cutter.size_bytes()
         self.memory_bound_bytes = self._settings.max_staged_jobs * full_bytes
         _log.info(
-            "generation %d of %s starts at batch %d; staged checkpoints take at most %d bytes of "
-            "%s (%d x a full)",
+            "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s",
             start.generation,
             run.url,
             start.batches_done,
             self.memory_bound_bytes,
             self._area.root,
-            self._settings.max_staged_jobs,
         )
         self._pipeline = pipeline = Pipeline(
             run=run,

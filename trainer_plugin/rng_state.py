@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "restore", "untouched"]
 
 _log = logging.getLogger("recpoint")
 
@@ -32,6 +33,20 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": list(cuda),
     }
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Leave all generators as they were, whatever the block draws.
+
+    The clients of object stores draw from python's: seeded training must not depend on whether,
+    and where to, it is checkpointed.
+    """
+    generators = capture()
+    try:
+        yield
+    finally:
+        restore(generators)
 
 
 def restore(saved: Mapping[str, Any]) -> None:
