@@ -179,7 +179,7 @@ def _read_job(path: Path, inode: int, modified_ns: int, size_bytes: int) -> Job:
     if run_directory(run_dir.parent, job.run_url).name != run_dir.name:
         raise ForeignObject(
             str(path),
-            found=f"a job for {job.run_url!r:.200}",
+            found="a job for another run",  # whose URL may hold a credential
             expected=f"a job for the run of {run_dir.name}",
             next_step=_REJECTED,
         )

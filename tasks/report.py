@@ -18,7 +18,7 @@ from recpoint.format.job import Job
 from recpoint.tasks.job_name import job_name
 from recpoint.tasks.persist_task import run_name
 
-__all__ = ["Checkpoint", "checkpoint_of", "report"]
+__all__ = ["Checkpoint", "checkpoint_of", "report", "table_rows"]
 
 #: Artifacts of this process by key, so that an update costs one request.
 _known: dict[str, UUID] = {}
@@ -79,7 +79,8 @@ async def report(job_path: str, checkpoint: Checkpoint) -> None:
                 key=f"recpoint-{name.slug}-g{name.generation}-step-{name.step}-r{name.rank}",
                 description=f"Checkpoint {name.step} of `{url}`",
                 data=[
-                    {"what": what, "value": value} for what, value in _rows(name.step, checkpoint)
+                    {"what": what, "value": value}
+                    for what, value in table_rows(name.step, checkpoint)
                 ],
             ).acreate(client),
             _update(
@@ -93,7 +94,8 @@ async def report(job_path: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def _rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+def table_rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """The table of a checkpoint: what, value."""
     ratio = checkpoint.stored_bytes / checkpoint.full_bytes if checkpoint.full_bytes else 0.0
     return [
         ("step", str(step)),

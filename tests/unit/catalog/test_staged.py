@@ -1,0 +1,325 @@
+"""The staging area: paths, queue, answers, lock; and jobs that lie about their slot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recpoint.catalog import persist, staged
+from recpoint.catalog.run import Run
+from recpoint.catalog.staged_job import Extent, assemble, digest, open_job
+from recpoint.errors import (
+    DigestMismatch,
+    ForeignObject,
+    FormatError,
+    MalformedObject,
+    RecpointError,
+    StagingError,
+    UnsupportedVersion,
+)
+from recpoint.format.job import Job, Segment
+from tests.catalog_builder import new_run, tables
+from tests.job_builder import rewrite, stage
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def job_file(run: Run, tmp_path: Path) -> Path:
+    return stage(
+        run,
+        tmp_path / "s",
+        tables(),
+        step=1,
+        generation=1,
+        state={"w": torch.ones(5)},
+        dirty=[None, torch.arange(20)],
+    )
+
+
+def test_directories_of_runs_are_apart_and_readable() -> None:
+    urls = [
+        "s3://b/x",
+        "s3://c/x",
+        "/data/x",
+        "/data/ü x",
+        "/data/x/",
+        "s3://b/..",
+        "/" + "n" * 999,
+    ]
+    directories = [staged.run_directory("/s", url) for url in urls]
+    assert len(set(directories)) == len(urls)
+    for directory in directories:
+        assert directory.parent == Path("/s") and len(directory.name) < 120
+    assert directories[0].name.startswith("x-") and directories[3].name.startswith("__x-")
+
+
+def test_the_default_root_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECPOINT_STAGING", "/somewhere/else")
+    assert staged.default_staging_root() == Path("/somewhere/else")
+    monkeypatch.delenv("RECPOINT_STAGING")
+    assert staged.default_staging_root().name == f"recpoint-{os.getuid()}"
+
+
+@pytest.mark.parametrize(("rank", "index"), [(-1, 0), (100_000, 0), (0, -1), (0, 10_000)])
+def test_slots_have_bounds(rank: int, index: int) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        staged.slot_path("/s/run", rank, index)
+
+
+def test_jobs_come_in_the_order_of_their_commits(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    names = [staged.job_path(tmp_path, g, s, 0) for g, s in ((2, 1), (1, 900), (1, 20), (10, 0))]
+    for path in names:
+        path.write_text("{}")
+    for name in (".tmp-12", "notes.txt", "00000000-000000000001-r00000.json", "1-2-r3.json"):
+        (jobs / name).write_text("{}")
+    order = [(1, 20), (1, 900), (2, 1), (10, 0)]
+    assert staged.staged_jobs(tmp_path) == [staged.job_path(tmp_path, g, s, 0) for g, s in order]
+    assert staged.staged_jobs(tmp_path / "none") == []
+
+
+def test_only_real_directories_are_runs(tmp_path: Path) -> None:
+    (tmp_path / "run-0123456789ab").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "link-0123456789ab").symlink_to(tmp_path / "notes")
+    (tmp_path / "file-0123456789ab").write_text("")
+    assert staged.run_directories(tmp_path) == [tmp_path / "run-0123456789ab"]
+    assert staged.run_directories(tmp_path / "none") == []
+
+
+def test_an_answered_job_is_removed_and_one_with_an_older_answer_is_not(
+    job_file: Path, run: Run, tmp_path: Path
+) -> None:
+    data = job_file.read_bytes()
+    assert not staged.finish_answered(job_file)
+    persist.persist_job(job_file)
+    job_file.write_bytes(data)
+    assert staged.finish_answered(job_file) and not job_file.exists()
+    again = stage(run, tmp_path / "s", tables(), step=1, generation=1)
+    assert not staged.finish_answered(again) and again.exists()
+
+
+def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) -> None:
+    run_dir = job_file.parent.parent
+    persist.encode_step(job_file, 0)
+    (run_dir / "outcomes" / ".tmp-0123").write_text("half")
+    answer = run_dir / "outcomes" / "00000001-000000000009-r00000.json"
+    answer.write_text("x")
+    assert list((run_dir / "spool").iterdir())
+    staged.clean(run_dir)
+    staged.clean(run_dir)
+    assert not (run_dir / "spool").exists()
+    assert job_file.exists() and answer.exists()
+    assert not (run_dir / "outcomes" / ".tmp-0123").exists()
+
+
+def test_one_agent_holds_the_lock_and_it_dies_with_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from recpoint.catalog.staged import AgentLock\n"
+        "with AgentLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(StagingError, match=f"process {holder.pid}"), staged.AgentLock(tmp_path):
+            pass
+        holder.kill()
+    with staged.AgentLock(tmp_path), pytest.raises(StagingError), staged.AgentLock(tmp_path):
+        pass
+    with staged.AgentLock(tmp_path):
+        pass
+
+
+def test_the_status_is_whole_at_every_moment(tmp_path: Path) -> None:
+    staged.write_status(tmp_path, {"job": None})
+    staged.write_status(tmp_path, {"job": "x"})
+    assert json.loads(staged.status_path(tmp_path).read_text()) == {"job": "x"}
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_attempts_of_staged_jobs_are_named(job_file: Path) -> None:
+    run_dir = job_file.parent.parent
+    assert staged.staged_attempts(run_dir) == {staged.read_job(job_file).attempt}
+    job_file.write_bytes(b"{}")
+    with pytest.raises(FormatError):
+        staged.staged_attempts(run_dir)
+
+
+def test_verifying_reads_every_byte(job_file: Path) -> None:
+    job = open_job(job_file)
+    job.verify()
+    for segment in job.job.segments:
+        data = bytearray(job.slot.read_bytes())
+        data[segment.offset + segment.bytes - 1] ^= 0x80
+        original = job.slot.read_bytes()
+        job.slot.write_bytes(data)
+        with pytest.raises(DigestMismatch, match=segment.name.replace(".", r"\.")):
+            job.verify()
+        job.slot.write_bytes(original)
+
+
+def test_pieces_of_files_are_put_together_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    (tmp_path / "b").write_bytes(b"xyz")
+    parts = (
+        Extent(str(tmp_path / "a"), 10, 20),
+        Extent(str(tmp_path / "b"), 0, 3),
+        Extent(str(tmp_path / "a"), 0, 0),
+        Extent(str(tmp_path / "a"), 99, 1),
+    )
+    whole = b"head" + bytes(range(10, 30)) + b"xyz" + b"\x63"
+    assert assemble(parts, start=b"head") == whole
+    assert digest(parts, start=b"head") == digest((), start=whole)
+    assert assemble((), start=b"head") == b"head"
+    with pytest.raises(StagingError, match="end at byte 100"):
+        assemble((Extent(str(tmp_path / "a"), 90, 11),))
+
+
+# --- jobs that nobody should trust ----------------------------------------------------------------
+
+
+def changed(segments: tuple[Segment, ...], chosen: str, /, **fields: Any) -> tuple[Segment, ...]:
+    return tuple(
+        Segment.model_construct(**{**dict(segment), **fields})
+        if segment.name == chosen
+        else segment
+        for segment in segments
+    )
+
+
+def without(job: Job, name: str) -> tuple[Segment, ...]:
+    return tuple(segment for segment in job.segments if segment.name != name)
+
+
+HOSTILE: dict[str, Any] = {
+    "slot outside": lambda job: {"slot": "../../../etc/passwd"},
+    "slot of another rank": lambda job: {"slot": "r00001-0.bin"},
+    "slot absolute": lambda job: {"slot": "/etc/passwd"},
+    "slot newline": lambda job: {"slot": "r00000-0.bin\n"},
+    "slot missing": lambda job: {"slot": "r00000-77.bin"},
+    "slot longer than its file": lambda job: {"slot_bytes": 1 << 50},
+    "another run url": lambda job: {"run_url": "/somewhere/else"},
+    "another step": lambda job: {"step": 2},
+    "another generation": lambda job: {"generation": 2},
+    "bits": lambda job: {"tables": (job.tables[0].model_copy(update={"bits": 5}), *job.tables[1:])},
+    "more rows than the table": lambda job: {
+        "tables": (job.tables[0].model_copy(update={"row_count": 41}), *job.tables[1:])
+    },
+    "huge rows": lambda job: {
+        "tables": (job.tables[0], job.tables[1].model_copy(update={"row_count": 2**62}))
+    },
+    "no tree": lambda job: {"segments": without(job, "tree")},
+    "no values": lambda job: {"segments": without(job, "t0.values")},
+    "no ids": lambda job: {"segments": without(job, "t1.ids")},
+    "no tensor 0": lambda job: {"segments": changed(job.segments, "tensor.0", name="tensor.1")},
+    "unknown segment": lambda job: {"segments": changed(job.segments, "tensor.0", name="x")},
+    "dtype": lambda job: {"segments": changed(job.segments, "t0.values", dtype="I32")},
+    "shape": lambda job: {"segments": changed(job.segments, "t0.values", shape=(3, 40))},
+    "shape overflows": lambda job: {
+        "segments": changed(job.segments, "tensor.0", shape=(2**40, 2**40))
+    },
+    "shape beyond its bytes": lambda job: {
+        "segments": changed(job.segments, "tensor.0", shape=(6,))
+    },
+    "segment past the slot": lambda job: {
+        "segments": changed(job.segments, "tensor.0", offset=1 << 40)
+    },
+    "segment overlaps": lambda job: {"segments": changed(job.segments, "t1.values", offset=0)},
+    "unaligned": lambda job: {"segments": changed(job.segments, "tensor.0", offset=1)},
+    "two of a name": lambda job: {"segments": (*job.segments, job.segments[0])},
+    "two ranks": lambda job: {"ranks": 2},
+    "credential": lambda job: {"run_url": "s3://key:secret@bucket/x"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_job_is_rejected_and_nothing_is_written(
+    run: Run, job_file: Path, name: str
+) -> None:
+    rewrite(job_file, **HOSTILE[name](staged.read_job(job_file)))
+    outcome = persist.persist_job(job_file)
+    assert outcome.result == "rejected" and outcome.error_type
+    assert not job_file.exists()
+    assert [info.key for info in run.store.list()] == ["generations/00000001.json", "run.json"]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"", MalformedObject),
+        (b"{", MalformedObject),
+        (b"[" * 100_000, MalformedObject),
+        (b'{"body":{},"crc32c":0}', MalformedObject),
+        (b'{"body":{"format":"recpoint/job","version":9},"crc32c":0}', UnsupportedVersion),
+        (b" " * (65 << 20), MalformedObject),
+    ],
+    ids=["empty", "cut", "deep", "no job", "version", "large"],
+)
+def test_a_job_file_that_is_no_job_is_rejected_under_its_name(
+    job_file: Path, data: bytes, kind: type[RecpointError]
+) -> None:
+    job_file.write_bytes(data)
+    with pytest.raises(kind):
+        staged.read_job(job_file)
+    outcome = persist.persist_job(job_file)
+    assert (outcome.result, outcome.error_type) == ("rejected", kind.__name__)
+    assert (outcome.step, outcome.generation, outcome.attempt) == (1, 1, "0" * 32)
+    assert not job_file.exists()
+
+
+def test_a_credential_in_a_job_is_never_repeated(job_file: Path) -> None:
+    rewrite(job_file, run_url="s3://key:verysecret@bucket/x")
+    assert "verysecret" not in persist.persist_job(job_file).error
+
+
+def test_a_slot_that_is_a_link_is_not_followed(job_file: Path, tmp_path: Path) -> None:
+    slot = open_job(job_file).slot
+    slot.rename(tmp_path / "elsewhere")
+    slot.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StagingError, match="no plain file"):
+        open_job(job_file)
+
+
+def test_a_copied_job_belongs_to_where_it_came_from(job_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "s" / "other-0123456789ab" / "jobs"
+    other.mkdir(parents=True)
+    (other / job_file.name).write_bytes(job_file.read_bytes())
+    with pytest.raises(ForeignObject, match="another run"):
+        staged.read_job(other / job_file.name)
+
+
+def test_ids_that_are_not_a_set_in_order_are_refused(run: Run, tmp_path: Path) -> None:
+    for number, ids in enumerate(([3, 2], [1, 1], [0, 40], [-1, 5])):
+        path = stage(
+            run,
+            tmp_path / "s",
+            tables()[:1],
+            step=number,
+            generation=1,
+            dirty=[torch.tensor(ids) % 40],
+        )
+        job = staged.read_job(path)
+        segment = job.segment("t0.ids")
+        slot = path.parent.parent / "slots" / job.slot
+        data = bytearray(slot.read_bytes())
+        raw = torch.tensor(ids).numpy().tobytes()
+        data[segment.offset : segment.offset + segment.bytes] = raw
+        slot.write_bytes(data)
+        with pytest.raises(MalformedObject, match="ascending"):
+            persist.encode_step(path, 0)
