@@ -98,4 +98,4 @@ class DemoProgress:
         )
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)

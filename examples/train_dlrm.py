@@ -23,7 +23,7 @@ from auc import PrequentialAUC
 from batches import Reader
 from criteo import CriteoReader, CriteoShapeReader
 from evidence import ProgressFile, digests
-from recpoint.trainer_plugin.checkpointer import Checkpointer
+from recpoint import Checkpointer
 from retail import RetailReader
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import train_dlrm
 from batches import Reader
 from criteo import CriteoShapeReader
 from evidence import ProgressFile, digest, digests
@@ -111,3 +114,25 @@ def test_progress_lines_are_whole(tmp_path: Path) -> None:
         lines = path.read_text().splitlines()
         assert json.loads(lines[-1]) == {"step": step, "loss": 0.5}
     ProgressFile(None).write(step=1)
+
+
+def test_the_script_runs_on_every_kind_of_data(tmp_path: Path) -> None:
+    line = "\t".join(["1", *["3"] * 13, *["68fd1e64"] * 26])
+    other = "\t".join(["0", *[""] * 13, *["0a1b2c3d"] * 26])
+    log = tmp_path / "train.txt"
+    log.write_text("\n".join([line, other] * 40))
+    expected = {"retail": 6, "criteo-shape": 6, str(log): 5}
+    for data, steps in expected.items():
+        ended = subprocess.run(
+            [sys.executable, train_dlrm.__file__, f"--data={data}"]
+            + ["--rows=1000", "--batch=16", "--steps=6"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        document = json.loads(ended.stdout.splitlines()[-1])
+        assert document["steps"] == steps
+        assert document["restored_step"] is None
+        assert len(document["digests"]) == 5

@@ -1,0 +1,61 @@
+"""agent, server and demo: what they refuse, and what they say when there is nothing to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog.staged import AgentLock
+from tests.unit.cli.conftest import Invoke
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of its own, so that none that somebody uses is looked at or stopped."""
+    monkeypatch.setenv("RECPOINT_HOME", str(tmp_path / "home"))
+
+
+def test_an_agent_without_work_ends_when_told_to(recpoint: Invoke, tmp_path: Path) -> None:
+    arguments = ("agent", "--once", "--prefect", "off", "--staging", tmp_path / "staging")
+    ended = recpoint(*arguments, "--json")
+    assert ended.code == 0
+    assert ended.json == {"still_staged": 0}
+    assert "0 checkpoints still staged" in recpoint(*arguments).stdout
+
+
+def test_a_second_agent_is_refused(recpoint: Invoke, tmp_path: Path) -> None:
+    with AgentLock(tmp_path):
+        ended = recpoint("agent", "--once", "--prefect", "off", "--staging", tmp_path, "--json")
+    assert ended.code == 2
+    assert ended.json["error"] == "StagingError"
+
+
+def test_an_agent_knows_two_ways_to_use_prefect(recpoint: Invoke, tmp_path: Path) -> None:
+    assert recpoint("agent", "--prefect", "maybe", "--staging", tmp_path).code == 2
+
+
+def test_no_server_is_no_error(recpoint: Invoke) -> None:
+    assert recpoint("server", "status", "--json").json == {"running": False, "answers": False}
+    assert recpoint("server", "status").stdout == "not running\n"
+    ended = recpoint("server", "stop", "--json")
+    assert (ended.code, ended.json) == (0, {"stopped": False})
+
+
+@pytest.mark.parametrize(
+    "options", [["--bits", "5"], ["--interval", "0"], ["--steps", "10"], ["--store", "s3://"]]
+)
+def test_a_demo_that_shows_nothing_is_refused(
+    recpoint: Invoke, tmp_path: Path, options: list[str]
+) -> None:
+    ended = recpoint("demo", "--dir", tmp_path / "demo", *options, "--json")
+    assert ended.code == 2
+    assert ended.json["error"] == "SettingsError"
+
+
+def test_a_demo_leaves_a_directory_of_somebody_else_alone(recpoint: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    ended = recpoint("demo", "--dir", tmp_path)
+    assert ended.code == 2
+    assert "was not made by a demo" in ended.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
