@@ -38,7 +38,15 @@ def run(*, quick: bool) -> Report:
     rounds = 2 if quick else 3
     report = Report(
         name="persist",
-        columns=("rows as", "staged MB", "stored MB", "persist s", "bare s3fs s", "ratio", "peak MB"),
+        columns=(
+            "rows as",
+            "staged MB",
+            "stored MB",
+            "persist s",
+            "bare s3fs s",
+            "ratio",
+            "peak MB",
+        ),
     )
     ratios, peaks = {}, []
     with scratch(in_memory=False) as disk, SeaweedServer(disk / "weed") as server:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks.report import Report, alternate, median_ratio
@@ -105,7 +105,7 @@ def _compare(
     with filesystem.open(f"{peers}/model.pt", "wb", block_size=16 << 20) as file:
         torch.save(truth, file)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: as meant
-    dcp.save(truth, storage_writer=FsspecWriter(f"{peers}/dcp"), no_dist=True)
+    state_dict_saver.save(truth, storage_writer=FsspecWriter(f"{peers}/dcp"), no_dist=True)
     reports: dict[str, RestoreReport] = {}
 
     def from_recpoint(url: str) -> Callable[[], None]:
@@ -123,7 +123,7 @@ def _compare(
 
     def from_dcp() -> None:
         contents = _contents(model, optimizers)  # the live tensors: DCP loads in place
-        dcp.load(contents, storage_reader=FsspecReader(f"{peers}/dcp"), no_dist=True)
+        state_dict_loader.load(contents, storage_reader=FsspecReader(f"{peers}/dcp"), no_dist=True)
 
     readers = [from_recpoint(full), from_recpoint(chain), from_torch, from_dcp]
     names = ["recpoint, a full", f"recpoint, a chain of {_INCREMENTS + 1}", "torch.load", "DCP"]
