@@ -1,0 +1,166 @@
+"""The flow `persist` against a real Prefect server: what is done, and what is to be seen of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    FlowRunFilter,
+    FlowRunFilterTags,
+    TaskRunFilter,
+)
+from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
+
+from recpoint.catalog import persist, persist_plan, staged
+from recpoint.catalog.check import check
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import Store
+from recpoint.errors import StoreAccessDenied, StoreThrottled, StoreUnavailable
+from recpoint.flows.persist import run_persist
+from recpoint.testing.faults import Fault, FaultStore
+from tests.catalog_builder import tables
+from tests.job_builder import Links, stage
+from tests.polling import until
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+def flow_runs(*tags: str) -> list[FlowRun]:
+    with get_client(sync_client=True) as client:
+        chosen = FlowRunFilter(tags=FlowRunFilterTags(all_=list(tags)))
+        return client.read_flow_runs(flow_run_filter=chosen)
+
+
+def task_runs(flow_run: FlowRun) -> list[TaskRun]:
+    """Task runs reach the server a moment after the flow: they are sent as events."""
+    with get_client(sync_client=True) as client:
+        chosen = FlowRunFilter.model_validate({"id": {"any_": [flow_run.id]}})
+
+        def final() -> list[TaskRun] | None:
+            found = client.read_task_runs(
+                flow_run_filter=chosen, task_run_filter=TaskRunFilter(), limit=200
+            )
+            done = [run for run in found if run.state and run.state.is_final()]
+            return found if found and len(done) == len(found) else None
+
+        return until(final)
+
+
+def artifacts(prefix: str) -> list[Artifact]:
+    with get_client(sync_client=True) as client:
+        chosen = ArtifactFilter(key=ArtifactFilterKey(like_=f"{prefix}%"))
+        return client.read_artifacts(artifact_filter=chosen)
+
+
+def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: Path) -> None:
+    links = Links()
+    url_name = Path(run.url).name
+    for step in (1, 2):
+        dirty = None if step == 1 else [torch.tensor([3]), torch.tensor([4])]
+        path = stage(
+            run,
+            tmp_path / "named",
+            tables(bits=4),
+            step=step,
+            generation=1,
+            links=links,
+            dirty=dirty,
+            state={"w": torch.ones(9)},
+        )
+        assert run_persist(str(path)).is_completed()
+        assert not path.exists()
+        answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+        assert answer.result == "committed"
+    assert check(run, level="full").ok
+    (flow_run,) = flow_runs(f"run:{url_name}", "step:2", "rank:0")
+    assert flow_run.name == f"persist {url_name} step 2 rank 0"
+    assert flow_run.state is not None and flow_run.state.is_completed()
+    names = {task_run.name for task_run in task_runs(flow_run)}
+    of = f"of {url_name} step 2 rank 0"
+    assert names == {
+        f"quantize group 0 {of}",
+        f"encode group 0 {of}",
+        f"upload group 0 {of}",
+        f"commit {of}",
+        f"report {of}",
+    }
+    shown = {artifact.key: artifact for artifact in artifacts(f"recpoint-{url_name}-")}
+    table = shown[f"recpoint-{url_name}-g1-step-2-r0"]
+    assert table.type == "table" and "increment (chain of 2)" in str(table.data)
+    lag = shown[f"recpoint-{url_name}-r0-lag"]
+    assert "step 2" in str(lag.data) and "batches" in str(lag.data)
+    assert len(artifacts(f"recpoint-{url_name}-r0-lag")) == 1  # brought up to date in place
+
+
+def test_groups_without_quantized_tables_have_no_quantize_task(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+    path = stage(run, tmp_path / "groups", tables(rows=120), step=3, generation=1)
+    groups = len(persist.groups_of(path))
+    assert groups > 2
+    assert run_persist(str(path)).is_completed()
+    (flow_run,) = flow_runs("step:3")
+    names = [task_run.name.split(" ")[0] for task_run in task_runs(flow_run)]
+    assert names.count("upload") == names.count("encode") == groups
+    assert "quantize" not in names
+    assert check(run, level="full").ok
+
+
+def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "rejected", tables(), step=4, generation=1)
+    run.claim(None)
+    assert run_persist(str(path)).is_failed()
+    assert not path.exists()
+    answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+    assert (answer.result, answer.error_type) == ("rejected", "StaleWriter")
+    (flow_run,) = flow_runs("step:4")
+    assert flow_run.state is not None and "StaleWriter" in str(flow_run.state.message)
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "runs", "committed"),
+    [
+        (StoreUnavailable, 1, 2, True),
+        (StoreThrottled, 1, 2, True),
+        (StoreAccessDenied, 1, 1, False),
+    ],
+)
+def test_tasks_are_run_again_for_what_may_heal_only(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[StoreUnavailable | StoreThrottled | StoreAccessDenied],
+    times: int,
+    runs: int,
+    committed: bool,
+) -> None:
+    fault = Fault(
+        kind="fail", on=frozenset({"put"}), key_contains="state", times=times, error=error
+    )
+    store: Store = FaultStore(run.store, [fault])
+    monkeypatch.setattr(persist, "open_store", lambda url: store)
+    step = 100 + len(error.__name__)
+    path = stage(run, tmp_path / "retried", tables(), step=step, generation=1)
+    state = run_persist(str(path))
+    assert state.is_completed() is committed and path.exists() is not committed
+    if not committed:
+        assert isinstance(state.result(raise_on_failure=False), error)
+    (flow_run,) = flow_runs(f"step:{step}")
+    (upload,) = [found for found in task_runs(flow_run) if found.name.startswith("upload")]
+    assert upload.run_count == runs
+
+
+def test_a_flow_called_again_for_a_finished_job_fails_without_harm(
+    run: Run, tmp_path: Path
+) -> None:
+    path = stage(run, tmp_path / "twice", tables(), step=7, generation=1)
+    assert run_persist(str(path)).is_completed()
+    assert run_persist(str(path)).is_failed()
+    assert check(run, level="full").ok
