@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from recpoint.catalog.check import CheckReport, Severity
 from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.sweep import SweepPlan
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
+
+if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
+    from recpoint.catalog.check import CheckReport, Severity
+    from recpoint.catalog.sweep import SweepPlan
 
 __all__ = [
     "Listed",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
 from recpoint.catalog.chain import Chain, resolve_chain
-from recpoint.catalog.check import Level, check
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
@@ -20,6 +19,9 @@ from recpoint.dashboards import terminal
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import ChainError, FormatError, NothingToRestore, ObjectNotFound
 from recpoint.format.manifest import Manifest
+
+if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
+    from recpoint.catalog.check import Level
 
 __all__ = [
     "GenerationOption",
@@ -151,6 +153,8 @@ def check_run(
     json_output: JsonOption = False,
 ) -> Result:
     """Whether what is stored restores; exit code 1 when it does not."""
+    from recpoint.catalog.check import check
+
     report = check(open_run(url), level=_level(level), step=step)
     document = {
         "ok": report.ok,

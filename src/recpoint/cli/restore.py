@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.cli import export
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
 from recpoint.dashboards import terminal
@@ -33,6 +31,9 @@ def restore_to_file(
     json_output: JsonOption = False,
 ) -> Result:
     """Restore a checkpoint into a file, without the model."""
+    from recpoint.catalog.restore import MemoryTarget, restore
+    from recpoint.cli import export
+
     write = export.writer(to, table=table)
     export.check_target(to, force=force)
     target = MemoryTarget(None if table is None else [table])
