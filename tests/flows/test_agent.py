@@ -1,0 +1,134 @@
+"""The agent without Prefect: order, patience, signals, and being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog import staged
+from recpoint.catalog.check import check
+from recpoint.catalog.run import Run
+from recpoint.errors import StagingError
+from recpoint.flows.agent import run_agent
+from tests.agent_process import AgentProcess
+from tests.catalog_builder import new_run, tables
+from tests.job_builder import Links, stage
+from tests.polling import until
+
+
+def stage_chain(run: Run, staging: Path, *, count: int) -> list[Path]:
+    links = Links()
+    return [
+        stage(
+            run,
+            staging,
+            tables(),
+            step=step,
+            generation=1,
+            links=links,
+            dirty=None if step == 1 else [torch.tensor([step]), torch.tensor([0, step])],
+            slot=step,
+        )
+        for step in range(1, count + 1)
+    ]
+
+
+def outcome_of(path: Path) -> str:
+    answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+    return answer.result if answer.result == "committed" else answer.error_type
+
+
+def test_staged_chains_of_several_runs_are_drained_in_order(tmp_path: Path) -> None:
+    runs = [new_run(tmp_path / f"run{number}") for number in range(3)]
+    paths = []
+    for run in runs:
+        run.claim(None)
+        paths += stage_chain(run, tmp_path / "staging", count=4)
+    assert run_agent(tmp_path / "staging", once=True, prefect="off") == 0
+    assert {outcome_of(path) for path in paths} == {"committed"}
+    for run in runs:
+        assert len(run.live_line()) == 4
+        assert check(run, level="full").ok
+
+
+def test_an_empty_or_missing_staging_area_is_nothing_to_do(tmp_path: Path) -> None:
+    assert run_agent(tmp_path / "none", once=True, prefect="off") == 0
+
+
+def test_bad_jobs_are_answered_and_hold_nobody_up(run: Run, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    good = stage_chain(run, staging, count=2)
+    bad = stage(run, staging, tables(), step=9, generation=1, slot=9)
+    bad.write_bytes(b"\xff" * 100)
+    lost = stage(run, staging, tables(), step=10, generation=1, slot=10)
+    (lost.parent.parent / "slots" / "r00000-10.bin").unlink()
+    last = stage(run, staging, tables(), step=11, generation=1, slot=11)
+    assert run_agent(staging, once=True, prefect="off") == 0
+    assert [outcome_of(path) for path in (*good, bad, lost, last)] == [
+        "committed",
+        "committed",
+        "MalformedObject",
+        "StagingError",
+        "committed",
+    ]
+
+
+def test_a_store_that_is_away_keeps_its_jobs_and_holds_up_no_other_run(
+    run: Run, tmp_path: Path
+) -> None:
+    staging = tmp_path / "staging"
+    other = new_run(tmp_path / "other")
+    other.claim(None)
+    waiting = stage_chain(run, staging, count=2)
+    done = stage_chain(other, staging, count=2)
+    (tmp_path / "run").rename(tmp_path / "away")
+    assert run_agent(staging, once=True, prefect="off") == 2
+    assert all(path.exists() for path in waiting)
+    assert {outcome_of(path) for path in done} == {"committed"}
+    status = json.loads(staged.status_path(waiting[0].parent.parent).read_text())
+    assert "no run.json" in status["last_error"] and status["pid"] == os.getpid()
+    (tmp_path / "away").rename(tmp_path / "run")
+    assert run_agent(staging, once=True, prefect="off") == 0
+    assert {outcome_of(path) for path in waiting} == {"committed"}
+
+
+def test_a_second_agent_is_refused(tmp_path: Path) -> None:
+    with staged.AgentLock(tmp_path), pytest.raises(StagingError, match="lock held by"):
+        run_agent(tmp_path, once=True, prefect="off")
+
+
+def test_a_resident_agent_waits_for_the_store_and_ends_on_sigterm(run: Run, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    (first,) = stage_chain(run, staging, count=1)
+    with AgentProcess(staging, tmp_path / "log") as agent:
+        until(lambda: not first.exists())
+        (tmp_path / "run").rename(tmp_path / "away")
+        second = stage(run, staging, tables(), step=2, generation=1, slot=1)
+        until(lambda: agent.logged("next try in") >= 2)
+        assert second.exists()
+        (tmp_path / "away").rename(tmp_path / "run")
+        until(lambda: not second.exists())
+        assert agent.terminate() == 0
+    assert outcome_of(second) == "committed"
+    assert "[run step 2 rank 0]" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("die_at", [8, 24])
+def test_an_agent_killed_at_work_is_followed_by_one_that_finishes(
+    run: Run, tmp_path: Path, die_at: int
+) -> None:
+    staging = tmp_path / "staging"
+    paths = stage_chain(run, staging, count=2)
+    with AgentProcess(staging, tmp_path / "log", once=True, die_at=die_at) as agent:
+        assert agent.process.wait(60) == -9
+    assert any(path.exists() for path in paths)
+    assert run_agent(staging, once=True, prefect="off") == 0
+    assert {outcome_of(path) for path in paths} == {"committed"}
+    assert check(run, level="full").ok
+    assert not (paths[0].parent.parent / "spool").exists() or not any(
+        (paths[0].parent.parent / "spool").iterdir()
+    )

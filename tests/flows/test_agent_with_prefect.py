@@ -1,0 +1,142 @@
+"""An agent and the Prefect server it starts: absent, there, hanging, killed; jobs never wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import staged
+from recpoint.catalog.run import Run
+from recpoint.flows import prefect_server
+from tests.agent_process import AgentProcess
+from tests.catalog_builder import tables
+from tests.job_builder import stage
+from tests.polling import until
+
+#: From staged to answered: the bound that a hanging API must not break.
+_BOUND_SECONDS = 15.0
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home without any Prefect configuration, whose server is stopped at the end."""
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RECPOINT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    yield tmp_path / "home"
+    prefect_server.stop_server()
+
+
+def flow_run_states(url: str) -> dict[str, str]:
+    """State by name of all flow runs of a server."""
+    request = urllib.request.Request(
+        f"{url}/flow_runs/filter",
+        data=b"{}",
+        headers={"Content-Type": "application/json"},
+        method="POST",
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return {run["name"]: run["state_type"] for run in json.load(answer)}
+
+
+def test_jobs_are_committed_whatever_the_server_does(run: Run, tmp_path: Path, home: Path) -> None:
+    staging = tmp_path / "staging"
+    step = 0
+
+    def persist_one() -> str:
+        """Stage a job and wait for its answer; its flow run's name."""
+        nonlocal step
+        step += 1
+        path = stage(run, staging, tables(bits=4), step=step, generation=1, slot=step)
+        started = time.monotonic()
+        until(lambda: not path.exists(), seconds=_BOUND_SECONDS)
+        answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+        assert answer.result == "committed"
+        assert time.monotonic() - started < _BOUND_SECONDS
+        return f"persist run step {step} rank 0"
+
+    with AgentProcess(staging, tmp_path / "log", prefect="auto") as agent:
+        # The server is not there yet, and nobody waits for it.
+        persist_one()
+        assert agent.logged("Prefect is at") == 0
+        until(lambda: agent.logged("committed without Prefect") == 1)
+        until(lambda: agent.logged("Prefect is at") == 1, seconds=120)
+        server = prefect_server.running_server()
+        assert server is not None and prefect_server.is_healthy(server.url)
+        run_dir = staged.run_directory(staging, run.url)
+        shown = prefect_server.ui_url(server.url)
+        until(lambda: shown in staged.status_path(run_dir).read_text())
+
+        # There: the flow is run, and to be seen.
+        name = persist_one()
+        until(lambda: flow_run_states(server.url).get(name) == "COMPLETED")
+
+        # Hanging.
+        os.killpg(server.pid, signal.SIGSTOP)
+        persist_one()
+        persist_one()
+        until(lambda: agent.logged("committed without Prefect") == 3)
+        os.killpg(server.pid, signal.SIGCONT)
+        until(lambda: agent.logged("Prefect is at") == 2)
+        name = persist_one()
+        until(lambda: flow_run_states(server.url).get(name) == "COMPLETED")
+
+        # Killed while it is used.
+        os.killpg(server.pid, signal.SIGKILL)
+        persist_one()
+        until(lambda: agent.logged("committed without Prefect") == 4)
+        assert prefect_server.running_server() != server
+
+        stopped = time.monotonic()
+        assert agent.terminate() == 0
+        assert time.monotonic() - stopped < 20
+    assert len(run.live_line()) == step
+
+
+def test_a_server_is_started_once_and_stopped_with_all_its_processes(home: Path) -> None:
+    assert prefect_server.running_server() is None
+    assert prefect_server.stop_server() is False
+    server = prefect_server.start_server()
+    assert prefect_server.start_server() == server
+    assert prefect_server.running_server() == server
+    os.killpg(server.pid, signal.SIGSTOP)
+    assert not prefect_server.is_healthy(server.url, timeout_seconds=0.3)
+    assert prefect_server.stop_server() is True
+    assert prefect_server.running_server() is None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server.pid, 0)
+
+
+def test_the_process_of_another_program_is_never_taken_for_the_server(home: Path) -> None:
+    directory = prefect_server.server_directory()
+    directory.mkdir(parents=True)
+    foreign = {"pid": os.getpid(), "port": 4200, "started": "1"}
+    (directory / "server.json").write_text(json.dumps(foreign))
+    assert prefect_server.running_server() is None
+    assert prefect_server.stop_server() is False
+    for text in ("", "{", "[]", '{"pid": "x"}'):
+        (directory / "server.json").write_text(text)
+        assert prefect_server.running_server() is None
+
+
+def test_a_configured_api_is_found_in_environment_and_profile(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prefect_server.configured_url() is None
+    (tmp_path / "prefect").mkdir(exist_ok=True)
+    (tmp_path / "prefect" / "profiles.toml").write_text(
+        'active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://prefect.example/api"\n'
+    )
+    assert prefect_server.configured_url() == "http://prefect.example/api"
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert prefect_server.configured_url() == "http://127.0.0.1:9/api"
+    assert not prefect_server.is_healthy("http://127.0.0.1:9/api")
+    assert prefect_server.ui_url("http://127.0.0.1:9/api/") == "http://127.0.0.1:9"
