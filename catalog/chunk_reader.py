@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import DigestMismatch, MalformedObject, ObjectNotFound
@@ -126,8 +127,11 @@ def read_chunk(store: Store, manifest: Manifest, entry: ChunkEntry) -> Chunk:
         FormatError: it is not what the manifest says; its key is the subject.
         StoreError: it could not be read.
     """
-    data = store.get(entry.key, max_bytes=entry.bytes)
-    return parse_chunk(data, key=entry.key, entry=entry, manifest=manifest)
+
+    def parse(data: bytes) -> Chunk:
+        return parse_chunk(data, key=entry.key, entry=entry, manifest=manifest)
+
+    return read_checked(store, entry.key, max_bytes=entry.bytes, parse=parse)
 
 
 def read_rows(store: Store, manifest: Manifest, entry: ChunkEntry) -> DecodedRows:

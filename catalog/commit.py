@@ -76,7 +76,7 @@ def commit(
     there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
     if there is None:
         return "created"
-    _check_ours(manifest, run.parse_manifest(there, manifest.step, manifest.generation))
+    _check_ours(manifest, run.manifest(manifest.step, manifest.generation))
     return "already"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
+from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.lineage import LINEAGE_NEXT_STEP, ManifestName, live_line
 from recpoint.catalog.store_contract import Store
@@ -83,7 +84,7 @@ class Run:
             FormatError: `run.json` is damaged or of an unknown version.
         """
         try:
-            data = store.get(RUN_KEY, max_bytes=MAX_RECORD_BYTES)
+            record = read_checked(store, RUN_KEY, max_bytes=MAX_RECORD_BYTES, parse=_run_record)
         except ObjectNotFound as error:
             raise NothingToRestore(
                 store.url,
@@ -91,7 +92,7 @@ class Run:
                 expected="the URL of a run that a trainer has started",
                 next_step="check the URL (recpoint list URL), or start the trainer",
             ) from error
-        return cls(store, _run_record(data))
+        return cls(store, record)
 
     @classmethod
     def create(cls, store: Store) -> Self:
@@ -125,8 +126,11 @@ class Run:
         if known is not None:
             return known
         key = generation_key(number)
-        data = self.store.get(key, max_bytes=MAX_RECORD_BYTES)
-        record = unpack_record(GenerationRecord, data, name=key, next_step=LINEAGE_NEXT_STEP)
+
+        def parse(data: bytes) -> GenerationRecord:
+            return unpack_record(GenerationRecord, data, name=key, next_step=LINEAGE_NEXT_STEP)
+
+        record = read_checked(self.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
         if record.run != self.id or record.generation != number:
             raise ForeignObject(
                 key,
@@ -212,9 +216,12 @@ class Run:
             ObjectNotFound: there is none.
             FormatError: it is damaged, or says it is another one than its key says.
         """
+
+        def parse(data: bytes) -> Manifest:
+            return self.parse_manifest(data, step, generation)
+
         key = manifest_key(step, generation)
-        data = self.store.get(key, max_bytes=MAX_RECORD_BYTES)
-        return self.parse_manifest(data, step, generation)
+        return read_checked(self.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
 
     def parse_manifest(self, data: bytes, step: int, generation: int) -> Manifest:
         """The manifest in `data`, which was read from the key of this step and generation."""

@@ -188,7 +188,8 @@ def test_a_chunk_known_to_be_damaged_is_not_read_for_each_chain_that_needs_it(
     store = InterposedStore(run.store)
     with pytest.raises(NothingToRestore):
         restore(Run.open(store), MemoryTarget())
-    assert store.calls.count(("get", key)) == 1
+    # Twice, since what came first may have been damaged on its way only.
+    assert store.calls.count(("get", key)) == 2
 
 
 def test_missing_objects_are_found_before_anything_is_written(

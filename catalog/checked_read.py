@@ -1,0 +1,35 @@
+"""Reading an object that has to parse; what was only damaged on its way is read once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from recpoint.catalog.store_contract import Store
+from recpoint.errors import FormatError
+
+__all__ = ["read_checked"]
+
+_Parsed = TypeVar("_Parsed")
+
+
+def read_checked(
+    store: Store, key: str, *, max_bytes: int, parse: Callable[[bytes], _Parsed]
+) -> _Parsed:
+    """What `parse` makes of the object under `key`.
+
+    A bit that flips between the store's disk and this process looks like a damaged object, and a
+    damaged object makes a reader go back in time, and an agent reject a job. So bytes that do not
+    parse are read a second time, and only what is wrong twice is damaged.
+
+    Raises:
+        ObjectNotFound: there is none.
+        MalformedObject: it is larger than `max_bytes`.
+        FormatError: what `parse` raised for the bytes of the second read.
+        StoreError: it could not be read.
+    """
+    try:
+        return parse(store.get(key, max_bytes=max_bytes))
+    except FormatError:
+        pass  # and with it the first bytes go, before the second ones come
+    return parse(store.get(key, max_bytes=max_bytes))
