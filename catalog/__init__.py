@@ -1,0 +1,1 @@
+"""What is stored, and in which order it is written, read, checked and deleted."""

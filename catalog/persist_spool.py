@@ -30,7 +30,10 @@ class SpoolFile:
 
     def append(self, data: bytes | np.ndarray[Any, Any]) -> Extent:
         """Write an array's (C-contiguous) or string's bytes at the end."""
-        view = memoryview(data).cast("B") if isinstance(data, bytes) or data.size else b""
+        if isinstance(data, bytes):
+            view = memoryview(data)
+        else:
+            view = data.data.cast("B") if data.size else memoryview(b"")
         self._file.write(view)
         extent = Extent(str(self.path), self._end, len(view))
         self._end += len(view)
