@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ __all__ = ["persist", "run_persist"]
 
 #: Groups that are worked on at once: one is prepared while the ones before it are uploaded.
 _GROUPS_IN_FLIGHT = 2
+
+#: Verifications that were begun before their flow run was created, by job file.
+_verifying: dict[str, Future[None]] = {}
+_verifiers = ThreadPoolExecutor(4, thread_name_prefix="verify")
 
 
 def _run_name() -> str:
@@ -109,9 +114,15 @@ def run_persist(job_path: str) -> State[Any]:
             state: State[Any] = await called
             return state
 
-    # One client for all that Prefect does synchronously: each loads the CA certificates anew.
-    with SyncClientContext.get_or_create():
-        return asyncio.run(call())
+    # Reading everything once for its digests needs no answer from the server, which takes a tenth
+    # of a second to create a flow run.
+    _verifying[job_path] = _verifiers.submit(verify_step, job_path)
+    try:
+        # One client for all that Prefect does synchronously: each loads the CA certificates anew.
+        with SyncClientContext.get_or_create():
+            return asyncio.run(call())
+    finally:
+        _verifying.pop(job_path, None)
 
 
 async def _persist_groups(job_path: str) -> Committed:
@@ -127,8 +138,8 @@ async def _persist_groups(job_path: str) -> Committed:
                 await encode(job_path, group.index)
             await upload(job_path, group.index)
 
-    # Beside the groups: reading everything once more first would delay the first upload.
-    steps = [asyncio.ensure_future(asyncio.to_thread(verify_step, job_path))]
+    verifying = _verifying.get(job_path) or _verifiers.submit(verify_step, job_path)
+    steps: list[asyncio.Future[None]] = [asyncio.wrap_future(verifying)]
     steps.extend(asyncio.ensure_future(one(group)) for group in groups)
     try:
         await asyncio.gather(*steps)
