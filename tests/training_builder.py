@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer
 from recpoint.catalog import persist, staged
+from recpoint.format import state_tree
 
 ROWS, DIM, BATCH = 203, 6, 8
 
@@ -98,6 +99,32 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def everything(training: Training) -> list[object]:
+    """All state as bytes and JSON, so that comparing is comparing bits."""
+    names = {id(p): name for name, p in training.model.named_parameters()}
+    state = {
+        "model": dict(training.model.state_dict()),
+        "optimizers": [
+            {
+                "groups": optimizer.state_dict()["param_groups"],
+                "state": {
+                    names[id(p)]: dict(s)
+                    for p, s in sorted(optimizer.state.items(), key=lambda item: names[id(item[0])])
+                },
+            }
+            for optimizer in training.optimizers
+        ],
+        "schedulers": [
+            {k: dict(v) if isinstance(v, dict) else v for k, v in s.state_dict().items()}
+            for s in training.schedulers
+        ],
+        "reader": training.reader.state_dict(),
+        "next": [random.random(), float(np.random.random()), torch.rand(3)],
+    }
+    tree, tensors = state_tree.flatten(state)
+    return [tree, *[tensor.contiguous().view(-1).view(torch.uint8).tolist() for tensor in tensors]]
 
 
 class InlineAgent:

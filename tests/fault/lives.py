@@ -11,12 +11,16 @@ import json
 import multiprocessing
 import os
 import random
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import fsspec.config
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -26,7 +30,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.testing import die_at
 
-__all__ = ["STEPS", "agent_life", "begin", "sweep_life", "table_digest", "trainer_life"]
+__all__ = ["STEPS", "agent_life", "begin", "serving", "sweep_life", "table_digest", "trainer_life"]
 
 STEPS = 5
 _INTERVAL = 2
@@ -63,6 +67,7 @@ def _live(
     life: Callable[..., None], environment: dict[str, str], arguments: dict[str, Any]
 ) -> None:
     os.environ.update(environment)
+    fsspec.config.set_conf_env(fsspec.config.conf)  # read when it was imported: by the server
     torch.set_num_threads(1)
     life(**arguments)
 
@@ -143,12 +148,34 @@ def trainer_life(*, url: str, staging: str, evidence: str, die: int | None = Non
     Path(evidence).write_text(json.dumps(contents))
 
 
-def agent_life(*, staging: str, prefect: str = "off", die: int | None = None) -> None:
-    """Serve the staging area until SIGTERM."""
+def agent_life(
+    *, staging: str, prefect: str = "off", die: int | None = None, log: str | None = None
+) -> None:
+    """Serve the staging area until SIGTERM; with `log`, its standard error goes to that file."""
     from recpoint.flows.agent import run_agent
 
+    if log is not None:
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), sys.stderr.fileno())
     die_at.install(die_at=die)
     run_agent(staging, prefect="auto" if prefect == "auto" else "off")
+
+
+@contextmanager
+def serving(
+    staging: Path, environment: dict[str, str], *, log: Path | None = None
+) -> Iterator[Any]:
+    """An agent for the staging area, as long as the block lasts."""
+    process = begin(
+        agent_life, environment, staging=str(staging), log=None if log is None else str(log)
+    )
+    try:
+        yield process
+        assert process.is_alive(), "the agent ended by itself"
+    finally:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGTERM)
+        process.join(_PATIENCE_SECONDS)
 
 
 def sweep_life(*, url: str, die: int | None = None) -> None:

@@ -27,6 +27,7 @@ class Break:
         status: answer this instead of asking the server.
         silent: neither forward nor answer, and keep the connection: a black hole.
         unread: the same, and the request's body is not even read.
+        reset_upload_after: the connection is reset after so many bytes of the request's body.
     """
 
     match: str = ""
@@ -39,6 +40,7 @@ class Break:
     status: int | None = None
     silent: bool = False
     unread: bool = False
+    reset_upload_after: int | None = None
 
 
 class FaultProxy:
@@ -128,6 +130,10 @@ class FaultProxy:
         done = self._break_for(line)
         if done.unread:
             await self._stop.wait()
+        if done.reset_upload_after is not None:
+            await reader.readexactly(min(done.reset_upload_after, _length(head)))
+            writer.transport.abort()
+            return False
         body = await reader.readexactly(_length(head))
         await asyncio.sleep(done.latency_seconds)
         if done.silent:

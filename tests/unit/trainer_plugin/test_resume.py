@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,13 +13,13 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
 from recpoint import Checkpointer
-from recpoint.format import state_tree
 from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
 from tests.training_builder import (
     Batches,
     Place,
     Recommender,
     Training,
+    everything,
     seed_everything,
     until,
 )
@@ -101,32 +99,6 @@ CASES = {
     "row wise": (two(lambda p: RowWiseAdagrad(p), True, torch.float32), True),
     "row wise bf16": (two(lambda p: RowWiseAdagrad(p), False, torch.bfloat16), True),
 }
-
-
-def everything(training: Training) -> list[object]:
-    """All state as bytes and JSON, so that comparing is comparing bits."""
-    names = {id(p): name for name, p in training.model.named_parameters()}
-    state = {
-        "model": dict(training.model.state_dict()),
-        "optimizers": [
-            {
-                "groups": optimizer.state_dict()["param_groups"],
-                "state": {
-                    names[id(p)]: dict(s)
-                    for p, s in sorted(optimizer.state.items(), key=lambda item: names[id(item[0])])
-                },
-            }
-            for optimizer in training.optimizers
-        ],
-        "schedulers": [
-            {k: dict(v) if isinstance(v, dict) else v for k, v in s.state_dict().items()}
-            for s in training.schedulers
-        ],
-        "reader": training.reader.state_dict(),
-        "next": [random.random(), float(np.random.random()), torch.rand(3)],
-    }
-    tree, tensors = state_tree.flatten(state)
-    return [tree, *[tensor.contiguous().view(-1).view(torch.uint8).tolist() for tensor in tensors]]
 
 
 def checkpointer(training: Training, place: Place, **settings: Any) -> Checkpointer:
