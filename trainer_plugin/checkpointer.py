@@ -269,7 +269,7 @@ class Checkpointer:
         """Take a checkpoint now, whatever the interval says.
 
         Returns:
-            Whether it was cut; it is not while earlier ones wait for the agent, nor after an error.
+            Whether it was cut: not while earlier ones wait, after an error, or twice at one batch.
         """
         pipeline = self._running("checkpoint()")
         pipeline.fetch()

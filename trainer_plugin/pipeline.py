@@ -72,6 +72,15 @@ class Pipeline:
         """Cut a checkpoint and hand it over; False when that was not possible."""
         if self._handoff.ensure_alive():
             self.fetch()
+        tip = self._ledger.tip
+        if tip is not None and (tip.ref.step, tip.ref.generation) == (
+            batches_done,
+            self._generation,
+        ):
+            # A second attempt could only be refused as a conflict with the first, and its rows
+            # would cost a full. What was marked by hand since then is in the next one.
+            _log.info("no checkpoint at batch %d: there is one already", batches_done)
+            return False
         # With the earlier ones unfinished, these rows stay dirty and are in the next one.
         if self._superseded or len(self._ledger) >= self._settings.max_staged_jobs:
             self.statistics.skipped += 1
