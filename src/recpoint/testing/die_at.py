@@ -70,22 +70,26 @@ def main(arguments: Sequence[str]) -> None:
         die_at = int(rest.pop(0))
     else:
         raise SystemExit(_USAGE)
-    if rest[:1] == ["--children"]:
+    with_children = rest[:1] == ["--children"]
+    if with_children:
         rest.pop(0)
-        _reach_children(die_at, count_into)
     if rest[:1] == ["--"]:
         rest.pop(0)
+    is_module = rest[:1] == ["-m"] and len(rest) > 1
+    # Before anything is installed: a caller that gets the usage must not die of it later.
+    if not is_module and (not rest or rest[0].startswith("-")):
+        raise SystemExit(_USAGE)
+    if with_children:
+        _reach_children(die_at, count_into)
     install(die_at=die_at, count_into=count_into)
-    if rest[:1] == ["-m"] and len(rest) > 1:
+    if is_module:
         sys.argv = rest[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-    elif rest and not rest[0].startswith("-"):
+    else:
         sys.argv = rest
         sys.path.insert(0, str(Path(rest[0]).absolute().parent))
         runpy.run_path(rest[0], run_name="__main__")
-    else:
-        raise SystemExit(_USAGE)
 
 
 def _reach_children(die_at: int | None, count_into: str | None) -> None:
