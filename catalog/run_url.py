@@ -43,9 +43,16 @@ def parse_run_url(url: str) -> RunUrl:
     written with `..`, which has a meaning only once links are followed.
 
     Raises:
-        SettingsError: it is empty, or has no bucket, credentials, a query, `..`, or blanks.
-            The message never repeats a credential.
+        SettingsError: it is no string, is empty, or has no bucket, credentials, a query, `..`, or
+            blanks. The message never repeats a credential.
     """
+    if not isinstance(url, str):
+        raise SettingsError(
+            "run URL",
+            found=f"a {type(url).__name__}",
+            expected="a string",
+            next_step="give str(path) for a local path",
+        )
     if not url.strip() or "\x00" in url:
         raise _refused(url, "an empty URL" if not url.strip() else "a NUL character")
     match = _SCHEME.match(url)

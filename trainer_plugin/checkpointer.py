@@ -27,7 +27,7 @@ from recpoint.trainer_plugin.pipeline import Pipeline
 from recpoint.trainer_plugin.reader import Stateful, announce
 from recpoint.trainer_plugin.restore_target import ModelTarget, check_partial
 from recpoint.trainer_plugin.schedule import BatchInterval, Schedule, SecondsInterval
-from recpoint.trainer_plugin.settings import Bits, OnError, Settings
+from recpoint.trainer_plugin.settings import Bits, OnError, Settings, several
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics, Stats
 from recpoint.trainer_plugin.tables import find_tables, table_widths
@@ -100,19 +100,20 @@ class Checkpointer:
             interval_batches=interval_batches,
             interval_seconds=interval_seconds,
             bits=bits,
-            table_bits=dict(table_bits or {}),
+            table_bits={} if table_bits is None else table_bits,
             full_every=full_every,
             max_staged_jobs=max_staged_jobs,
             staging=staging,
             on_error=on_error,
-            row_local_optimizers=tuple(row_local_optimizers),
+            row_local_optimizers=row_local_optimizers,
             close_wait_seconds=close_wait_seconds,
             drain_seconds=drain_seconds,
             handle_sigterm=handle_sigterm,
         )
         with rng_state.untouched():
             self._store = open_store(run)
-        chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        chosen = several("optimizers", given)
         self._tables = find_tables(model, chosen)
         widths = table_widths(self._tables, settings.bits, settings.table_bits)
         self._reader = reader
@@ -121,12 +122,11 @@ class Checkpointer:
             optimizers=OptimizerState(model, chosen, self._tables),
             schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
             reader=reader,
-            extras=extras or {},
+            extras={} if extras is None else extras,
         )
         self._trackers = {table.name: Tracker(table) for table in self._tables}
-        self._watch = OptimizerWatch(
-            chosen, self._trackers, row_local=settings.row_local_optimizers
-        )
+        row_local = tuple(settings.row_local_optimizers)
+        self._watch = OptimizerWatch(chosen, self._trackers, row_local=row_local)
         self._cutter = Cutter(
             tables=self._tables,
             trackers=self._trackers,

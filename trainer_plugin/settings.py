@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from recpoint.errors import SettingsError
 
-__all__ = ["BIT_WIDTHS", "Bits", "OnError", "Settings"]
+__all__ = ["BIT_WIDTHS", "Bits", "OnError", "Settings", "several"]
 
 #: What a row can be stored in; "lossless" keeps the bytes.
 Bits = Literal["lossless", 2, 3, 4, 8]
 BIT_WIDTHS: tuple[Bits, ...] = ("lossless", 2, 3, 4, 8)
 
 OnError = Literal["continue", "raise"]
+
+_Value = TypeVar("_Value")
 
 _MAX_SLOTS = 1_000
 _MAX_CHAIN = 10_000
@@ -50,7 +52,7 @@ class Settings:
     max_staged_jobs: int = 1
     staging: str | Path | None = None
     on_error: OnError = "continue"
-    row_local_optimizers: tuple[type, ...] = ()
+    row_local_optimizers: Sequence[type] = ()
     close_wait_seconds: float = 60.0
     drain_seconds: float = 30.0
     handle_sigterm: bool = True
@@ -67,9 +69,15 @@ class Settings:
         _choice("on_error", self.on_error, ("continue", "raise"))
         _duration("close_wait_seconds", self.close_wait_seconds)
         _duration("drain_seconds", self.drain_seconds)
-        for optimizer in self.row_local_optimizers:
+        if not isinstance(self.staging, str | Path | None) or "\0" in str(self.staging):
+            raise _refused("staging", self.staging, "the path of a directory")
+        if not isinstance(self.handle_sigterm, bool):
+            raise _refused("handle_sigterm", self.handle_sigterm, "True or False")
+        chosen = tuple(several("row_local_optimizers", self.row_local_optimizers))
+        for optimizer in chosen:
             if not isinstance(optimizer, type):
                 raise _refused("row_local_optimizers", optimizer, "optimizer classes")
+        object.__setattr__(self, "row_local_optimizers", chosen)  # what was checked is what is used
 
     def _check_interval(self) -> None:
         if (self.interval_batches is None) == (self.interval_seconds is None):
@@ -86,6 +94,17 @@ class Settings:
             _duration("interval_seconds", self.interval_seconds)
             if self.interval_seconds == 0:
                 raise _refused("interval_seconds", 0, "more than 0 seconds")
+
+
+def several(setting: str, values: Iterable[_Value]) -> list[_Value]:
+    """The values of a setting that takes a sequence.
+
+    Raises:
+        SettingsError: it was given something else.
+    """
+    if not isinstance(values, Iterable):
+        raise _refused(setting, values, "a list or tuple")
+    return list(values)
 
 
 def _refused(setting: str, found: Any, expected: str) -> SettingsError:

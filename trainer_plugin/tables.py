@@ -76,6 +76,8 @@ def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Tabl
         SettingsError: two names for one table, a table that is trained by no optimizer, a
             parameter in two optimizers or outside the model, or a weight that cannot be stored.
     """
+    if not isinstance(model, nn.Module):
+        raise _refused("model", f"{model!r:.200}", "a torch.nn.Module", "pass the model itself")
     tables: list[Table] = []
     owners: dict[int, str] = {}
     for name, module in model.named_modules():

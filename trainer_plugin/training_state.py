@@ -13,6 +13,7 @@ from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.reader import Stateful
+from recpoint.trainer_plugin.settings import several
 
 __all__ = ["TrainingState"]
 
@@ -33,7 +34,14 @@ class TrainingState:
     ) -> None:
         self.model = model
         self.optimizers = optimizers
-        self._schedulers = tuple(schedulers)
+        if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
+            raise SettingsError(
+                "extras",
+                found=f"{extras!r:.200}",
+                expected="a mapping from names to what is saved under them",
+                next_step='give extras={"name": thing}',
+            )
+        self._schedulers = tuple(several("schedulers", schedulers))
         self._reader = reader
         self._extras = dict(extras)
         for subject, thing in self._given():

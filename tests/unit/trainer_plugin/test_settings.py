@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,3 +200,41 @@ def test_state_that_cannot_be_stored_is_named_before_training(place: Place) -> N
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(SettingsError, match="callback"):
         build(place, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "subject"),
+    [
+        ("interval_batches", 0, "interval_batches"),
+        ("bits", 5, "bits"),
+        ("table_bits", {"users": 5}, "table_bits['users']"),
+        ("table_bits", ["users"], "table_bits"),
+        ("run", "carrier-pigeon://x/y", "run URL 'carrier-pigeon://x/y'"),
+        ("run", "s3:///prefix", "run URL 's3:///prefix'"),
+        ("run", None, "run URL"),
+        ("run", Path("run"), "run URL"),
+        ("model", None, "model"),
+        ("model", Tied(), "tables 'a.weight' and 'b.weight'"),
+        ("model", Recommender(), "optimizers[0], parameter 0"),  # another one than is trained
+        ("optimizers", None, "optimizers"),
+        ("optimizers", [], "table 'users'"),
+        ("schedulers", None, "schedulers"),
+        ("extras", ["scaler"], "extras"),
+        ("extras", {5: Batches(1)}, "extras"),
+        ("row_local_optimizers", SGD, "row_local_optimizers"),
+        ("staging", 5, "staging"),
+        ("staging", "a\0b", "staging"),
+        ("handle_sigterm", "no", "handle_sigterm"),
+    ],
+)
+def test_a_checkpointer_that_cannot_work_is_not_built(
+    setting: str, value: Any, subject: str, place: Place
+) -> None:
+    model = Recommender()
+    given: dict[str, Any] = {"model": model, "optimizers": SGD(model.parameters(), lr=0.1)}
+    given |= {"run": place.run, "staging": place.staging, "interval_batches": 2}
+    with pytest.raises(SettingsError) as caught:
+        Checkpointer(**given | {setting: value})
+    assert caught.value.subject == subject
+    assert caught.value.found and caught.value.expected and caught.value.next_step
+    assert not Path(place.run).exists() and not place.staging.exists()
