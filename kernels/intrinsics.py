@@ -140,19 +140,19 @@ def float_from_bits(typingctx: Any, bits: Any) -> Any:
 
 @_machine_operation
 def lowest_bit(typingctx: Any, word: Any) -> Any:
-    """The position of the lowest set bit of a u32; 32 for zero."""
+    """The position of the lowest set bit of a u32 or u64; its width for zero."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
-    return types.uint32(types.uint32), build
+    return word(word), build
 
 
 @_machine_operation
 def set_bits(typingctx: Any, word: Any) -> Any:
-    """How many bits of a u32 are set."""
+    """How many bits of a u32 or u64 are set."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
 
-    return types.uint32(types.uint32), build
+    return word(word), build

@@ -8,6 +8,7 @@ kernel that is split writes each output from one row alone, so the parts never c
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,8 @@ __all__ = ["over_rows"]
 
 #: Below this many bytes of traffic handing a part to another thread costs more than it saves.
 SPLIT_BYTES: Final = 1 << 20
+#: Taking a part costs microseconds; a core that is busy elsewhere costs milliseconds.
+PARTS_PER_THREAD: Final = 4
 
 T = TypeVar("T")
 
@@ -53,27 +56,34 @@ def over_rows(part: Callable[[int, int], T], rows: int, *, row_bytes: int) -> li
         rows: how many rows there are.
         row_bytes: bytes read and written for one row, to judge whether a split pays.
     """
-    parts = min(torch.get_num_threads(), rows * row_bytes // SPLIT_BYTES + 1, max(rows, 1))
-    if parts <= 1:
+    threads = min(torch.get_num_threads(), rows * row_bytes // SPLIT_BYTES + 1, max(rows, 1))
+    if threads <= 1:
         return [part(0, rows)]
+    # More parts than threads: one that is late, or slow, holds the others up by a part at most.
+    parts = min(threads * PARTS_PER_THREAD, rows)
     edges = [rows * index // parts for index in range(parts + 1)]
-    waiting: list[Future[T]] = []
+    results: dict[int, T] = {}
+    turns = itertools.count()  # next() on it is one step under the GIL: each part is taken once
+
+    def work() -> None:
+        while (index := next(turns)) < parts:
+            results[index] = part(edges[index], edges[index + 1])
+
+    waiting: list[Future[None]] = []
     try:
-        pool = _workers(parts - 1)
-        for start, stop in zip(edges[1:-1], edges[2:], strict=True):
-            waiting.append(pool.submit(part, start, stop))
+        pool = _workers(threads - 1)
+        waiting.extend(pool.submit(work) for _ in range(threads - 1))
     except RuntimeError:
         # The interpreter is shutting down and starts no threads any more (a final checkpoint on
         # the way out): what was not handed over is done here.
         pass
     try:
-        results = [part(edges[0], edges[1])]
-        done = len(waiting)
-        rest = [part(a, b) for a, b in zip(edges[1 + done : -1], edges[2 + done :], strict=True)]
+        work()
     finally:
         # Also after an error: the caller's buffers must outlive every thread that writes to them.
-        collected = [future.exception() for future in waiting]
-    for error in collected:
+        # A thread that no core was free for has nothing left to do and is not waited for.
+        errors = [future.exception() for future in waiting if not future.cancel()]
+    for error in errors:
         if error is not None:
             raise error
-    return results + [future.result() for future in waiting] + rest
+    return [results[index] for index in range(parts)]

@@ -73,14 +73,31 @@ def _collect(bitmap: int, ids: int, room: int, start: int, stop: int) -> int:
     """Write the marked rows of words start … stop to `ids`; how many were written, at most room."""
     words = carray(pointer(bitmap), stop, np.uint32)
     out = carray(pointer(ids), room, np.int64)
-    n = 0
-    for i in range(start, stop):
-        word = words[i]
-        while word != np.uint32(0) and n < room:
-            out[n] = np.int64(32) * i + np.int64(lowest_bit(word))
-            word = np.uint32(word & (word - np.uint32(1)))
-            n += 1
-    return n
+    n = np.int64(0)
+    i = start
+    while i < stop:
+        pair = np.uint64(words[i])
+        if i + 1 < stop:
+            pair |= np.uint64(words[i + 1]) << np.uint64(32)
+        row = 32 * i
+        i += 2
+        bits = np.int64(set_bits(pair))
+        if n + max(bits, np.int64(2)) <= room:
+            # Whether a word has a bit is a coin toss, which no branch prediction survives. So two
+            # are always written; what is not one yet is overwritten by those that follow.
+            out[n] = row + np.int64(lowest_bit(pair))
+            pair &= pair - np.uint64(1)
+            out[n + 1] = row + np.int64(lowest_bit(pair))
+            for k in range(2, bits):
+                pair &= pair - np.uint64(1)
+                out[n + k] = row + np.int64(lowest_bit(pair))
+            n += bits
+        else:
+            while pair != np.uint64(0) and n < room:
+                out[n] = row + np.int64(lowest_bit(pair))
+                pair &= pair - np.uint64(1)
+                n += 1
+    return int(n)
 
 
 def require_bitmap(name: str, bitmap: Tensor) -> None:

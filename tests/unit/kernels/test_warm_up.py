@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -66,19 +67,42 @@ def test_a_part_that_fails_is_reported_after_all_have_ended(
     monkeypatch.setattr(kernel_threads, "SPLIT_BYTES", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
-    ended = []
+    running: set[int] = set()
 
     def part(start: int, stop: int) -> None:
-        ended.append(start)
-        if start == 50:
-            raise ArithmeticError("this part")
+        running.add(start)
+        try:
+            if start == 50:
+                raise ArithmeticError("this part")
+            sum(range(20_000))
+        finally:
+            running.discard(start)
 
     try:
         with pytest.raises(ArithmeticError, match="this part"):
             kernel_threads.over_rows(part, 100, row_bytes=8)
+        assert running == set()
     finally:
         torch.set_num_threads(before)
-    assert sorted(ended) == [0, 25, 50, 75]
+
+
+def test_every_part_runs_once_also_while_all_other_threads_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_threads, "SPLIT_BYTES", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    release = threading.Event()
+    pool = kernel_threads._workers(2)
+    blocked = [pool.submit(release.wait, 60) for _ in range(pool._max_workers)]
+    try:
+        spans = kernel_threads.over_rows(lambda a, b: (a, b), 100, row_bytes=8)
+    finally:
+        release.set()
+        torch.set_num_threads(before)
+    assert all(future.result() for future in blocked)
+    assert len(spans) > 3
+    assert [row for a, b in spans for row in range(a, b)] == list(range(100))
 
 
 def test_tensors_on_other_devices_are_refused_by_name() -> None:
