@@ -41,14 +41,12 @@ from tests.training_builder import (
 _QUICK = {"connect_timeout": 1, "read_timeout": 1, "retries": {"total_max_attempts": 2}}
 #: The trainer's own client would wait for 30 s, five times. So much is allowed for ten batches.
 _TRAINING_SECONDS = 10.0
-_HEALING_SECONDS = 40.0
+_HEALING_SECONDS = 60.0
 
 FAULTS: dict[str, tuple[Break, str]] = {
     "refuses": (Break(status=403), "AccessDenied"),
-    "refuses writes": (Break(match="PUT ", status=403), "AccessDenied"),
     "throttles": (Break(match="PUT ", status=503), "SlowDown"),
     "answers nothing": (Break(silent=True), "Timeout"),
-    "takes nothing": (Break(match="PUT ", unread=True), "Timeout"),
     "resets answers": (Break(match="GET ", reset_after_bytes=150), "while reading"),
     "resets uploads": (Break(match="PUT ", reset_upload_after=200), "while writing"),
     "loses replies": (Break(match="PUT ", lose_reply=True), "while writing"),
@@ -143,7 +141,7 @@ def test_training_goes_on_while_the_store(
         ckpt = checkpointer(training, place, close_wait_seconds=60.0)
         ckpt.restore()
         train(training, ckpt, 2)
-        until(lambda: ckpt.stats.committed == 1)
+        until(lambda: ckpt.stats.committed == 1, seconds=_HEALING_SECONDS)
         safe = training.model.users.weight.detach().clone()
 
         proxy.plan = [broken]
@@ -179,7 +177,7 @@ def test_a_commit_whose_reply_never_comes_is_noticed_as_done(
         ckpt.restore()
         proxy.plan = [Break(match="/manifests/", lose_reply=True, times=1)]
         train_in_time(training, ckpt)
-        until(lambda: ckpt.stats.committed >= 1)
+        until(lambda: ckpt.stats.committed >= 1, seconds=_HEALING_SECONDS)
         ckpt.close()
         stats = ckpt.stats
         assert stats.failed == 0 and status(place)["failures"] == 0
@@ -196,7 +194,7 @@ def test_training_goes_on_while_the_server_is_dead(
         ckpt = checkpointer(training, place, close_wait_seconds=60.0)
         ckpt.restore()
         train(training, ckpt, 2)
-        until(lambda: ckpt.stats.committed == 1)
+        until(lambda: ckpt.stats.committed == 1, seconds=_HEALING_SECONDS)
         own_seaweed.kill()
         train_in_time(training, ckpt)
         until(lambda: is_failing(place), seconds=_HEALING_SECONDS)
@@ -229,23 +227,35 @@ def test_training_ends_while_the_store_is_away_and_the_agent_commits_later(
     assert_whole(place, training, committed=2)
 
 
-@pytest.fixture
-def trained(
-    place: Place, proxy: FaultProxy, s3_environment: SeaweedServer
-) -> tuple[list[object], torch.Tensor]:
+Trained = tuple[list[object], torch.Tensor]
+
+
+def train_and_commit(place: Place, server: SeaweedServer) -> Trained:
     """All state of a training whose checkpoints 2 and 4 are committed; a table's at step 2."""
     training = simple_training()
-    with agent(place, s3_environment, proxy.endpoint):
+    with agent(place, server, server.endpoint):
         ckpt = checkpointer(training, place)
         ckpt.restore()
         train(training, ckpt, 2)
-        until(lambda: ckpt.stats.committed == 1)
+        until(lambda: ckpt.stats.committed == 1, seconds=_HEALING_SECONDS)
         values = training.model.users.weight.detach().clone()
         train(training, ckpt, 2)
         ckpt.close()
     assert ckpt.stats.committed == 2
-    proxy.requests.clear()
     return everything(training), values
+
+
+@pytest.fixture(scope="module")
+def finished(
+    seaweed: SeaweedServer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Trained]:
+    """A run that nobody trains any more; restoring from it leaves its newest the newest."""
+    url = seaweed.run_url()
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in seaweed.environment().items():
+            environment.setenv(name, value)
+        place = Place(url, tmp_path_factory.mktemp("finished") / "staging")
+        return url, train_and_commit(place, seaweed)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +271,9 @@ def trained(
     ids=["flips chunk", "flips manifest", "flips run", "resets", "cuts", "throttles"],
 )
 def test_what_happens_once_on_the_way_leaves_a_restore_bit_identical(
-    broken: Break, place: Place, proxy: FaultProxy, trained: tuple[list[object], torch.Tensor]
+    broken: Break, place: Place, proxy: FaultProxy, finished: tuple[str, Trained]
 ) -> None:
+    place.run, trained = finished
     proxy.plan = [broken]
     second = simple_training(77)
     ckpt = checkpointer(second, place)
@@ -274,8 +285,9 @@ def test_what_happens_once_on_the_way_leaves_a_restore_bit_identical(
 
 
 def test_bytes_that_always_come_flipped_are_named_and_never_restored(
-    place: Place, proxy: FaultProxy, trained: tuple[list[object], torch.Tensor]
+    place: Place, proxy: FaultProxy, s3_environment: SeaweedServer
 ) -> None:
+    _, values = train_and_commit(place, s3_environment)
     run = Run.open(open_store(place.run))
     newest = run.manifest(4, 1)
     prefix = attempt_prefix(newest.step, newest.generation, newest.attempt)
@@ -284,7 +296,7 @@ def test_bytes_that_always_come_flipped_are_named_and_never_restored(
     ckpt = checkpointer(second, place)
     report = ckpt.restore()
     assert report is not None and report.restored.step == ckpt.batches_done == 2
-    assert torch.equal(second.model.users.weight, trained[1])
+    assert torch.equal(second.model.users.weight, values)
     (skipped,) = report.skipped
     assert skipped.name == (4, 1) and "DigestMismatch" in skipped.error
     assert prefix in skipped.error and "expected crc32c" in skipped.error
@@ -293,9 +305,10 @@ def test_bytes_that_always_come_flipped_are_named_and_never_restored(
 
 
 def test_a_start_without_the_store_is_an_error_and_can_be_repeated(
-    place: Place, proxy: FaultProxy, trained: tuple[list[object], torch.Tensor]
+    place: Place, proxy: FaultProxy, finished: tuple[str, Trained]
 ) -> None:
     """Nobody trains for days from nothing because a permission was missing for a minute."""
+    place.run, trained = finished
     proxy.plan = [Break(status=403)]
     second = simple_training(77)
     before = second.model.users.weight.detach().clone()

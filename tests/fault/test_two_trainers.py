@@ -84,7 +84,7 @@ def test_the_second_takes_over_and_the_first_trains_on(
             agents.enter_context(serving(place.staging, {}))
         first, replaced = start(hosts[0], 1)
         train(first, replaced, 2)
-        until(lambda: replaced.stats.committed == 1)
+        until(lambda: replaced.stats.committed == 1, seconds=60.0)  # the agents are starting
         second, owner = start(hosts[1], 2)
         assert owner.batches_done == 2
 
