@@ -12,6 +12,7 @@ from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
+from recpoint.trainer_plugin import huge_pages
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.policy import Tip, next_link
@@ -69,6 +70,15 @@ class Cutter:
         self._widths = widths
         self._full_every = full_every
         self._specs: dict[str, tuple[object, TableSpec]] = {}
+
+    def settle(self) -> None:
+        """Move large tables, and the row states that are there, to large pages: before training.
+
+        Lookups gain from it too. States that optimizers create later stay where they are.
+        """
+        for table in self._tables:
+            states = self._state.optimizers.row_states(table).tensors
+            huge_pages.advise([table.weight, *states.values()])
 
     def size_bytes(self) -> int:
         """Bytes that a full of the state as it is now takes in a slot.

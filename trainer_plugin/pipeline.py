@@ -61,7 +61,8 @@ class Pipeline:
         self.statistics.start(start.batches_done)
 
     def prepare(self, full_bytes: int) -> None:
-        """Reserve a slot and start the thread before training, so that no stall pays for it."""
+        """What no stall is to pay for: pages of the tables, a reserved slot, the thread."""
+        self._cutter.settle()
         try:
             self._area.free_slot(set()).reserve(full_bytes)
         except StagingError as error:
