@@ -93,15 +93,19 @@ class StagedRun:
         return wait_for(lambda: next(iter(staged.staged_jobs(self.directory)), None))
 
     def cut_and_persist(self) -> tuple[Job, Outcome]:
-        """`cut`, then persist bare and wait until the trainer knows."""
+        """`cut`, then `persist`."""
+        job = staged.read_job(self.cut())
+        return job, self.persist()
+
+    def persist(self) -> Outcome:
+        """Persist what is staged bare, and wait until the trainer knows."""
         before = self.checkpointer.stats.committed
-        job_file = self.cut()
-        job = staged.read_job(job_file)
+        job_file = staged.staged_jobs(self.directory)[0]
         outcome = persist_job(job_file)
         if outcome.result != "committed":
             raise RuntimeError(outcome.error)
         wait_for(lambda: self.checkpointer.stats.committed > before or None)
-        return job, outcome
+        return outcome
 
 
 def wait_for(look: Callable[[], T | None], *, seconds: float = 120.0) -> T:
