@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from recpoint.catalog import persist_plan
 from recpoint.catalog.persist import persist_job
 from recpoint.testing.die_at import install
+from tests.forked import forked
 
 __all__ = ["persist_in_process"]
 
@@ -23,10 +23,7 @@ def persist_in_process(job_file: Path, *, die_at: int | None = None) -> int | No
     Returns:
         The exit code; −9 for SIGKILL.
     """
-    # Forked from a server that has imported everything: a fresh interpreter would take seconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process: BaseProcess = context.Process(target=_persist, args=(job_file, die_at))
+    process: BaseProcess = forked().Process(target=_persist, args=(job_file, die_at))
     process.start()
     process.join(120)
     if process.is_alive():

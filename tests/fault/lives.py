@@ -1,14 +1,12 @@
 """A small training run and the agent beside it, as processes that can be killed at any step.
 
-They are forked from a server that has imported everything already (multiprocessing's forkserver):
-hundreds of lives in a minute, each a real process that takes a real SIGKILL.
+Hundreds of them, each a real process that takes a real SIGKILL (`tests.forked`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +26,18 @@ from recpoint import kernels
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.testing import die_at
+from tests.forked import forked
 
-__all__ = ["STEPS", "agent_life", "begin", "serving", "sweep_life", "table_digest", "trainer_life"]
+__all__ = [
+    "STEPS",
+    "agent_life",
+    "begin",
+    "flow_life",
+    "serving",
+    "sweep_life",
+    "table_digest",
+    "trainer_life",
+]
 
 STEPS = 5
 _INTERVAL = 2
@@ -44,21 +51,7 @@ kernels.warm_up()
 
 def begin(life: Callable[..., None], environment: dict[str, str], **arguments: Any) -> Any:
     """Start a life; its arguments travel by pickling. `environment` is set before anything else."""
-    context: ForkServerContext = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch._dynamo",  # imported by the first optimizer otherwise, for seconds
-            "recpoint.trainer_plugin.checkpointer",
-            "recpoint.flows.agent",
-            "recpoint.flows.persist",
-            "recpoint.catalog.sweep",
-            "recpoint.catalog.s3_store",
-            "tests.fault.lives",
-        ]
-    )
-    process: ForkServerProcess = context.Process(
-        target=_live, args=(life, environment, arguments), daemon=True
-    )
+    process = forked().Process(target=_live, args=(life, environment, arguments), daemon=True)
     process.start()
     return process
 
@@ -176,6 +169,20 @@ def serving(
         if process.is_alive():
             os.kill(process.pid, signal.SIGTERM)
         process.join(_PATIENCE_SECONDS)
+
+
+def flow_life(*, job_file: str, die: int | None = None) -> None:
+    """Persist one job as a Prefect flow, through the API that the environment names."""
+    from prefect.context import refresh_global_settings_context
+
+    from recpoint.flows.persist import run_persist
+
+    # Prefect read its settings when the server of these processes imported it.
+    refresh_global_settings_context()
+    die_at.install(die_at=die)
+    state = run_persist(job_file)
+    if not state.is_completed():
+        raise AssertionError(f"{state}")
 
 
 def sweep_life(*, url: str, die: int | None = None) -> None:
