@@ -74,8 +74,9 @@ def _measure(
         train = _training(plain, plain_optimizers, batches)
         without = _hooked_parts(plain, plain_optimizers, batches, lambda: None)
         with_marks = _hooked_parts(marked, marked_optimizers, batches, step)
-        alternate(10, train, without, with_marks)
-        step_s, without_s, with_s = alternate(rounds, train, without, with_marks)
+        # The parts that follow a whole step find its caches and threads; they are not counted.
+        alternate(10, train, with_marks, without, with_marks)
+        step_s, _, without_s, with_s = alternate(rounds, train, with_marks, without, with_marks)
         added = statistics.median(b - a for a, b in zip(without_s, with_s, strict=True))
         marks = _evaluation_marks(tracked, marked, batches)
     step_median = statistics.median(step_s)
@@ -100,11 +101,11 @@ def _training(
     def step() -> None:
         batch = next(turn)
         loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.label)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
+            # Gradients left here would be added to in the parts, by one of the two models only.
+            optimizer.zero_grad()
 
     return step
 
