@@ -95,8 +95,7 @@ def _measure(
             job_file = tracked.cut()
             staged_bytes = sum(segment.bytes for segment in read_job(job_file).segments)
             seconds, peak, sizes = _in_own_process(job_file)
-            while tracked.checkpointer.stats.committed == committed:
-                pass
+            tracked.wait_for_commit(committed)
             raw = _bare_s3fs(f"{server.bucket}/bare-{bits}-{size_bytes}-{turn}", sizes)
             persists.append(seconds)
             uploads.append(raw)

@@ -21,7 +21,7 @@ from recpoint.format.job import Job, Outcome
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 from recpoint.trainer_plugin.settings import Bits
 
-__all__ = ["Tables", "examples_on_path", "scratch", "staged_run"]
+__all__ = ["StagedRun", "Tables", "examples_on_path", "scratch", "staged_run", "wait_for"]
 
 T = TypeVar("T")
 
