@@ -104,8 +104,12 @@ class StagedRun:
         outcome = persist_job(job_file)
         if outcome.result != "committed":
             raise RuntimeError(outcome.error)
-        wait_for(lambda: self.checkpointer.stats.committed > before or None)
+        self.wait_for_commit(before)
         return outcome
+
+    def wait_for_commit(self, before: int) -> None:
+        """Wait until the trainer knows of more commits than `before`."""
+        wait_for(lambda: self.checkpointer.stats.committed > before or None)
 
 
 def wait_for(look: Callable[[], T | None], *, seconds: float = 120.0) -> T:
