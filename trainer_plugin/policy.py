@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import recpoint.errors
-from recpoint.errors import ChainError, CommitError, StaleWriter
+from recpoint.errors import ChainError, CommitError, FormatError, StaleWriter
 from recpoint.format.manifest import Kind, TableSpec
 from recpoint.format.records import CheckpointRef
 
@@ -71,9 +71,13 @@ def _error_class(error_type: str) -> type | None:
 
 
 def breaks_chain(error_type: str) -> bool:
-    """Whether a rejection of this class means that later increments cannot join up either."""
+    """Whether a rejection of this class means that later increments cannot join up either.
+
+    A FormatError may be about the parent's manifest, which then stays damaged: increments after it
+    would be rejected for ever. If it is about the slot, the full costs no more than its bytes.
+    """
     found = _error_class(error_type)
-    return found is not None and issubclass(found, ChainError | CommitError)
+    return found is not None and issubclass(found, ChainError | CommitError | FormatError)
 
 
 def superseded(error_type: str) -> bool:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.errors import CommitConflict, MissingLink, StaleWriter, StoreAccessDenied
+from recpoint.errors import (
+    CommitConflict,
+    DigestMismatch,
+    MissingLink,
+    StagingError,
+    StaleWriter,
+    StoreAccessDenied,
+)
 from recpoint.format.manifest import TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.policy import FULL, breaks_chain, next_link, superseded
@@ -44,6 +51,8 @@ def test_other_tables_need_a_full() -> None:
         (MissingLink, True, False),
         (CommitConflict, True, False),
         (StaleWriter, True, True),
+        (DigestMismatch, True, False),
+        (StagingError, False, False),
         (StoreAccessDenied, False, False),
     ],
 )
