@@ -111,8 +111,13 @@ def remove(path: str | os.PathLike[str]) -> None:
         return  # another remover has found it empty and removed the directory itself
 
 
-def make_directory(path: str | os.PathLike[str]) -> None:
-    """Make the directory and its missing parents, each durable in the one above it."""
+def make_directory(path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
+    """Make the directory and its missing parents, each durable in the one above it.
+
+    Args:
+        path: the directory.
+        mode: of those that are made, before the process's umask.
+    """
     target = Path(path)
     missing = []
     while not target.is_dir():
@@ -123,7 +128,7 @@ def make_directory(path: str | os.PathLike[str]) -> None:
     for directory in reversed(missing):
         step(f"mkdir {directory.name}")
         try:
-            os.mkdir(directory)
+            os.mkdir(directory, mode)
         except FileExistsError:
             if not directory.is_dir():
                 raise NotADirectoryError(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
-import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
-from recpoint.catalog import durable
+from recpoint.catalog import durable, host_lock
 from recpoint.errors import ForeignObject, FormatError, StagingError
 from recpoint.format.job import Job, Outcome
 from recpoint.format.naming import MAX_RANK, job_stem, parse_job_stem
@@ -30,6 +29,7 @@ __all__ = [
     "finish_answered",
     "job_path",
     "jobs_directory",
+    "make_root",
     "outcome_path",
     "outcomes_directory",
     "read_job",
@@ -48,8 +48,6 @@ __all__ = [
 
 MAX_SLOT = 9_999
 
-_LOCK_TRIES = 10
-
 _RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
 _REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
 
@@ -62,6 +60,36 @@ def default_staging_root() -> Path:
     memory = Path("/dev/shm")
     parent = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return parent / f"recpoint-{os.getuid()}"
+
+
+def make_root(root: Path) -> None:
+    """Make the staging area if it is not there: nobody else on the host may read or replace jobs.
+
+    In a directory where everybody may write, like that of the default, anybody may have made it
+    first, or have put a link in its place: there it must be this user's own and closed to others.
+
+    Raises:
+        StagingError: it is not.
+        OSError: it cannot be made.
+    """
+    durable.make_directory(root.parent)
+    durable.make_directory(root, mode=0o700)
+    if not root.parent.stat().st_mode & stat.S_IWOTH:
+        return
+    there = root.lstat()
+    if (
+        not stat.S_ISDIR(there.st_mode)
+        or there.st_uid != os.geteuid()
+        or there.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
+        raise StagingError(
+            str(root),
+            found=f"{stat.filemode(there.st_mode)}, owned by user {there.st_uid}, in a directory "
+            "where everybody may write",
+            expected=f"a directory of user {os.geteuid()} that nobody else can write to",
+            next_step="remove it or take it back (chown, chmod 700), or choose another: "
+            "RECPOINT_STAGING, staging= or --staging",
+        )
 
 
 def run_directory(staging: Path | str, run_url: str) -> Path:
@@ -257,7 +285,7 @@ class AgentLock:
     """Held by the one agent of a staging area; the kernel releases it however the agent ends.
 
     Raises (on entry):
-        StagingError: another agent holds it.
+        StagingError: another agent holds it, or the staging area is open to others.
     """
 
     def __init__(self, staging: Path | str) -> None:
@@ -265,38 +293,18 @@ class AgentLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            _lock(descriptor)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip()
-            os.close(descriptor)
-            raise StagingError(
-                str(self._path),
-                found=f"a lock held by process {holder or 'unknown'}",
-                expected="no other agent on this staging area",
-                next_step="use the agent that runs, or stop it first",
-            ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-        self._descriptor = descriptor
+        make_root(self._path.parent)
+        self._descriptor = host_lock.acquire(
+            self._path,
+            expected="no other agent on this staging area",
+            next_step="use the agent that runs, or stop it first",
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            host_lock.release(self._descriptor)
             self._descriptor = None
-
-
-def _lock(descriptor: int) -> None:
-    # A trainer that asks whether there is an agent holds the lock for microseconds.
-    for _ in range(_LOCK_TRIES):
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.02)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _listed(directory: Path) -> list[str]:

@@ -7,6 +7,7 @@ comes back as events, which the training thread fetches; it changes nothing that
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class Handoff:
         ref = snapshot.ref
         # A failure after the rename, of the last fsync for instance: the agent may have the job
         # already, so its slot must not be written again before the agent has answered.
-        there = self._job_path(ref).exists() or self._outcome_path(ref).exists()
+        there = _may_exist(self._job_path(ref)) or _may_exist(self._outcome_path(ref))
         with self._changed:
             if failure is None or there:
                 self._awaited[ref] = snapshot
@@ -232,7 +233,7 @@ class Handoff:
     def _answer(self, ref: CheckpointRef) -> Event | None:
         try:
             # The job first: once it is gone, its outcome has been there before.
-            if self._job_path(ref).exists():
+            if _may_exist(self._job_path(ref)):
                 return None
             path = self._outcome_path(ref)
             outcome = staged.read_outcome(path)
@@ -262,3 +263,17 @@ class Handoff:
         return staged.outcome_path(
             self._area.run_directory, ref.generation, ref.step, self._area.rank
         )
+
+
+def _may_exist(path: Path) -> bool:
+    """Whether the file is there, or the disk will not say: then it counts as there.
+
+    While a job may be there, an agent may be reading its slot, which must not be written again.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True

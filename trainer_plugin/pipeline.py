@@ -118,13 +118,15 @@ class Pipeline:
     def finish(self, batches_done: int) -> None:
         """A last checkpoint when there are new batches, and wait for every outcome.
 
-        Waits at most `close_wait_seconds`, and no longer than a moment when there is no agent.
+        Waits for outcomes at most `close_wait_seconds`, and no longer than a moment when there is
+        no agent. That what was cut is staged is always waited for: the process may end after this.
         """
         deadline = time.monotonic() + self._settings.close_wait_seconds
         self._wait(deadline, until_below=self._settings.max_staged_jobs)
         if batches_done > self._last_safe and not self._is_on_its_way(batches_done):
             self.take(batches_done)
         self._wait(deadline, until_below=1)
+        self._wait_until_staged()
         if len(self._ledger):
             agent = self._area.agent_is_running()
             _log.warning(
@@ -173,6 +175,12 @@ class Pipeline:
             if self._handoff.ensure_alive():
                 continue
             self._handoff.wait_for_event(min(_WAIT_SLICE_SECONDS, deadline - now))
+
+    def _wait_until_staged(self) -> None:
+        while self._handoff.is_staging():
+            if not self._handoff.ensure_alive():
+                self._handoff.wait_for_event(_WAIT_SLICE_SECONDS)
+            self.fetch()
 
     def _apply(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 import warnings
 from pathlib import Path
 
-from recpoint.catalog import durable, staged
+from recpoint.catalog import durable, host_lock, staged
 from recpoint.errors import FormatError, StagingError
 from recpoint.format.naming import parse_job_stem
 from recpoint.trainer_plugin.slot import Slot
@@ -43,13 +42,12 @@ class StagingArea:
         """Make the directories that are missing.
 
         Raises:
-            StagingError: that is not possible.
+            StagingError: that is not possible, or others may write to the staging area.
         """
         try:
-            if not self.root.is_dir():
-                durable.make_directory(self.root.parent)
-                # Other users of the host have no business with a model's weights.
-                os.makedirs(self.root, mode=0o700, exist_ok=True)
+            staged.make_root(self.root)
+            # Other users of the host have no business with a model's weights, wherever they lie.
+            durable.make_directory(self.run_directory, mode=0o700)
             for directory in (
                 staged.slots_directory(self.run_directory),
                 staged.jobs_directory(self.run_directory),
@@ -57,12 +55,7 @@ class StagingArea:
             ):
                 durable.make_directory(directory)
         except OSError as error:
-            raise StagingError(
-                str(error.filename or self.run_directory),
-                found=error.strerror or str(error),
-                expected="a directory that this process can create and write",
-                next_step="give another directory: staging= or RECPOINT_STAGING",
-            ) from error
+            raise self._unusable(error) from error
 
     def lock(self) -> None:
         """Become the one training process of this run here; released when the process ends.
@@ -70,22 +63,14 @@ class StagingArea:
         Raises:
             StagingError: another process is; its number is in the message.
         """
-        path = staged.trainer_lock_path(self.run_directory)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip()
-            os.close(descriptor)
-            raise StagingError(
-                str(path),
-                found=f"a lock held by process {holder or 'unknown'}",
+            self._lock = host_lock.acquire(
+                staged.trainer_lock_path(self.run_directory),
                 expected="no other trainer of this run on this staging area",
-                next_step=f"stop process {holder or 'unknown'}, or train under another run URL",
-            ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-        self._lock = descriptor
+                next_step="stop that process, or train under another run URL",
+            )
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def close(self) -> None:
         """Release lock and slots; what is staged stays."""
@@ -93,25 +78,12 @@ class StagingArea:
             slot.close()
         self._slots.clear()
         if self._lock is not None:
-            os.close(self._lock)
+            host_lock.release(self._lock)
             self._lock = None
 
     def agent_is_running(self) -> bool:
         """Whether an agent serves this staging area now."""
-        try:
-            descriptor = os.open(
-                staged.agent_lock_path(self.root), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            )
-        except OSError:
-            return False
-        try:
-            # Shared, and for microseconds: two trainers that ask do not see each other.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return host_lock.is_held(staged.agent_lock_path(self.root))
 
     def wait_until_drained(self, seconds: float) -> int:
         """Wait for the agent to finish what an earlier trainer staged; jobs that are left.
@@ -194,6 +166,14 @@ class StagingArea:
                 SmallStagingArea,
                 stacklevel=3,
             )
+
+    def _unusable(self, error: OSError) -> StagingError:
+        return StagingError(
+            str(error.filename or self.run_directory),
+            found=error.strerror or str(error),
+            expected="a directory that this process can create and write",
+            next_step="give another directory: staging= or RECPOINT_STAGING",
+        )
 
     def _name(self, index: int) -> str:
         return staged.slot_path(self.run_directory, self.rank, index).name

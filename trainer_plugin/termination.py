@@ -25,6 +25,7 @@ class TerminationNotice:
         self.requested = False
         self._previous: Any = None
         self._installed = False
+        self._process = 0
 
     def install(self) -> None:
         """Take the signal; in another thread than the main one python does not allow that."""
@@ -36,6 +37,7 @@ class TerminationNotice:
             return
         self._previous = signal.signal(signal.SIGTERM, self._received)
         self._installed = True
+        self._process = os.getpid()
 
     def remove(self) -> None:
         """Give the signal back to the handler that was there before."""
@@ -55,7 +57,9 @@ class TerminationNotice:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _received(self, _number: int, _frame: FrameType | None) -> None:
-        if self.requested:
+        # A forked child, of a reader for instance, has this handler too and nothing to checkpoint:
+        # it must end when it is told to.
+        if self.requested or os.getpid() != self._process:
             self.redeliver()
         else:
             self.requested = True

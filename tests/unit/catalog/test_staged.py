@@ -73,6 +73,40 @@ def test_the_default_root_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert staged.default_staging_root().name == f"recpoint-{os.getuid()}"
 
 
+def test_a_staging_area_is_made_for_its_user_only(tmp_path: Path) -> None:
+    staged.make_root(tmp_path / "below" / "staging")
+    assert (tmp_path / "below" / "staging").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("trap", ["writable", "foreign", "link"])
+def test_a_staging_area_that_another_user_made_first_is_refused(tmp_path: Path, trap: str) -> None:
+    tmp_path.chmod(0o1777)
+    root = tmp_path / "recpoint-0"
+    staged.make_root(root)
+    staged.make_root(root)
+    if trap == "writable":
+        root.chmod(0o770)
+    elif trap == "link":
+        root.rmdir()
+        (tmp_path / "elsewhere").mkdir()
+        root.symlink_to(tmp_path / "elsewhere")
+    elif os.geteuid() == 0:
+        os.chown(root, 12345, 12345)
+    else:
+        pytest.skip("only root can give a directory away")
+    with pytest.raises(StagingError, match="RECPOINT_STAGING"), staged.AgentLock(root):
+        pytest.fail("an agent would serve a stranger's jobs")
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    staged.agent_lock_path(tmp_path).symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"), staged.AgentLock(tmp_path):
+        pytest.fail("the link was followed")
+    assert victim.read_text() == "precious"
+
+
 @pytest.mark.parametrize(("rank", "index"), [(-1, 0), (100_000, 0), (0, -1), (0, 10_000)])
 def test_slots_have_bounds(rank: int, index: int) -> None:
     with pytest.raises(ValueError, match="outside"):

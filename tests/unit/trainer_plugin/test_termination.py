@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog import staged
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from tests.training_builder import Place, checkpointer, simple_training, train, until
@@ -96,6 +97,91 @@ def test_a_signal_that_is_handled_elsewhere_lets_training_go_on(place: Place) ->
             assert ckpt.stats.committed == 2
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_the_last_checkpoint_is_staged_before_the_signal_goes_on(place: Place) -> None:
+    """The handler before may end the process at once, and nobody has to wait for an agent."""
+    found: list[list[Path]] = []
+
+    def look(*_: object) -> None:
+        found.append(staged.staged_jobs(place.run_directory))
+
+    before = signal.signal(signal.SIGTERM, look)
+    try:
+        training = simple_training()
+        ckpt = checkpointer(training, place, close_wait_seconds=0, handle_sigterm=True)
+        ckpt.restore()
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: ckpt._termination.requested)
+        train(training, ckpt, 1)
+        ckpt.close(final=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [path.stem for path in found[0]] == ["00000001-000000000001-r00000"]
+
+
+FORK = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.training_builder import Place, checkpointer, simple_training
+place = Place(sys.argv[2], Path(sys.argv[3]))
+ckpt = checkpointer(simple_training(), place, handle_sigterm=True)
+ckpt.restore()
+child = os.fork()
+if child == 0:
+    print(os.getpid(), flush=True)
+    while True:
+        signal.pause()
+sys.stdin.read()
+"""
+
+
+def forking_trainer(place: Place) -> tuple[subprocess.Popen[str], int]:
+    """A trainer that has forked a child after its start, and the child's process id."""
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORK, str(root), place.run, str(place.staging)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_forked_child_ends_when_it_is_told_to(place: Place) -> None:
+    process, child = forking_trainer(place)
+    with process:
+        try:
+            os.kill(child, signal.SIGTERM)
+            until(lambda: has_ended(child))
+        finally:
+            if not has_ended(child):
+                os.kill(child, signal.SIGKILL)
+            process.kill()
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_the_run(place: Place) -> None:
+    process, child = forking_trainer(place)
+    with process:
+        try:
+            process.kill()
+            process.wait(20)
+            assert not has_ended(child)
+            ckpt = checkpointer(simple_training(), place)
+            ckpt.restore()
+            ckpt.close(final=False)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_second_signal_does_not_wait(place: Place) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from recpoint.catalog import durable, staged
+from recpoint.catalog import durable, host_lock, staged
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
@@ -134,7 +134,7 @@ def test_a_disk_that_becomes_read_only(place: Place, mount: Mount | None) -> Non
     pinned.close()  # a file open for writing would keep the file system writable
     lock = ckpt._area._lock
     assert lock is not None
-    os.close(lock)
+    host_lock.release(lock)
     ckpt._area._lock = None
     mount.read_only(True)
     train(training, ckpt, 2)
@@ -278,3 +278,71 @@ def test_an_outcome_that_cannot_be_read(place: Place) -> None:
     with place.agent():
         ckpt.close()
     assert_restores(place, training)
+
+
+def test_a_disk_that_does_not_say_whether_a_job_is_there(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    look = os.stat
+
+    def no_answer(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith("-r00000.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, *arguments, **named)
+
+    def no_write(name: str) -> None:
+        if name.startswith("write "):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "stat", no_answer)
+    durable.set_observer(no_write)
+    train(training, ckpt, 1)
+    pipeline = ckpt._pipeline
+    assert pipeline is not None
+    until(lambda: not pipeline._handoff.is_staging())
+    train(training, ckpt, 2)
+    assert ckpt.stats.failed == 0 and ckpt.stats.skipped == 2, "its slot may be in use"
+    monkeypatch.undo()
+    until(lambda: ckpt.stats.failed == 1)
+    durable.set_observer(None)
+    with place.agent():
+        ckpt.close()
+    assert ckpt.stats.committed == 1
+    assert_restores(place, training)
+
+
+def test_a_damaged_parent_costs_one_checkpoint_and_not_all_that_follow(place: Place) -> None:
+    training = simple_training()
+    with place.agent():
+        ckpt = checkpointer(training, place, interval_batches=1)
+        ckpt.restore()
+        train(training, ckpt, 1)
+        until(lambda: ckpt.stats.committed == 1)
+        manifest = next(Path(place.run, "manifests").iterdir())
+        manifest.write_bytes(manifest.read_bytes().replace(b'"stall_us":', b'"stall_us":1', 1))
+        train(training, ckpt, 1)
+        until(lambda: ckpt.stats.failed == 1)
+        assert "DigestMismatch" in (ckpt.stats.last_error or "")
+        train(training, ckpt, 1)
+        ckpt.close()
+    assert (ckpt.stats.committed, ckpt.stats.failed) == (2, 1)
+    assert_restores(place, training)
+
+
+def test_nobody_else_on_the_host_can_read_what_is_staged(place: Place) -> None:
+    place.staging.mkdir(mode=0o755)
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    assert place.run_directory.stat().st_mode & 0o077 == 0
+    ckpt.close(final=False)
+
+
+def test_a_lock_that_cannot_be_opened_is_told_at_the_start(place: Place) -> None:
+    ckpt = checkpointer(simple_training(), place)
+    staged.trainer_lock_path(place.run_directory).mkdir(parents=True)
+    with pytest.raises(StagingError, match=r"trainer\.lock.*RECPOINT_STAGING"):
+        ckpt.restore()
