@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
@@ -27,7 +25,7 @@ from recpoint.trainer_plugin.snapshot import (
     place,
 )
 from recpoint.trainer_plugin.tables import Table
-from recpoint.trainer_plugin.tracking import Tracker
+from recpoint.trainer_plugin.tracking import Dirty, Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
 
 __all__ = ["Cut", "Cutter"]
@@ -116,8 +114,9 @@ class Cutter:
             tree, tensors = state_tree.flatten(self._state.capture(step))
             parts = []
             for table, spec in zip(self._tables, specs, strict=True):
-                ids = None if link.kind == "full" else dirty[table.name].ids(table.rows)
-                parts.append(self._part(table, spec, ids))
+                parts.append(
+                    self._part(table, spec, None if link.kind == "full" else dirty[table.name])
+                )
             placed, slot_bytes = place(parts, tree, tensors)
             slot.reserve(slot_bytes)
             device = fill(placed, slot.data, parts, tree, tensors)
@@ -149,13 +148,16 @@ class Cutter:
         )
         return Cut(snapshot, pending, link.tip(ref, specs))
 
-    def _part(self, table: Table, spec: TableSpec, ids: Tensor | None) -> TablePart:
+    def _part(self, table: Table, spec: TableSpec, dirty: Dirty | None) -> TablePart:
         states = self._state.optimizers.row_states(table).tensors
+        row_count = table.rows if dirty is None else dirty.count(table.rows)
+        some = dirty is not None and row_count < table.rows
         return TablePart(
             spec=spec,
             values=table.weight,
             row_states=tuple(states.values()),
-            ids=ids,
+            bitmap=dirty.bitmap if dirty is not None and some else None,
+            row_count=row_count,
             bits=self._widths[table.name],
         )
 

@@ -16,7 +16,7 @@ from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, t
 from recpoint.format.job import StagedTable
 from recpoint.format.manifest import TableSpec
 from recpoint.format.records import CheckpointRef
-from recpoint.kernels import row_gather
+from recpoint.kernels import dirty_bitmap, row_gather
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.policy import Link
 from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES, Slot, array_view
@@ -44,20 +44,17 @@ class TablePart:
     Attributes:
         values: the live weight [rows, dim].
         row_states: live row states, in the order of `spec.row_states`.
-        ids: rows to store, int64 [n], ascending; None: all rows.
+        bitmap: the rows to store, on the weight's device; None: all rows.
+        row_count: how many that are.
         bits: how they are to be stored.
     """
 
     spec: TableSpec
     values: Tensor
     row_states: tuple[Tensor, ...]
-    ids: Tensor | None
+    bitmap: Tensor | None
+    row_count: int
     bits: int
-
-    @property
-    def row_count(self) -> int:
-        """Rows to store."""
-        return self.spec.rows if self.ids is None else self.ids.numel()
 
     @property
     def staged(self) -> StagedTable:
@@ -65,7 +62,7 @@ class TablePart:
         return StagedTable(
             spec=self.spec,
             row_count=self.row_count,
-            all_rows=self.ids is None,
+            all_rows=self.bitmap is None,
             bits=self.bits,
         )
 
@@ -135,7 +132,7 @@ def place(
         rows = part.row_count
         if rows == 0:
             continue
-        if part.ids is not None:
+        if part.bitmap is not None:
             add(f"t{index}.ids", "I64", (rows,))
         add(f"t{index}.values", part.spec.dtype, (rows, part.spec.dim))
         for number, state in enumerate(part.spec.row_states):
@@ -168,9 +165,9 @@ def fill(
         for index, part in enumerate(parts):
             if part.row_count == 0:
                 continue
-            ids = part.ids
-            if ids is not None:
-                _copy(ids, by_name[f"t{index}.ids"].view(data))
+            ids = None
+            if part.bitmap is not None:
+                ids = _collect(part.bitmap, part.spec.rows, by_name[f"t{index}.ids"].view(data))
             _rows(part.values, ids, by_name[f"t{index}.values"].view(data), device)
             for number, state in enumerate(part.row_states):
                 _rows(state, ids, by_name[f"t{index}.state.{number}"].view(data), device)
@@ -180,6 +177,15 @@ def fill(
             _copy(tensor, by_name[f"tensor.{number}"].view(data))
     device.release_training()
     return device
+
+
+def _collect(bitmap: Tensor, rows: int, out: Tensor) -> Tensor:
+    """The marked rows, written to `out` in the slot; on the bitmap's device."""
+    if bitmap.is_cpu:
+        return dirty_bitmap.collect(bitmap, rows=rows, out=out)
+    ids = dirty_bitmap.collect(bitmap, rows=rows)
+    out.copy_(ids)
+    return ids
 
 
 def _rows(source: Tensor, ids: Tensor | None, out: Tensor, device: DeviceDrain) -> None:

@@ -32,12 +32,9 @@ class Dirty:
     bitmap: Tensor
     all_rows: bool
 
-    def ids(self, rows: int) -> Tensor | None:
-        """Their ids, int64 [n], ascending; None: all rows. Waits for the bitmap's device."""
-        if self.all_rows:
-            return None
-        ids = dirty_bitmap.collect(self.bitmap, rows=rows)
-        return None if ids.numel() == rows else ids
+    def count(self, rows: int) -> int:
+        """How many they are, of a table of `rows` rows. Waits for the bitmap's device."""
+        return rows if self.all_rows else dirty_bitmap.count(self.bitmap)
 
 
 class Tracker:

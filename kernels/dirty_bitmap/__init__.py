@@ -93,14 +93,23 @@ def count(bitmap: Tensor) -> int:
     raise unsupported_device("bitmap", bitmap)
 
 
-def collect(bitmap: Tensor, *, rows: int) -> Tensor:
-    """The marked rows: int64 [n], ascending, on the bitmap's device. Waits for the device."""
+def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
+    """The marked rows: int64 [n], ascending, on the bitmap's device. Waits for the device.
+
+    Args:
+        bitmap: of a table of `rows` rows.
+        rows: rows of the table.
+        out: where to write them, int64 [`count(bitmap)`] on the same device; a new tensor if None.
+
+    Raises:
+        ValueError: `out` has not as many entries as rows are marked.
+    """
     if bitmap.is_cpu:
-        return cpu.collect(bitmap, rows=rows)
+        return cpu.collect(bitmap, rows=rows, out=out)
     if bitmap.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        return triton.collect(bitmap, rows=rows)
+        return triton.collect(bitmap, rows=rows, out=out)
     raise unsupported_device("bitmap", bitmap)
 
 

@@ -113,6 +113,13 @@ def require_fit(bitmap: Tensor, rows: int) -> None:
         raise ValueError(f"bitmap: {bitmap.numel()} words, expected ceil({rows} / 32)")
 
 
+def require_room(ids: Tensor, count: int) -> None:
+    if ids.dtype is not _INT64 or ids.shape != (count,) or not ids.is_contiguous():
+        raise ValueError(
+            f"out: {ids.dtype} {tuple(ids.shape)}, expected torch.int64 ({count},), contiguous"
+        )
+
+
 def require_pair(a: Tensor, b: Tensor) -> None:
     require_bitmap("first bitmap", a)
     require_bitmap("second bitmap", b)
@@ -196,8 +203,8 @@ def count(bitmap: Tensor) -> int:
     return sum(over_rows(part, bitmap.numel(), row_bytes=4))
 
 
-def collect(bitmap: Tensor, *, rows: int) -> Tensor:
-    """The marked rows: int64 [n], ascending.
+def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
+    """The marked rows: int64 [n], ascending; in `out` if it is given.
 
     Two passes, so that the result has its exact size: the first counts, per part, the second
     writes. A part writes at most what it counted, even if a bit is set in between.
@@ -210,7 +217,9 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
         return start, stop, int(_count(address, start, stop))
 
     spans = over_rows(measure, words, row_bytes=32)
-    ids = torch.empty(sum(n for _, _, n in spans), dtype=torch.int64)
+    total = sum(n for _, _, n in spans)
+    ids = torch.empty(total, dtype=torch.int64) if out is None else out
+    require_room(ids, total)
     firsts: dict[int, tuple[int, int]] = {}
     position = 0
     for start, _, n in spans:

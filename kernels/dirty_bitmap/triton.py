@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recpoint.kernels.dirty_bitmap.cpu import require_bitmap, require_fit, require_pair
+from recpoint.kernels.dirty_bitmap.cpu import (
+    require_bitmap,
+    require_fit,
+    require_pair,
+    require_room,
+)
 
 __all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "swap"]
 
@@ -124,8 +129,8 @@ def count(bitmap: Tensor) -> int:
     return int(_counts(bitmap, _WORDS_BLOCK).sum())
 
 
-def collect(bitmap: Tensor, *, rows: int) -> Tensor:
-    """The marked rows: int64 [n], ascending.
+def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
+    """The marked rows: int64 [n], ascending; in `out` if it is given.
 
     Each block of words knows from a running sum of the blocks' counts where its ids start.
     """
@@ -133,7 +138,8 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     counts = _counts(bitmap, _COLLECT_WORDS)
     ends = counts.cumsum(0)
     total = int(ends[-1]) if counts.numel() else 0
-    ids = torch.empty(total, dtype=torch.int64, device=bitmap.device)
+    ids = torch.empty(total, dtype=torch.int64, device=bitmap.device) if out is None else out
+    require_room(ids, total)
     if total:
         _collect[(counts.numel(),)](
             bitmap, ends - counts, ids, bitmap.numel(), BLOCK=_COLLECT_WORDS

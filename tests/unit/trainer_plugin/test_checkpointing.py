@@ -161,7 +161,7 @@ def reject(place: Place, error_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error_type", "then"), [("MissingLink", "full"), ("DigestMismatch", "increment")]
+    ("error_type", "then"), [("MissingLink", "full"), ("DigestMismatch", "full"), ("StagingError", "increment")]
 )
 def test_a_rejected_job_gives_its_rows_back(place: Place, error_type: str, then: str) -> None:
     training = simple_training()
