@@ -222,7 +222,8 @@ class _Checking:
                 by_table.setdefault(entry.table, []).append(entry)
         for table, entries in by_table.items():
             spec = manifest.tables[table]
-            coverage = RowCoverage(rows=spec.rows, chunks=len(entries))
+            counts = [entry.row_count or 0 for entry in entries]
+            coverage = RowCoverage(rows=spec.rows, row_counts=counts)
             good = True
             for entry, outcome in pool.in_order(
                 entries, lambda entry: read_rows(self._run.store, manifest, entry)

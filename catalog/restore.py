@@ -85,8 +85,8 @@ def restore(
 ) -> RestoreReport:
     """Restore the newest good checkpoint of the live line, or the one that is named.
 
-    Memory beyond the target's: `threads` + 2 chunks, one rank's state, and one bit a row of a
-    table that is stored in several sets of rows.
+    Memory beyond the target's: `threads` + 2 chunks, one rank's state, and at most one bit a row
+    of a table that is stored in several sets of rows.
 
     Args:
         run: the run.
@@ -252,8 +252,9 @@ class _Reading:
             try:
                 rows = outcome.result()
                 if coverage is None:
-                    chunks = len(by_table[manifest.step, entry.table])
-                    coverage = RowCoverage(rows=spec.rows, chunks=chunks)
+                    entries = [other for _, other in by_table[manifest.step, entry.table]]
+                    counts = [other.row_count or 0 for other in entries]
+                    coverage = RowCoverage(rows=spec.rows, row_counts=counts)
                 coverage.add(rows.rows)
                 if id(entry) in last:
                     key = manifest_key(manifest.step, manifest.generation)

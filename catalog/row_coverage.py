@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,18 +16,21 @@ __all__ = ["RowCoverage"]
 class RowCoverage:
     """The rows that the chunks of one table of one checkpoint have brought so far.
 
-    Ranges are kept as ranges, which a full mostly consists of; sets of ids cost one bit for each
-    row of the table, and only when the table has more than one chunk.
+    Ranges are kept as ranges, which a full mostly consists of. Sets of ids cost one bit for each
+    row of the table or eight bytes for each row stored, whichever is less: a manifest may claim
+    any number of rows, while what is stored has been seen to be there.
 
     Args:
         rows: rows of the table.
-        chunks: how many chunks it has in this checkpoint.
+        row_counts: of each of its chunks in this checkpoint.
     """
 
-    def __init__(self, *, rows: int, chunks: int) -> None:
+    def __init__(self, *, rows: int, row_counts: Sequence[int]) -> None:
         self._rows = rows
-        self._single = chunks == 1
+        self._single = len(row_counts) == 1
+        self._with_bitmap = rows // 8 <= 8 * sum(row_counts)
         self._ranges: list[range] = []
+        self._sets: list[Tensor] = []
         self._bitmap: Tensor | None = None
         self._set_rows = 0
 
@@ -35,6 +40,9 @@ class RowCoverage:
             return  # its ids ascend strictly: there is nothing they could overlap with
         if isinstance(rows, range):
             self._ranges.append(rows)
+            return
+        if not self._with_bitmap:
+            self._sets.append(rows)
             return
         if self._bitmap is None:
             self._bitmap = dirty_bitmap.new(self._rows)
@@ -54,17 +62,24 @@ class RowCoverage:
         overlap = any(
             after.start < before.stop for before, after in zip(ranges, ranges[1:], strict=False)
         )
-        if self._bitmap is not None and not overlap:
-            for rows in ranges:
-                dirty_bitmap.mark(
-                    self._bitmap, torch.arange(rows.start, rows.stop), rows=self._rows
-                )
-            added = self._set_rows + sum(len(rows) for rows in ranges)
-            overlap = dirty_bitmap.count(self._bitmap) != added
-        if overlap:
+        if overlap or self._sets_overlap(ranges):
             raise MalformedObject(
                 key,
                 found=f"a row of table {table!r} in two chunks",
                 expected="each row at most once in a checkpoint",
                 next_step="restore an older checkpoint: recpoint list URL",
             )
+
+    def _sets_overlap(self, ranges: Sequence[range]) -> bool:
+        """Whether the sets of ids overlap each other or `ranges`, which are disjoint."""
+        if self._sets:
+            ids = torch.cat(self._sets).sort().values
+            edges = torch.tensor([(rows.start, rows.stop) for rows in ranges], dtype=torch.int64)
+            before = torch.searchsorted(ids, edges.reshape(-1, 2))
+            return bool((ids[1:] == ids[:-1]).any() or (before[:, 0] != before[:, 1]).any())
+        if self._bitmap is None:
+            return False
+        for rows in ranges:
+            dirty_bitmap.mark(self._bitmap, torch.arange(rows.start, rows.stop), rows=self._rows)
+        added = self._set_rows + sum(len(rows) for rows in ranges)
+        return dirty_bitmap.count(self._bitmap) != added
