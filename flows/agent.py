@@ -102,6 +102,7 @@ class Agent:
         self._stop = threading.Event()
         self._runs: dict[Path, _RunState] = {}
         self._telling: list[threading.Thread] = []
+        self._unreadable: set[Path] = set()
         self._places = threading.BoundedSemaphore(_RUNS_AT_ONCE)
 
     def stop(self) -> None:
@@ -112,7 +113,10 @@ class Agent:
     def serve(self, *, once: bool = False) -> int:
         """Work until stopped, or until nothing is left to do now; number of jobs still staged."""
         for run_dir in staged.run_directories(self._staging):
-            staged.clean(run_dir)
+            try:
+                staged.clean(run_dir)
+            except OSError as error:
+                _LOG.warning("%s: cannot be cleaned: %s", run_dir.name, error)
         self._gate.start()
         _LOG.info("serving %s", self._staging)
         told = 0.0
@@ -130,7 +134,7 @@ class Agent:
             self._stop.set()
             self._gate.stop()
             self._drain()
-        return sum(len(staged.staged_jobs(run)) for run in staged.run_directories(self._staging))
+        return sum(len(self._jobs(run)) for run in staged.run_directories(self._staging))
 
     # --- which run is next ---------------------------------------------------------------------
 
@@ -152,6 +156,18 @@ class Agent:
                 )
                 state.thread.start()
 
+    def _jobs(self, run_dir: Path) -> list[Path]:
+        """The run's jobs; none while its directory cannot be read: others must not wait for it."""
+        try:
+            jobs = staged.staged_jobs(run_dir)
+        except OSError as error:
+            if run_dir not in self._unreadable:
+                _LOG.warning("%s: its jobs cannot be read: %s", run_dir.name, error)
+            self._unreadable.add(run_dir)
+            return []
+        self._unreadable.discard(run_dir)
+        return jobs
+
     def _works(self, state: _RunState) -> bool:
         return state.thread is not None and state.thread.is_alive()
 
@@ -159,7 +175,7 @@ class Agent:
         return (
             not self._works(state)
             and time.monotonic() >= state.retry_at
-            and bool(staged.staged_jobs(run_dir))
+            and bool(self._jobs(run_dir))
         )
 
     def _working(self) -> bool:
@@ -168,8 +184,7 @@ class Agent:
     def _due(self) -> bool:
         """Whether a run has jobs that have not failed yet (`once` does not wait for what has)."""
         return any(
-            state.failures == 0 and staged.staged_jobs(run_dir)
-            for run_dir, state in self._runs.items()
+            state.failures == 0 and self._jobs(run_dir) for run_dir, state in self._runs.items()
         )
 
     def _drain(self) -> None:
@@ -190,7 +205,7 @@ class Agent:
     def _serve_run(self, run_dir: Path, state: _RunState) -> None:
         try:
             while not self._stop.is_set():
-                jobs = staged.staged_jobs(run_dir)
+                jobs = self._jobs(run_dir)
                 if not jobs or not self._serve_job(run_dir, state, jobs[0]):
                     break
         finally:
@@ -230,7 +245,7 @@ class Agent:
                 raise failed
             self._gate.failed(f"{type(failed).__name__}: {failed}")
         outcome = persist.persist_job(job_file)
-        log.info("%s without Prefect %s", outcome.result, outcome.error)
+        log.info("%s", f"{outcome.result} without Prefect {outcome.error}".rstrip())
 
     def _persist_with_prefect(
         self, call: Callable[[str], Any], job_file: Path
@@ -254,7 +269,8 @@ class Agent:
             # The rest of the flow only tells about it, which an API that hangs drags out.
             self._telling = [other for other in self._telling if other.is_alive()] + [thread]
             return None
-        failed = results[0]
+        # None: an exit, or a cancellation, which is none of the job's faults.
+        failed = results[0] if results else "the flow ended without a state"
         return failed if isinstance(failed, BaseException) else RuntimeError(str(failed))
 
     def _postpone(

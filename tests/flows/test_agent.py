@@ -96,6 +96,21 @@ def test_a_store_that_is_away_keeps_its_jobs_and_holds_up_no_other_run(
     assert {outcome_of(path) for path in waiting} == {"committed"}
 
 
+def test_a_run_that_cannot_be_read_stops_no_other(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    staging = tmp_path / "staging"
+    odd = staged.run_directory(staging, "/somewhere/else")
+    odd.mkdir(parents=True)
+    (odd / "jobs").write_text("no directory")
+    (odd / "outcomes").write_text("no directory")
+    (job,) = stage_chain(run, staging, count=1)
+    assert run_agent(staging, once=True, prefect="off") == 0
+    assert outcome_of(job) == "committed"
+    told = [record for record in caplog.records if "its jobs cannot be read" in record.message]
+    assert len(told) == 1
+
+
 def test_a_second_agent_is_refused(tmp_path: Path) -> None:
     with staged.AgentLock(tmp_path), pytest.raises(StagingError, match="lock held by"):
         run_agent(tmp_path, once=True, prefect="off")
