@@ -123,7 +123,7 @@ class OptimizerWatch:
         warnings.warn(
             f"every checkpoint stores these tables as a whole: {lines}",
             FullyDirtyTables,
-            stacklevel=4,
+            stacklevel=3,  # the line that builds the Checkpointer
         )
 
     def _class_name(self, table: str) -> str:

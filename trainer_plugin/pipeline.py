@@ -32,6 +32,9 @@ _log = logging.getLogger("recpoint")
 _AGENT_GRACE_SECONDS = 2.0
 _WAIT_SLICE_SECONDS = 0.2
 
+#: So many due checkpoints without one in between are no longer a matter of a short interval.
+_MANY_SKIPPED = 8
+
 
 class Pipeline:
     """The checkpoints of one trainer, from its start on. Used by the training thread only."""
@@ -56,6 +59,7 @@ class Pipeline:
         self._last_cut = start.batches_done
         self._last_safe = start.batches_done
         self._superseded = False
+        self._skipped_in_row = 0
         self._unraised: BaseException | None = None
         self.statistics = Statistics()
         self.statistics.start(start.batches_done)
@@ -85,8 +89,8 @@ class Pipeline:
         # With the earlier ones unfinished, these rows stay dirty and are in the next one.
         if self._superseded or len(self._ledger) >= self._settings.max_staged_jobs:
             self.statistics.skipped += 1
-            why = "another trainer owns the run" if self._superseded else "earlier ones still wait"
-            _log.info("no checkpoint at batch %d: %s", batches_done, why)
+            self._skipped_in_row += 1
+            self._tell_skipped(batches_done)
             return False
         started = time.perf_counter()
         try:
@@ -105,6 +109,7 @@ class Pipeline:
             self.note_failure(error)
             return False
         self._last_cut = batches_done
+        self._skipped_in_row = 0
         self._ledger.add(pending, tip)
         self.statistics.stalled((time.perf_counter() - started) * 1e3)
         self._handoff.submit(snapshot)
@@ -155,6 +160,32 @@ class Pipeline:
         if self._unraised is not None:
             error, self._unraised = self._unraised, None
             raise error
+
+    def _tell_skipped(self, batches_done: int) -> None:
+        """Say that a due checkpoint was not cut; loudly when it looks as if none will be.
+
+        One or two in a row are a short interval. More, or no agent, is a store or a host that
+        needs somebody, who may see warnings only: told at growing distances, not at each.
+        """
+        in_row = self._skipped_in_row
+        if self._superseded:
+            _log.info("no checkpoint at batch %d: another trainer owns the run", batches_done)
+            return
+        agent = self._area.agent_is_running()
+        doubled = in_row & (in_row - 1) == 0  # 1, 2, 4, 8, …
+        if not (doubled and (in_row >= _MANY_SKIPPED or not agent)):
+            _log.info("no checkpoint at batch %d: earlier ones still wait", batches_done)
+            return
+        _log.warning(
+            "no checkpoint at batch %d, the %d. in a row: earlier ones wait in %s, and %s. "
+            "%d batches would be lost now. Next: %s",
+            batches_done,
+            in_row,
+            self._area.run_directory,
+            "the agent has not stored them" if agent else "no agent is running",
+            self.statistics.read(batches_done).lag_batches,
+            "see the agent's log and status.json there" if agent else "recpoint agent",
+        )
 
     def _is_on_its_way(self, batches_done: int) -> bool:
         tip = self._ledger.tip

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Adam
 
 from recpoint import Checkpointer
 from recpoint.catalog import staged
@@ -17,6 +19,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
+from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
 from recpoint.trainer_plugin.staging import SmallStagingArea
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
@@ -161,7 +164,8 @@ def reject(place: Place, error_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error_type", "then"), [("MissingLink", "full"), ("DigestMismatch", "full"), ("StagingError", "increment")]
+    ("error_type", "then"),
+    [("MissingLink", "full"), ("DigestMismatch", "full"), ("StagingError", "increment")],
 )
 def test_a_rejected_job_gives_its_rows_back(place: Place, error_type: str, then: str) -> None:
     training = simple_training()
@@ -336,3 +340,36 @@ def test_quantized_tables_keep_their_state_exact(place: Place) -> None:
     assert 0 < users.abs().max() < 0.05
     assert torch.equal(training.model.items.weight, second.model.items.weight)
     assert torch.equal(training.model.top.weight, second.model.top.weight)
+
+
+def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 10)
+    # The first is cut; of the nine after it the 1st, 2nd, 4th and 8th are told.
+    assert [text.split(" in a row")[0].split(", ")[-1] for text in told()] == [
+        "the 1.",
+        "the 2.",
+        "the 4.",
+        "the 8.",
+    ]
+    assert all("no agent is running" in text and "recpoint agent" in text for text in told())
+    caplog.clear()
+    with staged.AgentLock(place.staging):  # an agent that gets nowhere
+        train(training, ckpt, 7)
+        assert "the agent has not stored them" in told()[0] and len(told()) == 1
+        assert "17 batches would be lost" in told()[0]
+    ckpt.close(final=False)
+
+
+def test_the_warning_of_fully_dirty_tables_names_the_line_of_the_script(place: Place) -> None:
+    model = nn.ModuleDict({"users": nn.Embedding(5, 2)})
+    with pytest.warns(FullyDirtyTables) as caught:
+        Checkpointer(model, Adam(model.parameters()), run=place.run, interval_batches=1)
+    assert caught[0].filename == __file__
