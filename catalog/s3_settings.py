@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
 
 from recpoint.errors import SettingsError
 
@@ -64,6 +65,9 @@ def client_settings(
         timeouts: what the client may take.
         configured: the `s3` section of fsspec's configuration; wins over what is chosen here.
         environment: environment variables.
+
+    Raises:
+        SettingsError: an endpoint that is no address, or that carries a credential.
     """
     endpoint = (
         configured.get("endpoint_url")
@@ -78,6 +82,7 @@ def client_settings(
         "retries": {"mode": "standard", "total_max_attempts": timeouts.attempts},
     }
     if endpoint:
+        _check_endpoint(str(endpoint))
         # Servers that are not Amazon's know buckets by path, and take any region's signature.
         config["s3"] = {"addressing_style": "path"}
         client["region_name"] = (
@@ -94,6 +99,28 @@ def client_settings(
     if endpoint:
         chosen["endpoint_url"] = endpoint
     return chosen
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Refuse what the SDK would fail on without saying why, and what messages must not repeat."""
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        port, hides = parts.port, "@" in endpoint or parts.query or parts.fragment
+    except ValueError:
+        good, port, hides = False, None, True
+    if good and not hides and port != 0:
+        return
+    raise SettingsError(
+        "S3 endpoint",
+        found="an endpoint with a user, a query or a fragment, where a credential could hide"
+        if good and hides
+        else "something that does not parse as an address"
+        if hides
+        else repr(endpoint[:200]),
+        expected="http://host:port or https://host, without a credential",
+        next_step="correct AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or fsspec's s3.endpoint_url",
+    )
 
 
 def _section(configured: Mapping[str, object], name: str) -> Mapping[str, object]:

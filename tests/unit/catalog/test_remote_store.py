@@ -295,3 +295,22 @@ def test_settings_come_from_configuration_environment_and_defaults() -> None:
     assert (config["read_timeout"], config["connect_timeout"]) == (7, 3.0)
     with pytest.raises(SettingsError, match="config_kwargs"):
         client_settings(timeouts, configured={"config_kwargs": "x"}, environment={})
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "notaurl",
+        "localhost:8333",
+        "ftp://host",
+        "http://",
+        "http://user:HIDDEN@host:1",
+        "http://host?key=HIDDEN",
+        "http://host:HIDDEN",
+        "http://[HIDDEN",
+    ],
+)
+def test_endpoints_that_cannot_work_are_refused_and_not_repeated(endpoint: str) -> None:
+    with pytest.raises(SettingsError, match="S3 endpoint") as caught:
+        client_settings(S3Timeouts(), configured={}, environment={"AWS_ENDPOINT_URL": endpoint})
+    assert "HIDDEN" not in str(caught.value) and "AWS_ENDPOINT_URL" in caught.value.next_step
