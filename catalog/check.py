@@ -101,7 +101,8 @@ class _Checking:
         self._findings: list[Finding] = []
         self._manifests: dict[ManifestName, Manifest | _Damage] = {}
         self._chains: dict[ManifestName, Chain] = {}
-        self._broken: set[ManifestName] = set()  # own chunks are damaged
+        self._broken: set[ManifestName] = set()  # own rows are damaged: nothing after it restores
+        self._stateless: set[ManifestName] = set()  # own state is damaged, which nothing else needs
         self._chunks_read = self._bytes_read = 0
         self._live = self._live_line()
         # Manifests before chunks: whatever a manifest names was there before it, so that one which
@@ -164,7 +165,7 @@ class _Checking:
                     check_entry(manifest, entry)
                     check_stored(manifest, entry, self._sizes)
                 except _DAMAGE as error:
-                    self._damaged(name, entry.key, error)
+                    self._damaged(name, entry.key, error, of_state=entry.content == "state")
         self._look_at_the_rest()
 
     def _look_at_the_rest(self) -> None:
@@ -197,7 +198,8 @@ class _Checking:
             ):
                 self._add("info", key, "not an object of recpoint; ignored")
         for prefix, count in orphans.items():
-            text = f"{count} chunks that no manifest names; recpoint sweep removes old ones"
+            chunks = "1 chunk" if count == 1 else f"{count} chunks"
+            text = f"{chunks} that no manifest names; recpoint sweep removes old ones"
             self._add("info", prefix, text)
 
     # --- bytes ---------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class _Checking:
                 subjects = (
                     entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
                 )
-                self._damaged(name, next(subjects, error.subject), error)
+                self._damaged(name, next(subjects, error.subject), error, of_state=True)
 
     def _look_at_rows(self, pool: ChunkPool, name: ManifestName, manifest: Manifest) -> None:
         by_table: dict[int, list[ChunkEntry]] = {}
@@ -270,8 +272,11 @@ class _Checking:
         )
         return "error" if needed else "warning"
 
-    def _damaged(self, name: ManifestName, key: str, error: _Damage) -> None:
-        self._broken.add(name)
+    def _damaged(
+        self, name: ManifestName, key: str, error: _Damage, *, of_state: bool = False
+    ) -> None:
+        # A restore reads the rows of a whole chain, but the state of its newest link only (§6.3).
+        (self._stateless if of_state else self._broken).add(name)
         # A chunk that is missing fails again when its bytes are wanted.
         self._add_once(self._weight(name), key, str(error))
 
@@ -291,7 +296,9 @@ class _Checking:
                 CheckpointHealth(
                     name,
                     self._live is not None and name in self._live,
-                    name in self._chains and not self._needs(name) & self._broken,
+                    name in self._chains
+                    and name not in self._stateless
+                    and not self._needs(name) & self._broken,
                 )
                 for name in self._chosen
             ),
