@@ -90,7 +90,7 @@ class Run:
                 store.url,
                 found=f"no {RUN_KEY}",
                 expected="the URL of a run that a trainer has started",
-                next_step="check the URL (recpoint list URL), or start the trainer",
+                next_step="correct the URL; or start the trainer, which makes the run",
             ) from error
         return cls(store, record)
 

@@ -285,7 +285,7 @@ class AgentLock:
     """Held by the one agent of a staging area; the kernel releases it however the agent ends.
 
     Raises (on entry):
-        StagingError: another agent holds it, or the staging area is open to others.
+        StagingError: another agent holds it, or the staging area is open to others, or none at all.
     """
 
     def __init__(self, staging: Path | str) -> None:
@@ -293,12 +293,20 @@ class AgentLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        make_root(self._path.parent)
-        self._descriptor = host_lock.acquire(
-            self._path,
-            expected="no other agent on this staging area",
-            next_step="use the agent that runs, or stop it first",
-        )
+        try:
+            make_root(self._path.parent)
+            self._descriptor = host_lock.acquire(
+                self._path,
+                expected="no other agent on this staging area",
+                next_step="use the agent that runs, or stop it first",
+            )
+        except OSError as error:
+            raise StagingError(
+                str(self._path.parent),
+                found=error.strerror or str(error),
+                expected="a directory that the agent can create and write",
+                next_step="give another directory: --staging or RECPOINT_STAGING",
+            ) from error
         return self
 
     def __exit__(self, *exception: object) -> None:

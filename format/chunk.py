@@ -139,7 +139,7 @@ def parse_chunk(
         ForeignObject: a chunk of another run, checkpoint, rank or table.
         MalformedObject: anything else that is not as format §3 says.
     """
-    next_step = "recpoint check <run url>"
+    next_step = "recpoint check URL --level full"
     if len(data) != entry.bytes:
         raise DigestMismatch(
             key, found=f"{len(data)} bytes", expected=f"{entry.bytes}", next_step=next_step

@@ -70,7 +70,7 @@ def unflatten(
     tensors: Sequence[torch.Tensor],
     *,
     name: str = "state tree",
-    next_step: str = "recpoint check <run url>",
+    next_step: str = "recpoint check URL --level full",
 ) -> Any:
     """The value that `state_tree.flatten` took apart.
 

@@ -2,14 +2,72 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from recpoint.cli import host, inspect, restore, sweep
+from recpoint.cli.reporting import print_json
 
 __all__ = ["app"]
 
+#: The base of all errors of usage, wherever typer keeps its parser.
+_UsageError: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError"
+)
+
+
+class _Commands(TyperGroup):
+    """All commands; with `--json` a wrong usage is one JSON object on stdout too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command that `args` name, and exit with its code."""
+        given = list(sys.argv[1:] if args is None else args)
+        as_json = standalone_mode and "--json" in given
+        try:
+            code = super().main(
+                given,
+                prog_name,
+                complete_var,
+                standalone_mode and not as_json,
+                windows_expand_args,
+                **extra,
+            )
+        except _UsageError as error:
+            if not as_json:
+                raise
+            print_json(_document(error, prog_name or "recpoint"))
+            code = 2
+        if as_json:
+            sys.exit(code)
+        return code
+
+
+def _document(error: Any, program: str) -> dict[str, Any]:
+    where = program if error.ctx is None else error.ctx.command_path
+    return {
+        "error": "UsageError",
+        "subject": where,
+        "found": error.format_message(),
+        "expected": "options and arguments as in its help",
+        "next_step": f"{where} --help",
+    }
+
+
 app = typer.Typer(
     name="recpoint",
+    cls=_Commands,
     help="Cheap, frequent, proven recovery points for recommender training.",
     epilog="Exit codes: 0 fine; 1 damage found, or nothing to restore; 2 wrong usage or setting; "
     "3 store not reachable, or access denied; 4 damaged, foreign or incompatible data; "

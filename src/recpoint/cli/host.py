@@ -26,7 +26,7 @@ from recpoint.dashboards import terminal
 from recpoint.errors import SettingsError
 from recpoint.format.version import FORMAT_VERSION
 
-__all__ = ["agent", "demo", "info", "server"]
+__all__ = ["agent", "demo", "info", "server", "worth_showing"]
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
 
@@ -50,22 +50,36 @@ def agent(
     chosen: Literal["auto", "off"] = "off" if prefect == "off" else "auto"
     if prefect != chosen:
         raise typer.BadParameter(f"{prefect!r} is neither auto nor off", param_hint="--prefect")
-    _require_flows(chosen)
+    if chosen == "auto":
+        _require_flows("recpoint agent", otherwise=", or --prefect off")
     from recpoint.flows.agent import run_agent
 
+    shown = logging.StreamHandler()
+    shown.addFilter(worth_showing)
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[shown],
     )
     left = run_agent(staging, once=once, prefect=chosen)
     return Result({"still_staged": left}, terminal.shown(f"{left} checkpoints still staged"))
 
 
-def _require_flows(prefect: str) -> None:
-    if prefect == "auto" and _version("prefect") is None:
+def worth_showing(record: logging.LogRecord) -> bool:
+    """Whether the agent's log has it: ours, and what goes wrong elsewhere.
+
+    A flow's own lines are in the Prefect UI; here a dozen a checkpoint would bury the one that
+    counts. A handler's filter: a logger's level would keep them from the UI as well.
+    """
+    return record.levelno >= logging.WARNING or record.name.split(".")[0] == "recpoint"
+
+
+def _require_flows(command: str, *, otherwise: str = "") -> None:
+    if _version("prefect") is None:
         raise SettingsError(
-            "--prefect",
-            found="auto, and no prefect installed",
-            expected="prefect, or --prefect off",
+            command,
+            found="no prefect installed",
+            expected=f"prefect{otherwise}",
             next_step="pip install 'recpoint[flows]'",
         )
 
@@ -74,9 +88,9 @@ def _require_flows(prefect: str) -> None:
 @command
 def start_server(json_output: JsonOption = False) -> Result:
     """Start the local Prefect server, unless it runs, and wait until it answers."""
+    _require_flows("recpoint server start")
     from recpoint.flows import prefect_server
 
-    _require_flows("auto")
     local = prefect_server.start_server()
     deadline = time.monotonic() + _UP_SECONDS
     while not (up := prefect_server.is_healthy(local.url)) and time.monotonic() < deadline:
@@ -135,7 +149,7 @@ def demo(
     json_output: JsonOption = False,
 ) -> Result:
     """Train on real purchases, kill the trainer with SIGKILL, restore, prove the result."""
-    _require_flows("auto")
+    _require_flows("recpoint demo")
     from recpoint.dashboards.demo import DemoSettings, run_demo
     from recpoint.dashboards.demo_report import report_views
     from recpoint.flows import prefect_server

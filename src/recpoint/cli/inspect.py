@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,7 @@ from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.cli import documents
-from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.cli.reporting import JsonOption, Result, command, naming_run
 from recpoint.dashboards import terminal
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import ChainError, FormatError, NothingToRestore, ObjectNotFound
@@ -156,6 +157,10 @@ def check_run(
     from recpoint.catalog.check import check
 
     report = check(open_run(url), level=_level(level), step=step)
+    findings = tuple(
+        finding._replace(text=naming_run(finding.text, url)) for finding in report.findings
+    )
+    report = replace(report, findings=findings)
     document = {
         "ok": report.ok,
         "level": report.level,

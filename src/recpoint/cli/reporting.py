@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Final, ParamSpec
@@ -13,6 +15,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from recpoint.catalog.run_url import parse_run_url
 from recpoint.dashboards.terminal import error_text
 from recpoint.errors import (
     NothingToRestore,
@@ -29,7 +32,9 @@ __all__ = [
     "Result",
     "command",
     "exit_code",
+    "naming_run",
     "output_console",
+    "print_json",
     "progress_console",
 ]
 
@@ -50,6 +55,7 @@ JsonOption = Annotated[
 ]
 
 _PIPE_COLUMNS = 120
+_PROPOSED = re.compile(r"\b(recpoint (?:check|list)) URL\b")
 
 _Parameters = ParamSpec("_Parameters")
 
@@ -87,10 +93,10 @@ def command(function: Callable[_Parameters, Result]) -> Callable[_Parameters, No
         try:
             result = function(*args, **options)
         except (RecpointError, OSError, KeyboardInterrupt) as error:
-            _print_error(error, as_json=as_json)
+            _print_error(error, as_json=as_json, url=options.get("url"))
             raise typer.Exit(exit_code(error)) from None
         if as_json:
-            _print_json(result.document)
+            print_json(result.document)
         else:
             console = output_console()
             for view in result.views:
@@ -116,12 +122,28 @@ def progress_console() -> Console:
     return Console(stderr=True)
 
 
-def _print_json(document: dict[str, Any]) -> None:
+def print_json(document: dict[str, Any]) -> None:
+    """One line of JSON on stdout."""
     # ASCII only: names from a store cannot reach the terminal as control characters.
     sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
 
 
-def _print_error(error: BaseException, *, as_json: bool) -> None:
+def naming_run(text: str, url: object) -> str:
+    """`text` with the run's URL in the commands that it proposes, ready to be copied.
+
+    Where such an error is made, only the key of an object is known. A URL that is refused may
+    carry a credential, and is not repeated.
+    """
+    try:
+        there = parse_run_url(url).url if isinstance(url, str) else "URL"
+    except SettingsError:
+        return text
+    return _PROPOSED.sub(lambda found: f"{found[1]} {shlex.quote(there)}", text)
+
+
+def _print_error(error: BaseException, *, as_json: bool, url: object) -> None:
+    if isinstance(error, RecpointError):
+        error.next_step = naming_run(error.next_step, url)
     if isinstance(error, KeyboardInterrupt):
         document: dict[str, Any] = {"error": "KeyboardInterrupt", "found": "interrupted"}
         text = error_text(Exception("interrupted"))
@@ -136,6 +158,6 @@ def _print_error(error: BaseException, *, as_json: bool) -> None:
             next_step=error.next_step,
         )
     if as_json:
-        _print_json(document)
+        print_json(document)
     else:
         Console(stderr=True).print(text, soft_wrap=True)

@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
-from recpoint.cli.reporting import JsonOption, Result, command, progress_console
+from recpoint.cli.reporting import JsonOption, Result, command, naming_run, progress_console
 from recpoint.dashboards import terminal
 
 __all__ = ["restore_to_file"]
@@ -37,14 +37,15 @@ def restore_to_file(
     write = export.writer(to, table=table)
     export.check_target(to, force=force)
     target = MemoryTarget(None if table is None else [table])
+    console = progress_console()
     with Progress(
         TextColumn("restoring"),
         BarColumn(),
         DownloadColumn(),
         TimeRemainingColumn(),
-        console=progress_console(),
+        console=console,
         transient=True,
-        disable=json_output,
+        disable=json_output or not console.is_terminal,
     ) as progress:
         task = progress.add_task("restoring", total=None)
         report = restore(
@@ -56,6 +57,7 @@ def restore_to_file(
         )
     with export.replacing(to, force=force) as temporary:
         write(temporary, target)
+    skipped = [(name, naming_run(error, url)) for name, error in report.skipped]
     document = {
         "file": str(to),
         "step": report.restored.step,
@@ -63,7 +65,7 @@ def restore_to_file(
         "attempt": report.restored.attempt,
         "skipped": [
             {"step": name.step, "generation": name.generation, "error": error}
-            for name, error in report.skipped
+            for name, error in skipped
         ],
         "chain_length": report.chain_length,
         "chunks_read": report.chunks_read,
@@ -72,7 +74,7 @@ def restore_to_file(
     }
     views = [
         terminal.shown(f"skipped {name}: {error}", limit=2000, style="yellow")
-        for name, error in report.skipped
+        for name, error in skipped
     ]
     read = f"{terminal.bytes_text(report.bytes_read)} in {report.seconds:.1f} s"
     return Result(document, *views, terminal.shown(f"{to}: {report.restored}, {read}", limit=2000))

@@ -13,6 +13,7 @@ from recpoint.catalog.sweep import SweepPlan, SweptObject, execute, plan_sweep
 from recpoint.cli.inspect import UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
+from recpoint.errors import StagingError
 
 __all__ = ["StagingOption", "seconds_of", "sweep_run"]
 
@@ -37,8 +38,16 @@ def sweep_run(
 ) -> Result:
     """Remove chunks that no manifest names and files that were never finished."""
     run = open_run(url)
-    run_dir = staged.run_directory(staging or staged.default_staging_root(), run.url)
-    keep = attempts_staged(run_dir)
+    root = Path(staging or staged.default_staging_root())
+    if root.exists() and not root.is_dir():
+        raise StagingError(
+            str(root),
+            found="a file",
+            expected="the staging area of this host, a directory",
+            next_step="give the directory: --staging or RECPOINT_STAGING",
+        )
+    run_dir = staged.run_directory(root, run.url)
+    keep = staged.staged_attempts(run_dir)
     plan = plan_sweep(run, grace_seconds=seconds_of(grace), keep=keep)
     views = [terminal.sweep_table(plan)]
     if dry_run:
@@ -55,21 +64,6 @@ def seconds_of(text: str) -> float:
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a number and s, m, h or d", param_hint="--grace")
     return float(match[1]) * _UNIT_SECONDS[match[2]]
-
-
-def attempts_staged(run_dir: Path) -> set[str]:
-    """Attempts that an agent on this host has still to finish.
-
-    Raises:
-        FormatError: a job that cannot be read; which chunks it needs is unknown.
-    """
-    attempts = set()
-    for path in staged.staged_jobs(run_dir):
-        try:
-            attempts.add(staged.read_job(path).attempt)
-        except FileNotFoundError:
-            continue  # finished since: its manifest names its chunks, or nobody needs them
-    return attempts
 
 
 def _document(plan: SweepPlan, *, removed: tuple[SweptObject, ...] | None) -> dict[str, Any]:

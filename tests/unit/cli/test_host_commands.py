@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from recpoint.catalog.staged import AgentLock
-from tests.unit.cli.conftest import Invoke
+from recpoint.cli import host
+from tests.unit.cli.conftest import Invoke, SavedRun
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +61,40 @@ def test_a_demo_leaves_a_directory_of_somebody_else_alone(recpoint: Invoke, tmp_
     assert ended.code == 2
     assert "was not made by a demo" in ended.stderr
     assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("command", [["agent"], ["demo"], ["server", "start"]])
+def test_what_needs_prefect_says_how_to_get_it(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(host, "_version", lambda package: None)
+    monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "staging"))
+    found = recpoint(*command, "--json")
+    assert found.code == 2
+    assert found.json["subject"] == " ".join(["recpoint", *command])
+    assert found.json["next_step"] == "pip install 'recpoint[flows]'"
+    assert ("--prefect off" in found.json["expected"]) == (command == ["agent"])
+
+
+def test_a_staging_area_that_is_a_file_is_refused_by_name(
+    recpoint: Invoke, tmp_path: Path, saved_run: SavedRun
+) -> None:
+    (tmp_path / "file").write_text("")
+    for arguments in (["agent", "--once", "--prefect", "off"], ["sweep", saved_run.directory]):
+        ended = recpoint(*arguments, "--staging", tmp_path / "file", "--json")
+        assert ended.code == 2
+        assert (ended.json["error"], ended.json["subject"]) == (
+            "StagingError",
+            str(tmp_path / "file"),
+        )
+        assert "--staging" in ended.json["next_step"]
+
+
+def test_the_log_of_an_agent_is_about_checkpoints() -> None:
+    def is_shown(name: str, level: int) -> bool:
+        return host.worth_showing(logging.LogRecord(name, level, "", 0, "", (), None))
+
+    assert is_shown("recpoint.persist", logging.INFO)
+    assert is_shown("prefect.flow_runs", logging.WARNING)
+    assert not is_shown("prefect.task_runs", logging.INFO)
+    assert not is_shown("aiobotocore.credentials", logging.INFO)

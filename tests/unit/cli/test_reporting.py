@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from recpoint import errors
-from recpoint.cli.reporting import exit_code
-from tests.unit.cli.conftest import Invoke
+from recpoint.cli.reporting import exit_code, naming_run
+from tests.unit.cli.conftest import Invoke, SavedRun
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,42 @@ def test_a_listing_imports_neither_prefect_nor_torch() -> None:
         "sys.exit(len({'prefect', 'torch'} & sys.modules.keys()))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list", "--json"],
+        ["nonsense", "--json"],
+        ["show", "x", "NaN", "--json"],
+        ["check", "x", "--level", "bogus", "--json"],
+        ["sweep", "x", "--json", "--grace", "5 years"],
+        ["agent", "--json", "--nonsense"],
+    ],
+)
+def test_wrong_usage_is_json_too_when_json_is_asked_for(
+    recpoint: Invoke, arguments: list[str], saved_run: SavedRun
+) -> None:
+    ended = recpoint(*[str(saved_run.directory) if word == "x" else word for word in arguments])
+    assert ended.code == 2 and ended.stderr == ""
+    assert ended.json["error"] == "UsageError"
+    assert ended.json["found"] and ended.json["next_step"].endswith("--help")
+
+
+def test_help_and_results_are_the_same_with_json_asked_for(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    assert recpoint("list", "--json", "--help").code == 0
+    assert recpoint("list", saved_run.directory / "nowhere", "--json").code == 1
+    assert recpoint("list", saved_run.directory, "--json").code == 0
+
+
+def test_proposed_commands_can_be_copied() -> None:
+    text = "recpoint check URL --level full, and recpoint list URL"
+    named = naming_run(text, "s3://bucket/a b")
+    assert (
+        named
+        == "recpoint check 's3://bucket/a b' --level full, and recpoint list 's3://bucket/a b'"
+    )
+    assert naming_run(text, "s3://KEY:HIDDEN@bucket/a") == text
+    assert naming_run(text, None) == text
