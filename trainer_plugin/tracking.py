@@ -27,10 +27,11 @@ _mark = dirty_bitmap.mark
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dirty:
-    """The rows of one table that one snapshot has to hold."""
+    """The rows of one table, of `rows` rows then, that one snapshot has to hold."""
 
     bitmap: Tensor
     all_rows: bool
+    rows: int
 
     def count(self, rows: int) -> int:
         """How many they are, of a table of `rows` rows. Waits for the bitmap's device."""
@@ -118,7 +119,7 @@ class Tracker:
 
     def take(self) -> Dirty:
         """Everything dirty now; from here on nothing is, but rows whose update is still to come."""
-        taken = Dirty(bitmap=self._bitmap, all_rows=self.all_rows)
+        taken = Dirty(bitmap=self._bitmap, all_rows=self.all_rows, rows=self.rows)
         self._bitmap = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
         self.all_rows = False
         if self.unapplied:
@@ -129,14 +130,22 @@ class Tracker:
 
     def merge_back(self, dirty: Dirty) -> None:
         """What `take` returned is dirty again."""
+        if not self._fits(dirty):
+            self.all_rows = True
+            return
         dirty_bitmap.merge(self._bitmap, dirty.bitmap)
         self.all_rows = self.all_rows or dirty.all_rows
         self.release(dirty)
 
     def release(self, dirty: Dirty) -> None:
         """What `take` returned is stored: its bitmap can be used again."""
-        dirty_bitmap.clear(dirty.bitmap)
-        self._spare.append(dirty.bitmap)
+        if self._fits(dirty):
+            dirty_bitmap.clear(dirty.bitmap)
+            self._spare.append(dirty.bitmap)
+
+    def _fits(self, dirty: Dirty) -> bool:
+        """Whether the weight is still where, and as long as, it was when `take` returned this."""
+        return dirty.rows == self.rows and dirty.bitmap.device == self._bitmap.device
 
     def forget(self) -> None:
         """Nothing is dirty: the table is exactly what a checkpoint holds."""
@@ -145,16 +154,17 @@ class Tracker:
         self.surprise = None
 
     def follow_weight(self) -> None:
-        """Notice that the module got another weight, or its weight another device."""
+        """Notice that the module got another weight, or its weight another device or length."""
         if self.table.weight is not self.weight:
             self.remove()
             self.weight = self.table.weight
             self.install()
             self._unexplained("its weight was replaced")
-        if self.weight.device != self._bitmap.device:
+        if self.weight.device != self._bitmap.device or self.table.rows != self.rows:
+            self.rows = self.table.rows
             self._bitmap = dirty_bitmap.new(self.rows, device=self.weight.device)
             self._spare.clear()
-            self._unexplained("its weight moved to another device")
+            self._unexplained("its weight has another device or another number of rows")
 
     def report_surprise(self) -> None:
         """Log, once, what made the whole table dirty unexpectedly."""

@@ -250,3 +250,22 @@ def test_removed_hooks_mark_nothing() -> None:
     tracked.watch.remove()
     tracked.train(torch.tensor([1]))
     assert tracked.dirty() == []
+
+
+@pytest.mark.parametrize("rows", [ROWS - 1, ROWS + 1, 3 * ROWS])
+def test_a_weight_of_another_length_starts_over_with_everything_dirty(rows: int) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.train(torch.tensor([1, ROWS - 1]))
+    stored, lost = tracked.tracker.take(), tracked.tracker.take()
+    tracked.module.weight = nn.Parameter(torch.zeros(rows, 4))
+    tracked.tracker.follow_weight()
+    tracked.tracker.release(stored)
+    taken = tracked.tracker.take()
+    assert taken.count(rows) == rows, "the new weight is in no checkpoint"
+    tracked.tracker.release(taken)
+    tracked.module(torch.tensor([0, rows - 1]))
+    again = tracked.tracker.take()
+    assert dirty_bitmap.collect(again.bitmap, rows=rows).tolist() == [0, rows - 1]
+    tracked.tracker.merge_back(lost)
+    everything = tracked.tracker.take()
+    assert everything.all_rows, "which rows those were has no meaning any more"
