@@ -154,8 +154,6 @@ class Checkpointer:
         self._area.warn_if_small(self.memory_bound_bytes)
         self._watch.warn()
 
-    # --- starting ------------------------------------------------------------------------------
-
     def restore(
         self,
         step: int | None = None,
@@ -177,8 +175,10 @@ class Checkpointer:
 
         Raises:
             IncompatibleModel: the checkpoint does not fit, each difference named; nothing in this
-                process has changed.
-            NothingToRestore: `step` is not there, or all checkpoints are damaged.
+                process has changed, unless newer, damaged ones were tried before: then the tables
+                may hold rows of those.
+            NothingToRestore: `step` is not there; or all checkpoints are damaged, and the tables
+                may hold rows of them: build the model anew before you start `fresh`.
             StagingError: another process trains this run here, or the area cannot be used.
             StoreError: the store cannot be read or written.
             SettingsError: called twice, or with options that exclude each other.
@@ -246,8 +246,6 @@ class Checkpointer:
             self._termination.install()
         self._grant(pipeline, self._schedule.restart(time.monotonic()))
 
-    # --- training ------------------------------------------------------------------------------
-
     def step(self) -> None:
         """One more batch is done; take a checkpoint when one is due. Call after the optimizers.
 
@@ -304,8 +302,6 @@ class Checkpointer:
             self._pipeline.fetch()
         return self._pipeline.statistics.read(self.batches_done)
 
-    # --- ending --------------------------------------------------------------------------------
-
     def close(self, *, final: bool = True) -> None:
         """End: a last checkpoint when there are new batches, and wait for the agent.
 
@@ -316,6 +312,11 @@ class Checkpointer:
         Raises:
             RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
         """
+        self._end(final=final)
+        if self._pipeline is not None:
+            self._pipeline.raise_noted()
+
+    def _end(self, *, final: bool) -> None:
         if self._closed:
             return
         pipeline = self._pipeline
@@ -333,8 +334,6 @@ class Checkpointer:
             if self._termination.requested:
                 self._termination.redeliver()
             self._termination.remove()
-        if pipeline is not None:
-            pipeline.raise_noted()
 
     def __enter__(self) -> Self:
         return self
@@ -345,10 +344,12 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error the model may be between two states: half the optimizers have stepped.
-        self.close(final=error is None)
-
-    # --- inside --------------------------------------------------------------------------------
+        # After an error the model may be between two states: half the optimizers have stepped. And
+        # the caller waits for that error, not for one of a checkpoint.
+        if error is None:
+            self.close()
+        else:
+            self._end(final=False)
 
     def _running(self, call: str) -> Pipeline:
         if self._pipeline is None or self._closed:

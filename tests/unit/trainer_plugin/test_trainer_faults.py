@@ -346,3 +346,21 @@ def test_a_lock_that_cannot_be_opened_is_told_at_the_start(place: Place) -> None
     staged.trainer_lock_path(place.run_directory).mkdir(parents=True)
     with pytest.raises(StagingError, match=r"trainer\.lock.*RECPOINT_STAGING"):
         ckpt.restore()
+
+
+def test_the_error_that_ends_training_is_not_replaced_by_one_of_a_checkpoint(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = simple_training()
+
+    def no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with (
+        pytest.raises(ZeroDivisionError),
+        checkpointer(training, place, interval_batches=10, on_error="raise") as ckpt,
+    ):
+        ckpt.restore()  # reserves a slot, in vain; the next step would raise that
+        raise ZeroDivisionError
+    assert ckpt.stats.failed == 1
