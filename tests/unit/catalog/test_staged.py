@@ -102,7 +102,7 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     staged.agent_lock_path(tmp_path).symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic links"), staged.AgentLock(tmp_path):
+    with pytest.raises(StagingError, match="symbolic links"), staged.AgentLock(tmp_path):
         pytest.fail("the link was followed")
     assert victim.read_text() == "precious"
 
