@@ -139,7 +139,7 @@ class Pipeline:
                 len(self._ledger),
                 self._area.run_directory,
                 "" if agent else ", and no agent is running",
-                "leave the agent running" if agent else "recpoint agent",
+                "leave the agent running" if agent else self._area.agent_command(),
             )
 
     def close(self) -> None:
@@ -177,14 +177,14 @@ class Pipeline:
             _log.info("no checkpoint at batch %d: earlier ones still wait", batches_done)
             return
         _log.warning(
-            "no checkpoint at batch %d, the %d. in a row: earlier ones wait in %s, and %s. "
+            "no checkpoint at batch %d, %d in a row not taken: earlier ones wait in %s, and %s. "
             "%d batches would be lost now. Next: %s",
             batches_done,
             in_row,
             self._area.run_directory,
             "the agent has not stored them" if agent else "no agent is running",
             self.statistics.read(batches_done).lag_batches,
-            "see the agent's log and status.json there" if agent else "recpoint agent",
+            "see the agent's log and status.json there" if agent else self._area.agent_command(),
         )
 
     def _is_on_its_way(self, batches_done: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 import warnings
 from pathlib import Path
@@ -31,8 +32,8 @@ class StagingArea:
     """
 
     def __init__(self, root: Path, run_url: str, *, rank: int = 0) -> None:
-        self.root = root
-        self.run_directory = staged.run_directory(root, run_url)
+        self.root = root.absolute()  # a script may change its directory while it trains
+        self.run_directory = staged.run_directory(self.root, run_url)
         self.rank = rank
         self._lock: int | None = None
         self._slots: dict[int, Slot] = {}
@@ -84,6 +85,12 @@ class StagingArea:
     def agent_is_running(self) -> bool:
         """Whether an agent serves this staging area now."""
         return host_lock.is_held(staged.agent_lock_path(self.root))
+
+    def agent_command(self) -> str:
+        """What starts the agent of this staging area."""
+        if self.root == staged.default_staging_root().absolute():
+            return "recpoint agent"
+        return f"recpoint agent --staging {shlex.quote(str(self.root))}"
 
     def wait_until_drained(self, seconds: float) -> int:
         """Wait for the agent to finish what an earlier trainer staged; jobs that are left.

@@ -20,7 +20,7 @@ from recpoint.catalog.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
 from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
-from recpoint.trainer_plugin.staging import SmallStagingArea
+from recpoint.trainer_plugin.staging import SmallStagingArea, StagingArea
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 
@@ -353,13 +353,10 @@ def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
     ckpt.restore()
     train(training, ckpt, 10)
     # The first is cut; of the nine after it the 1st, 2nd, 4th and 8th are told.
-    assert [text.split(" in a row")[0].split(", ")[-1] for text in told()] == [
-        "the 1.",
-        "the 2.",
-        "the 4.",
-        "the 8.",
-    ]
-    assert all("no agent is running" in text and "recpoint agent" in text for text in told())
+    assert [text.split(", ")[1].split(" in a row")[0] for text in told()] == ["1", "2", "4", "8"]
+    # Without the option the agent would look at another staging area than this one, for ever.
+    agent = f"Next: recpoint agent --staging {place.staging}"
+    assert all("no agent is running" in text and agent in text for text in told())
     caplog.clear()
     with staged.AgentLock(place.staging):  # an agent that gets nowhere
         train(training, ckpt, 7)
@@ -373,3 +370,27 @@ def test_the_warning_of_fully_dirty_tables_names_the_line_of_the_script(place: P
     with pytest.warns(FullyDirtyTables) as caught:
         Checkpointer(model, Adam(model.parameters()), run=place.run, interval_batches=1)
     assert caught[0].filename == __file__
+
+
+def test_a_relative_staging_area_stays_where_it_was(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, staging="staging")
+    ckpt.restore()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    train(training, ckpt, 1)
+    until(staged_jobs(ckpt, 1))
+    assert len(staged.staged_jobs(place.run_directory)) == 1
+    ckpt.close(final=False)
+
+
+def test_the_default_staging_area_needs_no_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "default"))
+    assert StagingArea(tmp_path / "default", "/run").agent_command() == "recpoint agent"
+    other = StagingArea(tmp_path / "an other", "/run").agent_command()
+    assert other == f"recpoint agent --staging '{tmp_path}/an other'"
