@@ -30,7 +30,7 @@ from recpoint.format.job import Job
 __all__ = ["run"]
 
 _DIM = 16
-_DIRTY_ROWS = 500_000
+_DIRTY_ROWS = 900_000
 _SIZES = (1_000_000, 10_000_000, 50_000_000)
 _WARM_UP = 2
 _ROUNDS = 15

@@ -23,38 +23,41 @@ _INT64 = torch.int64
 
 
 @compiled(nogil=False)
-def _mark64(bitmap: int, ids: int, n: int, rows: int) -> int:
-    """Mark n int64 ids; -1, or the position of the first id out of range with nothing marked."""
+def _mark64(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
+    """Mark n int64 ids, `stride` entries apart.
+
+    -1, or the position of the first id out of range with nothing marked.
+    """
     words = carray(pointer(bitmap), (rows + 31) // 32, np.uint32)
-    values = carray(pointer(ids), n, np.uint64)
+    values = carray(pointer(ids), n * stride, np.uint64)
     largest = np.uint64(0)
     for i in range(n):
-        largest = max(largest, values[i])  # a negative id is a huge unsigned one
+        largest = max(largest, values[i * stride])  # a negative id is a huge unsigned one
     if n > 0 and largest >= np.uint64(rows):
         for i in range(n):
-            if values[i] >= np.uint64(rows):
+            if values[i * stride] >= np.uint64(rows):
                 return i
     for i in range(n):
-        row = values[i]
+        row = values[i * stride]
         words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
     return -1
 
 
 @compiled(nogil=False)
-def _mark32(bitmap: int, ids: int, n: int, rows: int) -> int:
+def _mark32(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
     """The same for int32 ids."""
     words = carray(pointer(bitmap), (rows + 31) // 32, np.uint32)
-    values = carray(pointer(ids), n, np.uint32)
+    values = carray(pointer(ids), n * stride, np.uint32)
     limit = np.uint64(min(rows, 1 << 31))
     largest = np.uint32(0)
     for i in range(n):
-        largest = max(largest, values[i])
+        largest = max(largest, values[i * stride])
     if n > 0 and np.uint64(largest) >= limit:
         for i in range(n):
-            if np.uint64(values[i]) >= limit:
+            if np.uint64(values[i * stride]) >= limit:
                 return i
     for i in range(n):
-        row = values[i]
+        row = values[i * stride]
         words[np.uint64(row >> np.uint32(5))] |= np.uint32(1) << (row & np.uint32(31))
     return -1
 
@@ -139,16 +142,22 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
         require_bitmap("bitmap", bitmap)
     if bitmap.numel() != (rows + 31) >> 5:
         require_fit(bitmap, rows)
+    stride = 1
     if not ids.is_cpu or not ids.is_contiguous():
-        ids = ids.cpu().contiguous()
+        ids = ids.cpu()
+        # One column of a batch is the usual form of a table's ids: a copy would cost the most here.
+        if ids.dim() == 1:
+            stride = ids.stride(0)
+        else:
+            ids = ids.contiguous()
     if ids.dtype is _INT64:
-        wrong = _mark64(bitmap.data_ptr(), ids.data_ptr(), ids.numel(), rows)
+        wrong = _mark64(bitmap.data_ptr(), ids.data_ptr(), ids.numel(), stride, rows)
     elif ids.dtype is _INT32:
-        wrong = _mark32(bitmap.data_ptr(), ids.data_ptr(), ids.numel(), rows)
+        wrong = _mark32(bitmap.data_ptr(), ids.data_ptr(), ids.numel(), stride, rows)
     else:
         raise ValueError(f"ids: dtype {ids.dtype}, expected torch.int32 or torch.int64")
     if wrong >= 0:
-        raise IndexError(f"ids: {int(ids.view(-1)[wrong])}, expected 0 <= id < {rows}")
+        raise IndexError(f"ids: {int(ids.reshape(-1)[wrong])}, expected 0 <= id < {rows}")
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:

@@ -104,3 +104,18 @@ def test_two_threads_that_mark_one_bitmap_lose_nothing() -> None:
     for thread in both:
         thread.join()
     assert dirty_bitmap.count(bitmap) == rows
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_may_be_a_column_of_a_batch(dtype: torch.dtype) -> None:
+    batch = torch.tensor([[3, 99, 5], [40, 99, 6], [64, 99, 7]], dtype=dtype)
+    bitmap = dirty_bitmap.new(70)
+    dirty_bitmap.mark(bitmap, batch[:, 0], rows=70)
+    assert dirty_bitmap.collect(bitmap, rows=70).tolist() == [3, 40, 64]
+    dirty_bitmap.mark(bitmap, torch.tensor([8], dtype=dtype).expand(5), rows=70)
+    assert dirty_bitmap.collect(bitmap, rows=70).tolist() == [3, 8, 40, 64]
+    with pytest.raises(IndexError, match="ids: 99"):
+        dirty_bitmap.mark(bitmap, batch[:, 1], rows=70)
+    with pytest.raises(IndexError, match="ids: 64"):
+        dirty_bitmap.mark(bitmap, batch[:, 0], rows=64)
+    assert dirty_bitmap.collect(bitmap, rows=70).tolist() == [3, 8, 40, 64]
