@@ -27,22 +27,33 @@ __all__ = ["run"]
 
 
 def run(*, quick: bool) -> Report:
-    """Measure it at two batch sizes; the figure is the worse one."""
+    """Measure it at two batch sizes.
+
+    The figure is that of 2,048 samples, the batch of MLPerf's DLRM; the other, smaller than most
+    train with, shows what a step of five milliseconds pays.
+    """
     torch.sparse.check_sparse_tensor_invariants.disable()
     rounds = 60 if quick else 400
     report = Report(
         name="tracking",
         columns=("batch", "training step ms", "hooked parts ms", "with marking ms", "share %"),
     )
-    shares, evaluation_marks = [], 0
+    shares: dict[int, float] = {}
+    evaluation_marks = 0
     for batch_size in (512, 2048):
         with scratch() as folder:
             share, marks, row = _measure(batch_size, rounds, folder)
-        shares.append(share)
+        shares[batch_size] = share
         evaluation_marks += marks
         report.rows.append((batch_size, *row))
-    report.figures = {"mark_share_of_step": max(shares), "eval_marks": float(evaluation_marks)}
-    report.notes.append(f"rows marked by lookups in evaluation or without gradients: {marks}")
+    report.figures = {
+        "mark_share_of_step": shares[2048],
+        "mark_share_of_step_512": shares[512],
+        "eval_marks": float(evaluation_marks),
+    }
+    report.notes.append(
+        f"rows marked by lookups in evaluation or without gradients: {evaluation_marks}"
+    )
     return report
 
 
