@@ -105,7 +105,7 @@ class Run:
         store.probe()
         record = RunRecord(run=secrets.token_hex(16), created_ms=_now_ms())
         there = create_or_read(store, RUN_KEY, pack_record(record), max_bytes=MAX_RECORD_BYTES)
-        return cls(store, record if there is None else _run_record(there))
+        return cls(store, record) if there is None else cls.open(store)
 
     # --- generations ---------------------------------------------------------------------------
 

@@ -47,6 +47,11 @@ def test_what_was_damaged_once_on_its_way_is_read_again(
     assert check(Run.open(FaultStore(run.store, [fault(key_contains=kind)])), level="full").ok
 
 
+def test_a_trainer_starts_although_the_run_record_was_damaged_on_its_way(run: Run) -> None:
+    shaky = FaultStore(run.store, [Fault.flip(key_contains=RUN_KEY)])
+    assert Run.create(shaky).record == run.record
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_damaged_twice_is_damaged(run: Run, kind: str) -> None:
     store = FaultStore(run.store, [Fault.flip(key_contains=kind, times=2)])

@@ -12,12 +12,14 @@ import pytest
 
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.run import Run
+from recpoint.catalog.store_contract import probe_create_only
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,
     FormatError,
     MissingLink,
     NothingToRestore,
+    ObjectExists,
     StoreUnavailable,
 )
 from recpoint.format.naming import generation_key, manifest_key
@@ -95,6 +97,19 @@ def test_a_claim_whose_answer_got_lost_is_recognised(tmp_path: Path) -> None:
     run = Run.create(InterposedStore(LocalStore(tmp_path), after=lose))
     assert run.claim(None).generation == 1
     assert run.generation_numbers() == [1]
+
+
+def test_a_probe_whose_answer_got_lost_is_no_refusal(tmp_path: Path) -> None:
+    losing = [True]
+
+    def lose(call: str, key: str) -> None:
+        # What a client that asks again after a lost answer is told: the object is there.
+        if call == "create" and losing:
+            losing.pop()
+            raise ObjectExists(key, found="an object", expected="none", next_step="read it back")
+
+    probe_create_only(InterposedStore(LocalStore(tmp_path), after=lose))
+    assert not losing
 
 
 def test_a_claim_ends_when_the_store_stays_away(tmp_path: Path) -> None:
