@@ -196,8 +196,9 @@ class Checkpointer:
             if waiting:
                 _log.warning(
                     "%d checkpoint(s) of an earlier trainer are staged and not stored; they are "
-                    "left behind. Next: keep an agent running: recpoint agent",
+                    "left behind. Next: keep an agent running: %s",
                     waiting,
+                    self._area.agent_command(),
                 )
             run = Run.create(self._store)
             if fresh:

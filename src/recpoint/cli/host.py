@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import platform
@@ -23,10 +24,10 @@ from recpoint.cli.reporting import (
 )
 from recpoint.cli.sweep import StagingOption
 from recpoint.dashboards import terminal
-from recpoint.errors import SettingsError
+from recpoint.errors import RecpointError, SettingsError
 from recpoint.format.version import FORMAT_VERSION
 
-__all__ = ["agent", "demo", "info", "server", "worth_showing"]
+__all__ = ["LogFormat", "agent", "demo", "info", "server", "worth_showing"]
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
 
@@ -56,13 +57,21 @@ def agent(
 
     shown = logging.StreamHandler()
     shown.addFilter(worth_showing)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        handlers=[shown],
-    )
+    shown.setFormatter(LogFormat("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[shown])
     left = run_agent(staging, once=once, prefect=chosen)
     return Result({"still_staged": left}, terminal.shown(f"{left} checkpoints still staged"))
+
+
+class LogFormat(logging.Formatter):
+    """Without a traceback where the error is one of ours: its message says what to do."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        if record.exc_info and isinstance(record.exc_info[1], RecpointError):
+            record = copy.copy(record)  # Prefect's own handlers are to have the traceback
+            record.exc_info = record.exc_text = None
+        return super().format(record)
 
 
 def worth_showing(record: logging.LogRecord) -> bool:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
-from rich.text import Text
 
 from recpoint.catalog.chain import Chain, resolve_chain
 from recpoint.catalog.lineage import ManifestName
@@ -18,7 +17,13 @@ from recpoint.cli import documents
 from recpoint.cli.reporting import JsonOption, Result, command, naming_run
 from recpoint.dashboards import terminal
 from recpoint.dashboards.terminal import Listed
-from recpoint.errors import ChainError, FormatError, NothingToRestore, ObjectNotFound
+from recpoint.errors import (
+    ChainError,
+    FormatError,
+    NothingToRestore,
+    ObjectNotFound,
+    RecpointError,
+)
 from recpoint.format.manifest import Manifest
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
@@ -97,11 +102,12 @@ def show(
     name = find_checkpoint(run, step, generation)
     manifest = run.manifest(*name)
     chain: Chain | None = None
-    broken: Text | None = None
+    broken: RecpointError | None = None
     try:
         chain = resolve_chain(run, name)
     except (ChainError, FormatError, ObjectNotFound) as error:
-        broken = terminal.error_text(error)
+        error.next_step = naming_run(error.next_step, url)
+        broken = error
     fields: list[tuple[str, object]] = [
         ("run", f"{run.url} ({manifest.run})"),
         ("checkpoint", manifest.ref),
@@ -119,8 +125,10 @@ def show(
     views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]
     if chunks:
         views.append(terminal.chunks_table(manifest))
-    views.append(broken if chain is None and broken else terminal.chain_table(_members(chain)))
+    views.append(terminal.error_text(broken) if broken else terminal.chain_table(_members(chain)))
     document = documents.details(manifest, None if chain is None else _members(chain))
+    if broken is not None:
+        document.update(error=type(broken).__name__, message=str(broken))
     return Result(document, *views)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from recpoint.catalog.staged import AgentLock
 from recpoint.cli import host
+from recpoint.errors import StoreAccessDenied
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -98,3 +99,19 @@ def test_the_log_of_an_agent_is_about_checkpoints() -> None:
     assert is_shown("prefect.flow_runs", logging.WARNING)
     assert not is_shown("prefect.task_runs", logging.INFO)
     assert not is_shown("aiobotocore.credentials", logging.INFO)
+
+
+def test_the_log_of_an_agent_has_no_traceback_of_an_error_that_says_what_to_do() -> None:
+    def written(error: Exception) -> str:
+        try:
+            raise error
+        except Exception as caught:
+            info = (type(caught), caught, caught.__traceback__)
+        record = logging.LogRecord("prefect.flow_runs", logging.ERROR, "", 0, "failed", (), info)
+        text = host.LogFormat("%(message)s").format(record)
+        assert record.exc_info, "other handlers have it"
+        return text
+
+    denied = StoreAccessDenied("key", found="403", expected="200", next_step="ask")
+    assert written(denied) == "failed"
+    assert "Traceback" in written(ZeroDivisionError())

@@ -119,7 +119,9 @@ def test_show_finds_superseded_checkpoints_only_by_generation(
 
 def test_show_says_that_a_chain_is_broken(recpoint: Invoke, saved_run: SavedRun) -> None:
     (saved_run.directory / manifest_key(10, 1)).unlink()
-    assert recpoint("show", saved_run.directory, "30", "--json").json["chain"] is None
+    found = recpoint("show", saved_run.directory, "30", "--json").json
+    assert (found["chain"], found["error"]) == (None, "MissingLink")
+    assert f"recpoint list {saved_run.directory}" in found["message"]
     assert "MissingLink" in recpoint("show", saved_run.directory, "30").stdout
 
 
