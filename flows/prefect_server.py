@@ -59,8 +59,10 @@ def server_directory() -> Path:
 
 
 def ui_url(api_url: str) -> str:
-    """The page for people that belongs to an API."""
-    return api_url.removesuffix("/").removesuffix("/api")
+    """The page for people that belongs to an API; without the credential that its URL may have."""
+    scheme, slashes, rest = api_url.removesuffix("/").removesuffix("/api").partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def is_healthy(api_url: str, *, timeout_seconds: float = 1.0) -> bool:

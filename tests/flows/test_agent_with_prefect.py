@@ -158,3 +158,5 @@ def test_a_configured_api_is_found_in_environment_and_profile(
     assert prefect_server.configured_url() == "http://127.0.0.1:9/api"
     assert not prefect_server.is_healthy("http://127.0.0.1:9/api")
     assert prefect_server.ui_url("http://127.0.0.1:9/api/") == "http://127.0.0.1:9"
+    with_key = "https://me:secret@prefect.example:8/at/api"
+    assert prefect_server.ui_url(with_key) == "https://prefect.example:8/at"
