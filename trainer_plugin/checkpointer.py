@@ -174,11 +174,10 @@ class Checkpointer:
             What was restored; None when there was nothing, or `fresh`.
 
         Raises:
-            IncompatibleModel: the checkpoint does not fit, each difference named; nothing in this
-                process has changed, unless newer, damaged ones were tried before: then the tables
-                may hold rows of those.
-            NothingToRestore: `step` is not there; or all checkpoints are damaged, and the tables
-                may hold rows of them: build the model anew before you start `fresh`.
+            IncompatibleModel: the checkpoint does not fit, each difference named. Nothing here has
+                changed, unless a newer, damaged one was tried first: tables may hold its rows.
+            NothingToRestore: `step` is not there; or all are damaged, and tables may hold their
+                rows: build the model anew before you start `fresh`.
             StagingError: another process trains this run here, or the area cannot be used.
             StoreError: the store cannot be read or written.
             SettingsError: called twice, or with options that exclude each other.
@@ -345,8 +344,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error the model may be between two states: half the optimizers have stepped. And
-        # the caller waits for that error, not for one of a checkpoint.
+        # After an error half the optimizers may have stepped, and it is the error to be raised.
         if error is None:
             self.close()
         else:
