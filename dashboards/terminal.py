@@ -91,18 +91,26 @@ def checkpoints_table(entries: Iterable[Listed], *, title: str) -> Table:
     table.add_column("kind", no_wrap=True)
     for heading in ("chain", "rows", "stored", "of full", "stall", "lag"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("committed (UTC)", no_wrap=True)
-    table.add_column("")
+    # This one gives way in a narrow terminal, to two lines: a figure that is cut has lost its unit,
+    # and with it its meaning.
+    table.add_column("committed (UTC)", overflow="fold", min_width=len("2026-01-01"))
+    problems: list[Text] = []
     for entry in entries:
         step, generation = entry.name
-        note = Text("" if entry.live else "superseded", style="dim")
         if isinstance(entry.manifest, RecpointError):
-            problem = Text.assemble(
-                (f"{type(entry.manifest).__name__}: ", "red"), shown(entry.manifest.found)
-            )
-            table.add_row(str(step), str(generation), *[""] * 8, problem)
+            damaged = Text("damaged", style="red")
+            table.add_row(str(step), str(generation), damaged)
+            problem = shown(f"{entry.name}: {type(entry.manifest).__name__}: {entry.manifest}")
+            problems.append(problem)
         else:
-            table.add_row(str(step), str(generation), *_figures(entry.manifest), note)
+            *figures, time = _figures(entry.manifest)
+            when = Text(time)
+            if not entry.live:
+                when.append(" superseded", style="dim")
+            table.add_row(str(step), str(generation), *figures, when)
+    if problems:
+        table.caption = Text("\n").join(problems)
+        table.caption_justify = "left"
     return table
 
 

@@ -86,6 +86,7 @@ def _manifest(run: Run, name: ManifestName) -> Manifest | FormatError | ObjectNo
     try:
         return run.manifest(*name)
     except (FormatError, ObjectNotFound) as error:
+        error.next_step = naming_run(error.next_step, run.url)
         return error
 
 

@@ -53,6 +53,18 @@ def test_list_all_shows_superseded_checkpoints_too(recpoint: Invoke, saved_run: 
     assert re.findall(r"^ *([0-9]+) .* superseded$", table, re.MULTILINE) == ["25"]
 
 
+def test_list_cuts_no_figure_in_a_terminal_of_80_columns(
+    recpoint: Invoke, saved_run: SavedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = recpoint("list", saved_run.directory).stdout
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = recpoint("list", saved_run.directory).stdout
+    assert max(map(len, narrow.splitlines()[1:])) <= 80 < max(map(len, wide.splitlines()))
+    assert "…" not in narrow
+    for figure in re.findall(r"[0-9.]+ (?:kB|ms|s)\b|increment|full", wide):
+        assert figure in narrow
+
+
 def test_list_comes_out_whole_although_a_manifest_is_damaged(
     recpoint: Invoke, saved_run: SavedRun
 ) -> None:
@@ -63,7 +75,11 @@ def test_list_comes_out_whole_although_a_manifest_is_damaged(
     assert "kind" in steps[30] and "kind" in steps[10]
     assert steps[20]["error"] in ("DigestMismatch", "MalformedObject")
     assert manifest_key(20, 1) in steps[20]["message"]
-    assert recpoint("list", saved_run.directory).code == 0
+    assert f"recpoint check {saved_run.directory}" in steps[20]["message"]
+    shown = recpoint("list", saved_run.directory)
+    assert shown.code == 0
+    assert re.search(r"^ *20 +1 +damaged *$", shown.stdout, re.MULTILINE)
+    assert f"step 20 (generation 1): {steps[20]['error']}" in shown.stdout
 
 
 def test_a_directory_that_is_no_run_is_nothing_to_restore(recpoint: Invoke, tmp_path: Path) -> None:
