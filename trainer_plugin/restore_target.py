@@ -195,6 +195,7 @@ def _refuse(manifest: Manifest, differences: Sequence[str]) -> None:
         raise IncompatibleModel(
             f"checkpoint of {manifest.ref}",
             found="; ".join(differences),
-            expected="the model, optimizers and state that were saved; nothing was loaded",
+            # Not "and nothing was loaded": a newer checkpoint that turned out damaged may have been.
+            expected="the model, optimizers and state that were saved",
             next_step=_NEXT,
         )

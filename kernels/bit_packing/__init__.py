@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import unsupported_device
@@ -24,7 +25,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if codes.is_cuda:
         from recpoint.kernels.bit_packing import triton
 
-        return triton.pack(codes, bits)
+        with torch.cuda.device_of(codes):  # Triton launches on the current device
+            return triton.pack(codes, bits)
     raise unsupported_device("codes", codes)
 
 
@@ -40,5 +42,6 @@ def unpack(packed: Tensor, *, dim: int, bits: int) -> Tensor:
     if packed.is_cuda:
         from recpoint.kernels.bit_packing import triton
 
-        return triton.unpack(packed, dim=dim, bits=bits)
+        with torch.cuda.device_of(packed):  # Triton launches on the current device
+            return triton.unpack(packed, dim=dim, bits=bits)
     raise unsupported_device("packed", packed)

@@ -41,7 +41,8 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     elif bitmap.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        triton.mark(bitmap, ids, rows=rows)
+        with torch.cuda.device_of(bitmap):  # Triton launches on the current device
+            triton.mark(bitmap, ids, rows=rows)
     else:
         raise unsupported_device("bitmap", bitmap)
 
@@ -53,7 +54,8 @@ def mark_all(bitmap: Tensor, *, rows: int) -> None:
     elif bitmap.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        triton.mark_all(bitmap, rows=rows)
+        with torch.cuda.device_of(bitmap):  # Triton launches on the current device
+            triton.mark_all(bitmap, rows=rows)
     else:
         raise unsupported_device("bitmap", bitmap)
 
@@ -65,7 +67,8 @@ def merge(into: Tensor, other: Tensor) -> None:
     elif into.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        triton.merge(into, other)
+        with torch.cuda.device_of(into):  # Triton launches on the current device
+            triton.merge(into, other)
     else:
         raise unsupported_device("into", into)
 
@@ -77,7 +80,8 @@ def clear(bitmap: Tensor) -> None:
     elif bitmap.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        triton.clear(bitmap)
+        with torch.cuda.device_of(bitmap):  # Triton launches on the current device
+            triton.clear(bitmap)
     else:
         raise unsupported_device("bitmap", bitmap)
 
@@ -89,7 +93,8 @@ def count(bitmap: Tensor) -> int:
     if bitmap.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        return triton.count(bitmap)
+        with torch.cuda.device_of(bitmap):  # Triton launches on the current device
+            return triton.count(bitmap)
     raise unsupported_device("bitmap", bitmap)
 
 
@@ -109,7 +114,8 @@ def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
     if bitmap.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        return triton.collect(bitmap, rows=rows, out=out)
+        with torch.cuda.device_of(bitmap):  # Triton launches on the current device
+            return triton.collect(bitmap, rows=rows, out=out)
     raise unsupported_device("bitmap", bitmap)
 
 
@@ -120,6 +126,7 @@ def swap(a: Tensor, b: Tensor) -> None:
     elif a.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
-        triton.swap(a, b)
+        with torch.cuda.device_of(a):  # Triton launches on the current device
+            triton.swap(a, b)
     else:
         raise unsupported_device("a", a)

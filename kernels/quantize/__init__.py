@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import unsupported_device
@@ -32,7 +33,8 @@ def quantize(rows: Tensor, bits: int) -> Quantized:
     if rows.is_cuda:
         from recpoint.kernels.quantize import triton
 
-        return triton.quantize(rows, bits)
+        with torch.cuda.device_of(rows):  # Triton launches on the current device
+            return triton.quantize(rows, bits)
     raise unsupported_device("rows", rows)
 
 
@@ -52,7 +54,8 @@ def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     if codes.is_cuda:
         from recpoint.kernels.quantize import triton
 
-        return triton.dequantize(codes, scale, offset)
+        with torch.cuda.device_of(codes):  # Triton launches on the current device
+            return triton.dequantize(codes, scale, offset)
     raise unsupported_device("codes", codes)
 
 
@@ -63,7 +66,8 @@ def quantize_packed(rows: Tensor, bits: int) -> PackedRows:
     if rows.is_cuda:
         from recpoint.kernels.quantize import triton
 
-        return triton.quantize_packed(rows, bits)
+        with torch.cuda.device_of(rows):  # Triton launches on the current device
+            return triton.quantize_packed(rows, bits)
     raise unsupported_device("rows", rows)
 
 
@@ -76,5 +80,6 @@ def dequantize_packed(
     if packed.is_cuda:
         from recpoint.kernels.quantize import triton
 
-        return triton.dequantize_packed(packed, scale, offset, dim=dim, bits=bits)
+        with torch.cuda.device_of(packed):  # Triton launches on the current device
+            return triton.dequantize_packed(packed, scale, offset, dim=dim, bits=bits)
     raise unsupported_device("packed", packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import unsupported_device
@@ -29,7 +30,8 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
     elif source.is_cuda:
         from recpoint.kernels.row_gather import triton
 
-        triton.gather(source, ids, out)
+        with torch.cuda.device_of(source):  # Triton launches on the current device
+            triton.gather(source, ids, out)
     else:
         raise unsupported_device("source", source)
 
@@ -53,6 +55,7 @@ def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:
     elif dest.is_cuda:
         from recpoint.kernels.row_gather import triton
 
-        triton.scatter(rows, ids, dest)
+        with torch.cuda.device_of(rows):  # Triton launches on the current device
+            triton.scatter(rows, ids, dest)
     else:
         raise unsupported_device("dest", dest)

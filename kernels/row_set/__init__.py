@@ -27,7 +27,8 @@ def encode(ids: Tensor) -> RowSet:
     if ids.is_cuda:
         from recpoint.kernels.row_set import triton
 
-        return triton.encode(ids)
+        with torch.cuda.device_of(ids):  # Triton launches on the current device
+            return triton.encode(ids)
     raise unsupported_device("ids", ids)
 
 
@@ -62,5 +63,6 @@ def decode(
     if kind == "cuda":
         from recpoint.kernels.row_set import triton
 
-        return triton.decode(coding, first, payload, count=count, rows=rows, device=device)
+        with torch.cuda.device(device):  # Triton launches on the current device
+            return triton.decode(coding, first, payload, count=count, rows=rows, device=device)
     raise ValueError(f"device: {device}, expected cpu or cuda")
