@@ -195,7 +195,7 @@ def _refuse(manifest: Manifest, differences: Sequence[str]) -> None:
         raise IncompatibleModel(
             f"checkpoint of {manifest.ref}",
             found="; ".join(differences),
-            # Not "and nothing was loaded": a newer checkpoint that turned out damaged may have been.
+            # Not "and nothing was loaded": rows of a newer, damaged checkpoint may have been.
             expected="the model, optimizers and state that were saved",
             next_step=_NEXT,
         )
