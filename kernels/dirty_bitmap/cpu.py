@@ -21,6 +21,8 @@ __all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "swap"]
 _INT32 = torch.int32
 _INT64 = torch.int64
 
+_THREADS_FOR_TWO_PASSES = 4
+
 
 @compiled(nogil=False)
 def _mark64(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
@@ -73,7 +75,10 @@ def _count(bitmap: int, start: int, stop: int) -> int:
 
 @compiled(nogil=True)
 def _collect(bitmap: int, ids: int, room: int, start: int, stop: int) -> int:
-    """Write the marked rows of words start … stop to `ids`; how many were written, at most room."""
+    """Write the marked rows of words start … stop to `ids`, as far as there is room.
+
+    How many are marked, also when that is more than there is room for.
+    """
     words = carray(pointer(bitmap), stop, np.uint32)
     out = carray(pointer(ids), room, np.int64)
     n = np.int64(0)
@@ -96,8 +101,9 @@ def _collect(bitmap: int, ids: int, room: int, start: int, stop: int) -> int:
                 out[n + k] = row + np.int64(lowest_bit(pair))
             n += bits
         else:
-            while pair != np.uint64(0) and n < room:
-                out[n] = row + np.int64(lowest_bit(pair))
+            while pair != np.uint64(0):
+                if n < room:
+                    out[n] = row + np.int64(lowest_bit(pair))
                 pair &= pair - np.uint64(1)
                 n += 1
     return int(n)
@@ -216,10 +222,16 @@ def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
     """The marked rows: int64 [n], ascending; in `out` if it is given.
 
     Two passes, so that the result has its exact size: the first counts, per part, the second
-    writes. A part writes at most what it counted, even if a bit is set in between.
+    writes. A part writes at most what it counted, even if a bit is set in between. Where `out`
+    says how many there are, the first pass only pays with enough threads for the second.
     """
     require_fit(bitmap, rows)
     address, words = bitmap.data_ptr(), bitmap.numel()
+    if out is not None and torch.get_num_threads() < _THREADS_FOR_TWO_PASSES:
+        require_room(out, out.numel())
+        found = int(_collect(address, out.data_ptr(), out.numel(), 0, words))
+        require_room(out, found)
+        return out
     spans: list[tuple[int, int, int]] = []
 
     def measure(start: int, stop: int) -> tuple[int, int, int]:
