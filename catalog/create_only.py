@@ -51,6 +51,6 @@ def create_or_read(store: Store, key: str, data: bytes, *, max_bytes: int) -> by
         except (StoreThrottled, StoreUnavailable):
             if not remaining:
                 raise
-        time.sleep(wait_seconds * random.uniform(0.5, 1.5))
+        time.sleep(wait_seconds * _jitter.uniform(0.5, 1.5))
         wait_seconds *= _WAIT_FACTOR
     raise AssertionError("unreachable: the last try returns or raises")

@@ -34,8 +34,9 @@ Invoke = Callable[..., Ended]
 
 
 @pytest.fixture
-def recpoint() -> Invoke:
+def recpoint(monkeypatch: pytest.MonkeyPatch) -> Invoke:
     """Runs one command; an exception that is not the exit of the command fails the test."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # of the terminal that the tests were started in
 
     def invoke(*arguments: object) -> Ended:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
