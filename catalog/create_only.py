@@ -14,6 +14,9 @@ _TRIES = 5
 _FIRST_WAIT_SECONDS = 0.05
 _WAIT_FACTOR = 2.5
 
+#: Not the process's generator: this also runs inside seeded training.
+_jitter = random.Random()
+
 
 def create_or_read(store: Store, key: str, data: bytes, *, max_bytes: int) -> bytes | None:
     """Write the object if there is none; otherwise say what is there.
