@@ -157,6 +157,7 @@ def _persist(job_file: str, there: Connection) -> None:
     job = read_job(job_file)
     store = open_store(job.run_url)
     kernels.warm_up()  # as the resident agent is
+    list(store.list("generations/"))  # connected, as the peer is
     there.send("ready")
     there.recv()
     start = perf_counter()

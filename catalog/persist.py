@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -43,6 +44,7 @@ __all__ = [
     "commit_job",
     "encode_step",
     "finish_committed",
+    "forget_stores",
     "groups_of",
     "open_target",
     "persist_job",
@@ -87,6 +89,7 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
             there = commit_job(job_file, store=target.store)
     except RecpointError as error:
         if classify(error) == "deferred":
+            forget_stores()
             raise
         return reject_job(job_file, error)
     return finish_committed(job_file, there)
@@ -112,7 +115,7 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
         ForeignObject: another run is there.
     """
     job = read_job(job_file)
-    run = Run.open(open_store(job.run_url) if store is None else store)
+    run = Run.open(_store_for(job.run_url, job.attempt) if store is None else store)
     if run.id != job.run:
         raise ForeignObject(
             str(job_file),
@@ -121,6 +124,17 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
             next_step="nothing: the job is rejected; another run took the place of its run",
         )
     return run
+
+
+@lru_cache(maxsize=4)
+def _store_for(run_url: str, attempt: str) -> Store:
+    # One for all steps of a job: a new client of an object store takes a fifth of a second.
+    return open_store(run_url)
+
+
+def forget_stores() -> None:
+    """Open stores anew from here on: after a failure, since credentials may have been changed."""
+    _store_for.cache_clear()
 
 
 def already_committed(run: Run, job_file: Path | str) -> Committed | None:
@@ -179,7 +193,9 @@ def encode_step(job_file: Path | str, group: int) -> str:
 def upload_step(job_file: Path | str, group: int, *, store: Store | None = None) -> int:
     """`upload_group` by number; bytes of the group's chunks."""
     staged, chosen = _group(job_file, group)
-    return upload_group(open_store(staged.job.run_url) if store is None else store, staged, chosen)
+    if store is None:
+        store = _store_for(staged.job.run_url, staged.job.attempt)
+    return upload_group(store, staged, chosen)
 
 
 def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed:

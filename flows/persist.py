@@ -23,6 +23,7 @@ from recpoint.catalog.persist import (
     already_committed,
     classify,
     finish_committed,
+    forget_stores,
     groups_of,
     open_target,
     reject_job,
@@ -89,6 +90,7 @@ async def _persist(job_path: str, log: LoggerAdapter[Logger]) -> State[Any]:
             committed = await _persist_groups(job_path)
     except RecpointError as error:
         if classify(error) == "deferred":
+            forget_stores()
             log.warning("not now: %s", error)
             raise
         await asyncio.to_thread(reject_job, job_path, error)
