@@ -80,7 +80,7 @@ def check_entry(manifest: Manifest, entry: ChunkEntry) -> None:
 def _row_bytes(spec: TableSpec, entry: ChunkEntry) -> int:
     if entry.scheme == "exact" or entry.bits is None:
         return spec.dim * item_bytes(spec.dtype)
-    return (spec.dim * entry.bits + 7) // 8 + 2 * item_bytes("F32")
+    return (spec.dim * entry.bits + 7) // 8 + 2 * item_bytes("F16")
 
 
 def _state_bytes(spec: TableSpec) -> int:
@@ -149,11 +149,12 @@ def _decode_rows(chunk: Chunk, manifest: Manifest, entry: ChunkEntry) -> Decoded
     if entry.scheme == "exact":
         values = section_tensor(sections["values"])
     else:
+        scale, offset = (_parameter(sections[name], entry) for name in ("scale", "offset"))
         try:
             decoded = quantize.dequantize_packed(
                 section_tensor(sections["codes"]),
-                section_tensor(sections["scale"]),
-                section_tensor(sections["offset"]),
+                scale,
+                offset,
                 dim=spec.dim,
                 bits=entry.bits,
             )
@@ -164,6 +165,16 @@ def _decode_rows(chunk: Chunk, manifest: Manifest, entry: ChunkEntry) -> Decoded
         values = decoded.to(torch_dtype(spec.dtype))  # rounds, format §3.2
     states = [section_tensor(sections[f"state.{k}"]) for k in range(len(spec.row_states))]
     return DecodedRows(rows=rows, values=values, row_states=tuple(states))
+
+
+def _parameter(section: Section, entry: ChunkEntry) -> Tensor:
+    """The scales or offsets as f32 [n]; the conversion from F16 is exact."""
+    parameter = section_tensor(section).to(torch.float32)
+    if not bool(parameter.isfinite().all()):
+        raise _malformed(
+            entry.key, f"a {section.name} that is not finite", "finite row parameters (format §3.2)"
+        )
+    return parameter
 
 
 def _row_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor:

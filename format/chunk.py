@@ -246,7 +246,9 @@ def _check_rows(
         implied["values"] = (spec.dtype, (rows, spec.dim))
     else:
         implied["codes"] = ("U8", (rows, -(-spec.dim * bits // 8)))
-        implied["scale"] = implied["offset"] = ("F32", (rows,))
+        # Both of one dtype; of which of the two, the chunk's header says.
+        half = "scale" in sections and sections["scale"].dtype == "F16"
+        implied["scale"] = implied["offset"] = ("F16" if half else "F32", (rows,))
     for index, state in enumerate(spec.row_states):
         implied[f"state.{index}"] = (state.dtype, (rows, *state.shape))
 

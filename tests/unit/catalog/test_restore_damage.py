@@ -21,7 +21,7 @@ from recpoint.errors import (
     ObjectNotFound,
     RecpointError,
 )
-from recpoint.format.chunk import Section, build_chunk
+from recpoint.format.chunk import Section, build_chunk, section_tensor, tensor_section
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
@@ -283,6 +283,26 @@ class TestMalformed:
         self.replace(run, manifest, entry, build_chunk(chunk.meta, sections))
         with pytest.raises(MalformedObject, match="row set") as caught:
             restore(run, MemoryTarget(), step=11)
+        assert caught.value.subject == entry.key
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    @pytest.mark.parametrize("name", ["scale", "offset"])
+    def test_row_parameters_that_are_not_finite(
+        self, run: Run, name: str, dtype: torch.dtype, value: float
+    ) -> None:
+        manifest = publish(run, build(run, tables(bits=4), step=10, generation=1))
+        entry = row_chunk(manifest)
+        chunk = read_chunk(run.store, manifest, entry)
+        sections = dict(chunk.sections)
+        for parameter in ("scale", "offset"):
+            stored = section_tensor(sections[parameter]).to(dtype).clone()
+            if parameter == name:
+                stored[3] = value
+            sections[parameter] = tensor_section(parameter, stored)
+        self.replace(run, manifest, entry, build_chunk(chunk.meta, list(sections.values())))
+        with pytest.raises(MalformedObject, match=f"a {name} that is not finite") as caught:
+            restore(run, MemoryTarget(), step=10)
         assert caught.value.subject == entry.key
 
     def test_more_rows_than_the_bytes_can_hold(self, run: Run) -> None:

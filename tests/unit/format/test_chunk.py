@@ -319,10 +319,31 @@ def test_a_section_too_many(section: Section) -> None:
         parse(data)
 
 
+def test_row_parameters_of_half_the_width() -> None:
+    halves = [
+        tensor_section(section.name, section_tensor(section).to(torch.float16))
+        if section.name in ("scale", "offset")
+        else section
+        for section in row_sections()
+    ]
+    chunk = parse(build_chunk(meta(), halves))
+    assert chunk.sections["scale"].dtype == chunk.sections["offset"].dtype == "F16"
+
+
+def test_row_parameters_of_two_widths_are_refused() -> None:
+    for mixed in ("scale", "offset"):
+        half = Section(mixed, "F16", (ROWS,), bytes(2 * ROWS))
+        sections = [half if section.name == mixed else section for section in row_sections()]
+        with pytest.raises(MalformedObject, match="offset"):
+            parse(build_chunk(meta(), sections))
+
+
 @pytest.mark.parametrize(
     "section",
     [
         Section("scale", "F64", (ROWS,), bytes(8 * ROWS)),
+        Section("scale", "BF16", (ROWS,), bytes(2 * ROWS)),
+        Section("scale", "F16", (ROWS + 1,), bytes(2 * (ROWS + 1))),
         Section("scale", "F32", (ROWS + 1,), bytes(4 * (ROWS + 1))),
         Section("scale", "F32", (ROWS, 1), bytes(4 * ROWS)),
         Section("codes", "U8", (ROWS, 1), bytes(ROWS)),
