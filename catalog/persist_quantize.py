@@ -65,7 +65,7 @@ def _quantize_block(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> dic
         )
         stored = torch.frombuffer(view, dtype=torch_dtype(table.spec.dtype)).reshape(count, dim)
         rows = stored.to(torch.float32)
-        codes, scale, offset, exact = quantize_packed(rows, table.bits)
+        codes, scale, offset, exact, _ = quantize_packed(rows, table.bits)
         if table.spec.dtype == "F64":
             # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
             exact = exact | (rows.to(torch.float64) != stored).any(dim=1)

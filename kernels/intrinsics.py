@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
+    "bits_of_float",
     "compiled",
     "copy_row",
     "float_from_bits",
@@ -136,6 +137,16 @@ def float_from_bits(typingctx: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), build
+
+
+@_machine_operation
+def bits_of_float(typingctx: Any, value: Any) -> Any:
+    """The bit pattern of a binary32 value, as int32."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), build
 
 
 @_machine_operation

@@ -32,7 +32,7 @@ def warm_up() -> None:
     row_gather.scatter(part, found, table)
 
     for bits in bit_packing.BITS:
-        packed, scale, offset, _ = quantize.quantize_packed(part, bits)
+        packed, scale, offset, _, _ = quantize.quantize_packed(part, bits)
         quantize.dequantize_packed(packed, scale, offset, dim=3, bits=bits)
         bit_packing.pack(bit_packing.unpack(packed, dim=3, bits=bits), bits)
 

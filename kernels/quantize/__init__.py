@@ -1,4 +1,4 @@
-"""Asymmetric quantization of embedding rows, one scale and offset a row (format §3.2)."""
+"""Quantization of embedding rows to codes with one scale and offset a row (format §3.2)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from torch import Tensor
 
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.quantize import cpu
+from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC, Method
 from recpoint.kernels.quantize.shapes import PackedRows, Quantized
 
 __all__ = [
+    "ASYMMETRIC",
+    "Method",
     "PackedRows",
     "Quantized",
+    "SYMMETRIC",
     "dequantize",
     "dequantize_packed",
     "quantize",
@@ -19,22 +23,32 @@ __all__ = [
 ]
 
 
-def quantize(rows: Tensor, bits: int) -> Quantized:
+def quantize(
+    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
+) -> Quantized:
     """Quantize f32 rows [n, dim], dim >= 1, to codes of `bits` bits.
 
     Rows that are not quantizable (format §3.2) come back with `exact` set and codes, scale and
     offset zero: their values have to be kept as they are.
 
+    Args:
+        rows: f32 [n, dim], contiguous.
+        bits: 2, 3, 4 or 8.
+        method: how scale and offset are found.
+        half_parameters: choose values of binary16 for scale and offset, and codes for those. Rows
+            for which that would cost accuracy come back with `wide` set and parameters of binary32;
+            which rows these are depends on the row and on bits, not on a search.
+
     Raises:
         ValueError: bits is not 2, 3, 4 or 8, or rows is not a contiguous f32 matrix.
     """
     if rows.is_cpu:
-        return cpu.quantize(rows, bits)
+        return cpu.quantize(rows, bits, method, half_parameters=half_parameters)
     if rows.is_cuda:
         from recpoint.kernels.quantize import triton
 
         with torch.cuda.device_of(rows):  # Triton launches on the current device
-            return triton.quantize(rows, bits)
+            return triton.quantize(rows, bits, method, half_parameters=half_parameters)
     raise unsupported_device("rows", rows)
 
 
@@ -59,15 +73,17 @@ def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     raise unsupported_device("codes", codes)
 
 
-def quantize_packed(rows: Tensor, bits: int) -> PackedRows:
+def quantize_packed(
+    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
+) -> PackedRows:
     """`quantize` and `bit_packing.pack` in one pass over the rows; the same bytes."""
     if rows.is_cpu:
-        return cpu.quantize_packed(rows, bits)
+        return cpu.quantize_packed(rows, bits, method, half_parameters=half_parameters)
     if rows.is_cuda:
         from recpoint.kernels.quantize import triton
 
         with torch.cuda.device_of(rows):  # Triton launches on the current device
-            return triton.quantize_packed(rows, bits)
+            return triton.quantize_packed(rows, bits, method, half_parameters=half_parameters)
     raise unsupported_device("rows", rows)
 
 

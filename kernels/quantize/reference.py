@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recpoint.kernels.bit_packing import reference as packing
+from recpoint.kernels.quantize.method import ASYMMETRIC, WIDEST_STEP, Method
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
@@ -16,10 +18,11 @@ from recpoint.kernels.quantize.shapes import (
 __all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed"]
 
 
-def quantize(rows: Tensor, bits: int) -> Quantized:
+def quantize(
+    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
+) -> Quantized:
     """Quantize f32 rows [n, dim] to codes of `bits` bits."""
     require_rows(rows, bits)
-    n, dim = rows.shape
     levels = torch.tensor(float(2**bits - 1), dtype=torch.float32)
     finite = rows.isfinite().all(dim=1)
     usable = torch.where(finite[:, None], rows, torch.zeros_like(rows))
@@ -27,20 +30,49 @@ def quantize(rows: Tensor, bits: int) -> Quantized:
     negative_zero = ((usable == 0) & usable.signbit()).any(dim=1)
     # The sign of a minimum that is zero: -0 counts as less than +0.
     low = torch.where((low == 0) & negative_zero, torch.full_like(low, -0.0), low + 0.0)
-    span = high - low
 
     constant = (high == low) & ~((low == 0) & negative_zero)
     smallest = torch.tensor(2.0**-126, dtype=torch.float32) * levels
-    spread = (span >= smallest) & (span <= 2.0**126)
+    spread = (high - low >= smallest) & (high - low <= 2.0**126)
+    if method.name == "symmetric":
+        high = torch.where(spread, torch.maximum(low.abs(), high.abs()), high)
+        low = torch.where(spread, -high, low)
+        spread &= high - low <= 2.0**126
     exact = ~(finite & (constant | spread))
 
-    scale = torch.where(spread & ~exact, span / levels, torch.zeros_like(span))
-    offset = torch.where(exact, torch.zeros_like(low), low)
+    zeros = torch.zeros_like(low)
+    scale = torch.where(spread & ~exact, (high - low) / levels, zeros)
+    offset = torch.where(exact, zeros, low)
+    wide = torch.zeros_like(exact)
+    if half_parameters:
+        half_offset = round_down(offset)
+        half_scale = torch.where(scale > 0, round_up((high - half_offset) / levels), zeros)
+        fits = (half_scale <= scale * WIDEST_STEP) & (half_scale <= 65504)
+        fits &= (half_offset.abs() <= 65504) & ((scale > 0) | (half_offset == offset))
+        scale, offset = torch.where(fits, half_scale, scale), torch.where(fits, half_offset, offset)
+        wide = ~fits
+    return Quantized(_codes(usable, scale, offset, levels), scale, offset, exact, wide)
+
+
+def _codes(rows: Tensor, scale: Tensor, offset: Tensor, levels: Tensor) -> Tensor:
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-    steps = (usable - low[:, None]) / divisor[:, None]
+    steps = (rows - offset[:, None]) / divisor[:, None]
     codes = (steps + 0.5).floor().clamp(0.0, float(levels))
-    codes = torch.where((scale > 0)[:, None], codes, torch.zeros_like(codes))
-    return Quantized(codes.to(torch.uint8), scale, offset, exact)
+    return torch.where((scale > 0)[:, None], codes, torch.zeros_like(codes)).to(torch.uint8)
+
+
+def round_down(values: Tensor) -> Tensor:
+    """The largest values of binary16 that are not above finite f32 `values`, as f32."""
+    with np.errstate(over="ignore"):
+        halves = values.numpy().astype(np.float16)
+        below = np.nextafter(halves, np.float16(-np.inf))
+    lower = np.where(halves.astype(np.float32) > values.numpy(), below, halves)
+    return torch.from_numpy(lower.astype(np.float32))
+
+
+def round_up(values: Tensor) -> Tensor:
+    """The smallest values of binary16 that are not below finite f32 `values`, as f32."""
+    return -round_down(-values)
 
 
 def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
@@ -50,10 +82,12 @@ def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return product + offset[:, None]
 
 
-def quantize_packed(rows: Tensor, bits: int) -> PackedRows:
+def quantize_packed(
+    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
+) -> PackedRows:
     """`quantize`, then `pack`."""
-    codes, scale, offset, exact = quantize(rows, bits)
-    return PackedRows(packing.pack(codes, bits), scale, offset, exact)
+    codes, *others = quantize(rows, bits, method, half_parameters=half_parameters)
+    return PackedRows(packing.pack(codes, bits), *others)
 
 
 def dequantize_packed(

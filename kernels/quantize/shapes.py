@@ -14,21 +14,27 @@ __all__ = ["PackedRows", "Quantized", "require_parameters", "require_rows"]
 
 
 class Quantized(NamedTuple):
-    """Codes u8 [n, dim]; scale and offset f32 [n]; exact bool [n]."""
+    """Codes u8 [n, dim]; scale and offset f32 [n]; exact and wide bool [n].
+
+    exact: the row cannot be quantized and has to be kept as it is. wide: its parameters do not fit
+    binary16, though that was asked for.
+    """
 
     codes: Tensor
     scale: Tensor
     offset: Tensor
     exact: Tensor
+    wide: Tensor
 
 
 class PackedRows(NamedTuple):
-    """Packed codes u8 [n, packed_width(dim, bits)]; scale and offset f32 [n]; exact bool [n]."""
+    """Packed codes u8 [n, packed_width(dim, bits)]; the others as in `Quantized`."""
 
     packed: Tensor
     scale: Tensor
     offset: Tensor
     exact: Tensor
+    wide: Tensor
 
 
 def require_rows(rows: Tensor, bits: int) -> None:

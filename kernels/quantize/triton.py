@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recpoint.kernels.arguments import require
 from recpoint.kernels.bit_packing import triton as packing
+from recpoint.kernels.quantize.method import ASYMMETRIC, Method
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
@@ -87,9 +88,13 @@ def _dequantize(codes, scales, offsets, rows, total, dim, BLOCK: tl.constexpr):
     tl.store(rows + at, product + tl.load(offsets + i, mask=inside, other=0.0), mask=inside)
 
 
-def quantize(rows: Tensor, bits: int) -> Quantized:
+def quantize(
+    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
+) -> Quantized:
     """Quantize f32 rows [n, dim] to codes of `bits` bits, one byte a code."""
     require_rows(rows, bits)
+    if method != ASYMMETRIC or half_parameters:
+        raise ValueError(f"method: {method} on {rows.device}, expected asymmetric with f32")
     n, dim = rows.shape
     device = rows.device
     codes = torch.empty(n, dim, dtype=torch.uint8, device=device)
@@ -104,7 +109,7 @@ def quantize(rows: Tensor, bits: int) -> Quantized:
             rows, codes, scale, offset, exact.view(torch.uint8), n, dim, levels * 2.0**-126,
             LEVELS=levels, ROWS=block, COLUMNS=columns, enable_fp_fusion=False,
         )  # fmt: skip
-    return Quantized(codes, scale, offset, exact)
+    return Quantized(codes, scale, offset, exact, torch.zeros_like(exact))
 
 
 def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
@@ -120,10 +125,12 @@ def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return rows
 
 
-def quantize_packed(rows: Tensor, bits: int) -> PackedRows:
+def quantize_packed(
+    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
+) -> PackedRows:
     """`quantize`, then `pack`."""
-    codes, scale, offset, exact = quantize(rows, bits)
-    return PackedRows(packing.pack(codes, bits), scale, offset, exact)
+    codes, *others = quantize(rows, bits, method, half_parameters=half_parameters)
+    return PackedRows(packing.pack(codes, bits), *others)
 
 
 def dequantize_packed(

@@ -65,6 +65,6 @@ def test_product_and_sum_are_rounded_separately(device: torch.device) -> None:
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
     found = triton.quantize_packed(torch.zeros(0, 5, device=device), 3)
-    assert [tuple(part.shape) for part in found] == [(0, 2), (0,), (0,), (0,)]
+    assert [tuple(part.shape) for part in found] == [(0, 2), (0,), (0,), (0,), (0,)]
     decoded = triton.dequantize_packed(*found[:3], dim=5, bits=3)
     assert tuple(decoded.shape) == (0, 5)

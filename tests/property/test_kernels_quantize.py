@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpoint.kernels import bit_packing, quantize
-from recpoint.kernels.quantize import reference
+from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, reference
+from recpoint.kernels.quantize.method import WIDEST_STEP
 
 WIDTHS = st.sampled_from([2, 3, 4, 8])
+PLAIN = st.sampled_from([SYMMETRIC, ASYMMETRIC])
 
 
 @st.composite
@@ -39,9 +41,12 @@ def patterns(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @settings(deadline=None)
-@given(matrices(), WIDTHS)
-def test_the_fast_version_has_the_bits_of_the_reference(rows: torch.Tensor, bits: int) -> None:
-    found, expected = quantize.quantize_packed(rows, bits), reference.quantize_packed(rows, bits)
+@given(matrices(), WIDTHS, PLAIN, st.booleans())
+def test_the_fast_version_has_the_bits_of_the_reference(
+    rows: torch.Tensor, bits: int, method: Method, half: bool
+) -> None:
+    found = quantize.quantize_packed(rows, bits, method, half_parameters=half)
+    expected = reference.quantize_packed(rows, bits, method, half_parameters=half)
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(patterns(left), patterns(right))
     dim = rows.shape[1]
@@ -51,11 +56,12 @@ def test_the_fast_version_has_the_bits_of_the_reference(rows: torch.Tensor, bits
 
 
 @settings(deadline=None)
-@given(matrices(), WIDTHS)
+@given(matrices(), WIDTHS, PLAIN, st.booleans())
 def test_each_value_decodes_within_the_bound_or_its_row_is_exact(
-    rows: torch.Tensor, bits: int
+    rows: torch.Tensor, bits: int, method: Method, half: bool
 ) -> None:
-    packed, scale, offset, exact = quantize.quantize_packed(rows, bits)
+    found = quantize.quantize_packed(rows, bits, method, half_parameters=half)
+    packed, scale, offset, exact, _ = found
     decoded = quantize.dequantize_packed(packed, scale, offset, dim=rows.shape[1], bits=bits)
     assert decoded.isfinite().all()
     assert exact[~rows.isfinite().all(dim=1)].all()
@@ -64,6 +70,22 @@ def test_each_value_decodes_within_the_bound_or_its_row_is_exact(
     span = (step * (2**bits - 1)).expand_as(x)
     bound = step / 2 + 4 * 2.0**-24 * torch.maximum(x.abs(), span)
     assert ((y - x).abs() <= bound).all()
+
+
+@settings(deadline=None)
+@given(matrices(), WIDTHS, PLAIN)
+def test_parameters_of_binary16_are_such_or_their_row_is_wide(
+    rows: torch.Tensor, bits: int, method: Method
+) -> None:
+    found = quantize.quantize(rows, bits, method, half_parameters=True)
+    plain = quantize.quantize(rows, bits, method)
+    assert not plain.wide.any() and torch.equal(found.exact, plain.exact)
+    for half, single in zip(found[1:3], plain[1:3], strict=True):
+        narrow, wide = half[~found.wide], found.wide
+        assert torch.equal(narrow.half().float().view(torch.int32), narrow.view(torch.int32))
+        assert torch.equal(patterns(half[wide]), patterns(single[wide]))
+    assert (found.scale <= plain.scale * WIDEST_STEP).all()
+    assert not (found.wide & found.exact).any()
 
 
 @settings(deadline=None)
@@ -78,7 +100,7 @@ def test_more_bits_never_have_a_larger_step(rows: torch.Tensor, bits: int) -> No
 @settings(deadline=None)
 @given(matrices(), WIDTHS)
 def test_larger_values_never_have_smaller_codes(rows: torch.Tensor, bits: int) -> None:
-    codes, _, _, exact = quantize.quantize(rows, bits)
+    codes, _, _, exact, _ = quantize.quantize(rows, bits)
     for row, code in zip(rows[~exact], codes[~exact], strict=True):
         order = row.argsort()
         assert (code[order].int().diff() >= 0).all()

@@ -31,7 +31,7 @@ NAN, INF = float("nan"), float("inf")
 def test_rows_that_cannot_be_quantized_are_left_to_be_stored_exactly(
     row: list[float], bits: int
 ) -> None:
-    codes, scale, offset, exact = quantize.quantize(torch.tensor([row]), bits)
+    codes, scale, offset, exact, _ = quantize.quantize(torch.tensor([row]), bits)
     assert exact.tolist() == [True]
     assert codes.sum() == 0 and scale.tolist() == [0.0] and offset.tolist() == [0.0]
 
@@ -41,7 +41,7 @@ def test_rows_that_cannot_be_quantized_are_left_to_be_stored_exactly(
 @pytest.mark.parametrize("dim", [1, 2, 17])
 def test_constant_rows_come_back_bit_for_bit(value: float, dim: int, bits: int) -> None:
     rows = torch.full((3, dim), value)
-    packed, scale, offset, exact = quantize.quantize_packed(rows, bits)
+    packed, scale, offset, exact, _ = quantize.quantize_packed(rows, bits)
     assert not exact.any() and packed.sum() == 0 and not scale.any()
     decoded = quantize.dequantize_packed(packed, scale, offset, dim=dim, bits=bits)
     assert torch.equal(decoded.view(torch.int32), rows.view(torch.int32))
@@ -54,7 +54,7 @@ def test_the_ends_of_the_quantizable_ranges(bits: int) -> None:
     just_below = torch.tensor(smallest).nextafter(torch.tensor(0.0)).item()
     just_above = torch.tensor(largest).nextafter(torch.tensor(INF)).item()
     rows = torch.tensor([[0.0, smallest], [0.0, just_below], [0.0, largest], [0.0, just_above]])
-    codes, scale, offset, exact = quantize.quantize(rows, bits)
+    codes, scale, offset, exact, _ = quantize.quantize(rows, bits)
     assert exact.tolist() == [False, True, False, True]
     assert codes.tolist() == [[0, levels], [0, 0], [0, levels], [0, 0]]
     assert scale[0].item() == 2.0**-126
@@ -63,7 +63,7 @@ def test_the_ends_of_the_quantizable_ranges(bits: int) -> None:
 
 def test_rounding_is_half_up_and_the_row_spans_all_codes() -> None:
     rows = torch.tensor([[0.0, 0.5, 1.0, 1.49, 1.5, 2.5, 3.0]])
-    codes, scale, offset, _ = quantize.quantize(rows, 2)
+    codes, scale, offset, _, _ = quantize.quantize(rows, 2)
     assert codes.tolist() == [[0, 1, 1, 1, 2, 3, 3]]
     assert scale.tolist() == [1.0] and offset.tolist() == [0.0]
 
@@ -95,7 +95,7 @@ def test_any_number_of_threads_gives_the_bytes_of_the_reference(
 
 def test_empty_input_gives_empty_output() -> None:
     found = quantize.quantize_packed(torch.zeros(0, 5), 3)
-    assert [tuple(part.shape) for part in found] == [(0, 2), (0,), (0,), (0,)]
+    assert [tuple(part.shape) for part in found] == [(0, 2), (0,), (0,), (0,), (0,)]
     decoded = quantize.dequantize_packed(*found[:3], dim=5, bits=3)
     assert tuple(decoded.shape) == (0, 5)
 
@@ -111,7 +111,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=what):
             quantize.quantize_packed(given, bits)
-    packed, scale, offset, _ = quantize.quantize_packed(rows, 4)
+    packed, scale, offset, _, _ = quantize.quantize_packed(rows, 4)
     with pytest.raises(ValueError, match="packed"):
         quantize.dequantize_packed(packed, scale, offset, dim=5, bits=4)
     with pytest.raises(ValueError, match="scale"):

@@ -1,0 +1,70 @@
+"""How a row's scale and offset are found: the methods of quantization and their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = [
+    "ASYMMETRIC",
+    "MAX_BINS",
+    "MAX_REFITS",
+    "SYMMETRIC",
+    "WIDEST_STEP",
+    "Method",
+    "MethodName",
+]
+
+MethodName = Literal["symmetric", "asymmetric", "greedy", "refit"]
+
+#: Limits that keep the time a row takes, and what a record may ask for, bounded.
+MAX_BINS: Final = 1000
+MAX_REFITS: Final = 100
+
+#: Parameters of binary16 may make a row's step larger by this factor; else the row is wide.
+WIDEST_STEP: Final = 1.0 + 2.0**-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method and its parameters; 0 where it has none.
+
+    All store the same form, codes with one scale and offset a row (format §3.2), so whoever decodes
+    need not know which it was.
+
+    symmetric: ends at -m and m, m being the largest magnitude. asymmetric: ends at the least and
+    the largest value. greedy: the adaptive search of Check-N-Run (NSDI 2022). refit: a coarse grid
+    of shrunk ranges, then least squares.
+
+    Raises:
+        ValueError: the method has no such parameter, or needs it, or it is out of bounds.
+    """
+
+    name: MethodName
+    bins: int = 0  # greedy: steps the range is cut into; refit: candidates of the coarse grid
+    ratio_permille: int = 0  # greedy: most of the range that may be removed
+    refits: int = 0  # refit: how often codes are assigned anew and the parameters fitted to them
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "symmetric": ((0, 0), (0, 0), (0, 0)),
+            "asymmetric": ((0, 0), (0, 0), (0, 0)),
+            "greedy": ((1, MAX_BINS), (1, 1000), (0, 0)),
+            "refit": ((1, MAX_BINS), (0, 0), (0, MAX_REFITS)),
+        }
+        if self.name not in bounds:
+            raise ValueError(f"method: {self.name!r}, expected one of {', '.join(bounds)}")
+        fields = ("bins", "ratio_permille", "refits")
+        for field, (low, high) in zip(fields, bounds[self.name], strict=True):
+            value = getattr(self, field)
+            if type(value) is not int or not low <= value <= high:
+                raise ValueError(f"{field}: {value!r} for {self.name}, expected {low} to {high}")
+
+    @property
+    def searches(self) -> bool:
+        """Whether it looks for better parameters than the row's ends give."""
+        return self.name in ("greedy", "refit")
+
+
+SYMMETRIC: Final = Method(name="symmetric")
+ASYMMETRIC: Final = Method(name="asymmetric")
