@@ -30,14 +30,14 @@ _REST = np.int32(0x1FFF)
 @compiled(nogil=True)
 def toward_zero(magnitude: np.float32) -> np.float32:
     if magnitude >= _NORMAL:
-        return float_from_bits(np.int32(bits_of_float(magnitude) & ~_REST))
+        return np.float32(float_from_bits(np.int32(bits_of_float(magnitude) & ~_REST)))
     return np.float32(np.float32(np.int32(np.float32(magnitude * _UNITS))) * _UNIT)
 
 
 @compiled(nogil=True)
 def from_zero(magnitude: np.float32) -> np.float32:
     if magnitude >= _NORMAL:
-        return float_from_bits(np.int32((bits_of_float(magnitude) + _REST) & ~_REST))
+        return np.float32(float_from_bits(np.int32((bits_of_float(magnitude) + _REST) & ~_REST)))
     units = np.float32(magnitude * _UNITS)  # exact: a power of two, and the result is normal
     whole = np.float32(np.int32(units))
     if whole < units:
@@ -49,7 +49,7 @@ def from_zero(magnitude: np.float32) -> np.float32:
 def round_down(value: np.float32) -> np.float32:
     """The largest value of binary16 that is not above a finite `value`; -0 stays -0."""
     if value > _ZERO:
-        return toward_zero(value)
+        return np.float32(toward_zero(value))
     if value < _ZERO:
         return np.float32(-from_zero(np.float32(-value)))
     return value
@@ -58,7 +58,7 @@ def round_down(value: np.float32) -> np.float32:
 @compiled(nogil=True)
 def round_up(value: np.float32) -> np.float32:
     """The smallest value of binary16 that is not below a finite `value`, which is not negative."""
-    return from_zero(value)
+    return np.float32(from_zero(value))
 
 
 @compiled(nogil=True)
@@ -68,11 +68,11 @@ def nearest(value: np.float32) -> np.float32:
     if magnitude >= _NORMAL:
         pattern = bits_of_float(magnitude)
         odd = np.int32((pattern >> 13) & 1)
-        rounded = float_from_bits(np.int32((pattern + (_REST >> 1) + odd) & ~_REST))
+        rounded = np.float32(float_from_bits(np.int32((pattern + (_REST >> 1) + odd) & ~_REST)))
     else:
         units = np.float32(magnitude * _UNITS)
         whole = np.int32(units)
         rest = np.float32(units - np.float32(whole))
         whole += np.int32(rest > _HALF or (rest == _HALF and whole & 1 == 1))
         rounded = np.float32(np.float32(whole) * _UNIT)
-    return np.float32(-rounded) if value < _ZERO else rounded
+    return np.float32(-rounded if value < _ZERO else rounded)
