@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels.quantize import cpu
-from recpoint.kernels.quantize.method import ASYMMETRIC, Method
+from recpoint.kernels.quantize.method import ASYMMETRIC, Method, MethodName
 
-__all__ = ["MARGIN", "SAMPLE_ROWS", "candidates", "choose", "squared_error"]
+__all__ = ["MARGIN", "SAMPLE_ROWS", "candidates", "choose", "drawn", "squared_error"]
 
 #: A cheaper method is taken if its squared error is at most this much above the least.
 MARGIN: Final = 0.01
@@ -24,7 +24,7 @@ def candidates(bits: int) -> tuple[Method, ...]:
     return (ASYMMETRIC,)
 
 
-def choose(rows: Tensor, bits: int, *, seed: int) -> Method:
+def choose(rows: Tensor, bits: int, *, seed: int, name: MethodName | None = None) -> Method:
     """The cheapest method whose squared error on the rows is within `MARGIN` of the least.
 
     The same rows, bits and seed give the same method, whatever the machine and its threads: a
@@ -35,13 +35,16 @@ def choose(rows: Tensor, bits: int, *, seed: int) -> Method:
             `SAMPLE_ROWS` rows that many are drawn.
         bits: 2, 3, 4 or 8.
         seed: of the draw.
+        name: only candidates of this name, for their parameters; None: all of them.
 
     Raises:
-        ValueError: as `quantize`.
+        ValueError: as `quantize`, or no candidate has that name.
     """
     if rows.shape[0] > SAMPLE_ROWS:
-        rows = rows[_drawn(rows.shape[0], seed)]
-    methods = candidates(bits)
+        rows = rows[drawn(rows.shape[0], seed)]
+    methods = tuple(method for method in candidates(bits) if name in (None, method.name))
+    if not methods:
+        raise ValueError(f"name: {name!r}, which is no candidate for {bits} bits")
     errors = [squared_error(rows, bits, method) for method in methods]
     enough = min(errors) * (1.0 + MARGIN)
     return next(m for m, error in zip(methods, errors, strict=True) if error <= enough)
@@ -58,7 +61,8 @@ def squared_error(rows: Tensor, bits: int, method: Method) -> float:
     return float(np.cumsum(difference.square().numpy())[-1]) if rows.numel() else 0.0
 
 
-def _drawn(count: int, seed: int) -> Tensor:
+def drawn(count: int, seed: int) -> Tensor:
+    """Int64 [SAMPLE_ROWS]: which of `count` rows, more than that, are looked at; ascending."""
     # One row of each of SAMPLE_ROWS equal parts, by a hash that no library's release changes.
     index = np.arange(SAMPLE_ROWS, dtype=np.uint64)
     mixed = (index + np.uint64(seed % 2**64)) * np.uint64(0x9E3779B97F4A7C15)
