@@ -6,13 +6,27 @@ are always zero. All functions change bitmaps in place and work on the bitmap's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.dirty_bitmap import cpu
 
-__all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "new", "swap"]
+__all__ = [
+    "clear",
+    "collect",
+    "collect_many",
+    "count",
+    "count_many",
+    "mark",
+    "mark_all",
+    "mark_many",
+    "merge",
+    "new",
+    "swap",
+]
 
 
 def new(rows: int, *, device: torch.device | str = "cpu") -> Tensor:
@@ -45,6 +59,31 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
             triton.mark(bitmap, ids, rows=rows)
     else:
         raise unsupported_device("bitmap", bitmap)
+
+
+def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:
+    """`mark` for several tables, on a GPU in one launch.
+
+    Args:
+        bitmaps: one a table, all on one device.
+        ids: for each table, int32 or int64 of any shape.
+        rows: of each table.
+
+    Raises:
+        IndexError: on a CPU, an id is negative or >= the rows of its table. The bitmap of that
+            table and those after it are unchanged.
+        ValueError: a bitmap does not fit its rows, the ids are not int32 or int64, or the numbers
+            of bitmaps, ids and rows differ.
+    """
+    if not bitmaps or bitmaps[0].is_cpu:
+        cpu.mark_many(bitmaps, ids, rows=rows)
+    elif bitmaps[0].is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        with torch.cuda.device_of(bitmaps[0]):  # Triton launches on the current device
+            triton.mark_many(bitmaps, ids, rows=rows)
+    else:
+        raise unsupported_device("bitmaps", bitmaps[0])
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:
@@ -117,6 +156,38 @@ def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
         with torch.cuda.device_of(bitmap):  # Triton launches on the current device
             return triton.collect(bitmap, rows=rows, out=out)
     raise unsupported_device("bitmap", bitmap)
+
+
+def count_many(bitmaps: Sequence[Tensor]) -> list[int]:
+    """How many rows of each are marked. Waits for the device once.
+
+    Raises:
+        ValueError: the bitmaps are on several devices.
+    """
+    if not any(bitmap.is_cuda for bitmap in bitmaps):
+        return [count(bitmap) for bitmap in bitmaps]
+    from recpoint.kernels.dirty_bitmap import triton
+
+    with torch.cuda.device_of(bitmaps[0]):  # Triton launches on the current device
+        return triton.count_many(bitmaps)
+
+
+def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tensor]:
+    """The marked rows of each: int64 [n], ascending, on the bitmaps' device. Waits for it once.
+
+    Args:
+        bitmaps: of many tables, all on one device.
+        rows: rows of each table.
+
+    Raises:
+        ValueError: the bitmaps are on several devices, or one does not fit its table.
+    """
+    if not any(bitmap.is_cuda for bitmap in bitmaps):
+        return [collect(bitmap, rows=limit) for bitmap, limit in zip(bitmaps, rows, strict=True)]
+    from recpoint.kernels.dirty_bitmap import triton
+
+    with torch.cuda.device_of(bitmaps[0]):  # Triton launches on the current device
+        return triton.collect_many(bitmaps, rows=rows)
 
 
 def swap(a: Tensor, b: Tensor) -> None:

@@ -6,6 +6,7 @@ thread that merges a refused checkpoint back cannot lose each other's bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from recpoint.kernels.intrinsics import compiled, lowest_bit, pointer, set_bits
 from recpoint.kernels.threads import over_rows
 
-__all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "swap"]
+__all__ = ["clear", "collect", "count", "mark", "mark_all", "mark_many", "merge", "swap"]
 
 _INT32 = torch.int32
 _INT64 = torch.int64
@@ -31,17 +32,28 @@ def _mark64(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
     -1, or the position of the first id out of range with nothing marked.
     """
     words = carray(pointer(bitmap), (rows + 31) // 32, np.uint32)
-    values = carray(pointer(ids), n * stride, np.uint64)
-    largest = np.uint64(0)
-    for i in range(n):
-        largest = max(largest, values[i * stride])  # a negative id is a huge unsigned one
-    if n > 0 and largest >= np.uint64(rows):
+    values = carray(pointer(ids), n * stride, np.int64)
+    last = np.int64(rows - 1)
+    signs = np.int64(0)  # negative once an id, or what is left of the rows behind it, is negative
+    # The loops differ in the stride alone: a constant one lets the compiler use vectors.
+    if stride == 1:
         for i in range(n):
-            if values[i * stride] >= np.uint64(rows):
+            signs |= values[i] | (last - values[i])
+    else:
+        for i in range(n):
+            signs |= values[i * stride] | (last - values[i * stride])
+    if signs < 0:
+        for i in range(n):
+            if values[i * stride] < 0 or values[i * stride] > last:
                 return i
-    for i in range(n):
-        row = values[i * stride]
-        words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
+    if stride == 1:
+        for i in range(n):
+            row = np.uint64(values[i])
+            words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
+    else:
+        for i in range(n):
+            row = np.uint64(values[i * stride])
+            words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
     return -1
 
 
@@ -49,18 +61,27 @@ def _mark64(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
 def _mark32(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
     """The same for int32 ids."""
     words = carray(pointer(bitmap), (rows + 31) // 32, np.uint32)
-    values = carray(pointer(ids), n * stride, np.uint32)
-    limit = np.uint64(min(rows, 1 << 31))
-    largest = np.uint32(0)
-    for i in range(n):
-        largest = max(largest, values[i * stride])
-    if n > 0 and np.uint64(largest) >= limit:
+    values = carray(pointer(ids), n * stride, np.int32)
+    last = np.int32(min(rows - 1, (1 << 31) - 1))
+    signs = np.int32(0)
+    if stride == 1:
         for i in range(n):
-            if np.uint64(values[i * stride]) >= limit:
+            signs |= values[i] | np.int32(last - values[i])
+    else:
+        for i in range(n):
+            signs |= values[i * stride] | np.int32(last - values[i * stride])
+    if signs < 0:
+        for i in range(n):
+            if values[i * stride] < 0 or values[i * stride] > last:
                 return i
-    for i in range(n):
-        row = values[i * stride]
-        words[np.uint64(row >> np.uint32(5))] |= np.uint32(1) << (row & np.uint32(31))
+    if stride == 1:
+        for i in range(n):
+            row = np.uint32(values[i])
+            words[np.uint64(row >> np.uint32(5))] |= np.uint32(1) << (row & np.uint32(31))
+    else:
+        for i in range(n):
+            row = np.uint32(values[i * stride])
+            words[np.uint64(row >> np.uint32(5))] |= np.uint32(1) << (row & np.uint32(31))
     return -1
 
 
@@ -149,8 +170,9 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     if bitmap.numel() != (rows + 31) >> 5:
         require_fit(bitmap, rows)
     stride = 1
-    if not ids.is_cpu or not ids.is_contiguous():
+    if not ids.is_cpu:
         ids = ids.cpu()
+    if not ids.is_contiguous():
         # One column of a batch is the usual form of a table's ids: a copy would cost the most here.
         if ids.dim() == 1:
             stride = ids.stride(0)
@@ -164,6 +186,12 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
         raise ValueError(f"ids: dtype {ids.dtype}, expected torch.int32 or torch.int64")
     if wrong >= 0:
         raise IndexError(f"ids: {int(ids.reshape(-1)[wrong])}, expected 0 <= id < {rows}")
+
+
+def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:
+    """`mark` for several tables; at an id out of range, the tables before it are marked."""
+    for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
+        mark(bitmap, some, rows=length)
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "swap"]
+__all__ = [
+    "clear",
+    "collect",
+    "collect_many",
+    "count",
+    "count_many",
+    "mark",
+    "mark_all",
+    "mark_many",
+    "merge",
+    "swap",
+]
 
 
 def _read(bitmap: Tensor) -> set[int]:
@@ -32,6 +45,12 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     _write(bitmap, _read(bitmap) | set(wanted))
 
 
+def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:
+    """`mark` for several tables; at an id out of range, the tables before it are marked."""
+    for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
+        mark(bitmap, some, rows=length)
+
+
 def mark_all(bitmap: Tensor, *, rows: int) -> None:
     """Set the bits of all rows."""
     _write(bitmap, set(range(rows)))
@@ -56,6 +75,16 @@ def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
     """The marked rows: int64 [n], ascending; in `out` if it is given."""
     ids = torch.tensor(sorted(_read(bitmap)), dtype=torch.int64)
     return ids if out is None else out.copy_(ids)
+
+
+def count_many(bitmaps: Sequence[Tensor]) -> list[int]:
+    """How many rows of each are marked."""
+    return [count(bitmap) for bitmap in bitmaps]
+
+
+def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tensor]:
+    """The marked rows of each: int64 [n], ascending."""
+    return [collect(bitmap, rows=limit) for bitmap, limit in zip(bitmaps, rows, strict=True)]
 
 
 def swap(a: Tensor, b: Tensor) -> None:

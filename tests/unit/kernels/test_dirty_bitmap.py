@@ -30,7 +30,7 @@ def test_ids_that_are_not_contiguous_are_marked() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("wrong", [-1, -(2**31), 40, 63, 64, 2**31 - 1])
+@pytest.mark.parametrize("wrong", [-1, -40, -(2**31), 40, 63, 64, 2**31 - 1])
 def test_an_id_outside_the_table_is_named_and_nothing_is_marked(
     dtype: torch.dtype, wrong: int
 ) -> None:
@@ -139,3 +139,31 @@ def test_ids_are_collected_into_a_tensor_of_their_number(threads: int) -> None:
             dirty_bitmap.collect(bitmap, rows=rows, out=torch.empty(7_000))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_several_tables_are_marked_in_one_call(dtype: torch.dtype) -> None:
+    rows = [5, 900, 33, 64]
+    ids = [
+        torch.tensor([4, 0], dtype=dtype),
+        torch.randint(0, 900, (6, 50), dtype=dtype)[:, ::2],
+        torch.empty(0, dtype=dtype),
+        torch.tensor([[63, 63], [1, 32]], dtype=dtype)[:, 1],
+    ]
+    bitmaps = [dirty_bitmap.new(n) for n in rows]
+    expected = [bitmap.clone() for bitmap in bitmaps]
+    dirty_bitmap.mark_many(bitmaps, ids, rows=rows)
+    reference.mark_many(expected, ids, rows=rows)
+    for bitmap, right in zip(bitmaps, expected, strict=True):
+        assert torch.equal(bitmap, right)
+    dirty_bitmap.mark_many([], [], rows=[])
+
+
+def test_several_tables_and_an_id_out_of_range() -> None:
+    bitmaps = [dirty_bitmap.new(40) for _ in range(3)]
+    ids = [torch.tensor([1]), torch.tensor([2, 40]), torch.tensor([3])]
+    with pytest.raises(IndexError, match="ids: 40, expected 0 <= id < 40"):
+        dirty_bitmap.mark_many(bitmaps, ids, rows=[40] * 3)
+    assert [dirty_bitmap.count(bitmap) for bitmap in bitmaps] == [1, 0, 0]
+    with pytest.raises(ValueError):
+        dirty_bitmap.mark_many(bitmaps, ids[:1], rows=[40] * 3)
