@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from recpoint.kernels.descriptors import Launch, entry_and_part, plan
 from recpoint.kernels.dirty_bitmap.cpu import (
     require_bitmap,
     require_fit,
@@ -17,22 +21,78 @@ from recpoint.kernels.dirty_bitmap.cpu import (
     require_room,
 )
 
-__all__ = ["clear", "collect", "count", "mark", "mark_all", "merge", "swap"]
+__all__ = [
+    "clear",
+    "collect",
+    "collect_many",
+    "count",
+    "count_many",
+    "mark",
+    "mark_all",
+    "mark_many",
+    "merge",
+    "swap",
+]
 
-_IDS_BLOCK = 1024
-_WORDS_BLOCK = 1024
-_COLLECT_WORDS = 64
+#: Ids that a program marks at once, and how often, one after another. Ids are skewed: a bit set in
+#: the first round is only read in the next, and no longer queues up at the word of a popular row.
+_IDS_BLOCK: Final = 1024
+_ROUNDS: Final = 4
+_MARK_WARPS: Final = 8
+_WORDS_BLOCK: Final = 1024
+_SCAN_WORDS: Final = 512
 
 
 @triton.jit
-def _mark(bitmap, ids, n, rows, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(ids + at, mask=at < n, other=-1).to(tl.int64)
-    inside = (row >= 0) & (row < rows)
+def _set_bits(bitmap, row, rows, inside, BLOCK: tl.constexpr):
+    inside = inside & (row >= 0) & (row < rows)
     row = tl.where(inside, row, 0)
+    word = bitmap + (row >> 5)
     bit = tl.full([BLOCK], 1, tl.int32) << (row & 31).to(tl.int32)
+    # Past the first-level cache, which would go on showing a word as it was. A bit that is seen set
+    # stays set; one that is not yet seen is set again, which is the same.
+    seen = tl.load(word, mask=inside, other=0, cache_modifier=".cg")
     # Order between the marks of one bitmap does not matter, only that none is lost.
-    tl.atomic_or(bitmap + (row >> 5), bit, mask=inside, sem="relaxed")
+    tl.atomic_or(word, bit, mask=inside & ((seen & bit) == 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["n", "rows"], do_not_specialize_on_alignment=["ids"])
+def _mark(bitmap, ids, n, rows, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * ROUNDS)
+    rounds = tl.minimum(ROUNDS, tl.cdiv(n - first, BLOCK)).to(tl.int32)
+    for number in range(rounds):
+        at = first + number * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(ids + at, mask=at < n, other=-1).to(tl.int64)
+        _set_bits(bitmap, row, rows, at < n, BLOCK)
+
+
+@triton.jit
+def _mark_many(
+    table, SLOTS: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    entry, part = entry_and_part(table, SLOTS)
+    fields = table + SLOTS + entry
+    bitmap = tl.load(fields).to(tl.pointer_type(tl.int32))
+    ids = tl.load(fields + SLOTS)
+    n = tl.load(fields + 2 * SLOTS)
+    rows = tl.load(fields + 3 * SLOTS)
+    stride = tl.load(fields + 4 * SLOTS)
+    wide = tl.load(fields + 5 * SLOTS) != 0
+    first = part * (BLOCK * ROUNDS)
+    rounds = tl.minimum(ROUNDS, tl.cdiv(n - first, BLOCK)).to(tl.int32)
+    for number in range(rounds):
+        at = first + number * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        row = tl.full([BLOCK], -1, tl.int64)
+        if WIDE:
+            long = ids.to(tl.pointer_type(tl.int64)) + at * stride
+            row = tl.load(long, mask=inside & wide, other=-1)
+        if NARROW:
+            short = ids.to(tl.pointer_type(tl.int32)) + at * stride
+            narrow = tl.load(short, mask=inside & (wide == 0), other=-1).to(tl.int64)
+            row = tl.where(wide, row, narrow)
+        _set_bits(bitmap, row, rows, inside, BLOCK)
 
 
 @triton.jit
@@ -42,26 +102,38 @@ def _ones(words):
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
     words = words + (words >> 8)
-    return (words + (words >> 16)) & 0x3F
+    return ((words + (words >> 16)) & 0x3F).to(tl.int32)
 
 
 @triton.jit
-def _count_blocks(bitmap, counts, n, BLOCK: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(bitmap + at, mask=at < n, other=0).to(tl.uint32, bitcast=True)
-    tl.store(counts + block, tl.sum(_ones(words).to(tl.int64), axis=0))
+def _count_many(table, counts, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    entry, part = entry_and_part(table, SLOTS)
+    fields = table + SLOTS + entry
+    bitmap = tl.load(fields).to(tl.pointer_type(tl.int32))
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(bitmap + at, mask=at < tl.load(fields + SLOTS), other=0)
+    ones = _ones(words.to(tl.uint32, bitcast=True))
+    tl.store(counts + tl.program_id(0), tl.sum(ones, axis=0))
 
 
 @triton.jit
-def _collect(bitmap, firsts, ids, n, BLOCK: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    bits = tl.arange(0, BLOCK * 32)
-    word = block * BLOCK + (bits >> 5)
-    value = tl.load(bitmap + word, mask=word < n, other=0)
-    marked = (value >> (bits & 31)) & 1
-    place = tl.load(firsts + block) + tl.cumsum(marked, axis=0).to(tl.int64) - 1
-    tl.store(ids + place, word * 32 + (bits & 31), mask=marked != 0)
+def _collect_many(table, ends, ids, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    entry, part = entry_and_part(table, SLOTS)
+    fields = table + SLOTS + entry
+    program = tl.program_id(0)
+    first = tl.load(ends + program - 1, mask=program > 0, other=0)
+    room = (tl.load(ends + program) - first).to(tl.int32)
+    if room > 0:
+        bitmap = tl.load(fields).to(tl.pointer_type(tl.int32))
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        words = tl.load(bitmap + at, mask=at < tl.load(fields + SLOTS), other=0)
+        ones = _ones(words.to(tl.uint32, bitcast=True))
+        place = tl.cumsum(ones, axis=0) - ones
+        for bit in tl.static_range(32):
+            marked = (words >> bit) & 1
+            # Never more than was counted, even if a bit is set in between.
+            tl.store(ids + first + place, at * 32 + bit, mask=(marked != 0) & (place < room))
+            place += marked
 
 
 @triton.jit
@@ -80,15 +152,59 @@ def _swap(a, b, n, BLOCK: tl.constexpr):
     tl.store(b + at, first, mask=at < n)
 
 
+def _require_ids(ids: Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids: dtype {ids.dtype}, expected torch.int32 or torch.int64")
+
+
 def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     """Set the bits of `ids` (int32 or int64, any shape); ids out of range mark nothing."""
     require_fit(bitmap, rows)
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids: dtype {ids.dtype}, expected torch.int32 or torch.int64")
+    _require_ids(ids)
     flat = ids.to(bitmap.device, non_blocking=True).contiguous()
     n = flat.numel()
     if n:
-        _mark[(triton.cdiv(n, _IDS_BLOCK),)](bitmap, flat, n, rows, BLOCK=_IDS_BLOCK)
+        grid = (triton.cdiv(n, _IDS_BLOCK * _ROUNDS),)
+        _mark[grid](bitmap, flat, n, rows, BLOCK=_IDS_BLOCK, ROUNDS=_ROUNDS, num_warps=_MARK_WARPS)
+
+
+def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:
+    """`mark` for each table, in one launch; a column of a batch is read where it lies."""
+    entries: list[tuple[int, ...]] = []
+    programs: list[int] = []
+    held: list[Tensor] = []  # copies stay until the kernel is in the stream
+    wide = narrow = False
+    for bitmap, given, limit in zip(bitmaps, ids, rows, strict=True):
+        require_fit(bitmap, limit)
+        _require_ids(given)
+        _require_same_device(bitmap, bitmaps[0])
+        if given.device != bitmap.device:
+            given = given.to(bitmap.device, non_blocking=True)
+        # Positions in a tensor that is not one sequence have no single stride.
+        if given.dim() != 1 and not given.is_contiguous():
+            given = given.contiguous()
+        n = given.numel()
+        if n == 0:
+            continue
+        held.append(given)
+        stride = given.stride(0) if given.dim() == 1 else 1
+        is_wide = given.dtype == torch.int64
+        wide, narrow = wide or is_wide, narrow or not is_wide
+        entries.append((bitmap.data_ptr(), given.data_ptr(), n, limit, stride, int(is_wide)))
+        programs.append(triton.cdiv(n, _IDS_BLOCK * _ROUNDS))
+    if entries:
+        launch = plan(entries, programs, bitmaps[0].device)
+        _mark_many[(launch.programs,)](
+            launch.table, SLOTS=launch.slots, NARROW=narrow, WIDE=wide,
+            BLOCK=_IDS_BLOCK, ROUNDS=_ROUNDS, num_warps=_MARK_WARPS,
+        )  # fmt: skip
+
+
+def _require_same_device(bitmap: Tensor, first: Tensor) -> None:
+    if bitmap.device != first.device:
+        raise ValueError(
+            f"bitmaps: on {first.device} and on {bitmap.device}, expected one device a call"
+        )
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:
@@ -113,38 +229,91 @@ def clear(bitmap: Tensor) -> None:
     bitmap.zero_()
 
 
-def _counts(bitmap: Tensor, block: int) -> Tensor:
-    """Marked rows in each block of words: int64 [blocks]."""
-    n = bitmap.numel()
-    blocks = triton.cdiv(n, block)
-    counts = torch.empty(blocks, dtype=torch.int64, device=bitmap.device)
-    if blocks:
-        _count_blocks[(blocks,)](bitmap, counts, n, BLOCK=block)
-    return counts
+class _Scan(NamedTuple):
+    """The launch over the words of many bitmaps, and for each of its programs how many rows are
+    marked up to its end: int64 [programs]."""
+
+    launch: Launch
+    ends: Tensor
+
+
+def _scan(bitmaps: Sequence[Tensor]) -> _Scan | None:
+    """None if there is no word in any of them."""
+    filled = [bitmap for bitmap in bitmaps if bitmap.numel()]
+    if not filled:
+        return None
+    device = filled[0].device
+    for bitmap in filled:
+        _require_same_device(bitmap, filled[0])
+    programs = [triton.cdiv(bitmap.numel(), _SCAN_WORDS) for bitmap in filled]
+    entries = []
+    last = -1
+    for bitmap, own in zip(filled, programs, strict=True):
+        last += own
+        entries.append((bitmap.data_ptr(), bitmap.numel(), last))
+    launch = plan(entries, programs, device)
+    counts = torch.empty(launch.programs, dtype=torch.int32, device=device)
+    _count_many[(launch.programs,)](launch.table, counts, SLOTS=launch.slots, BLOCK=_SCAN_WORDS)
+    return _Scan(launch, counts.cumsum(0, dtype=torch.int64))
+
+
+def _totals(bitmaps: Sequence[Tensor], scan: _Scan | None) -> list[int]:
+    """How many rows of each are marked: the one wait for the device."""
+    if scan is None:
+        return [0] * len(bitmaps)
+    filled = sum(bitmap.numel() > 0 for bitmap in bitmaps)
+    ends = iter(scan.ends.index_select(0, scan.launch.table[3, :filled]).tolist())
+    totals, before = [], 0
+    for bitmap in bitmaps:
+        end = next(ends) if bitmap.numel() else before
+        totals.append(end - before)
+        before = end
+    return totals
+
+
+def _write(scan: _Scan | None, ids: Tensor) -> None:
+    if scan is not None and ids.numel():
+        _collect_many[(scan.launch.programs,)](
+            scan.launch.table, scan.ends, ids, SLOTS=scan.launch.slots, BLOCK=_SCAN_WORDS
+        )
 
 
 def count(bitmap: Tensor) -> int:
     """How many rows are marked."""
-    require_bitmap("bitmap", bitmap)
-    return int(_counts(bitmap, _WORDS_BLOCK).sum())
+    return count_many([bitmap])[0]
+
+
+def count_many(bitmaps: Sequence[Tensor]) -> list[int]:
+    """How many rows of each are marked; waits for the device once."""
+    for bitmap in bitmaps:
+        require_bitmap("bitmap", bitmap)
+    return _totals(bitmaps, _scan(bitmaps))
 
 
 def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
-    """The marked rows: int64 [n], ascending; in `out` if it is given.
-
-    Each block of words knows from a running sum of the blocks' counts where its ids start.
-    """
+    """The marked rows: int64 [n], ascending; in `out` if it is given."""
     require_fit(bitmap, rows)
-    counts = _counts(bitmap, _COLLECT_WORDS)
-    ends = counts.cumsum(0)
-    total = int(ends[-1]) if counts.numel() else 0
+    scan = _scan([bitmap])
+    total = _totals([bitmap], scan)[0]
     ids = torch.empty(total, dtype=torch.int64, device=bitmap.device) if out is None else out
     require_room(ids, total)
-    if total:
-        _collect[(counts.numel(),)](
-            bitmap, ends - counts, ids, bitmap.numel(), BLOCK=_COLLECT_WORDS
-        )
+    _write(scan, ids)
     return ids
+
+
+def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tensor]:
+    """The marked rows of each: int64 [n], ascending, parts of one tensor; waits once.
+
+    Each block of words knows from a running sum of all blocks' counts where its ids start.
+    """
+    for bitmap, limit in zip(bitmaps, rows, strict=True):
+        require_fit(bitmap, limit)
+    scan = _scan(bitmaps)
+    totals = _totals(bitmaps, scan)
+    device = bitmaps[0].device if bitmaps else None
+    ids = torch.empty(sum(totals), dtype=torch.int64, device=device)
+    _write(scan, ids)
+    return list(ids.split(totals)) if totals else []
 
 
 def swap(a: Tensor, b: Tensor) -> None:
