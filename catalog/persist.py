@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from recpoint.catalog.commit import commit
 from recpoint.catalog.persist_encode import encode_group
 from recpoint.catalog.persist_plan import Group, plan_groups
-from recpoint.catalog.persist_quantize import quantize_group
+from recpoint.catalog.persist_quantize import Quantization, quantization_of, quantize_group
 from recpoint.catalog.persist_upload import encoded_entries, upload_group
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged import finish, read_job
@@ -206,9 +206,10 @@ def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed
         StoreError: not now.
     """
     staged = _opened(job_file)
-    entries = [entry for group in plan_groups(staged) for entry in encoded_entries(staged, group)]
+    groups = plan_groups(staged)
+    entries = [entry for group in groups for entry in encoded_entries(staged, group)]
     try:
-        manifest = _manifest(staged, entries)
+        manifest = _manifest(staged, entries, quantization_of(staged, groups))
     except ValidationError as error:
         raise MalformedObject(
             str(job_file),
@@ -220,7 +221,7 @@ def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed
     return _committed(manifest)
 
 
-def _manifest(staged: StagedJob, entries: list[ChunkEntry]) -> Manifest:
+def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quantization) -> Manifest:
     job = staged.job
     return Manifest(
         run=job.run,
@@ -234,6 +235,8 @@ def _manifest(staged: StagedJob, entries: list[ChunkEntry]) -> Manifest:
         ranks=job.ranks,
         tables=tuple(table.spec for table in job.tables),
         chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
+        quantizers=quantization.quantizers,
+        quantized_by=quantization.implementation,
         snapshot_ms=job.snapshot_ms,
         staged_ms=job.staged_ms,
         committed_ms=_now_ms(),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from recpoint.catalog.persist_plan import (
+    PARAMETER_DTYPES,
     Group,
     RowBlock,
     StateBlock,
@@ -157,42 +158,45 @@ def _exact_chunk(
 def _quantized_chunks(
     staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
 ) -> Iterator[tuple[str, ChunkMeta, list[_Array]]]:
+    """Up to one chunk for each dtype of row parameters, and the exact ones."""
     table = staged.job.tables[block.table]
     exact = _read_array(extent_from(quantized["exact"]), np.int64)
+    wide = _read_array(extent_from(quantized["wide"]), np.int64)
     ids = _read_ids(staged, block)
-    kept = np.ones(block.rows, np.bool_)
-    kept[exact] = False
-    rows = block.rows - len(exact)
-    if rows:
+    narrow = np.ones(block.rows, np.bool_)
+    narrow[exact] = False
+    narrow[wide] = False
+    width = (table.spec.dim * table.bits + 7) // 8
+    for number, (dtype, chosen) in enumerate(
+        zip(PARAMETER_DTYPES, (narrow, _mask(block, wide)), strict=True), block.number
+    ):
+        rows = int(chosen.sum())
+        if not rows:
+            continue
         codes, scale, offset = (
-            tuple(extent_from(part) for part in quantized[name])
+            tuple(extent_from(part) for part in quantized[dtype][name])
             for name in ("codes", "scale", "offset")
-        )
-        states = (
-            _filtered_states(staged, block, kept, spool)
-            if len(exact)
-            else _states_in_slot(staged, block)
         )
         yield _row_chunk(
             staged,
             block,
-            number=block.number,
+            number=number,
             scheme="asymmetric",
-            ids=_chosen(ids, block, kept),
+            ids=_chosen(ids, block, chosen),
             rows=rows,
             arrays=[
-                _Array("codes", "U8", (rows, (table.spec.dim * table.bits + 7) // 8), codes),
-                _Array("scale", "F32", (rows,), scale),
-                _Array("offset", "F32", (rows,), offset),
-                *states,
+                _Array("codes", "U8", (rows, width), codes),
+                _Array("scale", dtype, (rows,), scale),
+                _Array("offset", dtype, (rows,), offset),
+                *_states(staged, block, chosen, spool),
             ],
             spool=spool,
         )
     rows_each = block.exact_rows_each
-    for number, start in zip(count(block.number + 1), range(0, len(exact), rows_each)):
+    starts = range(0, len(exact), rows_each)
+    for number, start in zip(count(block.number + len(PARAMETER_DTYPES)), starts):
         positions = exact[start : start + rows_each]
-        chosen = np.zeros(block.rows, np.bool_)
-        chosen[positions] = True
+        chosen = _mask(block, positions)
         values = _filtered(staged, values_name(block.table), block, chosen, spool)
         yield _row_chunk(
             staged,
@@ -203,10 +207,16 @@ def _quantized_chunks(
             rows=len(positions),
             arrays=[
                 _Array("values", table.spec.dtype, (len(positions), table.spec.dim), (values,)),
-                *_filtered_states(staged, block, chosen, spool),
+                *_states(staged, block, chosen, spool),
             ],
             spool=spool,
         )
+
+
+def _mask(block: RowBlock, positions: np.ndarray[Any, Any]) -> _Mask:
+    mask = np.zeros(block.rows, np.bool_)
+    mask[positions] = True
+    return mask
 
 
 def _row_chunk(
@@ -289,9 +299,10 @@ def _states_in_slot(staged: StagedJob, block: RowBlock) -> list[_Array]:
     ]
 
 
-def _filtered_states(
-    staged: StagedJob, block: RowBlock, mask: _Mask, spool: SpoolFile
-) -> list[_Array]:
+def _states(staged: StagedJob, block: RowBlock, mask: _Mask, spool: SpoolFile) -> list[_Array]:
+    """The row states of the rows that `mask` chooses; copied unless it chooses all."""
+    if mask.all():
+        return _states_in_slot(staged, block)
     rows = int(mask.sum())
     return [
         _Array(

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from recpoint.catalog.staged_job import StagedJob
 from recpoint.errors import MalformedObject
-from recpoint.format.dtypes import array_bytes, item_bytes
+from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Segment, StagedTable
 from recpoint.format.manifest import MAX_CHUNK_BYTES
 
 __all__ = [
     "CHUNK_BYTES",
     "GROUP_BYTES",
+    "PARAMETER_DTYPES",
     "Group",
     "RowBlock",
     "StateBlock",
@@ -33,6 +34,10 @@ CHUNK_BYTES = (32 << 20) - (64 << 10)
 #: asks for small groups; each costs a workflow engine tens of milliseconds, which asks for large.
 GROUP_BYTES = 512 << 20
 
+#: Of row parameters. Rows of either go to a chunk of their own: else one row that needs the wider
+#: one would cost each of the others four bytes.
+PARAMETER_DTYPES: tuple[Dtype, ...] = ("F16", "F32")
+
 #: Most tensors of a state chunk: their names and shapes have to fit its header.
 _TENSORS_EACH = 4_000
 
@@ -44,8 +49,9 @@ _ID_BYTES = 9
 class RowBlock:
     """Rows `first` … `first + rows − 1` of those staged for a table.
 
-    They become one chunk, number `number`, of the table's width, and, when some of them cannot be
-    quantized, exact chunks of `exact_rows_each` rows with the numbers after it, set aside.
+    Of an exact table they become one chunk, number `number`. Of another they become a chunk for
+    each dtype of row parameters, from that number on, and those that cannot be quantized become
+    exact chunks of `exact_rows_each` rows with the numbers after these, set aside.
     """
 
     table: int
@@ -159,8 +165,10 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
         )
     rows_each = max(1, min(CHUNK_BYTES // (stored + ids), GROUP_BYTES // exact))
     exact_rows_each = max(1, CHUNK_BYTES // (exact + _ID_BYTES))
-    # Should none of the rows be quantizable, they fill this many exact chunks.
-    numbers = 1 + (-(-rows_each // exact_rows_each) if is_quantized(table) else 0)
+    numbers = 1
+    if is_quantized(table):
+        # Should none of the rows be quantizable, they fill as many exact chunks.
+        numbers = len(PARAMETER_DTYPES) + -(-rows_each // exact_rows_each)
     return [
         RowBlock(
             table=index,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from recpoint.catalog.persist_plan import Group, RowBlock, is_quantized
+from recpoint.catalog.persist_choice import choose_quantizer
+from recpoint.catalog.persist_plan import PARAMETER_DTYPES, Group, RowBlock, is_quantized
 from recpoint.catalog.persist_spool import (
     SpoolFile,
     extent_list,
@@ -16,13 +19,25 @@ from recpoint.catalog.persist_spool import (
     save_result,
 )
 from recpoint.catalog.staged_job import Extent, StagedJob, read_into, values_name
-from recpoint.format.dtypes import item_bytes, torch_dtype
-from recpoint.kernels.quantize import quantize_packed
+from recpoint.format.dtypes import Dtype, item_bytes, torch_dtype
+from recpoint.format.manifest import Quantizer
+from recpoint.kernels.implementation import on_cpu
+from recpoint.kernels.quantize import Method, quantize_packed
 
-__all__ = ["quantize_group"]
+__all__ = ["Quantization", "quantization_of", "quantize_group"]
 
 #: Staged bytes that are worked on at once: small enough for the caches and for bounded memory.
 _PASS_BYTES = 8 << 20
+
+_ARRAYS = ("codes", "scale", "offset")
+_MOST_TEXT = 255
+
+
+class Quantization(NamedTuple):
+    """What a manifest says about how its rows were quantized."""
+
+    quantizers: tuple[Quantizer, ...]
+    implementation: str
 
 
 def quantize_group(staged: StagedJob, group: Group) -> str:
@@ -39,22 +54,53 @@ def quantize_group(staged: StagedJob, group: Group) -> str:
     """
     path = result_path(staged, group.index, "quantized")
     if load_result(path, staged) is None:
+        blocks = [
+            block
+            for block in group.blocks
+            if isinstance(block, RowBlock) and is_quantized(staged.job.tables[block.table])
+        ]
+        tables = sorted({block.table for block in blocks})
+        chosen = {table: choose_quantizer(staged, table) for table in tables}
         with SpoolFile(path.with_suffix(".bin")) as spool:
-            blocks = [
-                _quantize_block(staged, block, spool)
-                for block in group.blocks
-                if isinstance(block, RowBlock) and is_quantized(staged.job.tables[block.table])
+            quantized = [
+                _quantize_block(staged, block, chosen[block.table][1], spool) for block in blocks
             ]
-        save_result(path, staged, {"blocks": blocks})
+        result = {
+            "blocks": quantized,
+            "quantizers": [quantizer.model_dump() for quantizer, _ in chosen.values()],
+            "implementation": on_cpu(),
+        }
+        save_result(path, staged, result)
     return str(path)
 
 
-def _quantize_block(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> dict[str, Any]:
+def quantization_of(staged: StagedJob, groups: Sequence[Group]) -> Quantization:
+    """What the groups of a job, all of them quantized that have to be, were quantized with."""
+    quantizers: dict[int, Quantizer] = {}
+    implementations: set[str] = set()
+    for group in groups:
+        result = load_result(result_path(staged, group.index, "quantized"), staged)
+        if result is None:
+            continue
+        implementations.add(result["implementation"])
+        for fields in result["quantizers"]:
+            quantizer = Quantizer.model_validate(fields)
+            quantizers[quantizer.table] = quantizer
+    in_order = tuple(quantizers[table] for table in sorted(quantizers))
+    return Quantization(in_order, "; ".join(sorted(implementations))[:_MOST_TEXT])
+
+
+def _quantize_block(
+    staged: StagedJob, block: RowBlock, method: Method, spool: SpoolFile
+) -> dict[str, Any]:
     table = staged.job.tables[block.table]
     dim = table.spec.dim
     row_bytes = dim * item_bytes(table.spec.dtype)
-    parts: dict[str, list[Extent]] = {"codes": [], "scale": [], "offset": []}
-    left_out: list[np.ndarray[Any, Any]] = []
+    parts: dict[Dtype, dict[str, list[Extent]]] = {
+        dtype: {name: [] for name in _ARRAYS} for dtype in PARAMETER_DTYPES
+    }
+    exact_at: list[Tensor] = []
+    wide_at: list[Tensor] = []
     rows_each = max(1, _PASS_BYTES // row_bytes)
     buffer = bytearray(min(rows_each, block.rows) * row_bytes)
     for first in range(0, block.rows, rows_each):
@@ -65,20 +111,40 @@ def _quantize_block(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> dic
         )
         stored = torch.frombuffer(view, dtype=torch_dtype(table.spec.dtype)).reshape(count, dim)
         rows = stored.to(torch.float32)
-        codes, scale, offset, exact, _ = quantize_packed(rows, table.bits)
+        codes, scale, offset, exact, wide = quantize_packed(
+            rows, table.bits, method, half_parameters=True
+        )
         if table.spec.dtype == "F64":
             # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
             exact = exact | (rows.to(torch.float64) != stored).any(dim=1)
-        if bool(exact.any()):
-            kept = ~exact
-            codes, scale, offset = codes[kept], scale[kept], offset[kept]
-            left_out.append(first + torch.nonzero(exact).flatten().numpy())
-        for name, array in (("codes", codes), ("scale", scale), ("offset", offset)):
-            parts[name].append(spool.append(array.contiguous().numpy()))
-    positions = np.concatenate(left_out) if left_out else np.empty(0, np.int64)
+        wide = wide & ~exact
+        for dtype, chosen in zip(PARAMETER_DTYPES, (~(exact | wide), wide), strict=True):
+            arrays = _chosen(chosen, codes, scale, offset, torch_dtype(dtype))
+            for name, array in zip(_ARRAYS, arrays, strict=True):
+                parts[dtype][name].append(spool.append(array.contiguous().numpy()))
+        exact_at.append(first + torch.nonzero(exact).flatten())
+        wide_at.append(first + torch.nonzero(wide).flatten())
     return {
         "table": block.table,
         "number": block.number,
-        "exact": extent_list((spool.append(positions.astype("<i8")),))[0],
-        **{name: extent_list(tuple(extents)) for name, extents in parts.items()},
+        "exact": _positions(exact_at, spool),
+        "wide": _positions(wide_at, spool),
+        **{
+            dtype: {name: extent_list(tuple(extents)) for name, extents in arrays.items()}
+            for dtype, arrays in parts.items()
+        },
     }
+
+
+def _chosen(
+    mask: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that `mask` chooses; their parameters, which `dtype` can hold, as such."""
+    if not bool(mask.all()):  # nearly always all of them: then nothing is copied
+        codes, scale, offset = codes[mask], scale[mask], offset[mask]
+    return codes, scale.to(dtype), offset.to(dtype)
+
+
+def _positions(parts: list[Tensor], spool: SpoolFile) -> list[Any]:
+    positions = torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
+    return extent_list((spool.append(positions.astype("<i8")),))[0]

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from recpoint.catalog.lineage import ManifestName
 from recpoint.errors import RecpointError
-from recpoint.format.manifest import Manifest
+from recpoint.format.manifest import Manifest, Quantizer
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
     from recpoint.catalog.check import CheckReport, Severity
@@ -33,6 +33,7 @@ __all__ = [
     "error_text",
     "fields_table",
     "precision_text",
+    "quantizer_text",
     "shown",
     "sweep_table",
     "tables_table",
@@ -138,6 +139,9 @@ def tables_table(manifest: Manifest) -> Table:
     for heading in ("rows stored", "chunks", "stored"):
         table.add_column(heading, justify="right")
     table.add_column("precision")
+    quantizers = {quantizer.table: quantizer_text(quantizer) for quantizer in manifest.quantizers}
+    if quantizers:
+        table.add_column("quantizer")
     for index, spec in enumerate(manifest.tables):
         chunks = [chunk for chunk in manifest.chunks if chunk.table == index]
         precisions = sorted({precision_text(chunk.scheme, chunk.bits) for chunk in chunks})
@@ -152,6 +156,7 @@ def tables_table(manifest: Manifest) -> Table:
             str(len(chunks)),
             bytes_text(sum(chunk.bytes for chunk in chunks)),
             ", ".join(precisions),
+            *([shown(quantizers.get(index, ""))] if quantizers else []),
         )
     return table
 
@@ -159,6 +164,18 @@ def tables_table(manifest: Manifest) -> Table:
 def precision_text(scheme: str | None, bits: int | None) -> str:
     """How the rows of a chunk are stored."""
     return "exact" if scheme == "exact" else f"{bits} bit"
+
+
+def quantizer_text(quantizer: Quantizer) -> str:
+    """How the rows of a table were quantized, and on how many of them that was chosen."""
+    values = {
+        "bins": quantizer.bins,
+        "ratio": quantizer.ratio_permille / 1000,
+        "refits": quantizer.refits,
+    }
+    named = [f"{name} {value:g}" for name, value in values.items() if value]
+    text = ", ".join([quantizer.method, *named])
+    return f"{text} (chosen on {quantizer.sample_rows:,} rows)" if quantizer.sample_rows else text
 
 
 def chunks_table(manifest: Manifest) -> Table:

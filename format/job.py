@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import FailFast, Field, model_validator
 
@@ -19,7 +19,11 @@ from recpoint.format.records import (
     Step,
 )
 
-__all__ = ["Job", "Outcome", "Segment", "StagedTable"]
+__all__ = ["QUANTIZERS", "Job", "Outcome", "QuantizerName", "Segment", "StagedTable"]
+
+#: What a trainer asks for; "auto" leaves it to the agent (format §7).
+QuantizerName = Literal["auto", "asymmetric", "symmetric"]
+QUANTIZERS: tuple[QuantizerName, ...] = get_args(QuantizerName)
 
 _Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -48,6 +52,7 @@ class StagedTable(Part):
     row_count: _Bytes
     all_rows: bool  # every row is there, in order: there is no ids segment
     bits: Annotated[int, Field(ge=2, le=64)]  # 2, 3, 4, 8; or the dtype's own width: exact
+    quantizer: QuantizerName  # means nothing for a table that is stored exactly
 
     @model_validator(mode="after")
     def _rows(self) -> Self:

@@ -26,6 +26,7 @@ __all__ = [
     "MAX_CHUNK_BYTES",
     "MAX_TABLE_ROWS",
     "Manifest",
+    "Quantizer",
     "RowCount",
     "RowStateSpec",
     "Scheme",
@@ -48,6 +49,7 @@ Size = Annotated[int, Field(ge=1, le=MAX_DIM)]
 RowCount = Annotated[int, Field(ge=1, lt=2**31)]
 _Name = Annotated[str, Field(min_length=1, max_length=1024)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Parameter = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def check_links(
@@ -119,6 +121,28 @@ class ChunkEntry(Part):
         return self
 
 
+class Quantizer(Part):
+    """How the scales and offsets of a table's quantized rows were found; no reader needs it.
+
+    Parameters that the method does not have are 0. `sample_rows` is how many of the table's staged
+    rows they were chosen on, drawn with `seed`; 0 when the setting left nothing to choose.
+    """
+
+    table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)]
+    method: Annotated[str, Field(pattern=r"\A[a-z][a-z0-9_]{0,31}\z")]
+    bins: _Parameter
+    ratio_permille: _Parameter
+    refits: _Parameter
+    sample_rows: _Parameter
+    seed: _Count
+
+    @model_validator(mode="after")
+    def _sample(self) -> Self:
+        if self.sample_rows == 0 and self.seed != 0:
+            raise ValueError("a seed of no sample")
+        return self
+
+
 class Manifest(Record):
     """One committed checkpoint."""
 
@@ -138,6 +162,10 @@ class Manifest(Record):
         Field(min_length=1, max_length=4_000_000, strict=False),
         FailFast(),  # else a list of a million bad entries becomes ten million errors
     ]
+    quantizers: Annotated[
+        tuple[Quantizer, ...], Field(max_length=100_000, strict=False), FailFast()
+    ]
+    quantized_by: Annotated[str, Field(max_length=255)]
     snapshot_ms: Milliseconds
     staged_ms: Milliseconds
     committed_ms: Milliseconds
@@ -169,6 +197,9 @@ class Manifest(Record):
         keys = [chunk.key for chunk in self.chunks]
         if len(set(keys)) != len(keys):
             raise ValueError("one chunk is named twice")
+        quantized = [quantizer.table for quantizer in self.quantizers]
+        if quantized != sorted(set(quantized)) or max(quantized, default=-1) >= len(self.tables):
+            raise ValueError("quantizers ascend by table, one at most for each table")
         rows = [0] * len(self.tables)
         for chunk in self.chunks:
             if chunk.rank >= self.ranks:

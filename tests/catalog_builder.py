@@ -19,6 +19,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store_contract import Store
 from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import dtype_name, item_bytes
+from recpoint.format.job import QuantizerName
 from recpoint.format.manifest import ChunkEntry, Manifest, RowStateSpec, TableSpec
 from recpoint.format.naming import row_chunk_key, state_chunk_key
 from recpoint.format.records import CheckpointRef
@@ -47,6 +48,7 @@ class Table:
     values: Tensor
     states: tuple[Tensor, ...] = ()
     bits: int | None = None  # None: exact
+    quantizer: QuantizerName = "asymmetric"  # of staged jobs; what is built here is asymmetric
     state_names: tuple[str, ...] = field(default=())
 
     @property
@@ -186,6 +188,8 @@ def build(
         stall_us=100,
         dirty_rows=sum(entry.row_count or 0 for entry, _ in stored),
         full_bytes=sum(table.values.nbytes for table in tables),
+        quantizers=(),
+        quantized_by="",
         writer="recpoint tests",
     )
     return Checkpoint(manifest=manifest, chunks={entry.key: data for entry, data in stored})

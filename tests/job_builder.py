@@ -89,6 +89,7 @@ def stage(
                 row_count=table.rows if ids is None else ids.numel(),
                 all_rows=ids is None,
                 bits=table.bits or 8 * item_bytes(table.spec.dtype),
+                quantizer=table.quantizer,
             )
         )
     tree, tensors = flatten(state)

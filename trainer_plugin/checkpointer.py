@@ -18,6 +18,7 @@ from recpoint.catalog.restore import RestoreReport
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import SettingsError
+from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin import rng_state, takeover
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.model_state import ModelState
@@ -87,6 +88,7 @@ class Checkpointer:
         interval_seconds: float | None = None,
         bits: Bits = "lossless",
         table_bits: Mapping[str, Bits] | None = None,
+        quantizer: QuantizerName = "auto",
         full_every: int = 16,
         max_staged_jobs: int = 1,
         staging: str | Path | None = None,
@@ -101,6 +103,7 @@ class Checkpointer:
             interval_seconds=interval_seconds,
             bits=bits,
             table_bits={} if table_bits is None else table_bits,
+            quantizer=quantizer,
             full_every=full_every,
             max_staged_jobs=max_staged_jobs,
             staging=staging,
@@ -133,6 +136,7 @@ class Checkpointer:
             watch=self._watch,
             state=self._state,
             widths=widths,
+            quantizer=settings.quantizer,
             full_every=settings.full_every,
         )
         self._area = StagingArea(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name
+from recpoint.format.job import QuantizerName
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin import huge_pages
@@ -48,6 +49,7 @@ class Cutter:
         watch: the optimizers' steps.
         state: everything else.
         widths: table name -> bits of a stored value.
+        quantizer: how rows are to be quantized.
         full_every: longest chain.
     """
 
@@ -59,6 +61,7 @@ class Cutter:
         watch: OptimizerWatch,
         state: TrainingState,
         widths: Mapping[str, int],
+        quantizer: QuantizerName,
         full_every: int,
     ) -> None:
         self._tables = tuple(tables)
@@ -66,6 +69,7 @@ class Cutter:
         self._watch = watch
         self._state = state
         self._widths = widths
+        self._quantizer = quantizer
         self._full_every = full_every
         self._specs: dict[str, tuple[object, TableSpec]] = {}
 
@@ -159,6 +163,7 @@ class Cutter:
             bitmap=dirty.bitmap if dirty is not None and some else None,
             row_count=row_count,
             bits=self._widths[table.name],
+            quantizer=self._quantizer,
         )
 
     def _spec(self, table: Table) -> TableSpec:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from recpoint.errors import SettingsError
+from recpoint.format.job import QUANTIZERS, QuantizerName
 
 __all__ = ["BIT_WIDTHS", "Bits", "OnError", "Settings", "several"]
 
@@ -33,6 +34,9 @@ class Settings:
         interval_seconds: seconds from one checkpoint to the next, kept to a whole batch.
         bits: how rows are stored, for all tables that `table_bits` does not name.
         table_bits: table name -> how its rows are stored.
+        quantizer: how the scale and offset of a row stored in fewer bits are found: "asymmetric"
+            (from its least to its greatest value), "symmetric"; "auto": "asymmetric" for 8 bits,
+            and what is best on a sample of the table's rows for fewer, which the agent finds out.
         full_every: a full after this many checkpoints of one chain; 1: fulls only.
         max_staged_jobs: checkpoints that may wait for the agent; each takes the bytes of a full
             in the staging area.
@@ -48,6 +52,7 @@ class Settings:
     interval_seconds: float | None = None
     bits: Bits = "lossless"
     table_bits: Mapping[str, Bits] = field(default_factory=dict)
+    quantizer: QuantizerName = "auto"
     full_every: int = 16
     max_staged_jobs: int = 1
     staging: str | Path | None = None
@@ -64,6 +69,7 @@ class Settings:
             raise _refused("table_bits", self.table_bits, "a mapping from table names to bits")
         for table, bits in self.table_bits.items():
             _choice(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
+        _choice("quantizer", self.quantizer, QUANTIZERS)
         _whole("full_every", self.full_every, 1, _MAX_CHAIN)
         _whole("max_staged_jobs", self.max_staged_jobs, 1, _MAX_SLOTS)
         _choice("on_error", self.on_error, ("continue", "raise"))

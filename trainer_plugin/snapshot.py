@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, torch_dtype
-from recpoint.format.job import StagedTable
+from recpoint.format.job import QuantizerName, StagedTable
 from recpoint.format.manifest import TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap, row_gather
@@ -47,6 +47,7 @@ class TablePart:
         bitmap: the rows to store, on the weight's device; None: all rows.
         row_count: how many that are.
         bits: how they are to be stored.
+        quantizer: how they are to be quantized, if they are.
     """
 
     spec: TableSpec
@@ -55,6 +56,7 @@ class TablePart:
     bitmap: Tensor | None
     row_count: int
     bits: int
+    quantizer: QuantizerName
 
     @property
     def staged(self) -> StagedTable:
@@ -64,6 +66,7 @@ class TablePart:
             row_count=self.row_count,
             all_rows=self.bitmap is None,
             bits=self.bits,
+            quantizer=self.quantizer,
         )
 
 

@@ -81,6 +81,13 @@ def test_the_manifests() -> None:
     ]
     assert (increment.snapshot_ms, increment.stall_us) == (1_750_000_000_000, 1500)
     assert (increment.dirty_rows, increment.full_bytes) == (14, 4000)
+    (quantizer,) = increment.quantizers
+    assert (quantizer.table, quantizer.method, quantizer.bins) == (0, "greedy", 25)
+    assert (quantizer.ratio_permille, quantizer.refits) == (400, 0)
+    assert (quantizer.sample_rows, quantizer.seed) == (14, 120)
+    assert increment.quantized_by == "numba 0.68.1, 2 threads, avx2"
+    assert [quantizer.sample_rows for quantizer in full.quantizers] == [0]
+    assert (manifest("wide").quantizers, manifest("wide").quantized_by) == ((), "")
 
 
 @pytest.mark.parametrize(("name", "key"), row_keys())
@@ -102,8 +109,10 @@ def test_the_rows_of_a_chunk(name: str, key: str) -> None:
     if meta.scheme == "exact":
         values = section_tensor(sections["values"]).float()
     else:
-        packed = (section_tensor(sections[part]).clone() for part in ("codes", "scale", "offset"))
-        values = quantize.dequantize_packed(*packed, dim=meta.dim, bits=meta.bits)
+        scale, offset = (section_tensor(sections[part]).float() for part in ("scale", "offset"))
+        values = quantize.dequantize_packed(
+            section_tensor(sections["codes"]), scale, offset, dim=meta.dim, bits=meta.bits
+        )
     assert values.contiguous().view(torch.int32).tolist() == expected["values_bits"]
     if "state.1" in sections:
         assert section_tensor(sections["state.1"]).tolist() == [10 * row for row in ids.tolist()]
@@ -111,11 +120,14 @@ def test_the_rows_of_a_chunk(name: str, key: str) -> None:
 
 
 def test_every_kind_of_row_chunk_is_there() -> None:
-    seen = set()
+    seen, parameters = set(), set()
     for name, key in row_keys():
-        meta = chunk(manifest(name), key).meta
+        meta, sections = chunk(manifest(name), key)
         assert meta.row_set is not None
         seen.add((meta.bits, meta.row_set.coding))
+        if meta.scheme == "asymmetric":
+            parameters.add((meta.bits, sections["scale"].dtype))
+    assert parameters == {(2, "F32"), (3, "F16"), (4, "F16"), (8, "F32")}
     assert {coding for _, coding in seen} == {"range", "delta32", "delta64"}
     assert {bits for bits, _ in seen} == {2, 3, 4, 8, 16, 32}
 
@@ -160,6 +172,7 @@ def test_the_job_and_its_outcome() -> None:
     job = read(Job, "staging/job.json")
     assert (job.run_url, job.slot) == ("s3://bucket/runs/golden", "r00000-1.bin")
     assert (job.step, job.generation, job.rank, job.chain_length) == (120, 2, 0, 2)
+    assert [(table.bits, table.quantizer) for table in job.tables] == [(16, "auto")]
     assert [(s.name, s.dtype, s.shape, s.offset) for s in job.segments] == [
         ("t0.ids", "I64", (2,), 0),
         ("t0.values", "BF16", (2, 3), 64),

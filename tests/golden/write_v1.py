@@ -19,7 +19,7 @@ from recpoint.format import naming
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.job import Job, Outcome, Segment, StagedTable
-from recpoint.format.manifest import ChunkEntry, Manifest, RowStateSpec, TableSpec
+from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer, RowStateSpec, TableSpec
 from recpoint.format.records import (
     CheckpointRef,
     GenerationRecord,
@@ -48,6 +48,32 @@ ITEMS = TableSpec(
         RowStateSpec(name="step", dtype="I64", shape=(), optimizer=0),
     ),
 )
+#: By the checkpoint's name. These are not the methods of its chunks: no reader looks at them.
+_QUANTIZERS: dict[str, tuple[Quantizer, ...]] = {
+    "full": (
+        Quantizer(
+            table=0,
+            method="asymmetric",
+            bins=0,
+            ratio_permille=0,
+            refits=0,
+            sample_rows=0,
+            seed=0,
+        ),
+    ),
+    "increment": (
+        Quantizer(
+            table=0,
+            method="greedy",
+            bins=25,
+            ratio_permille=400,
+            refits=0,
+            sample_rows=14,
+            seed=120,
+        ),
+    ),
+    "wide": (),
+}
 USERS = TableSpec(name="users.weight", rows=2**40, dim=3, dtype="BF16", row_states=())
 
 
@@ -65,8 +91,8 @@ def write(directory: Path) -> None:
     values[31] = torch.tensor([float("inf"), -0.0, 1e-45, -1e30, 0.0])
     increment = _Writer(directory, INCREMENT)
     increment.rows(0, ITEMS, torch.tensor([0, 1, 2, 3]), values, 2)
-    increment.rows(0, ITEMS, torch.tensor([5, 9]), values, 3)
-    increment.rows(0, ITEMS, torch.tensor([10, 12, 20]), values, 4)
+    increment.rows(0, ITEMS, torch.tensor([5, 9]), values, 3, half=True)
+    increment.rows(0, ITEMS, torch.tensor([10, 12, 20]), values, 4, half=True)
     increment.rows(0, ITEMS, torch.tensor([21, 23, 29]), values, 8)
     increment.rows(0, ITEMS, torch.tensor([30, 31]), values, None)
     increment.state(
@@ -129,7 +155,14 @@ class _Writer:
         self.values: dict[str, dict[str, object]] = {}
 
     def rows(
-        self, table: int, spec: TableSpec, ids: Tensor, values: Tensor, bits: int | None
+        self,
+        table: int,
+        spec: TableSpec,
+        ids: Tensor,
+        values: Tensor,
+        bits: int | None,
+        *,
+        half: bool = False,
     ) -> None:
         rows = values[ids] if spec is ITEMS else values
         coded = row_set.encode(ids)
@@ -142,10 +175,11 @@ class _Writer:
             sections.append(tensor_section("values", stored))
             decoded = stored.float()
         else:
-            packed = quantize.quantize_packed(rows, bits)
-            assert not packed.exact.any()
-            sections.append(tensor_section("scale", packed.scale))
-            sections.append(tensor_section("offset", packed.offset))
+            packed = quantize.quantize_packed(rows, bits, half_parameters=half)
+            assert not packed.exact.any() and not packed.wide.any()
+            parameters = torch.float16 if half else torch.float32
+            sections.append(tensor_section("scale", packed.scale.to(parameters)))
+            sections.append(tensor_section("offset", packed.offset.to(parameters)))
             sections.append(tensor_section("codes", packed.packed))
             decoded = quantize.dequantize_packed(
                 packed.packed, packed.scale, packed.offset, dim=spec.dim, bits=bits
@@ -201,6 +235,8 @@ class _Writer:
                 "staged_ms": TIME_MS + 1,
                 "committed_ms": TIME_MS + 2,
                 "stall_us": 1500,
+                "quantizers": _QUANTIZERS[name],
+                "quantized_by": "numba 0.68.1, 2 threads, avx2" if _QUANTIZERS[name] else "",
                 "dirty_rows": sum(entry.row_count or 0 for entry in self.entries),
                 "full_bytes": 4000,
                 "writer": "0.1.0",
@@ -241,7 +277,7 @@ def _job() -> Job:
         chain_length=2,
         rank=0,
         ranks=1,
-        tables=(StagedTable(spec=USERS, row_count=2, all_rows=False, bits=16),),
+        tables=(StagedTable(spec=USERS, row_count=2, all_rows=False, bits=16, quantizer="auto"),),
         slot="r00000-1.bin",
         slot_bytes=4096,
         segments=(

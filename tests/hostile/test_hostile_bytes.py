@@ -123,6 +123,12 @@ INTEGERS = [
     "chunks.0.table",
     "chunks.0.row_count",
     "chunks.0.bits",
+    "quantizers.0.table",
+    "quantizers.0.bins",
+    "quantizers.0.ratio_permille",
+    "quantizers.0.refits",
+    "quantizers.0.sample_rows",
+    "quantizers.0.seed",
 ]
 
 
@@ -158,6 +164,18 @@ def test_numbers_outside_their_bounds_or_of_another_type(path: str, value: objec
         ("chunks.4.bits", 64),
         ("chunks.0.content", "state"),
         ("chunks.5.bits", 8),
+        ("quantizers.0.table", 1),
+        ("quantizers.0.method", ""),
+        ("quantizers.0.method", "x" * 33),
+        ("quantizers.0.method", "Greedy"),
+        ("quantizers.0.method", "greedy\n"),
+        ("quantizers.0.method", "[red]"),
+        ("quantizers.0.bins", 2**31),
+        ("quantizers.0.sample_rows", 0),
+        ("quantizers", {}),
+        ("quantizers", [None]),
+        ("quantized_by", "x" * 256),
+        ("quantized_by", None),
         ("writer", "x" * 256),
     ],
 )
@@ -166,15 +184,26 @@ def test_fields_that_contradict_each_other_or_the_format(path: str, value: objec
         unpack(envelope(changed(path, value)))
 
 
-def test_one_chunk_twice_and_two_tables_of_one_name() -> None:
-    for field in ("chunks", "tables"):
+def test_one_chunk_or_quantizer_twice_and_two_tables_of_one_name() -> None:
+    for field in ("chunks", "tables", "quantizers"):
         fields = body()
         fields[field].append(fields[field][0])
         with pytest.raises(MalformedObject):
             unpack(envelope(fields))
 
 
-@pytest.mark.parametrize("path", ["step", "version", "chunks.0.table", "chunks.5.table", "base"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "step",
+        "version",
+        "chunks.0.table",
+        "chunks.5.table",
+        "base",
+        "quantizers",
+        "quantizers.0.seed",
+    ],
+)
 def test_a_field_missing(path: str) -> None:
     fields = body()
     *above, last = path.split(".")

@@ -48,6 +48,8 @@ def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
         "writer": manifest.writer,
         "tables": [table.model_dump(mode="json") for table in manifest.tables],
         "chunks": [chunk.model_dump(mode="json") for chunk in manifest.chunks],
+        "quantizers": [quantizer.model_dump(mode="json") for quantizer in manifest.quantizers],
+        "quantized_by": manifest.quantized_by,
         "chain": None if chain is None else [checkpoint(member) for member in chain],
     }
 

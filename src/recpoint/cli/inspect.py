@@ -123,6 +123,8 @@ def show(
         ("committed", terminal.time_text(manifest.committed_ms)),
         ("written by", manifest.writer),
     ]
+    if manifest.quantized_by:
+        fields.append(("quantized by", manifest.quantized_by))
     views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]
     if chunks:
         views.append(terminal.chunks_table(manifest))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recpoint.catalog import persist, persist_plan, staged
 from recpoint.catalog.check import check
+from recpoint.catalog.chunk_reader import read_chunk
 from recpoint.catalog.restore import restore
 from recpoint.catalog.restore_target import MemoryTarget
 from recpoint.catalog.run import Run
@@ -25,6 +26,8 @@ from recpoint.errors import (
     StoreUnavailable,
 )
 from recpoint.kernels import quantize
+from recpoint.kernels.implementation import on_cpu
+from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import Table, new_run, tables
 from tests.job_builder import Links, stage
@@ -67,6 +70,24 @@ def same_tables(target: MemoryTarget, expected: Sequence[Table]) -> bool:
         )
         for table in expected
     )
+
+
+def decoded(values: Tensor, bits: int, method: Method = ASYMMETRIC) -> Tensor:
+    """What a restore finds of f32 rows [n, dim], all of them quantizable."""
+    quantized = quantize.quantize(values, bits, method, half_parameters=True)
+    assert not quantized.exact.any()
+    return quantize.dequantize(quantized.codes, quantized.scale, quantized.offset)
+
+
+def parameters_of(run: Run, step: int) -> dict[str, int]:
+    """Quantized rows of a checkpoint by the dtype of their parameters."""
+    manifest = run.manifest(step, 1)
+    rows = {"F16": 0, "F32": 0}
+    for entry in manifest.chunks:
+        if entry.scheme == "asymmetric":
+            scale = read_chunk(run.store, manifest, entry).sections["scale"]
+            rows[scale.dtype] += entry.row_count or 0
+    return rows
 
 
 def objects(run: Run, prefix: str = "chunks/") -> dict[str, bytes]:
@@ -125,10 +146,7 @@ def test_quantized_rows_come_back_as_the_kernel_says(
     trained = tables(bits=bits, rows=100, dim=5)
     train_and_persist(run, tmp_path / "staging", trained, checkpoints=3)
     target = restored(run)
-    quantized = quantize.quantize(trained[0].values, bits)
-    assert not quantized.exact.any()
-    expected = quantize.dequantize(quantized.codes, quantized.scale, quantized.offset)
-    assert same(target.tables["items"].values, expected)
+    assert same(target.tables["items"].values, decoded(trained[0].values, bits))
     for found, state in zip(target.tables["items"].row_states, trained[0].states, strict=True):
         assert found is not None and same(found, state)
     assert check(run, level="full").ok
@@ -166,14 +184,87 @@ def test_rows_that_cannot_be_quantized_come_back_bit_for_bit(
     assert same(target.values[refused], table.values[refused])
     kept = torch.ones(120, dtype=torch.bool)
     kept[refused] = False
-    quantized = quantize.quantize(table.values[kept], 4)
-    expected = quantize.dequantize(quantized.codes, quantized.scale, quantized.offset)
-    assert same(target.values[kept], expected)
+    assert same(target.values[kept], decoded(table.values[kept], 4))
     for found, state in zip(target.row_states, table.states, strict=True):
         assert found is not None and same(found, state)
     manifest = run.manifest(2 if not all_rows else 1, 1)
     exact = sum(c.row_count or 0 for c in manifest.chunks if c.scheme == "exact")
     assert exact == len(refused)
+
+
+@pytest.mark.parametrize("all_rows", [True, False])
+def test_rows_whose_parameters_need_binary32_lie_beside_the_others(
+    run: Run, tmp_path: Path, small_chunks: None, all_rows: bool
+) -> None:
+    table = tables(bits=4, rows=120, dim=6)[0]
+    table.values[5] = 0.1  # constant, and no value of binary16
+    table.values[6] = 0.0
+    table.values[7] += 3e5
+    table.values[60] *= 1e-6
+    table.values[61, 1] = float("nan")
+    table.values[119] += 1000.0
+    wide = {5, 7, 60, 119}
+    links = Links()
+    dirty = None
+    path = stage(run, tmp_path / "staging", [table], step=1, generation=1, links=links)
+    assert persist.persist_job(path).result == "committed"
+    if not all_rows:
+        dirty = torch.tensor([4, 5, 6, 60, 61, 119])
+        wide = {5, 60, 119}
+        path = stage(
+            run, tmp_path / "staging", [table], step=2, generation=1, links=links, dirty=[dirty]
+        )
+        assert persist.persist_job(path).result == "committed"
+    stored = 120 if dirty is None else len(dirty)
+    found = parameters_of(run, 1 if all_rows else 2)
+    assert found == {"F16": stored - len(wide) - 1, "F32": len(wide)}
+    target = restored(run).tables["items"]
+    kept = torch.arange(120) != 61
+    assert same(target.values[kept], decoded(table.values[kept], 4))
+    assert same(target.values[61], table.values[61])
+    for state, expected in zip(target.row_states, table.states, strict=True):
+        assert state is not None and same(state, expected)
+    assert check(run, level="full").ok
+
+
+def test_a_table_that_needs_binary32_throughout(run: Run, tmp_path: Path) -> None:
+    values = torch.randn(40, 4, generator=torch.Generator().manual_seed(3)) * 1e-9
+    path = stage(run, tmp_path / "staging", [Table("t", values, bits=2)], step=1, generation=1)
+    assert persist.persist_job(path).result == "committed"
+    assert parameters_of(run, 1) == {"F16": 0, "F32": 40}
+    assert same(restored(run).tables["t"].values, decoded(values, 2))
+
+
+def test_the_manifest_says_how_each_table_was_quantized(
+    run: Run, tmp_path: Path, small_chunks: None
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    trained = [
+        Table("exact", torch.randn(30, 4, generator=generator)),
+        Table("symmetric", torch.randn(90, 4, generator=generator), bits=4, quantizer="symmetric"),
+        Table("plain", torch.randn(90, 4, generator=generator), bits=2, quantizer="asymmetric"),
+        Table("auto, 8 bits", torch.randn(90, 4, generator=generator), bits=8, quantizer="auto"),
+    ]
+    path = stage(run, tmp_path / "staging", trained, step=1, generation=1)
+    assert len(persist.groups_of(path)) > 2
+    assert persist.persist_job(path).result == "committed"
+    manifest = run.manifest(1, 1)
+    assert [(q.table, q.method, q.sample_rows, q.seed) for q in manifest.quantizers] == [
+        (1, "symmetric", 0, 0),
+        (2, "asymmetric", 0, 0),
+        (3, "asymmetric", 0, 0),
+    ]
+    assert manifest.quantized_by == on_cpu()
+    target = restored(run)
+    for table, method in zip(trained[1:], (SYMMETRIC, ASYMMETRIC, ASYMMETRIC), strict=True):
+        expected = decoded(table.values, table.bits or 0, method)
+        assert same(target.tables[table.name].values, expected)
+
+
+def test_a_lossless_manifest_names_no_quantizer(run: Run, tmp_path: Path) -> None:
+    train_and_persist(run, tmp_path / "staging", tables(), checkpoints=1)
+    manifest = run.manifest(1, 1)
+    assert (manifest.quantizers, manifest.quantized_by) == ((), "")
 
 
 def test_a_table_of_nothing_but_nan_becomes_exact_chunks_only(
@@ -196,8 +287,7 @@ def test_tables_of_other_dtypes_are_quantized_from_f32(
     path = stage(run, tmp_path / "staging", [Table("t", values, bits=8)], step=1, generation=1)
     assert persist.persist_job(path).result == "committed"
     found = restored(run).tables["t"].values
-    quantized = quantize.quantize(values.float(), 8)
-    expected = quantize.dequantize(quantized.codes, quantized.scale, quantized.offset).to(dtype)
+    expected = decoded(values.float(), 8).to(dtype)
     if dtype == torch.float64:
         expected[3] = values[3]  # 0.1 is no F32: stored as it is
     assert same(found, expected)

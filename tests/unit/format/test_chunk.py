@@ -122,6 +122,8 @@ def manifest_of(entry: ChunkEntry, **changes: Any) -> Manifest:
         "stall_us": 0,
         "dirty_rows": 0,
         "full_bytes": 0,
+        "quantizers": (),
+        "quantized_by": "",
         "writer": "",
     }
     return Manifest.model_validate(fields | changes)
