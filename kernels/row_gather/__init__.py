@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.row_gather import cpu
 
-__all__ = ["gather", "scatter"]
+__all__ = ["gather", "gather_many", "scatter"]
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
@@ -34,6 +36,30 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
             triton.gather(source, ids, out)
     else:
         raise unsupported_device("source", source)
+
+
+def gather_many(sources: Sequence[Tensor], ids: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """`gather` for several sources, on a GPU in one launch.
+
+    Args:
+        sources: tables and the row states that belong to them, all on one device.
+        ids: for each source, int64 [n]; sources that belong together share a tensor.
+        outs: for each source; parts of one buffer, for instance.
+
+    Raises:
+        IndexError: on a CPU, an id is out of range; its source and those after it are not copied.
+        ValueError: as `gather`, or the numbers of sources, ids and outs differ.
+    """
+    if not sources or sources[0].is_cpu:
+        for source, some, out in zip(sources, ids, outs, strict=True):
+            cpu.gather(source, some, out)
+    elif sources[0].is_cuda:
+        from recpoint.kernels.row_gather import triton
+
+        with torch.cuda.device_of(sources[0]):  # Triton launches on the current device
+            triton.gather_many(sources, ids, outs)
+    else:
+        raise unsupported_device("sources", sources[0])
 
 
 def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-__all__ = ["gather", "scatter"]
+__all__ = ["gather", "gather_many", "scatter"]
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
     """out[i] = source[ids[i]]."""
     for i, row in enumerate(ids.tolist()):
         out[i] = source[row]
+
+
+def gather_many(sources: Sequence[Tensor], ids: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """`gather` for each source."""
+    for source, some, out in zip(sources, ids, outs, strict=True):
+        gather(source, some, out)
 
 
 def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:

@@ -1,73 +1,134 @@
-"""Row gather and scatter on a GPU: rows are moved as words of 4 bytes where they can be."""
+"""Row gather and scatter on a GPU, of one table or of many in one launch.
+
+Rows are moved in units of 16 bytes where rows and addresses are multiples of that, else of 4, else
+of single bytes. A program moves a fixed number of units, whatever the length of a row, so that
+narrow rows, long ones and lengths that are no power of two keep the memory equally busy.
+"""
 
 # Triton reads the kernels' source; annotations other than constexpr would mean something to it.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Final
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from recpoint.kernels.descriptors import entry_and_part, plan
 from recpoint.kernels.row_gather.shapes import require_rows
 
-__all__ = ["gather", "scatter"]
+__all__ = ["gather", "gather_many", "scatter"]
 
-_TILE = 4096
-
-
-@triton.jit
-def _gather(source, ids, out, n, limit, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(ids + i, mask=i < n, other=-1)
-    inside = (row >= 0) & (row < limit)
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = inside[:, None] & (column < width)[None, :]
-    values = tl.load(source + row[:, None] * width + column[None, :], mask=mask)
-    tl.store(out + i[:, None] * width + column[None, :], values, mask=mask)
+#: Units a program moves: four of each thread are on their way at a time.
+_UNITS: Final = 512
+_WARPS: Final = 4
+#: Places within a row and the units of one program are counted in 32 bits.
+_LONGEST_ROW_BYTES: Final = 1 << 31
 
 
 @triton.jit
-def _scatter(rows, ids, dest, n, limit, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(ids + i, mask=i < n, other=-1)
-    inside = (row >= 0) & (row < limit)
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = inside[:, None] & (column < width)[None, :]
-    values = tl.load(rows + i[:, None] * width + column[None, :], mask=mask)
-    tl.store(dest + row[:, None] * width + column[None, :], values, mask=mask)
+def _move_units(
+    table, ids, part, first, n, limit, width,
+    UNITS: tl.constexpr, VECTOR: tl.constexpr, INTO_TABLE: tl.constexpr,
+):  # fmt: skip
+    """Move UNITS units of the part from unit `first` on: VECTOR elements each, `width` in a row."""
+    row_0 = first // width
+    # Below width + UNITS: 32 bits are enough from here, and dividing by them takes half as long.
+    within = (first - row_0 * width).to(tl.uint32) + tl.arange(0, UNITS).to(tl.uint32)
+    row = within // width.to(tl.uint32)
+    unit = within - row * width.to(tl.uint32)
+    i = row_0 + row.to(tl.int64)
+    at = tl.load(ids + i, mask=i < n, other=-1)
+    inside = (at >= 0) & (at < limit)
+    lane = tl.arange(0, VECTOR)[None, :]
+    stored = table + ((at * width + unit.to(tl.int64)) * VECTOR)[:, None] + lane
+    given = part + ((first + tl.arange(0, UNITS)) * VECTOR)[:, None] + lane
+    mask = inside[:, None] & (lane < VECTOR)
+    if INTO_TABLE:
+        tl.store(stored, tl.load(given, mask=mask), mask=mask)
+    else:
+        tl.store(given, tl.load(stored, mask=mask), mask=mask)
 
 
-def _words(tensor: Tensor, row_bytes: int) -> Tensor:
-    """The tensor's memory as a vector of int32, or of u8 where rows are not whole words."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    whole = row_bytes % 4 == 0 and tensor.data_ptr() % 4 == 0
-    return flat.view(torch.int32) if whole else flat
+@triton.jit
+def _move_many(descriptors, SLOTS: tl.constexpr, UNITS: tl.constexpr, INTO_TABLE: tl.constexpr):
+    entry, number = entry_and_part(descriptors, SLOTS)
+    fields = descriptors + SLOTS + entry
+    table = tl.load(fields)
+    ids = tl.load(fields + SLOTS).to(tl.pointer_type(tl.int64))
+    part = tl.load(fields + 2 * SLOTS)
+    n = tl.load(fields + 3 * SLOTS)
+    limit = tl.load(fields + 4 * SLOTS)
+    width = tl.load(fields + 5 * SLOTS)
+    unit_bytes = tl.load(fields + 6 * SLOTS)
+    first = number * UNITS
+    if unit_bytes == 16:
+        _move_units(
+            tl.multiple_of(table.to(tl.pointer_type(tl.int32)), 16), ids,
+            tl.multiple_of(part.to(tl.pointer_type(tl.int32)), 16),
+            first, n, limit, width, UNITS, 4, INTO_TABLE,
+        )  # fmt: skip
+    elif unit_bytes == 4:
+        _move_units(
+            table.to(tl.pointer_type(tl.int32)), ids, part.to(tl.pointer_type(tl.int32)),
+            first, n, limit, width, UNITS, 1, INTO_TABLE,
+        )  # fmt: skip
+    else:
+        _move_units(
+            table.to(tl.pointer_type(tl.int8)), ids, part.to(tl.pointer_type(tl.int8)),
+            first, n, limit, width, UNITS, 1, INTO_TABLE,
+        )  # fmt: skip
 
 
-def _move(table: Tensor, ids: Tensor, part: Tensor, *, into_table: bool) -> None:
-    row_bytes = require_rows(table, ids, part)
-    n = ids.numel()
-    if n == 0 or row_bytes == 0:
-        return
-    stored, given = _words(table, row_bytes), _words(part, row_bytes)
-    if stored.dtype != given.dtype:
-        stored, given = stored.view(torch.uint8), given.view(torch.uint8)
-    width = row_bytes // stored.element_size()
-    columns = min(triton.next_power_of_2(width), 1024)
-    rows = max(1, min(_TILE // columns, 256))
-    grid = (triton.cdiv(n, rows), triton.cdiv(width, columns))
-    first, last = (given, stored) if into_table else (stored, given)
-    launch = _scatter if into_table else _gather
-    launch[grid](first, ids, last, n, table.shape[0], width, ROWS=rows, COLUMNS=columns)
+def _unit_bytes(row_bytes: int, *addresses: int) -> int:
+    """The largest unit that rows and addresses are multiples of."""
+    for unit in (16, 4):
+        if row_bytes % unit == 0 and all(address % unit == 0 for address in addresses):
+            return unit
+    return 1
+
+
+def _move(moves: Sequence[tuple[Tensor, Tensor, Tensor]], *, into_table: bool) -> None:
+    """One launch for all moves (table, ids, part)."""
+    entries: list[tuple[int, ...]] = []
+    programs: list[int] = []
+    for table, ids, part in moves:
+        row_bytes = require_rows(table, ids, part)
+        if table.device != moves[0][0].device:
+            raise ValueError(
+                f"tables: on {moves[0][0].device} and on {table.device}, expected one device a call"
+            )
+        if row_bytes > _LONGEST_ROW_BYTES:
+            raise ValueError(f"rows: {row_bytes} bytes each, expected at most {_LONGEST_ROW_BYTES}")
+        n = ids.numel()
+        if n == 0 or row_bytes == 0:
+            continue
+        unit = _unit_bytes(row_bytes, table.data_ptr(), part.data_ptr())
+        width = row_bytes // unit
+        entries.append(
+            (table.data_ptr(), ids.data_ptr(), part.data_ptr(), n, table.shape[0], width, unit)
+        )
+        programs.append(triton.cdiv(n * width, _UNITS))
+    if entries:
+        launch = plan(entries, programs, moves[0][0].device)
+        _move_many[(launch.programs,)](
+            launch.table, SLOTS=launch.slots, UNITS=_UNITS, INTO_TABLE=into_table, num_warps=_WARPS
+        )
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
     """out[i] = source[ids[i]]; rows of ids out of range are left as they are."""
-    _move(source, ids, out, into_table=False)
+    _move([(source, ids, out)], into_table=False)
+
+
+def gather_many(sources: Sequence[Tensor], ids: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """`gather` for each source, in one launch."""
+    _move(list(zip(sources, ids, outs, strict=True)), into_table=False)
 
 
 def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:
     """dest[ids[i]] = rows[i]; ids out of range are passed over."""
-    _move(dest, ids, rows, into_table=True)
+    _move([(dest, ids, rows)], into_table=True)
