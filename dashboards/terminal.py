@@ -32,6 +32,7 @@ __all__ = [
     "chunks_table",
     "error_text",
     "fields_table",
+    "plain_table",
     "precision_text",
     "quantizer_text",
     "shown",
@@ -86,7 +87,7 @@ def time_text(milliseconds: int) -> str:
 
 def checkpoints_table(entries: Iterable[Listed], *, title: str) -> Table:
     """One line a checkpoint, in the order given."""
-    table = _table(title)
+    table = plain_table(title)
     for heading in ("step", "gen"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("kind", no_wrap=True)
@@ -130,7 +131,7 @@ def _figures(manifest: Manifest) -> Sequence[str]:
 
 def tables_table(manifest: Manifest) -> Table:
     """One line an embedding table: its shape, its row states, and what this checkpoint holds."""
-    table = _table("Tables")
+    table = plain_table("Tables")
     table.add_column("table")
     for heading in ("rows", "dim"):
         table.add_column(heading, justify="right")
@@ -180,7 +181,7 @@ def quantizer_text(quantizer: Quantizer) -> str:
 
 def chunks_table(manifest: Manifest) -> Table:
     """One line a stored object."""
-    table = _table("Chunks")
+    table = plain_table("Chunks")
     table.add_column("key", overflow="fold")
     table.add_column("content")
     for heading in ("rows", "bytes", "crc32c"):
@@ -198,7 +199,7 @@ def chunks_table(manifest: Manifest) -> Table:
 
 def chain_table(chain: Sequence[Manifest]) -> Table:
     """What must be read to restore the last of `chain`, in the order in which it is applied."""
-    table = _table("Chain, in the order in which it is read")
+    table = plain_table("Chain, in the order in which it is read")
     for heading in ("step", "generation"):
         table.add_column(heading, justify="right")
     table.add_column("kind")
@@ -219,7 +220,7 @@ def check_views(report: CheckReport) -> list[RenderableType]:
     """What a check found, and one line that sums it up."""
     views: list[RenderableType] = []
     if report.findings:
-        table = _table("Findings")
+        table = plain_table("Findings")
         table.add_column("")
         table.add_column("object", overflow="fold")
         table.add_column("what", overflow="fold")
@@ -243,7 +244,7 @@ def check_views(report: CheckReport) -> list[RenderableType]:
 def sweep_table(plan: SweepPlan) -> Table:
     """What a sweep removes and what it leaves, each with the reason."""
     count = len(plan.objects) + len(plan.unfinished)
-    table = _table(f"to remove: {count} objects, {bytes_text(plan.size_bytes)}")
+    table = plain_table(f"to remove: {count} objects, {bytes_text(plan.size_bytes)}")
     table.show_header = bool(count or plan.kept or plan.unrecognised or plan.blocked)
     table.add_column("")
     table.add_column("object", overflow="fold")
@@ -288,7 +289,8 @@ def error_text(error: Exception) -> Text:
     )
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """An empty table without lines, its headings in bold."""
     table = Table(title=shown(title, limit=200), title_justify="left", pad_edge=False)
     table.box = None
     table.header_style = "bold"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["SMALLEST_BYTES", "advise"]
+__all__ = ["SMALLEST_BYTES", "advise", "policy"]
 
 _log = logging.getLogger("recpoint")
 
@@ -64,10 +64,18 @@ def advise(tensors: Iterable[Tensor]) -> int:
     return moved
 
 
-def _offered() -> bool:
+def policy() -> str:
+    """What the administrator has chosen: always, madvise or never; "none" where there is nothing
+    to choose.
+    """
     if sys.platform != "linux":
-        return False
+        return "none"
     try:
-        return "[never]" not in _POLICY.read_text(encoding="ascii")
+        text = _POLICY.read_text(encoding="ascii")
     except OSError:
-        return False
+        return "none"
+    return text.partition("[")[2].partition("]")[0] or "none"
+
+
+def _offered() -> bool:
+    return policy() in ("always", "madvise")

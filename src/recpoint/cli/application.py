@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from recpoint.cli import host, inspect, restore, sweep
+from recpoint.cli.info import info
 from recpoint.cli.reporting import print_json
 
 __all__ = ["app"]
@@ -84,7 +85,7 @@ for name, function in (
     ("check", inspect.check_run),
     ("restore", restore.restore_to_file),
     ("sweep", sweep.sweep_run),
-    ("info", host.info),
+    ("info", info),
 ):
     app.command(name)(function)
 app.add_typer(host.server, name="server")

@@ -1,20 +1,18 @@
-"""The commands that run things on this host: agent, server, demo; and info."""
+"""The commands that run things on this host: agent, server, demo."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
-import platform
 import time
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from recpoint.catalog import staged
 from recpoint.cli.reporting import (
     JsonOption,
     Result,
@@ -25,12 +23,8 @@ from recpoint.cli.reporting import (
 from recpoint.cli.sweep import StagingOption
 from recpoint.dashboards import terminal
 from recpoint.errors import RecpointError, SettingsError
-from recpoint.format.version import FORMAT_VERSION
 
-__all__ = ["LogFormat", "agent", "demo", "info", "server", "worth_showing"]
-
-_PACKAGES = ("torch", "triton", "numba", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
-
+__all__ = ["LogFormat", "agent", "demo", "server", "worth_showing"]
 
 _UP_SECONDS = 120.0
 _DEMO_DIRECTORY = Path(".recpoint") / "demo"
@@ -84,7 +78,7 @@ def worth_showing(record: logging.LogRecord) -> bool:
 
 
 def _require_flows(command: str, *, otherwise: str = "") -> None:
-    if _version("prefect") is None:
+    if find_spec("prefect") is None:
         raise SettingsError(
             command,
             found="no prefect installed",
@@ -175,39 +169,3 @@ def demo(
     last_line = Text(json.dumps(result.document, ensure_ascii=True, allow_nan=False))
     views = report_views(result, server_stopped=stop)
     return Result(result.document, *views, last_line, code=0 if result.ok else 1)
-
-
-@command
-def info(json_output: JsonOption = False) -> Result:
-    """Versions, and which kernels run here."""
-    import torch
-
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    document = {
-        "recpoint": _version("recpoint"),
-        "format": FORMAT_VERSION,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "kernels": {"cpu": "numba", "cuda": "triton" if devices else None},
-        "cuda_devices": devices,
-        "cpu_threads": torch.get_num_threads(),
-        "staging": str(staged.default_staging_root()),
-    }
-    packages = (f"{name} {_version(name) or '(not installed)'}" for name in _PACKAGES)
-    fields = [
-        ("recpoint", f"{document['recpoint']}, format {FORMAT_VERSION}"),
-        ("python", f"{document['python']} on {document['platform']}"),
-        ("packages", ", ".join(packages)),
-        ("kernels", f"tables on a CPU: numba; on a GPU: {'triton' if devices else 'no GPU here'}"),
-        ("devices", ", ".join(devices) or "none"),
-        ("staging", document["staging"]),
-    ]
-    return Result(document, terminal.fields_table(fields))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

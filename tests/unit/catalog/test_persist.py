@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog import persist, persist_plan, staged
+from recpoint.catalog import persist, persist_choice, persist_plan, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.chunk_reader import read_chunk
 from recpoint.catalog.restore import restore
 from recpoint.catalog.restore_target import MemoryTarget
 from recpoint.catalog.run import Run
+from recpoint.catalog.staged_job import open_job
 from recpoint.catalog.store import open_store
 from recpoint.errors import (
     DigestMismatch,
@@ -28,6 +29,7 @@ from recpoint.errors import (
 from recpoint.kernels import quantize
 from recpoint.kernels.implementation import on_cpu
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method
+from recpoint.kernels.quantize.choice import SAMPLE_ROWS, choose, drawn
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import Table, new_run, tables
 from tests.job_builder import Links, stage
@@ -259,6 +261,33 @@ def test_the_manifest_says_how_each_table_was_quantized(
     for table, method in zip(trained[1:], (SYMMETRIC, ASYMMETRIC, ASYMMETRIC), strict=True):
         expected = decoded(table.values, table.bits or 0, method)
         assert same(target.tables[table.name].values, expected)
+
+
+def test_a_choice_is_made_on_a_sample_of_the_staged_rows_and_is_made_again_the_same(
+    run: Run, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(6000, 3, generator=generator)
+    table = Table("t", values, bits=4, quantizer="auto")
+    dirty = [torch.arange(0, 6000, 2)]
+    links = Links()
+    jobs = [
+        stage(run, tmp_path / "s", [table], step=1, generation=1, links=links, slot=0),
+        stage(run, tmp_path / "s", [table], step=2, generation=1, links=links, slot=1, dirty=dirty),
+    ]
+    staged_jobs = [open_job(path) for path in jobs]
+    samples = [persist_choice._sample(job, 0, seed=job.job.step) for job in staged_jobs]
+    assert same(samples[0], values[drawn(6000, 1)]) and len(samples[0]) == SAMPLE_ROWS
+    assert same(samples[1], values[::2])
+    first = [persist_choice.choose_quantizer(job, 0) for job in staged_jobs]
+    persist_choice._choose.cache_clear()
+    for path in jobs:
+        assert persist.persist_job(path).result == "committed"
+    for step, (quantizer, method) in enumerate(first, 1):
+        assert run.manifest(step, 1).quantizers == (quantizer,)
+        assert (quantizer.sample_rows, quantizer.seed) == (len(samples[step - 1]), step)
+        assert method == choose(samples[step - 1], 4, seed=step)
+    assert same(restored(run).tables["t"].values[1], decoded(values[1:2], 4, first[0][1])[0])
 
 
 def test_a_lossless_manifest_names_no_quantizer(run: Run, tmp_path: Path) -> None:

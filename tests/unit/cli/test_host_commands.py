@@ -68,7 +68,7 @@ def test_a_demo_leaves_a_directory_of_somebody_else_alone(recpoint: Invoke, tmp_
 def test_what_needs_prefect_says_how_to_get_it(
     recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    monkeypatch.setattr(host, "_version", lambda package: None)
+    monkeypatch.setattr(host, "find_spec", lambda package: None)
     monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "staging"))
     found = recpoint(*command, "--json")
     assert found.code == 2

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from recpoint.dashboards.terminal import quantizer_text
+from recpoint.format.manifest import Quantizer
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
-from tests.catalog_builder import build, publish, tables, upload
+from tests.catalog_builder import build, new_run, publish, tables, upload
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -265,8 +269,42 @@ def test_info_names_versions_and_kernels(recpoint: Invoke) -> None:
     document = recpoint("info", "--json").json
     assert document["format"] == 1
     assert document["packages"]["torch"].startswith("2.")
-    assert document["kernels"]["cpu"] == "numba"
-    assert "numba" in recpoint("info").stdout
+    assert document["cpu_threads"] == torch.get_num_threads()
+    assert document["huge_pages"] in ("always", "madvise", "never", "none")
+    runs = {(kernel["kernel"], kernel["device"]): kernel for kernel in document["kernels"]}
+    assert {device for _, device in runs} == {"cpu", "cuda"}
+    quantize = runs["quantize", "cpu"]
+    assert quantize["name"] == "numba" and document["packages"]["numba"] in quantize["why"]
+    on_gpu = runs["quantize", "cuda"]
+    if document["cuda_devices"]:
+        assert on_gpu["name"] == "triton" and document["cuda_devices"][0] in on_gpu["why"]
+    else:
+        assert (on_gpu["name"], on_gpu["why"]) == (None, "no CUDA device")
+    shown = recpoint("info").stdout
+    assert all(kernel in shown for kernel, _ in runs) and document["staging"] in shown
+
+
+def test_show_tells_how_tables_were_quantized(recpoint: Invoke, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    made = build(run, tables(bits=4), step=10, generation=1)
+    quantizer = Quantizer(
+        table=0,
+        method="greedy",
+        bins=25,
+        ratio_permille=400,
+        refits=0,
+        sample_rows=4096,
+        seed=10,
+    )
+    by = {"quantizers": (quantizer,), "quantized_by": "numba 1, 2 threads"}
+    publish(run, replace(made, manifest=made.manifest.model_copy(update=by)))
+    document = recpoint("show", tmp_path / "run", "10", "--json").json
+    assert document["quantizers"] == [quantizer.model_dump()]
+    assert document["quantized_by"] == "numba 1, 2 threads"
+    shown = " ".join(recpoint("show", tmp_path / "run", "10").stdout.split())
+    assert "quantized by numba 1, 2 threads" in shown
+    assert quantizer_text(quantizer) == "greedy, bins 25, ratio 0.4 (chosen on 4,096 rows)"
 
 
 def test_json_is_one_line_whatever_happens(recpoint: Invoke, saved_run: SavedRun) -> None:

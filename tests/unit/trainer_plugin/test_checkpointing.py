@@ -342,6 +342,17 @@ def test_quantized_tables_keep_their_state_exact(place: Place) -> None:
     assert torch.equal(training.model.top.weight, second.model.top.weight)
 
 
+def test_the_quantizer_that_was_set_is_the_one_of_the_checkpoint(place: Place) -> None:
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, bits=4, quantizer="symmetric") as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 2)
+    run = Run.open(open_store(place.run))
+    for name in run.live_line():
+        methods = [quantizer.method for quantizer in run.manifest(*name).quantizers]
+        assert methods == ["symmetric"] * 2
+
+
 def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,6 +40,22 @@ def test_nothing_is_moved_where_large_pages_are_turned_off(
     assert huge_pages.advise([_table(48)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("always [madvise] never\n", "madvise"),
+        ("[always] madvise never\n", "always"),
+        ("always madvise [never]\n", "never"),
+        ("something else\n", "none"),
+    ],
+)
+def test_the_policy_is_the_chosen_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, policy: str
+) -> None:
+    monkeypatch.setattr(huge_pages, "_POLICY", _policy(tmp_path, text))
+    assert huge_pages.policy() == policy
+
+
 def test_small_shared_and_strided_tensors_are_left_alone() -> None:
     shared = _table(33).share_memory_()
     strided = _table(80)[:, ::2]

@@ -1,0 +1,35 @@
+"""What is told about kernels is what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+from recpoint import kernels
+from recpoint.kernels.implementation import KERNELS, implementations, on_cpu, vector_extension
+
+
+def test_every_kernel_is_told_of_once_for_each_device() -> None:
+    folders = {path.parent.name for path in Path(kernels.__file__).parent.glob("*/reference.py")}
+    assert set(KERNELS) == folders
+    told = [(found.kernel, found.device) for found in implementations()]
+    assert sorted(told) == sorted((kernel, d) for kernel in KERNELS for d in ("cpu", "cuda"))
+
+
+def test_what_runs_on_this_cpu() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert on_cpu().startswith(f"numba {numba.__version__}, 1 thread, ")
+        torch.set_num_threads(3)
+        assert ", 3 threads, " in on_cpu() and on_cpu().endswith(vector_extension())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_processor_that_numba_was_told_of_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic" * 100)
+    assert vector_extension().endswith("as set") and len(on_cpu()) < 256
