@@ -281,7 +281,7 @@ class Checkpointer:
         return cut
 
     def mark(self, table: str, ids: Tensor) -> None:
-        """Rows of `table` changed in another way than by training lookups.
+        """Rows of `table` changed in another way than by training; call it after the change.
 
         Args:
             table: name of the embedding module.
@@ -295,7 +295,7 @@ class Checkpointer:
 
     def mark_all(self, table: str) -> None:
         """All rows of `table` changed, or may have: they were initialised again, or decayed."""
-        self._tracker(table).all_rows = True
+        self._tracker(table).mark_all()
 
     @property
     def stats(self) -> Stats:

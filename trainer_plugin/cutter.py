@@ -108,9 +108,9 @@ class Cutter:
         """
         started_ns = time.perf_counter_ns()
         snapshot_ms, cut_seconds = now_ms(), time.monotonic()
-        self._watch.follow_groups()
         for tracker in self._trackers.values():
             tracker.follow_weight()
+        self._watch.follow_groups()
         specs = tuple(self._spec(table) for table in self._tables)
         link = next_link(tip, step=step, tables=specs, full_every=self._full_every)
         dirty = {name: tracker.take() for name, tracker in self._trackers.items()}

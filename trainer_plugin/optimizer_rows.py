@@ -17,9 +17,17 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from recpoint.format.dtypes import dtype_name
 
-__all__ = ["AllRows", "FullyDirtyTables", "all_rows_changed", "row_states", "watched"]
+__all__ = [
+    "AllRows",
+    "FullyDirtyTables",
+    "all_rows_changed",
+    "changes_gradient_rows",
+    "row_states",
+    "watched",
+]
 
 _WATCHED = ("momentum", "weight_decay", "maximize", "eps")
+_KNOWN = (SGD, Adagrad, SparseAdam)
 _MAX_ENTRY_DIMS = 4
 _MAX_STATES = 64
 _MAX_ENTRY_SIZE = 2**20
@@ -63,7 +71,7 @@ def all_rows_changed(
     kind = type(optimizer)
     if kind is SparseAdam:
         return None  # its update is masked to the rows of the sparse gradient
-    if kind not in (SGD, Adagrad):
+    if kind not in _KNOWN:
         return _unknown(kind)
     if _active(group.get("weight_decay", 0)):
         return AllRows("weight_decay pulls on every row", "set weight_decay=0 for its group")
@@ -87,6 +95,14 @@ def all_rows_changed(
             "use a larger eps",
         )
     return None
+
+
+def changes_gradient_rows(optimizer: Optimizer) -> bool:
+    """Whether a step with a sparse gradient changes the rows of that gradient, and leaves it.
+
+    Unless `all_rows_changed` gives a reason why it changes all.
+    """
+    return type(optimizer) in _KNOWN
 
 
 def _unknown(kind: type) -> AllRows:

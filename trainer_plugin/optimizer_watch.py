@@ -1,4 +1,4 @@
-"""Watching optimizer steps: which tables they change as a whole, and that lookups were applied."""
+"""Watching optimizer steps: which rows they change, or that they change all of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from recpoint.trainer_plugin.optimizer_rows import (
     AllRows,
     FullyDirtyTables,
     all_rows_changed,
+    changes_gradient_rows,
     watched,
 )
-from recpoint.trainer_plugin.tracking import Tracker
+from recpoint.trainer_plugin.tracking import Tracker, mark_together
 
 __all__ = ["OptimizerWatch"]
 
@@ -61,8 +62,10 @@ class _Owner(NamedTuple):
 class OptimizerWatch:
     """Hooks into every optimizer's step.
 
-    After a step, every table of a group whose update changes all rows is dirty as a whole.
-    Hyperparameters are looked at after each step, since schedulers and users change them.
+    After a step, the rows of its sparse gradients are marked, and every table of a group whose
+    update changes all rows is dirty as a whole. Hyperparameters are looked at after each step,
+    since schedulers and users change them. A step that ends with an error is noticed at the next
+    step or cut, whichever comes first.
     """
 
     def __init__(
@@ -77,18 +80,24 @@ class OptimizerWatch:
         self._row_local = row_local
         self._groups: list[list[_Group]] = [[] for _ in self._optimizers]
         self._owners: dict[str, _Owner] = {}
+        self._stepping = [False] * len(self._optimizers)
         self._told: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._regroup()
 
     def install(self) -> None:
         """Hook into the optimizers; `remove` undoes it."""
+        self._regroup()  # a restored optimizer has other parameter groups
         for number, optimizer in enumerate(self._optimizers):
 
-            def after_step(_optimizer: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
-                self._stepped(number)
+            def before(_optimizer: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
+                self._before_step(number)
 
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
+            def after(_optimizer: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
+                self._after_step(number)
+
+            self._hooks.append(optimizer.register_step_pre_hook(before))
+            self._hooks.append(optimizer.register_step_post_hook(after))
 
     def remove(self) -> None:
         """Take the hooks out of the optimizers."""
@@ -102,7 +111,13 @@ class OptimizerWatch:
         return None if found is None else found.optimizer
 
     def follow_groups(self) -> None:
-        """Notice that a table came to another optimizer or group: it is dirty as a whole."""
+        """Notice what happened to optimizers outside their steps; call it before a cut.
+
+        A table that came to another optimizer or group is dirty as a whole.
+        """
+        for number, stepping in enumerate(self._stepping):
+            if stepping:
+                self._step_failed(number)
         before = self._owners
         self._regroup()
         for name, tracker in self._trackers.items():
@@ -153,18 +168,47 @@ class OptimizerWatch:
                 if group.trackers:
                     group.evaluate()
                     self._groups[number].append(group)
+        for name, tracker in self._trackers.items():
+            found = self._owners.get(name)
+            tracker.choose(
+                by_gradient=found is not None
+                and changes_gradient_rows(self._optimizers[found.optimizer])
+            )
 
-    def _stepped(self, number: int) -> None:
+    def _before_step(self, number: int) -> None:
+        if self._stepping[number]:
+            self._step_failed(number)
+        self._stepping[number] = True
+        for group in self._groups[number]:
+            for tracker in group.trackers:
+                tracker.before_step()
+
+    def _after_step(self, number: int) -> None:
+        self._stepping[number] = False
+        found = []
         for group in self._groups[number]:
             if watched(group.group) != group.key:
                 group.evaluate()
                 self._tell(group)
-            for tracker in group.trackers:
-                tracker.unapplied = False
             for tracker in group.whole:
-                # A frozen table has no gradient: its optimizer passes it over.
-                if tracker.weight.requires_grad:
+                # Without a gradient, as that of a frozen table, an optimizer passes a table over.
+                if tracker.weight.requires_grad or tracker.weight.grad is not None:
                     tracker.all_rows = True
+            for tracker in group.trackers:
+                try:
+                    rows = tracker.after_step()
+                except Exception as error:
+                    tracker.give_up(error)  # it must not stop training
+                    continue
+                if rows is not None:
+                    found.append((tracker, rows))
+        mark_together(found)
+
+    def _step_failed(self, number: int) -> None:
+        self._stepping[number] = False
+        for group in self._groups[number]:
+            for tracker in group.trackers:
+                tracker.step_failed()
 
     def _tell(self, group: _Group) -> None:
         for name, reason in group.reasons.items():

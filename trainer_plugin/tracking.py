@@ -1,12 +1,21 @@
-"""Which rows have changed since the last checkpoint: one bit a row, set at the training lookup.
+"""Which rows have changed since the last checkpoint: one bit a row.
 
-Marked is what could change, never less: a lookup under gradients, a lookup of a module with
-max_norm, everything once something happens that the lookups do not explain.
+A row is marked where it is cheapest to know that nothing is missed:
+
+- A sparse gradient names the rows that a step of SGD, Adagrad or SparseAdam changes. Such tables
+  are marked after each step of their optimizer, from the gradient it applied: lookups cost nothing,
+  and rows that other processes looked up (DDP sums their gradients) are marked too.
+- For all other tables nothing names the rows but the ids of the lookup: they are marked there,
+  when gradients are on, or always for a module with max_norm, which rewrites the rows it reads.
+
+Marked is what could change, never less. Every in-place change counts up the weight's version: a
+count that neither steps nor lookups explain makes the whole table dirty.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.tables import Table
 
-__all__ = ["Dirty", "Tracker"]
+__all__ = ["Dirty", "Tracker", "mark_together"]
 
 _log = logging.getLogger("recpoint")
 
@@ -38,6 +47,22 @@ class Dirty:
         return rows if self.all_rows else dirty_bitmap.count(self.bitmap)
 
 
+class _LookupHook:
+    """What a module calls before a lookup. In copies and pickles of the model it does nothing."""
+
+    __slots__ = ("_tracker",)
+
+    def __init__(self, tracker: Tracker | None = None) -> None:
+        self._tracker = tracker
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._tracker is not None:
+            self._tracker.before_lookup(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[_LookupHook], tuple[()]]:
+        return _LookupHook, ()
+
+
 class Tracker:
     """The dirty rows of one table.
 
@@ -47,7 +72,8 @@ class Tracker:
 
     Attributes:
         all_rows: every row is dirty.
-        unapplied: rows were looked up and no optimizer step has followed yet.
+        by_gradient: rows are marked after steps, from the gradient; else at lookups.
+        unapplied: rows were marked at a lookup and no optimizer step has followed yet.
         surprise: why `all_rows` was set although nothing announced it, for the log.
     """
 
@@ -56,11 +82,15 @@ class Tracker:
         self.rows = table.rows
         self.weight = table.weight
         self.all_rows = False
+        self.by_gradient = False
         self.unapplied = False
         self.surprise: str | None = None
+        self._version, self._address = _version(self.weight), self.weight.data_ptr()
+        self._doubt: Tensor | None = None
         self._bitmap = dirty_bitmap.new(self.rows, device=table.weight.device)
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
-        self._hooks: list[RemovableHandle] = []
+        self._hook: RemovableHandle | None = None
+        self._installed = False
 
     @property
     def bitmap_bytes(self) -> int:
@@ -68,21 +98,48 @@ class Tracker:
         return self._bitmap.nbytes
 
     def install(self) -> None:
-        """Hook into the module; `remove` undoes it."""
-        module = self.table.module
-        self._hooks.append(module.register_forward_pre_hook(self._before_lookup, with_kwargs=True))
-        if self.weight.requires_grad:
-            self._hooks.append(self.weight.register_post_accumulate_grad_hook(self._after_gradient))
+        """Hook into the module, if lookups are to be marked; `remove` undoes it."""
+        self._installed = True
+        if not self.by_gradient and self._hook is None:
+            self._hook = self.table.module.register_forward_pre_hook(
+                _LookupHook(self), with_kwargs=True
+            )
 
     def remove(self) -> None:
-        """Take the hooks out of the module."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Take the hook out of the module."""
+        self._installed = False
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
-    def _before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Runs for each lookup of each table. A lookup of a module with max_norm rewrites the rows
-        # it reads, also in evaluation and without gradients.
+    def choose(self, *, by_gradient: bool) -> None:
+        """Mark after steps, or at lookups.
+
+        Args:
+            by_gradient: the table's optimizer is watched, and with a sparse gradient changes the
+                rows of the gradient only.
+        """
+        module = self.table.module
+        wanted = (
+            by_gradient
+            and module.sparse
+            and module.max_norm is None
+            and not self.weight.is_inference()  # its version is not counted
+        )
+        if wanted == self.by_gradient:
+            return
+        self.by_gradient = wanted
+        if self._installed:
+            self.remove()
+            self.install()
+            # Rows that were looked up before and are changed after this are known to neither way.
+            self.all_rows = True
+            self.unapplied = not wanted
+
+    def before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark the ids of a lookup that can change their rows. Runs at each lookup."""
+        # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
+        # without gradients.
         if module.max_norm is None and not (
             module.training and _gradients_enabled() and self.weight.requires_grad
         ):
@@ -96,29 +153,80 @@ class Tracker:
             self._unexplained(f"a lookup could not be marked ({error})")
         self.unapplied = True
 
-    def _after_gradient(self, weight: Tensor) -> None:
-        # Gradients that no marked lookup explains: the module trains in evaluation mode, or the
-        # weight is used directly. One comparison a table and step buys that nothing is missed.
-        if not self.unapplied:
-            self._unexplained("a gradient arrived without a lookup in training mode")
-        elif self.table.module.sparse and weight.grad is not None and not weight.grad.is_sparse:
+    def before_step(self) -> None:
+        """The table's optimizer begins a step: whatever changed the weight before was not it."""
+        if _version(self.weight) == self._version:
+            return
+        if self.unapplied and self.table.module.max_norm is not None:
+            return  # the lookups that were marked did it
+        self._unexplained("its weight was changed outside the steps of its optimizer")
+
+    def after_step(self) -> Tensor | None:
+        """A step of the table's optimizer is over.
+
+        Returns:
+            The rows of a sparse gradient, which the step changed and nothing has marked.
+        """
+        weight = self.weight
+        # The gradient is still there: the optimizers of torch leave it to zero_grad().
+        gradient, version = weight.grad, _version(weight)
+        changed, self._version = version != self._version, version
+        if gradient is None:
+            if changed and not self.unapplied:
+                self._unexplained("a step changed it, and its gradient was gone after the step")
+        elif self.all_rows:
+            pass
+        elif gradient.is_sparse:
+            self.unapplied = False
+            rows = gradient._indices()  # indices() is for coalesced ones, and duplicates do no harm
+            return rows if rows.shape[0] == 1 else rows[0]
+        elif self.table.module.sparse:
             self._unexplained("a dense gradient arrived although the module is sparse")
+        elif not self.unapplied:
+            # No lookup in training mode explains this gradient. Zeros are left by
+            # zero_grad(set_to_none=False) and change nothing; anything else is known at the cut,
+            # without waiting for the device here.
+            doubt = gradient.any()
+            self._doubt = doubt if self._doubt is None else self._doubt | doubt
+        self.unapplied = False
+        return None
+
+    def step_failed(self) -> None:
+        """A step of its optimizer ended with an error: what it changed until then is unknown."""
+        if not self.unapplied:
+            self._unexplained("a step of its optimizer did not end")
+
+    def give_up(self, error: Exception) -> None:
+        """The rows that a step changed could not be marked: all of them are dirty."""
+        self._unexplained(f"the rows of a gradient could not be marked ({error})")
 
     def _unexplained(self, why: str) -> None:
         self.all_rows = True
         self.surprise = self.surprise or why
 
     def mark(self, ids: Tensor) -> None:
-        """Mark rows that changed without a lookup.
+        """Mark rows that changed without a lookup or a step; call it after the change.
 
         Raises:
             IndexError: an id is out of range; nothing is marked.
             ValueError: ids are not int32 or int64.
         """
         _mark(self._bitmap, ids.to(self._bitmap.device), rows=self.rows)
+        self._version = _version(self.weight)
+
+    def mark_all(self) -> None:
+        """All rows changed without a lookup."""
+        self.all_rows = True
+        self._version = _version(self.weight)
 
     def take(self) -> Dirty:
         """Everything dirty now; from here on nothing is, but rows whose update is still to come."""
+        self.before_step()  # changes after the last step need an explanation just as well
+        self._version = _version(self.weight)
+        if self._doubt is not None:
+            if self._doubt.item():
+                self._unexplained("a gradient arrived without a lookup in training mode")
+            self._doubt = None
         taken = Dirty(bitmap=self._bitmap, all_rows=self.all_rows, rows=self.rows)
         self._bitmap = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
         self.all_rows = False
@@ -151,14 +259,14 @@ class Tracker:
         """Nothing is dirty: the table is exactly what a checkpoint holds."""
         dirty_bitmap.clear(self._bitmap)
         self.all_rows = self.unapplied = False
-        self.surprise = None
+        self.surprise = self._doubt = None
+        self._version, self._address = _version(self.weight), self.weight.data_ptr()
 
     def follow_weight(self) -> None:
-        """Notice that the module got another weight, or its weight another device or length."""
-        if self.table.weight is not self.weight:
-            self.remove()
+        """Notice that the module got another weight, or its weight another place or length."""
+        if self.table.weight is not self.weight or self.weight.data_ptr() != self._address:
             self.weight = self.table.weight
-            self.install()
+            self._version, self._address = _version(self.weight), self.weight.data_ptr()
             self._unexplained("its weight was replaced")
         if self.weight.device != self._bitmap.device or self.table.rows != self.rows:
             self.rows = self.table.rows
@@ -176,3 +284,32 @@ class Tracker:
                 self.surprise,
             )
             self.surprise = None
+
+
+def _version(weight: Tensor) -> int:
+    """How often the weight was changed in place; not counted for tensors of inference mode."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:
+    """Mark what `Tracker.after_step` returned for several tables: a launch for each GPU."""
+    on_gpu: dict[torch.device, list[tuple[Tracker, Tensor]]] = {}
+    for tracker, ids in found:
+        if tracker._bitmap.is_cpu:
+            try:
+                _mark(tracker._bitmap, ids, rows=tracker.rows)
+            except Exception as error:
+                tracker.give_up(error)
+        else:
+            on_gpu.setdefault(tracker._bitmap.device, []).append((tracker, ids))
+    for marks in on_gpu.values():
+        try:
+            dirty_bitmap.mark_many(
+                [tracker._bitmap for tracker, _ in marks],
+                # The allocator keeps the memory of ids for the stream that the launch is in.
+                [ids for _, ids in marks],
+                rows=[tracker.rows for tracker, _ in marks],
+            )
+        except Exception as error:
+            for tracker, _ in marks:
+                tracker.give_up(error)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
@@ -32,8 +34,8 @@ class Tracked:
             self.optimizers.append(make([module.weight]))
         (table,) = find_tables(self.model, self.optimizers)
         self.tracker = Tracker(table)
-        self.tracker.install()
         self.watch = OptimizerWatch(self.optimizers, {"table": self.tracker}, **options)
+        self.tracker.install()
         self.watch.install()
 
     def train(self, *args: Any, **kwargs: Any) -> None:
@@ -116,17 +118,20 @@ def test_training_in_evaluation_mode_is_noticed() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     tracked.model.eval()
     tracked.train(torch.tensor([1]))
-    assert tracked.tracker.surprise is not None
     assert tracked.dirty() is None
+    assert tracked.tracker.surprise is not None
 
 
 def test_direct_use_of_the_weight_is_noticed() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     nn.functional.embedding(torch.tensor([1]), tracked.module.weight).sum().backward()
+    assert tracked.dirty() == [], "a gradient alone changes nothing"
+    tracked.optimizers[0].step()
     assert tracked.dirty() is None
     sparse = Tracked(nn.Embedding(ROWS, 4, sparse=True))
     loss = sparse.module(torch.tensor([2])).sum() + sparse.module.weight.norm()
     loss.backward()
+    sparse.optimizers[0].step()
     assert sparse.tracker.surprise is not None and "dense gradient" in sparse.tracker.surprise
     assert sparse.dirty() is None
 
@@ -248,8 +253,11 @@ def test_removed_hooks_mark_nothing() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     tracked.tracker.remove()
     tracked.watch.remove()
+    before = tracked.tracker.take()
     tracked.train(torch.tensor([1]))
-    assert tracked.dirty() == []
+    after = tracked.tracker.take()
+    assert dirty_bitmap.count(before.bitmap) == dirty_bitmap.count(after.bitmap) == 0
+    assert after.all_rows, "but the change is noticed"
 
 
 @pytest.mark.parametrize("rows", [ROWS - 1, ROWS + 1, 3 * ROWS])
@@ -269,3 +277,227 @@ def test_a_weight_of_another_length_starts_over_with_everything_dirty(rows: int)
     tracked.tracker.merge_back(lost)
     everything = tracked.tracker.take()
     assert everything.all_rows, "which rows those were has no meaning any more"
+
+
+def _sparse(make: Any = None) -> Tracked:
+    return Tracked(nn.Embedding(ROWS, 4, sparse=True), make)
+
+
+KNOWN = [
+    pytest.param(lambda p: SGD(p, lr=0.1), id="SGD"),
+    pytest.param(lambda p: Adagrad(p, lr=0.1), id="Adagrad"),
+    pytest.param(lambda p: SparseAdam(p, lr=0.1), id="SparseAdam"),
+]
+
+
+@pytest.mark.parametrize("make", KNOWN)
+def test_a_step_marks_the_rows_of_its_sparse_gradient(make: Any) -> None:
+    tracked = _sparse(make)
+    assert not tracked.module._forward_pre_hooks, "its lookups cost nothing"
+    tracked.train(torch.tensor([[1, 69], [1, 0]]))
+    assert tracked.dirty() == [0, 1, 69]
+    assert tracked.dirty() == []
+    tracked.train(input=torch.tensor([33], dtype=torch.int32))
+    assert tracked.dirty() == [33]
+
+
+def test_sparse_bags_mark_the_rows_they_change() -> None:
+    tracked = Tracked(nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=True, padding_idx=6))
+    before = tracked.module.weight.detach().clone()
+    tracked.train(torch.tensor([5, 6, 8]), torch.tensor([0, 2]), per_sample_weights=torch.ones(3))
+    changed = (tracked.module.weight.detach() != before).any(1).nonzero().squeeze(1).tolist()
+    assert changed == tracked.dirty() == [5, 8]
+
+
+def test_a_sparse_gradient_is_marked_when_it_is_applied() -> None:
+    tracked = _sparse()
+    tracked.module(torch.tensor([5])).sum().backward()
+    assert tracked.dirty() == []
+    tracked.module(torch.tensor([6])).sum().backward()
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == [5, 6]
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == [5, 6], "the same gradient once more"
+    tracked.optimizers[0].zero_grad(set_to_none=False)
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == []
+
+
+def test_sparse_training_in_evaluation_mode_or_through_the_weight_is_marked_exactly() -> None:
+    tracked = _sparse()
+    tracked.model.eval()
+    tracked.train(torch.tensor([1]))
+    tracked.optimizers[0].zero_grad()
+    nn.functional.embedding(torch.tensor([2]), tracked.module.weight, sparse=True).sum().backward()
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == [1, 2]
+
+
+def test_rows_that_another_process_looked_up_are_marked() -> None:
+    """As after DDP's sum of sparse gradients."""
+    tracked = _sparse()
+    tracked.module(torch.tensor([1])).sum().backward()
+    ours = tracked.module.weight.grad
+    assert ours is not None
+    theirs = torch.sparse_coo_tensor(torch.tensor([[7, 8]]), torch.ones(2, 4), (ROWS, 4))
+    tracked.module.weight.grad = ours + theirs
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == [1, 7, 8]
+
+
+def test_a_gradient_with_sparse_columns() -> None:
+    tracked = _sparse()
+    entries = torch.sparse_coo_tensor(torch.tensor([[3, 9], [2, 0]]), torch.ones(2), (ROWS, 4))
+    tracked.module.weight.grad = entries
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == [3, 9]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_step_with_a_closure(sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse))
+
+    def closure() -> float:
+        tracked.optimizers[0].zero_grad()
+        loss = tracked.module(torch.tensor([11])).pow(2).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    tracked.optimizers[0].step(closure)
+    assert tracked.dirty() == [11]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_optimizer_that_steps_inside_the_backward_pass(sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse))
+
+    def step(weight: torch.Tensor) -> None:
+        tracked.optimizers[0].step()
+        weight.grad = None
+
+    tracked.module.weight.register_post_accumulate_grad_hook(step)
+    tracked.module(torch.tensor([4])).sum().backward()
+    tracked.module(torch.tensor([2])).sum().backward()
+    assert tracked.dirty() == [2, 4]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_change_outside_the_steps_is_noticed(sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse))
+    tracked.module.load_state_dict({"weight": torch.ones(ROWS, 4)})
+    assert tracked.dirty() is None
+    with torch.no_grad():
+        tracked.module.weight[3] = 0
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() is None
+    assert tracked.dirty() == []
+    with torch.no_grad():
+        tracked.module.weight[3] = 1
+    tracked.tracker.mark(torch.tensor([3]))
+    assert tracked.dirty() == [3], "mark() explains it"
+    tracked.tracker.surprise = None
+    with torch.no_grad():
+        tracked.module.weight.zero_()
+    tracked.tracker.mark_all()
+    assert tracked.dirty() is None and tracked.tracker.surprise is None
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_weight_whose_memory_was_replaced_is_noticed(sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse))
+    tracked.module.weight.data = torch.zeros(ROWS, 4)
+    tracked.tracker.follow_weight()
+    assert tracked.dirty() is None
+    tracked.tracker.follow_weight()
+    assert tracked.dirty() == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_ends_with_an_error_is_noticed(again: bool) -> None:
+    tracked = _sparse()
+
+    def fails() -> float:
+        tracked.module(torch.tensor([4])).sum().backward()
+        raise RuntimeError("as good as any")
+
+    with pytest.raises(RuntimeError, match="as good"):
+        tracked.optimizers[0].step(fails)
+    if again:
+        tracked.train(torch.tensor([1]))
+    tracked.watch.follow_groups()
+    assert tracked.dirty() is None
+    tracked.train(torch.tensor([1]))
+    tracked.watch.follow_groups()
+    assert tracked.dirty() == [1]
+
+
+def test_a_gradient_that_is_gone_right_after_the_step_is_noticed() -> None:
+    model = nn.Embedding(ROWS, 4, sparse=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    tracked = Tracked(model, lambda parameters: optimizer)
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() is None
+    assert "gone after the step" in str(tracked.tracker.surprise)
+
+
+def test_a_dense_gradient_applied_again_after_the_cut_is_noticed() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+    tracked.optimizers[0].step()
+    assert tracked.dirty() is None
+
+
+def test_gradients_of_zeros_change_nothing() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: Adagrad(p, lr=0.1))
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+    tracked.optimizers[0].zero_grad(set_to_none=False)
+    before = tracked.module.weight.detach().clone()
+    tracked.optimizers[0].step()
+    assert torch.equal(before, tracked.module.weight)
+    assert tracked.dirty() == []
+
+
+def test_max_norm_set_while_training() -> None:
+    tracked = _sparse()
+    tracked.train(torch.tensor([1]))
+    tracked.module.max_norm = 0.1
+    tracked.model.eval()
+    tracked.module(torch.tensor([2]))
+    tracked.watch.follow_groups()
+    assert tracked.dirty() is None
+    tracked.train(torch.tensor([3]))
+    tracked.watch.follow_groups()
+    tracked.dirty()
+    tracked.module(torch.tensor([4]))
+    assert tracked.dirty() == [4]
+    tracked.module.max_norm = None
+    tracked.watch.follow_groups()
+    assert tracked.dirty() is None
+    tracked.train(torch.tensor([5]))
+    assert tracked.dirty() == [5]
+
+
+def test_restored_parameter_groups_are_watched() -> None:
+    tracked = _sparse()
+    tracked.watch.remove()
+    optimizer = tracked.optimizers[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    tracked.watch.install()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() is None
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_copies_of_a_tracked_model_track_nothing(sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse))
+    for other in (copy.deepcopy(tracked.model), pickle.loads(pickle.dumps(tracked.model))):
+        table = other["table"]
+        assert isinstance(table, nn.Embedding)
+        assert torch.equal(table.weight, tracked.module.weight)
+        table(torch.tensor([1])).sum().backward()
+    assert tracked.dirty() == []
+    assert list(tracked.model.state_dict()) == ["table.weight"]
