@@ -183,13 +183,13 @@ def _row_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor
     if coded is None or count is None:
         raise ValueError(f"{entry.key} is not a row chunk")
     if coded.coding == "range":
-        first = coded.first
-        if first is None or first < 0 or first + count > spec.rows:
-            raise _malformed(entry.key, f"{count} rows from {first}", f"rows below {spec.rows}")
-        return range(first, first + count)
+        if coded.first + count > spec.rows:
+            found = f"{count} rows from {coded.first}"
+            raise _malformed(entry.key, found, f"rows below {spec.rows}")
+        return range(coded.first, coded.first + count)
     payload = bytes(chunk.sections["row_set"].data)
     try:
-        return row_set.decode(coded.coding, None, payload, count=count, rows=spec.rows)
+        return row_set.decode(coded.coding, coded.first, payload, count=count, rows=spec.rows)
     except ValueError as error:
         raise _malformed(
             entry.key, f"a row set that does not decode ({error})", "format §3.1"

@@ -50,16 +50,10 @@ _STATE_SECTION = re.compile(r"tensor\.(?:0|[1-9][0-9]{0,8})(\.(?:0|[1-9][0-9]{0,
 
 
 class RowSetCoding(Part):
-    """How the row ids of a chunk are stored; `first` is the first id of a range (format §3.1)."""
+    """How the row ids of a chunk are stored; `first` is the first of them (format §3.1)."""
 
-    coding: Literal["range", "delta32", "delta64"]
-    first: Annotated[int, Field(ge=0, lt=MAX_TABLE_ROWS)] | None = None
-
-    @model_validator(mode="after")
-    def _first(self) -> Self:
-        if (self.coding == "range") != (self.first is not None):
-            raise ValueError("first is for ranges, and only for them")
-        return self
+    coding: Literal["range", "bitmap", "runs", "delta"]
+    first: Annotated[int, Field(ge=0, lt=MAX_TABLE_ROWS)]
 
 
 class ChunkMeta(Part):
@@ -233,8 +227,8 @@ def _check_rows(
             refuse(f"{name} {found}", f"{name} {expected}, as in the manifest")
     if exact and bits != 8 * item_bytes(spec.dtype):
         refuse(f"{bits} bits of scheme exact", f"{8 * item_bytes(spec.dtype)} for {spec.dtype}")
-    if (row_set.first or 0) + rows > spec.rows:
-        refuse(f"{rows} rows from {row_set.first or 0} on", f"ids below {spec.rows}")
+    if row_set.first + rows > spec.rows:
+        refuse(f"{rows} rows from {row_set.first} on", f"ids below {spec.rows}")
 
     implied: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
     if row_set.coding != "range":

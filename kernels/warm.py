@@ -36,6 +36,7 @@ def warm_up() -> None:
         quantize.dequantize_packed(packed, scale, offset, dim=3, bits=bits)
         bit_packing.pack(bit_packing.unpack(packed, dim=3, bits=bits), bits)
 
-    for wide in (found, found * (1 << 33)):
-        coding, first, payload = row_set.encode(wide)
-        row_set.decode(coding, first, payload, count=wide.numel(), rows=1 << 40)
+    # A bitmap, gaps, runs.
+    for rows_of in (found[:3], found * (1 << 33), torch.tensor([0, 1, 2, 90, 91, 92])):
+        coded = row_set.encode(rows_of)
+        row_set.decode(*coded, count=rows_of.numel(), rows=1 << 40)

@@ -1,4 +1,4 @@
-"""Coding of ascending row ids (format §3.1): a range, or compressed differences."""
+"""Coding of ascending row ids (format §3.1): a range, a bitmap, runs, or gaps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def encode(ids: Tensor) -> RowSet:
     """Code ids int64 [n], ascending, without duplicates, 0 or more.
 
     Returns:
-        coding "range" with `first`, whenever that is possible; otherwise "delta32" or "delta64"
-        with `payload`. An empty set is the range of no rows at 0.
+        the coding, the first id, and the payload, None for a range. The coding follows from how
+        many ids, rows between their ends and runs of consecutive ids there are (README); a range
+        whenever that is possible. An empty set is the range of no rows at 0.
 
     Raises:
         ValueError: the ids are not int64 [n], not ascending, or negative.
@@ -34,7 +35,7 @@ def encode(ids: Tensor) -> RowSet:
 
 def decode(
     coding: str,
-    first: int | None,
+    first: int,
     payload: bytes | bytearray | memoryview | None,
     *,
     count: int,
@@ -43,13 +44,13 @@ def decode(
 ) -> Tensor:
     """The ids of a row set: int64 [count], ascending, without duplicates, each 0 <= id < rows.
 
-    Safe for hostile input: the frame's stated size is compared with what `count` implies before
-    anything is decompressed, and nothing is larger than `count` rows need.
+    Safe for hostile input: the frame's stated size is compared with what `count` allows before
+    anything is decompressed, and nothing is larger than a small multiple of `count` ids.
 
     Args:
-        coding: "range", "delta32" or "delta64".
-        first: the first id of a range; None otherwise.
-        payload: the zstd frame of a delta coding; None for a range.
+        coding: "range", "bitmap", "runs" or "delta".
+        first: the first id.
+        payload: what `encode` gave; None for a range.
         count: how many ids there must be.
         rows: rows of the table, at most 2^62.
         device: where the ids are wanted.

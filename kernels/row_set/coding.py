@@ -1,44 +1,66 @@
-"""What all versions of the row-set coding share: the choice of coding, the frame and its checks."""
+"""What all versions of the row-set coding share: the codings, their choice, their payloads."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
-import zstandard
 from torch import Tensor
 
 from recpoint.kernels.arguments import require
+from recpoint.kernels.row_set.frame import compress, decompress
 
 __all__ = [
-    "ITEM_BYTES",
+    "Bytes",
+    "ESCAPE",
+    "Gaps",
+    "Numbers",
     "RowSet",
-    "compress",
-    "decode_range",
-    "decompress",
-    "encode_range",
+    "bitmap_payload",
+    "check_range",
+    "choose",
+    "delta_payload",
+    "extent",
+    "gap_room",
+    "open_bitmap",
+    "open_delta",
+    "open_runs",
     "out_of_order",
     "outside",
+    "runs_payload",
+    "too_long",
+    "unknown_coding",
 ]
 
-#: Bytes of one difference in each coding.
-ITEM_BYTES: Final = {"delta32": 4, "delta64": 8}
+Coding = Literal["range", "bitmap", "runs", "delta"]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
-#: Level 1: differences of sorted ids are nearly as small at level 19, at a fiftieth of the speed.
-LEVEL: Final = 1
+#: A symbol of this value stands for itself and is followed by another symbol of the same number.
+ESCAPE: Final = 255
 
-_MAGIC: Final = (0xFD2FB528).to_bytes(4, "little")
+#: Up to this many rows for each run, a bitmap is smaller than the runs or the differences.
+_ROWS_PER_RUN: Final = 12
 
-#: A block of a zstd frame is 4 bytes or more and stands for 128 KiB or less.
-_LARGEST_RATIO: Final = (128 << 10) // 4
+_MOST_LOW_BYTES: Final = 7
+_MOST_ROWS: Final = 1 << 62
 
 
 class RowSet(NamedTuple):
-    """A coded set: `first` for "range", `payload` (one zstd frame) for "delta32" and "delta64"."""
+    """A coded set: its first id (0 for none), and a payload unless the coding is "range"."""
 
-    coding: str
-    first: int | None
+    coding: Coding
+    first: int
     payload: bytes | None
+
+
+class Gaps(NamedTuple):
+    """A list of gaps as it is stored (format §3.1): `low` byte planes, and a string of symbols."""
+
+    low: int
+    planes: Bytes
+    symbols: Bytes
 
 
 def out_of_order() -> ValueError:
@@ -47,88 +69,179 @@ def out_of_order() -> ValueError:
 
 
 def outside(rows: int) -> ValueError:
-    """The error for differences that lead past the last row."""
+    """The error for gaps that lead past the last row."""
     return ValueError(f"row set: an id is not below the table's {rows} rows")
 
 
-def encode_range(ids: Tensor) -> RowSet | None:
-    """The range coding of ids whose ends lie as far apart as a range's; None for others.
+def too_long(count: int) -> ValueError:
+    """The error for runs of more ids than there are."""
+    return ValueError(f"row set: runs of more than {count} ids")
 
-    The caller has to make sure that ids between the ends ascend.
+
+def unknown_coding(coding: str) -> ValueError:
+    """The error for a coding that the format does not have."""
+    return ValueError(f"row set: coding {coding!r}, expected range, bitmap, runs or delta")
+
+
+def extent(ids: Tensor) -> tuple[int, int]:
+    """The first id, and how many rows lie from it to the last id; (0, 0) for no ids.
+
+    The caller has to make sure that the ids between ascend.
     """
     require("ids", ids, torch.int64, 1)
-    n = ids.numel()
-    if n == 0:
-        return RowSet("range", 0, None)
+    if ids.numel() == 0:
+        return 0, 0
     first, last = int(ids[0]), int(ids[-1])
-    if first < 0:
+    if first < 0 or last < first:
         raise out_of_order()
-    return RowSet("range", first, None) if last - first == n - 1 else None
+    return first, last - first + 1
 
 
-def decode_range(first: int | None, payload: object, *, count: int, rows: int) -> int:
-    """The first id of a range, checked before anything is written out.
+def choose(count: int, span: int, runs: int) -> Coding:
+    """The coding of `count` ids in `runs` runs of consecutive ids, over `span` rows."""
+    if runs <= 1:
+        return "range"
+    if span <= _ROWS_PER_RUN * runs:
+        return "bitmap"
+    return "runs" if 2 * runs <= count else "delta"
+
+
+def gap_room(count: int, span: int) -> tuple[int, int]:
+    """How many low bytes of each gap are planes, and the most symbols that the rest can need.
+
+    That is 2 symbols a gap or fewer, and as few planes as this allows.
+
+    Args:
+        count: how many ascending numbers the gaps lie between, 2 or more.
+        span: the last number less the first, plus 1.
+    """
+    low, gaps = 0, count - 1
+    while (span - count >> 8 * low) // ESCAPE > gaps:
+        low += 1
+    return low, gaps + (span - count >> 8 * low) // ESCAPE
+
+
+# --- payloads ------------------------------------------------------------------------------------
+
+
+def bitmap_payload(bits: Bytes) -> bytes:
+    """One frame of the bits of the rows from the first id to the last, u8 [ceil(span / 8)]."""
+    return compress([bits])
+
+
+def delta_payload(gaps: Gaps) -> bytes:
+    """The number of planes, and a frame of the planes and the symbols."""
+    return bytes([gaps.low]) + compress([*_split(gaps), gaps.symbols])
+
+
+def runs_payload(runs: int, offsets: Gaps, starts: Gaps) -> bytes:
+    """How many runs, two numbers of planes, and a frame of all planes and symbols.
+
+    Args:
+        runs: how many there are.
+        offsets: for each run, its first id less that id's position in the set.
+        starts: for each run, that position.
+    """
+    parts = [*_split(offsets), *_split(starts), offsets.symbols, starts.symbols]
+    return runs.to_bytes(8, "little") + bytes([offsets.low, starts.low]) + compress(parts)
+
+
+def _split(gaps: Gaps) -> list[Bytes]:
+    return list(gaps.planes.reshape(gaps.low, -1)) if gaps.low else []
+
+
+def check_range(first: int, payload: object, *, count: int, rows: int) -> None:
+    """Refuse a range with a payload, or one that leaves the table.
 
     Raises:
-        ValueError: `first` is missing, a payload is there, or the range leaves the table.
+        ValueError: says which.
     """
-    _require_counts(count, rows)
+    _check_counts(first, count, rows)
     if payload is not None:
         raise ValueError("row set: a range with a payload")
-    if first is None or first < 0 or first + count > rows:
-        raise ValueError(f"row set: range from {first} of {count} rows in a table of {rows}")
-    return first
 
 
-def compress(shuffled: bytes | memoryview) -> bytes:
-    """One zstd frame that states its content size."""
-    compressor = zstandard.ZstdCompressor(
-        level=LEVEL, write_content_size=True, write_checksum=False, write_dict_id=False
-    )
-    return compressor.compress(shuffled)
-
-
-def decompress(
-    coding: str,
-    first: int | None,
-    payload: bytes | bytearray | memoryview | None,
-    *,
-    count: int,
-    rows: int,
-) -> bytes:
-    """The shuffled differences: count · 4 or count · 8 bytes.
+def open_bitmap(first: int, payload: object, *, count: int, rows: int) -> Bytes:
+    """The bits of `count` rows from `first` on, all of them below `rows`: u8 [ceil(span / 8)].
 
     Raises:
-        ValueError: an unknown coding, a frame that is damaged, states another size, could not hold
-            that much, or is followed by more bytes.
+        ValueError: a frame that does not hold exactly that.
     """
-    _require_counts(count, rows)
-    if coding not in ITEM_BYTES:
-        raise ValueError(f"row set: coding {coding!r}, expected range, delta32 or delta64")
-    if first is not None or payload is None:
-        raise ValueError(f"row set: {coding} needs a payload and has no first id")
-    frame = bytes(payload)
-    expected = count * ITEM_BYTES[coding]
-    if frame[:4] != _MAGIC:
-        raise ValueError("row set: not a zstd frame")
-    try:
-        stated = zstandard.get_frame_parameters(frame).content_size
-        if stated != expected:
-            raise ValueError(f"row set: the frame states {stated} bytes, expected {expected}")
-        if expected > len(frame) * _LARGEST_RATIO:
-            raise ValueError(f"row set: {len(frame)} bytes cannot hold {expected}")
-        shuffled = zstandard.ZstdDecompressor().decompress(
-            frame, max_output_size=expected, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise ValueError(f"row set: {error}") from error
-    if len(shuffled) != expected:
-        raise ValueError(f"row set: the frame holds {len(shuffled)} bytes, expected {expected}")
-    return shuffled
+    data = _payload(first, payload, count=count, rows=rows)
+    bits = decompress(data, smallest=(count + 7) // 8, largest=(_ROWS_PER_RUN * count + 7) // 8)
+    if not bits[0] & 1 or not bits[-1]:
+        raise ValueError("row set: a bitmap whose ends are not in the set")
+    found = int(np.bitwise_count(bits).sum(dtype=np.int64))
+    if found != count:
+        raise ValueError(f"row set: a bitmap of {found} ids, expected {count}")
+    if first + 8 * (bits.size - 1) + int(bits[-1]).bit_length() > rows:
+        raise outside(rows)
+    return bits
 
 
-def _require_counts(count: int, rows: int) -> None:
-    if not 0 <= rows <= 1 << 62:
+def open_delta(first: int, payload: object, *, count: int, rows: int) -> Gaps:
+    """The count − 1 gaps between the ids: that many symbols end one, the very last among them.
+
+    Raises:
+        ValueError: a frame that does not hold exactly that.
+    """
+    data = _payload(first, payload, count=count, rows=rows)
+    (low,) = _planes(data[:1], 1)
+    gaps = count - 1
+    content = decompress(data[1:], smallest=(low + 1) * gaps, largest=(low + 2) * gaps)
+    planes, symbols = content[: low * gaps], content[low * gaps :]
+    _check_ends(symbols, gaps)
+    return Gaps(low, planes, symbols)
+
+
+def open_runs(first: int, payload: object, *, count: int, rows: int) -> tuple[int, Gaps, Gaps]:
+    """How many runs, and the gaps of their offsets and starts, one fewer of each.
+
+    The symbols are those of both lists, not taken apart: where the second begins is known when
+    the first has been read.
+
+    Raises:
+        ValueError: a frame that does not hold exactly two such lists.
+    """
+    data = _payload(first, payload, count=count, rows=rows)
+    runs = int.from_bytes(data[:8], "little")
+    if not 2 <= runs <= count:
+        raise ValueError(f"row set: {runs} runs of {count} ids")
+    low, low_starts = _planes(data[8:10], 2)
+    gaps = runs - 1
+    both = low + low_starts
+    content = decompress(data[10:], smallest=(both + 2) * gaps, largest=(both + 4) * gaps)
+    symbols = content[both * gaps :]
+    _check_ends(symbols, 2 * gaps)
+    offsets = Gaps(low, content[: low * gaps], symbols)
+    return runs, offsets, Gaps(low_starts, content[low * gaps : both * gaps], symbols)
+
+
+def _payload(first: int, payload: object, *, count: int, rows: int) -> memoryview:
+    _check_counts(first, count, rows)
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise ValueError("row set: no payload, and not a range")
+    if count < 2:
+        raise ValueError(f"row set: {count} ids, and not a range")
+    return memoryview(payload)
+
+
+def _planes(header: memoryview, lists: int) -> bytes:
+    if len(header) != lists or max(header) > _MOST_LOW_BYTES:
+        raise ValueError(f"row set: planes {header.hex()!r}, expected {lists} numbers below 8")
+    return bytes(header)
+
+
+def _check_ends(symbols: Bytes, gaps: int) -> None:
+    found = symbols.size - int(np.count_nonzero(symbols == ESCAPE))
+    if found != gaps or symbols[-1] == ESCAPE:
+        raise ValueError(f"row set: symbols of {found} whole gaps, expected {gaps}")
+
+
+def _check_counts(first: int, count: int, rows: int) -> None:
+    if not 0 <= rows <= _MOST_ROWS:
         raise ValueError(f"row set: a table of {rows} rows")
     if not 0 <= count <= rows:
         raise ValueError(f"row set: {count} ids in a table of {rows} rows")
+    if not 0 <= first <= rows - count:
+        raise ValueError(f"row set: {count} ids from {first} on in a table of {rows} rows")

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recpoint.kernels.row_set.coding import (
-    ITEM_BYTES,
+    ESCAPE,
+    Gaps,
     RowSet,
-    compress,
-    decode_range,
-    decompress,
-    encode_range,
+    bitmap_payload,
+    check_range,
+    choose,
+    delta_payload,
+    extent,
+    gap_room,
+    open_bitmap,
+    open_delta,
+    open_runs,
     out_of_order,
     outside,
+    runs_payload,
+    too_long,
+    unknown_coding,
 )
 
 __all__ = ["decode", "encode"]
@@ -21,26 +31,28 @@ __all__ = ["decode", "encode"]
 
 def encode(ids: Tensor) -> RowSet:
     """Code ids int64 [n], ascending and without duplicates."""
-    span = encode_range(ids)
-    differences = []
-    before = -1
-    for row in ids.tolist():
-        if row <= before:
-            raise out_of_order()
-        differences.append(row - before - 1)
-        before = row
-    if span is not None:
-        return span
-    coding = "delta32" if max(differences) < 1 << 32 else "delta64"
-    item_bytes = ITEM_BYTES[coding]
-    words = [difference.to_bytes(item_bytes, "little") for difference in differences]
-    planes = [bytes(word[plane] for word in words) for plane in range(item_bytes)]
-    return RowSet(coding, None, compress(b"".join(planes)))
+    first, span = extent(ids)
+    rows: list[int] = ids.tolist()
+    steps = [after - row for row, after in zip(rows, rows[1:], strict=False)]
+    if any(step <= 0 for step in steps):
+        raise out_of_order()
+    starts = [0, *(i + 1 for i, step in enumerate(steps) if step > 1)]
+    coding = choose(len(rows), span, len(starts) if rows else 0)
+    if coding == "range":
+        return RowSet(coding, first, None)
+    if coding == "bitmap":
+        bits = sum(1 << row - first for row in rows).to_bytes((span + 7) // 8, "little")
+        return RowSet(coding, first, bitmap_payload(np.frombuffer(bits, np.uint8)))
+    if coding == "runs":
+        offsets = [rows[i] - i for i in starts]
+        payload = runs_payload(len(starts), _write_gaps(offsets), _write_gaps(starts))
+        return RowSet(coding, first, payload)
+    return RowSet(coding, first, delta_payload(_write_gaps(rows)))
 
 
 def decode(
     coding: str,
-    first: int | None,
+    first: int,
     payload: bytes | bytearray | memoryview | None,
     *,
     count: int,
@@ -48,15 +60,62 @@ def decode(
 ) -> Tensor:
     """The ids: int64 [count]."""
     if coding == "range":
-        start = decode_range(first, payload, count=count, rows=rows)
-        return torch.tensor(range(start, start + count), dtype=torch.int64)
-    shuffled = decompress(coding, first, payload, count=count, rows=rows)
-    ids = []
-    before = -1
-    for i in range(count):
-        word = bytes(shuffled[plane * count + i] for plane in range(ITEM_BYTES[coding]))
-        before += int.from_bytes(word, "little") + 1
-        if before >= rows:
+        check_range(first, payload, count=count, rows=rows)
+        ids = list(range(first, first + count))
+    elif coding == "bitmap":
+        bits = open_bitmap(first, payload, count=count, rows=rows).tolist()
+        ids = [first + i for i in range(8 * len(bits)) if bits[i // 8] >> i % 8 & 1]
+    elif coding == "runs":
+        ids = _read_runs(first, payload, count=count, rows=rows)
+    elif coding == "delta":
+        gaps = open_delta(first, payload, count=count, rows=rows)
+        ids, _ = _read_gaps(gaps, 0, first, count)
+        if ids[-1] >= rows:
             raise outside(rows)
-        ids.append(before)
+    else:
+        raise unknown_coding(coding)
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _read_runs(first: int, payload: object, *, count: int, rows: int) -> list[int]:
+    runs, gaps, lengths = open_runs(first, payload, count=count, rows=rows)
+    offsets, at = _read_gaps(gaps, 0, first, runs)
+    if offsets[-1] + count > rows:
+        raise outside(rows)
+    starts, _ = _read_gaps(lengths, at, 0, runs)
+    if starts[-1] >= count:
+        raise too_long(count)
+    ends = [*starts[1:], count]
+    return [
+        offset + i
+        for offset, start, end in zip(offsets, starts, ends, strict=True)
+        for i in range(start, end)
+    ]
+
+
+def _write_gaps(numbers: list[int]) -> Gaps:
+    low, _ = gap_room(len(numbers), numbers[-1] - numbers[0] + 1)
+    gaps = [after - number - 1 for number, after in zip(numbers, numbers[1:], strict=False)]
+    planes = b"".join(bytes(gap >> 8 * plane & 255 for gap in gaps) for plane in range(low))
+    symbols = bytearray()
+    for gap in gaps:
+        escapes, rest = divmod(gap >> 8 * low, ESCAPE)
+        symbols += bytes([ESCAPE] * escapes + [rest])
+    return Gaps(low, np.frombuffer(planes, np.uint8), np.frombuffer(bytes(symbols), np.uint8))
+
+
+def _read_gaps(stored: Gaps, at: int, first: int, count: int) -> tuple[list[int], int]:
+    """`count` numbers from `first` on, and the symbol after those from `at` that stand for them."""
+    planes, symbols = stored.planes.tolist(), stored.symbols.tolist()
+    numbers = [first]
+    for i in range(count - 1):
+        gap = 0
+        while symbols[at] == ESCAPE:
+            gap += ESCAPE
+            at += 1
+        gap = gap + symbols[at] << 8 * stored.low
+        at += 1
+        for plane in range(stored.low):
+            gap |= planes[plane * (count - 1) + i] << 8 * plane
+        numbers.append(numbers[-1] + 1 + gap)
+    return numbers, at

@@ -4,6 +4,7 @@
     python tests/fuzz/fuzz_parsers.py records -runs=1000000 -max_len=8192 -rss_limit_mb=6000
     python tests/fuzz/fuzz_parsers.py chunk -runs=1000000 -max_len=8192 -rss_limit_mb=6000
     python tests/fuzz/fuzz_parsers.py tree -runs=1000000 -max_len=8192 -rss_limit_mb=6000
+    python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
 
 atheris itself leaks about 2 KB an execution, hence -rss_limit_mb; the parsers do not.
 
@@ -38,6 +39,9 @@ with atheris.instrument_imports(include=["recpoint"]):
         unpack_record,
     )
     from recpoint.format.state_tree import flatten, unflatten
+    from recpoint.kernels import row_set as kernel
+    from recpoint.kernels.row_set import reference
+    from recpoint.kernels.row_set.frame import compress
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 KINDS: list[type[Record]] = [RunRecord, GenerationRecord, Manifest, Job, Outcome]
@@ -181,10 +185,53 @@ def tree_seeds() -> list[bytes]:
     return [*seeds, bytes([5]) + b'{"list":' + named + b"}"]
 
 
+_ROW_SETS = ("range", "bitmap", "runs", "delta")
+_HEADER_BYTES = {"bitmap": 0, "runs": 10, "delta": 1}
+
+
+def row_set(data: bytes) -> None:
+    """Bytes 0 to 2: which coding, and whether to compress the rest first; the count; the table."""
+    if len(data) < 3:
+        return
+    coding, count, rows = _ROW_SETS[data[0] % 4], data[1], data[1] << data[2] % 32
+    payload: bytes | None = data[3:]
+    if coding == "range":
+        payload = None
+    elif data[0] >= 128:
+        header = _HEADER_BYTES[coding]
+        content = torch.tensor(list(data[3 + header :]), dtype=torch.uint8)
+        payload = data[3 : 3 + header] + compress([content.numpy()])
+    found = []
+    for decode in (kernel.decode, reference.decode):
+        try:
+            ids = decode(coding, data[2] >> 5, payload, count=count, rows=rows)
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        assert ids.numel() == count and bool((ids.diff() > 0).all())
+        assert count == 0 or (int(ids[0]) >= 0 and int(ids[-1]) < rows)
+        found.append(str(ids.tolist()))
+    assert found[0] == found[1]
+
+
+def row_set_seeds() -> list[bytes]:
+    sets = [list(range(9)), [0, 1, 3, 9], [0, 2, 3, 299, 304], [0, 1, 2, 94, 95], [0, 7, 2**24]]
+    seeds = []
+    for ids in sets:
+        coding, _, payload = kernel.encode(torch.tensor(ids))
+        which = _ROW_SETS.index(coding)
+        seeds.append(bytes([which, len(ids), 24]) + (payload or b""))
+    seeds.append(bytes([_repairing(1, 4), 4, 4, 0b1011, 0b10]))
+    seeds.append(bytes([_repairing(3, 4), 5, 8, 0, 1, 0, 255, 40, 4]))
+    seeds.append(bytes([_repairing(2, 4), 5, 8, 2, *bytes(9), 90, 2]))
+    return seeds
+
+
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
     "records": (records, record_seeds),
     "chunk": (chunk, chunk_seeds),
     "tree": (tree, tree_seeds),
+    "row_set": (row_set, row_set_seeds),
 }
 
 

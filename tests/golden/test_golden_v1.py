@@ -128,7 +128,7 @@ def test_every_kind_of_row_chunk_is_there() -> None:
         if meta.scheme == "asymmetric":
             parameters.add((meta.bits, sections["scale"].dtype))
     assert parameters == {(2, "F32"), (3, "F16"), (4, "F16"), (8, "F32")}
-    assert {coding for _, coding in seen} == {"range", "delta32", "delta64"}
+    assert {coding for _, coding in seen} == {"range", "bitmap", "runs", "delta"}
     assert {bits for bits, _ in seen} == {2, 3, 4, 8, 16, 32}
 
 

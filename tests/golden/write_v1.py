@@ -115,10 +115,12 @@ def write(directory: Path) -> None:
     )
     increment.commit("increment", FULL, (ITEMS,))
 
-    # A full with a row set of 8-byte differences would be large: its chain is not stored here.
+    # A full of rows this far apart would be large: the chain of these two is not stored here.
     wide = _Writer(directory, WIDE)
     far = torch.tensor([7, 2**33, 2**39])
     wide.rows(0, USERS, far, torch.tensor([[1.5, -2, 0], [0, 0, 0], [3, 4, 5]]), None)
+    runs = torch.tensor([8, 9, 10, 2**32, 2**32 + 1, 2**39 + 1])
+    wide.rows(0, USERS, runs, torch.arange(18.0).reshape(6, 3), None)
     wide.state(None)
     wide.commit("wide", INCREMENT, (USERS,))
 

@@ -229,7 +229,7 @@ class TestMalformed:
         sections = [section for section in chunk.sections.values() if section.name != "row_set"]
         sections.append(Section("row_set", "U8", (len(coded.payload),), coded.payload))
         meta = type(chunk.meta).model_validate(
-            chunk.meta.model_dump() | {"row_set": {"coding": coded.coding}}
+            chunk.meta.model_dump() | {"row_set": {"coding": coded.coding, "first": coded.first}}
         )
         return build_chunk(meta, sections)
 

@@ -57,7 +57,7 @@ def meta(**changes: Any) -> ChunkMeta:
         "dim": DIM,
         "bits": BITS,
         "scheme": "asymmetric",
-        "row_set": RowSetCoding(coding="delta32"),
+        "row_set": RowSetCoding(coding="delta", first=1),
     }
     return ChunkMeta.model_validate(fields | changes)
 
@@ -445,6 +445,7 @@ def test_versions(version: object, error: type[FormatError]) -> None:
         {"content": "other"},
         {"unknown": 1},
         {"row_set": {"coding": "delta32", "first": 3}},
+        {"row_set": {"coding": "delta"}},
         {"row_set": {"coding": "range"}},
         {"row_set": {"coding": "range", "first": -1}},
         {"row_set": {"coding": "range", "first": 2**48}},
