@@ -84,7 +84,7 @@ def _row_bytes(spec: TableSpec, entry: ChunkEntry) -> int:
 
 
 def _state_bytes(spec: TableSpec) -> int:
-    return sum(array_bytes(state.dtype, state.shape) for state in spec.row_states)
+    return sum(array_bytes(state.narrow_dtype, state.shape) for state in spec.row_states)
 
 
 def check_stored(manifest: Manifest, entry: ChunkEntry, sizes: Mapping[str, int]) -> None:
@@ -163,7 +163,10 @@ def _decode_rows(chunk: Chunk, manifest: Manifest, entry: ChunkEntry) -> Decoded
                 entry.key, f"codes that do not decode ({error})", "format §3.2"
             ) from error
         values = decoded.to(torch_dtype(spec.dtype))  # rounds, format §3.2
-    states = [section_tensor(sections[f"state.{k}"]) for k in range(len(spec.row_states))]
+    states = [
+        section_tensor(sections[f"state.{k}"]).to(torch_dtype(state.dtype))  # exact, format §3.5
+        for k, state in enumerate(spec.row_states)
+    ]
     return DecodedRows(rows=rows, values=values, row_states=tuple(states))
 
 

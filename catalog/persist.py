@@ -33,7 +33,7 @@ from recpoint.errors import (
     StaleWriter,
     StoreError,
 )
-from recpoint.format.job import Outcome
+from recpoint.format.job import Outcome, StagedTable
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import generation_key, parse_job_stem
 
@@ -237,6 +237,7 @@ def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quanti
         chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
         quantizers=quantization.quantizers,
         quantized_by=quantization.implementation,
+        state_bits=16 if any(_rounds_states(table) for table in job.tables) else None,
         snapshot_ms=job.snapshot_ms,
         staged_ms=job.staged_ms,
         committed_ms=_now_ms(),
@@ -245,6 +246,11 @@ def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quanti
         full_bytes=job.full_bytes,
         writer=f"recpoint {version('recpoint')}",
     )
+
+
+def _rounds_states(table: StagedTable) -> bool:
+    exact = tuple(state.dtype for state in table.spec.row_states)
+    return table.row_count > 0 and table.state_dtypes != exact
 
 
 def finish_committed(job_file: Path | str, committed: Committed) -> Outcome:

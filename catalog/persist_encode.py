@@ -29,6 +29,7 @@ from recpoint.catalog.persist_spool import (
     result_path,
     save_result,
 )
+from recpoint.catalog.row_state import to_bfloat16
 from recpoint.catalog.staged_job import (
     Extent,
     StagedJob,
@@ -47,7 +48,7 @@ from recpoint.kernels import row_set
 
 __all__ = ["encode_group"]
 
-#: Bytes of rows that are filtered at once.
+#: Bytes of rows that are filtered or rounded at once.
 _PASS_BYTES = 8 << 20
 
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -149,7 +150,7 @@ def _exact_chunk(
         rows=block.rows,
         arrays=[
             _Array("values", spec.dtype, (block.rows, spec.dim), (values,)),
-            *_states_in_slot(staged, block),
+            *_states(staged, block, None, spool),
         ],
         spool=spool,
     )
@@ -197,7 +198,7 @@ def _quantized_chunks(
     for number, start in zip(count(block.number + len(PARAMETER_DTYPES)), starts):
         positions = exact[start : start + rows_each]
         chosen = _mask(block, positions)
-        values = _filtered(staged, values_name(block.table), block, chosen, spool)
+        values = _copied(staged, values_name(block.table), block, chosen, spool)
         yield _row_chunk(
             staged,
             block,
@@ -287,49 +288,54 @@ def _chosen(ids: _Ids | None, block: RowBlock, mask: _Mask) -> int | _Ids:
     return block.first if bool(mask.all()) else block.first + np.flatnonzero(mask)
 
 
-def _states_in_slot(staged: StagedJob, block: RowBlock) -> list[_Array]:
-    return [
-        _Array(
-            f"state.{index}",
-            state.dtype,
-            (block.rows, *state.shape),
-            (staged.extent(state_name(block.table, index), first=block.first, count=block.rows),),
-        )
-        for index, state in enumerate(staged.job.tables[block.table].spec.row_states)
-    ]
+def _states(
+    staged: StagedJob, block: RowBlock, mask: _Mask | None, spool: SpoolFile
+) -> list[_Array]:
+    """The row states of the rows that `mask` chooses, None: of all; copied only if they change."""
+    table = staged.job.tables[block.table]
+    if mask is not None and mask.all():
+        mask = None
+    rows = block.rows if mask is None else int(mask.sum())
+    arrays = []
+    for index, (state, dtype) in enumerate(
+        zip(table.spec.row_states, table.state_dtypes, strict=True)
+    ):
+        name, rounded = state_name(block.table, index), dtype != state.dtype
+        if mask is None and not rounded:
+            extent = staged.extent(name, first=block.first, count=block.rows)
+        else:
+            extent = _copied(staged, name, block, mask, spool, rounded=rounded)
+        arrays.append(_Array(f"state.{index}", dtype, (rows, *state.shape), (extent,)))
+    return arrays
 
 
-def _states(staged: StagedJob, block: RowBlock, mask: _Mask, spool: SpoolFile) -> list[_Array]:
-    """The row states of the rows that `mask` chooses; copied unless it chooses all."""
-    if mask.all():
-        return _states_in_slot(staged, block)
-    rows = int(mask.sum())
-    return [
-        _Array(
-            f"state.{index}",
-            state.dtype,
-            (rows, *state.shape),
-            (_filtered(staged, state_name(block.table, index), block, mask, spool),),
-        )
-        for index, state in enumerate(staged.job.tables[block.table].spec.row_states)
-    ]
-
-
-def _filtered(
-    staged: StagedJob, name: str, block: RowBlock, mask: _Mask, spool: SpoolFile
+def _copied(
+    staged: StagedJob,
+    name: str,
+    block: RowBlock,
+    mask: _Mask | None,
+    spool: SpoolFile,
+    *,
+    rounded: bool = False,
 ) -> Extent:
-    """Copy the rows that `mask` [block.rows] chooses from a segment into the spool."""
+    """Copy the rows of a segment that `mask` [block.rows] chooses into the spool.
+
+    `rounded`: they are F32, and what is copied is the BF16 next to each value (format §3.5).
+    """
     whole = staged.extent(name, first=block.first, count=block.rows)
     row_bytes = whole.length // block.rows
     offset, length = spool.append(b"").offset, 0
     rows_each = max(1, _PASS_BYTES // max(1, row_bytes))
     for first in range(0, block.rows, rows_each):
-        part = mask[first : first + rows_each]
-        if not part.any():
+        part = slice(None) if mask is None else mask[first : first + rows_each]
+        if not isinstance(part, slice) and not part.any():
             continue
-        raw = Extent(whole.path, whole.offset + first * row_bytes, len(part) * row_bytes)
-        rows = _read_array(raw, np.uint8).reshape(len(part), row_bytes)
-        length += spool.append(np.ascontiguousarray(rows[part])).length
+        count = min(rows_each, block.rows - first)
+        raw = Extent(whole.path, whole.offset + first * row_bytes, count * row_bytes)
+        rows = np.ascontiguousarray(_read_array(raw, np.uint8).reshape(count, row_bytes)[part])
+        if rounded:
+            rows = to_bfloat16(torch.from_numpy(rows).view(torch.float32)).view(torch.uint8).numpy()
+        length += spool.append(rows).length
     return Extent(str(spool.path), offset, length)
 
 

@@ -102,7 +102,8 @@ def is_quantized(table: StagedTable) -> bool:
 
 def exact_row_bytes(table: StagedTable) -> int:
     """Bytes of one staged row: its values and row states."""
-    return table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
+    states = sum(array_bytes(state.dtype, state.shape) for state in table.spec.row_states)
+    return table.spec.dim * item_bytes(table.spec.dtype) + states
 
 
 def plan_groups(staged: StagedJob) -> list[Group]:
@@ -153,7 +154,8 @@ def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, bool]]:
 def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBlock]:
     ids = 0 if table.all_rows else _ID_BYTES
     exact = exact_row_bytes(table)
-    stored = exact
+    exact_stored = table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
+    stored = exact_stored
     if is_quantized(table):
         stored = (table.spec.dim * table.bits + 7) // 8 + 8 + _state_bytes(table)
     if exact + _ID_BYTES > MAX_CHUNK_BYTES - (1 << 20):
@@ -164,7 +166,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
             next_step="split the table's rows over several tables",
         )
     rows_each = max(1, min(CHUNK_BYTES // (stored + ids), GROUP_BYTES // exact))
-    exact_rows_each = max(1, CHUNK_BYTES // (exact + _ID_BYTES))
+    exact_rows_each = max(1, CHUNK_BYTES // (exact_stored + _ID_BYTES))
     numbers = 1
     if is_quantized(table):
         # Should none of the rows be quantizable, they fill as many exact chunks.
@@ -231,4 +233,6 @@ def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
 
 
 def _state_bytes(table: StagedTable) -> int:
-    return sum(array_bytes(state.dtype, state.shape) for state in table.spec.row_states)
+    """Bytes of the row states of one row as they are to be stored."""
+    states = zip(table.state_dtypes, table.spec.row_states, strict=True)
+    return sum(array_bytes(dtype, state.shape) for dtype, state in states)

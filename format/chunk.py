@@ -244,7 +244,10 @@ def _check_rows(
         half = "scale" in sections and sections["scale"].dtype == "F16"
         implied["scale"] = implied["offset"] = ("F16" if half else "F32", (rows,))
     for index, state in enumerate(spec.row_states):
-        implied[f"state.{index}"] = (state.dtype, (rows, *state.shape))
+        name = f"state.{index}"
+        narrow = name in sections and sections[name].dtype == state.narrow_dtype
+        dtype = state.narrow_dtype if narrow else state.dtype
+        implied[name] = (dtype, (rows, *state.shape))
 
     if sections.keys() != implied.keys():
         extra = sorted(sections.keys() - implied.keys()) + sorted(implied.keys() - sections.keys())

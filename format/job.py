@@ -53,6 +53,7 @@ class StagedTable(Part):
     all_rows: bool  # every row is there, in order: there is no ids segment
     bits: Annotated[int, Field(ge=2, le=64)]  # 2, 3, 4, 8; or the dtype's own width: exact
     quantizer: QuantizerName  # means nothing for a table that is stored exactly
+    state_bits: Literal[16] | None  # 16: row states that may be are rounded to bfloat16
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -62,6 +63,12 @@ class StagedTable(Part):
         if self.bits not in (*CODE_BITS, 8 * item_bytes(self.spec.dtype)):
             raise ValueError(f"{self.bits} bits for a table of {self.spec.dtype}")
         return self
+
+    @property
+    def state_dtypes(self) -> tuple[Dtype, ...]:
+        """The dtypes in which its row states are to be stored."""
+        states = self.spec.row_states
+        return tuple(s.dtype if self.state_bits is None else s.narrow_dtype for s in states)
 
 
 class Job(Record):

@@ -81,6 +81,12 @@ class RowStateSpec(Part):
     shape: Annotated[tuple[Size, ...], Field(max_length=4, strict=False), FailFast()]
     optimizer: Annotated[int, Field(ge=0, lt=1000)]
 
+    @property
+    def narrow_dtype(self) -> Dtype:
+        """The dtype it is stored in when it may be rounded: one value a row is always exact."""
+        several = any(size > 1 for size in self.shape)
+        return "BF16" if self.dtype == "F32" and several else self.dtype
+
 
 class TableSpec(Part):
     """One embedding table: its name in the model, its shape, its row states."""
@@ -166,6 +172,7 @@ class Manifest(Record):
         tuple[Quantizer, ...], Field(max_length=100_000, strict=False), FailFast()
     ]
     quantized_by: Annotated[str, Field(max_length=255)]
+    state_bits: Literal[16] | None
     snapshot_ms: Milliseconds
     staged_ms: Milliseconds
     committed_ms: Milliseconds

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import crc32c
 import torch
@@ -49,6 +50,7 @@ class Table:
     states: tuple[Tensor, ...] = ()
     bits: int | None = None  # None: exact
     quantizer: QuantizerName = "asymmetric"  # of staged jobs; what is built here is asymmetric
+    state_bits: Literal[16] | None = None  # of staged jobs; what is built here is exact
     state_names: tuple[str, ...] = field(default=())
 
     @property
@@ -190,6 +192,7 @@ def build(
         full_bytes=sum(table.values.nbytes for table in tables),
         quantizers=(),
         quantized_by="",
+        state_bits=None,
         writer="recpoint tests",
     )
     return Checkpoint(manifest=manifest, chunks={entry.key: data for entry, data in stored})

@@ -90,6 +90,7 @@ def stage(
                 all_rows=ids is None,
                 bits=table.bits or 8 * item_bytes(table.spec.dtype),
                 quantizer=table.quantizer,
+                state_bits=table.state_bits,
             )
         )
     tree, tensors = flatten(state)

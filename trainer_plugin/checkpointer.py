@@ -28,7 +28,7 @@ from recpoint.trainer_plugin.pipeline import Pipeline
 from recpoint.trainer_plugin.reader import Stateful, announce
 from recpoint.trainer_plugin.restore_target import ModelTarget, check_partial
 from recpoint.trainer_plugin.schedule import BatchInterval, Schedule, SecondsInterval
-from recpoint.trainer_plugin.settings import Bits, OnError, Settings, several
+from recpoint.trainer_plugin.settings import Bits, OnError, Settings, StateBits, several
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics, Stats
 from recpoint.trainer_plugin.tables import find_tables, table_widths
@@ -89,6 +89,7 @@ class Checkpointer:
         bits: Bits = "lossless",
         table_bits: Mapping[str, Bits] | None = None,
         quantizer: QuantizerName = "auto",
+        state_bits: StateBits = "lossless",
         full_every: int = 16,
         max_staged_jobs: int = 1,
         staging: str | Path | None = None,
@@ -104,6 +105,7 @@ class Checkpointer:
             bits=bits,
             table_bits={} if table_bits is None else table_bits,
             quantizer=quantizer,
+            state_bits=state_bits,
             full_every=full_every,
             max_staged_jobs=max_staged_jobs,
             staging=staging,
@@ -137,6 +139,7 @@ class Checkpointer:
             state=self._state,
             widths=widths,
             quantizer=settings.quantizer,
+            state_bits=None if settings.state_bits == "lossless" else settings.state_bits,
             full_every=settings.full_every,
         )
         self._area = StagingArea(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name
@@ -50,6 +50,7 @@ class Cutter:
         state: everything else.
         widths: table name -> bits of a stored value.
         quantizer: how rows are to be quantized.
+        state_bits: 16: element-wise row states are to be rounded.
         full_every: longest chain.
     """
 
@@ -62,6 +63,7 @@ class Cutter:
         state: TrainingState,
         widths: Mapping[str, int],
         quantizer: QuantizerName,
+        state_bits: Literal[16] | None,
         full_every: int,
     ) -> None:
         self._tables = tuple(tables)
@@ -70,6 +72,7 @@ class Cutter:
         self._state = state
         self._widths = widths
         self._quantizer = quantizer
+        self._state_bits: Literal[16] | None = state_bits
         self._full_every = full_every
         self._specs: dict[str, tuple[object, TableSpec]] = {}
 
@@ -164,6 +167,7 @@ class Cutter:
             row_count=row_count,
             bits=self._widths[table.name],
             quantizer=self._quantizer,
+            state_bits=self._state_bits,
         )
 
     def _spec(self, table: Table) -> TableSpec:

@@ -11,11 +11,15 @@ from typing import Any, Literal, TypeVar
 from recpoint.errors import SettingsError
 from recpoint.format.job import QUANTIZERS, QuantizerName
 
-__all__ = ["BIT_WIDTHS", "Bits", "OnError", "Settings", "several"]
+__all__ = ["BIT_WIDTHS", "Bits", "OnError", "Settings", "StateBits", "several"]
 
 #: What a row can be stored in; "lossless" keeps the bytes.
 Bits = Literal["lossless", 2, 3, 4, 8]
 BIT_WIDTHS: tuple[Bits, ...] = ("lossless", 2, 3, 4, 8)
+
+#: What a value of element-wise optimizer state can be stored in.
+StateBits = Literal["lossless", 16]
+STATE_BITS: tuple[StateBits, ...] = ("lossless", 16)
 
 OnError = Literal["continue", "raise"]
 
@@ -37,6 +41,9 @@ class Settings:
         quantizer: how the scale and offset of a row stored in fewer bits are found: "asymmetric"
             (from its least to its greatest value), "symmetric"; "auto": "asymmetric" for 8 bits,
             and what is best on a sample of the table's rows for fewer, which the agent finds out.
+        state_bits: 16: optimizer state of several float32 values a row (Adagrad's sum, Adam's
+            moments) is rounded to bfloat16: non-negative stays non-negative, zero stays zero, each
+            value within 2^-8 of itself. One value a row is exact in any case.
         full_every: a full after this many checkpoints of one chain; 1: fulls only.
         max_staged_jobs: checkpoints that may wait for the agent; each takes the bytes of a full
             in the staging area.
@@ -53,6 +60,7 @@ class Settings:
     bits: Bits = "lossless"
     table_bits: Mapping[str, Bits] = field(default_factory=dict)
     quantizer: QuantizerName = "auto"
+    state_bits: StateBits = "lossless"
     full_every: int = 16
     max_staged_jobs: int = 1
     staging: str | Path | None = None
@@ -70,6 +78,7 @@ class Settings:
         for table, bits in self.table_bits.items():
             _choice(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
         _choice("quantizer", self.quantizer, QUANTIZERS)
+        _choice("state_bits", self.state_bits, STATE_BITS)
         _whole("full_every", self.full_every, 1, _MAX_CHAIN)
         _whole("max_staged_jobs", self.max_staged_jobs, 1, _MAX_SLOTS)
         _choice("on_error", self.on_error, ("continue", "raise"))

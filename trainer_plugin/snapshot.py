@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class TablePart:
         row_count: how many that are.
         bits: how they are to be stored.
         quantizer: how they are to be quantized, if they are.
+        state_bits: 16: element-wise row states are to be rounded.
     """
 
     spec: TableSpec
@@ -57,6 +58,7 @@ class TablePart:
     row_count: int
     bits: int
     quantizer: QuantizerName
+    state_bits: Literal[16] | None
 
     @property
     def staged(self) -> StagedTable:
@@ -67,6 +69,7 @@ class TablePart:
             all_rows=self.bitmap is None,
             bits=self.bits,
             quantizer=self.quantizer,
+            state_bits=self.state_bits,
         )
 
 

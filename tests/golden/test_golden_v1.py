@@ -86,6 +86,7 @@ def test_the_manifests() -> None:
     assert (quantizer.ratio_permille, quantizer.refits) == (400, 0)
     assert (quantizer.sample_rows, quantizer.seed) == (14, 120)
     assert increment.quantized_by == "numba 0.68.1, 2 threads, avx2"
+    assert (full.state_bits, increment.state_bits) == (None, 16)
     assert [quantizer.sample_rows for quantizer in full.quantizers] == [0]
     assert (manifest("wide").quantizers, manifest("wide").quantized_by) == ((), "")
 
@@ -117,6 +118,7 @@ def test_the_rows_of_a_chunk(name: str, key: str) -> None:
     if "state.1" in sections:
         assert section_tensor(sections["state.1"]).tolist() == [10 * row for row in ids.tolist()]
         assert sections["state.0"].shape == (len(ids), 5)
+        assert sections["state.0"].dtype == ("BF16" if meta.bits in (3, 4) else "F32")
 
 
 def test_every_kind_of_row_chunk_is_there() -> None:
@@ -172,7 +174,8 @@ def test_the_job_and_its_outcome() -> None:
     job = read(Job, "staging/job.json")
     assert (job.run_url, job.slot) == ("s3://bucket/runs/golden", "r00000-1.bin")
     assert (job.step, job.generation, job.rank, job.chain_length) == (120, 2, 0, 2)
-    assert [(table.bits, table.quantizer) for table in job.tables] == [(16, "auto")]
+    (table,) = job.tables
+    assert (table.bits, table.quantizer, table.state_bits) == (16, "auto", 16)
     assert [(s.name, s.dtype, s.shape, s.offset) for s in job.segments] == [
         ("t0.ids", "I64", (2,), 0),
         ("t0.values", "BF16", (2, 3), 64),

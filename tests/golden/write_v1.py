@@ -171,7 +171,8 @@ class _Writer:
         sections = []
         if spec is ITEMS:
             sections.append(tensor_section("state.1", ids * 10))
-            sections.append(tensor_section("state.0", rows.abs()))
+            narrow = torch.bfloat16 if half else torch.float32
+            sections.append(tensor_section("state.0", rows.abs().to(narrow)))
         if bits is None:
             stored = rows if spec.dtype == "F32" else rows.to(torch.bfloat16)
             sections.append(tensor_section("values", stored))
@@ -239,6 +240,7 @@ class _Writer:
                 "stall_us": 1500,
                 "quantizers": _QUANTIZERS[name],
                 "quantized_by": "numba 0.68.1, 2 threads, avx2" if _QUANTIZERS[name] else "",
+                "state_bits": 16 if name == "increment" else None,
                 "dirty_rows": sum(entry.row_count or 0 for entry in self.entries),
                 "full_bytes": 4000,
                 "writer": "0.1.0",
@@ -279,7 +281,11 @@ def _job() -> Job:
         chain_length=2,
         rank=0,
         ranks=1,
-        tables=(StagedTable(spec=USERS, row_count=2, all_rows=False, bits=16, quantizer="auto"),),
+        tables=(
+            StagedTable(
+                spec=USERS, row_count=2, all_rows=False, bits=16, quantizer="auto", state_bits=16
+            ),
+        ),
         slot="r00000-1.bin",
         slot_bytes=4096,
         segments=(

@@ -176,6 +176,9 @@ def test_numbers_outside_their_bounds_or_of_another_type(path: str, value: objec
         ("quantizers", [None]),
         ("quantized_by", "x" * 256),
         ("quantized_by", None),
+        ("state_bits", 8),
+        ("state_bits", True),
+        ("state_bits", "16"),
         ("writer", "x" * 256),
     ],
 )

@@ -50,6 +50,7 @@ def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
         "chunks": [chunk.model_dump(mode="json") for chunk in manifest.chunks],
         "quantizers": [quantizer.model_dump(mode="json") for quantizer in manifest.quantizers],
         "quantized_by": manifest.quantized_by,
+        "state_bits": manifest.state_bits,
         "chain": None if chain is None else [checkpoint(member) for member in chain],
     }
 

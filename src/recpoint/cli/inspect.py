@@ -125,6 +125,8 @@ def show(
     ]
     if manifest.quantized_by:
         fields.append(("quantized by", manifest.quantized_by))
+    if manifest.state_bits is not None:
+        fields.append(("row states", "those of several F32 values a row rounded to BF16"))
     views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]
     if chunks:
         views.append(terminal.chunks_table(manifest))

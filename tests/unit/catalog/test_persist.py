@@ -16,6 +16,7 @@ from recpoint.catalog.check import check
 from recpoint.catalog.chunk_reader import read_chunk
 from recpoint.catalog.restore import restore
 from recpoint.catalog.restore_target import MemoryTarget
+from recpoint.catalog.row_state import to_bfloat16
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import open_job
 from recpoint.catalog.store import open_store
@@ -290,10 +291,50 @@ def test_a_choice_is_made_on_a_sample_of_the_staged_rows_and_is_made_again_the_s
     assert same(restored(run).tables["t"].values[1], decoded(values[1:2], 4, first[0][1])[0])
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_rounded_row_states_come_back_within_their_bound_and_the_others_exactly(
+    run: Run, tmp_path: Path, small_chunks: None, bits: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    moments = torch.rand(70, 4, generator=generator)
+    moments[3] = 0.0
+    moments[4, 1] = 3.4e38
+    table = Table(
+        "t",
+        torch.randn(70, 4, generator=generator),
+        (moments, torch.rand(70, generator=generator), moments.double(), moments[:, :1].clone()),
+        bits=bits,
+        state_bits=16,
+    )
+    table.values[5, 2] = float("nan")
+    table.values[9] *= 1e-9
+    links = Links()
+    path = stage(run, tmp_path / "s", [table], step=1, generation=1, links=links)
+    assert persist.persist_job(path).result == "committed"
+    dirty = torch.tensor([0, 3, 4, 5, 6, 9, 69])
+    table.train(dirty[-2:], generator)
+    path = stage(run, tmp_path / "s", [table], step=2, generation=1, links=links, dirty=[dirty])
+    assert persist.persist_job(path).result == "committed"
+    found = restored(run).tables["t"].row_states
+    expected = (to_bfloat16(table.states[0]).float(), *table.states[1:])
+    for state, wanted in zip(found, expected, strict=True):
+        assert state is not None and same(state, wanted)
+    assert [run.manifest(step, 1).state_bits for step in (1, 2)] == [16, 16]
+    assert check(run, level="full").ok
+
+
+def test_state_bits_mean_nothing_where_no_state_may_be_rounded(run: Run, tmp_path: Path) -> None:
+    table = Table("t", torch.randn(5, 2), (torch.rand(5),), state_bits=16)
+    persist.persist_job(stage(run, tmp_path / "s", [table], step=1, generation=1))
+    assert run.manifest(1, 1).state_bits is None
+    assert same_tables(restored(run), [table])
+
+
 def test_a_lossless_manifest_names_no_quantizer(run: Run, tmp_path: Path) -> None:
     train_and_persist(run, tmp_path / "staging", tables(), checkpoints=1)
     manifest = run.manifest(1, 1)
     assert (manifest.quantizers, manifest.quantized_by) == ((), "")
+    assert manifest.state_bits is None
 
 
 def test_a_table_of_nothing_but_nan_becomes_exact_chunks_only(

@@ -124,6 +124,7 @@ def manifest_of(entry: ChunkEntry, **changes: Any) -> Manifest:
         "full_bytes": 0,
         "quantizers": (),
         "quantized_by": "",
+        "state_bits": None,
         "writer": "",
     }
     return Manifest.model_validate(fields | changes)
@@ -360,6 +361,33 @@ def test_a_section_of_another_dtype_or_shape(section: Section) -> None:
     data = build_chunk(meta(), sections)
     with pytest.raises(MalformedObject):
         parse(data)
+
+
+def with_state(state: RowStateSpec, stored: torch.Tensor) -> Chunk:
+    """A chunk whose one row state is `stored`, of a table whose row state is `state`."""
+    table = TABLE.model_copy(update={"row_states": (state,)})
+    sections = [tensor_section("state.0", stored), *row_sections()[1:]]
+    tables = (table.model_copy(update={"name": "other"}), table)
+    return parse(build_chunk(meta(), sections), tables=tables)
+
+
+def test_row_states_of_several_f32_a_row_may_be_bf16() -> None:
+    state = RowStateSpec(name="sum", dtype="F32", shape=(2,), optimizer=0)
+    for dtype, name in ((torch.float32, "F32"), (torch.bfloat16, "BF16")):
+        chunk = with_state(state, torch.ones(ROWS, 2, dtype=dtype))
+        assert chunk.sections["state.0"].dtype == name
+    with pytest.raises(MalformedObject, match=r"state\.0"):
+        with_state(state, torch.ones(ROWS, 2, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F32", ()), ("F32", (1,)), ("F64", (2,)), ("F16", (2,)), ("I32", (2,))]
+)
+def test_other_row_states_may_not(dtype: Dtype, shape: tuple[int, ...]) -> None:
+    state = RowStateSpec(name="sum", dtype=dtype, shape=shape, optimizer=0)
+    with_state(state, torch.ones(ROWS, *shape, dtype=torch_dtype(dtype)))
+    with pytest.raises(MalformedObject, match=r"state\.0"):
+        with_state(state, torch.ones(ROWS, *shape, dtype=torch.bfloat16))
 
 
 def state_meta() -> ChunkMeta:

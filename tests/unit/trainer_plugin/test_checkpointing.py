@@ -6,11 +6,12 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam
+from torch.optim import Adagrad, Adam
 
 from recpoint import Checkpointer
 from recpoint.catalog import staged
@@ -340,6 +341,33 @@ def test_quantized_tables_keep_their_state_exact(place: Place) -> None:
     assert 0 < users.abs().max() < 0.05
     assert torch.equal(training.model.items.weight, second.model.items.weight)
     assert torch.equal(training.model.top.weight, second.model.top.weight)
+
+
+@pytest.mark.parametrize("state_bits", ["lossless", 16])
+def test_optimizer_state_is_exact_unless_it_was_asked_otherwise(
+    place: Place, state_bits: Literal["lossless", 16]
+) -> None:
+    training = simple_training()
+    training.optimizers = [Adagrad(training.model.parameters(), lr=0.1)]
+    with place.agent():
+        with checkpointer(training, place, state_bits=state_bits) as ckpt:
+            ckpt.restore()
+            train(training, ckpt, 2)
+        second = simple_training(5)
+        second.optimizers = [Adagrad(second.model.parameters(), lr=0.1)]
+        with checkpointer(second, place) as again:
+            again.restore()
+    for table in ("users", "items"):
+        before, after = (
+            t.optimizers[0].state[t.model.get_parameter(f"{table}.weight")]["sum"]
+            for t in (training, second)
+        )
+        assert (before > 0).any() and torch.equal(before == 0, after == 0)
+        assert (after - before).abs().le(2.0**-8 * before).all()
+        assert torch.equal(before, after) == (state_bits == "lossless")
+    assert torch.equal(training.model.users.weight, second.model.users.weight)
+    top = (t.optimizers[0].state[t.model.top.weight]["sum"] for t in (training, second))
+    assert torch.equal(*top)
 
 
 def test_the_quantizer_that_was_set_is_the_one_of_the_checkpoint(place: Place) -> None:
