@@ -13,6 +13,7 @@ from recpoint.kernels.row_set.frame import compress, decompress
 
 __all__ = [
     "Bytes",
+    "Coding",
     "ESCAPE",
     "Gaps",
     "Numbers",
@@ -40,8 +41,8 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 #: A symbol of this value stands for itself and is followed by another symbol of the same number.
 ESCAPE: Final = 255
 
-#: Up to this many rows for each run, a bitmap is smaller than the runs or the differences.
-_ROWS_PER_RUN: Final = 12
+#: Up to this many rows for each run, one in each byte, a bitmap is smaller than runs or gaps.
+_ROWS_PER_RUN: Final = 8
 
 _MOST_LOW_BYTES: Final = 7
 _MOST_ROWS: Final = 1 << 62

@@ -12,6 +12,7 @@ from torch import Tensor
 from recpoint.kernels.intrinsics import compiled, lowest_bit, pointer, set_bits
 from recpoint.kernels.row_set.coding import (
     Bytes,
+    Coding,
     Gaps,
     Numbers,
     RowSet,
@@ -32,7 +33,7 @@ from recpoint.kernels.row_set.coding import (
 )
 from recpoint.kernels.threads import over_rows
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "payload_as"]
 
 
 @compiled(nogil=True)
@@ -214,19 +215,29 @@ def _read_symbols(
 def encode(ids: Tensor) -> RowSet:
     """Code ids int64 [n], ascending and without duplicates."""
     first, span = extent(ids)
-    n = ids.numel()
     runs = _count_runs(ids)
-    coding = choose(n, span, runs)
+    coding = choose(ids.numel(), span, runs)
     if coding == "range":
         return RowSet(coding, first, None)
+    return RowSet(coding, first, payload_as(coding, ids, span=span, runs=runs))
+
+
+def payload_as(coding: Coding, ids: Tensor, *, span: int, runs: int) -> bytes:
+    """The payload of a coding that is not "range", whether or not it is the one to choose.
+
+    Args:
+        coding: which one.
+        ids: int64 [n], ascending, in 2 runs or more.
+        span: rows from the first id to the last.
+        runs: how many runs of consecutive ids there are.
+    """
     if coding == "bitmap":
-        return RowSet(coding, first, bitmap_payload(_bits(ids, span)))
-    if coding == "runs":
-        offsets, starts = np.empty(runs, np.int64), np.empty(runs + 1, np.int64)
-        _split_runs(ids.data_ptr(), n, offsets.ctypes.data, starts.ctypes.data, runs)
-        payload = runs_payload(runs, _write_gaps(offsets), _write_gaps(starts[:-1]))
-        return RowSet(coding, first, payload)
-    return RowSet(coding, first, delta_payload(_write_gaps(ids.numpy())))
+        return bitmap_payload(_bits(ids, span))
+    if coding == "delta":
+        return delta_payload(_write_gaps(ids.numpy()))
+    offsets, starts = np.empty(runs, np.int64), np.empty(runs + 1, np.int64)
+    _split_runs(ids.data_ptr(), ids.numel(), offsets.ctypes.data, starts.ctypes.data, runs)
+    return runs_payload(runs, _write_gaps(offsets), _write_gaps(starts[:-1]))
 
 
 def decode(

@@ -82,11 +82,11 @@ def test_runs_are_two_lists_of_gaps() -> None:
     ("count", "span", "found", "coding"),
     [
         (1000, 1000, 1, "range"),
-        (1000, 12 * 400, 400, "bitmap"),
-        (1000, 12 * 400 + 1, 400, "runs"),
-        (1000, 12 * 500 + 1, 500, "runs"),
-        (1000, 12 * 501, 501, "bitmap"),
-        (1000, 12 * 501 + 1, 501, "delta"),
+        (1000, 8 * 400, 400, "bitmap"),
+        (1000, 8 * 400 + 1, 400, "runs"),
+        (1000, 8 * 500 + 1, 500, "runs"),
+        (1000, 8 * 501, 501, "bitmap"),
+        (1000, 8 * 501 + 1, 501, "delta"),
         (2, 2**62, 2, "delta"),
         (4, 2**62, 2, "runs"),
     ],
@@ -160,15 +160,18 @@ def test_large_sets_at_any_number_of_threads(name: str, ids: torch.Tensor, threa
         row_set.decode(*found, count=ids.numel(), rows=rows - 1)
 
 
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.26, 0.5, 0.75, 0.9])
-def test_a_random_set_takes_little_more_than_its_entropy(density: float) -> None:
+@pytest.mark.parametrize(
+    ("density", "most"),
+    [(0.001, 1.02), (0.01, 1.02), (0.1, 1.03), (0.26, 1.03), (0.5, 1.03), (0.75, 1.05), (0.9, 1.2)],
+)
+def test_a_random_set_takes_little_more_than_its_entropy(density: float, most: float) -> None:
     draw = torch.Generator().manual_seed(1)
     ids = (torch.rand(int(50_000 / density), generator=draw) < density).nonzero().reshape(-1)
     payload = row_set.encode(ids).payload
     assert payload is not None
     p = torch.tensor(density, dtype=torch.float64)
     entropy = -(p * p.log2() + (1 - p) * (1 - p).log2())
-    assert len(payload) * 8 <= 1.07 * float(entropy) * 50_000 / density
+    assert len(payload) * 8 <= most * float(entropy) * 50_000 / density
 
 
 @pytest.mark.parametrize(
@@ -234,8 +237,8 @@ RUNS = runs(2, 0, 0, [90], [2])  # offsets 0, 91 and starts 0, 3 of 5 ids: 0 1 2
         ("bitmap", 60, BITS, 4, 69, "not below the table's 69 rows"),
         ("bitmap", 0, frame([0b1010, 0b11]), 4, 70, "whose ends"),
         ("bitmap", 0, frame([0b1111, 0]), 4, 70, "whose ends"),
-        ("bitmap", 0, BITS, 17, 70, "states 2 bytes, expected 3 to 26"),
-        ("bitmap", 0, frame([1, 0, 0, 1]), 2, 70, "states 4 bytes, expected 1 to 3"),
+        ("bitmap", 0, BITS, 17, 70, "states 2 bytes, expected 3 to 17"),
+        ("bitmap", 0, frame([1, 0, 0, 1]), 2, 70, "states 4 bytes, expected 1 to 2"),
         # gaps
         ("delta", 0, b"\x08" + GAPS[1:], 5, 400, "planes '08'"),
         ("delta", 0, b"\x01" + GAPS[1:], 5, 400, "states 5 bytes, expected 8 to 12"),

@@ -1,0 +1,257 @@
+"""Row ids of a chunk, coded: bytes an id and speed against the entropy bound, Roaring and Parquet.
+
+The sets are as large as a chunk's. Uniform: each row is in the set with the same probability.
+Clustered: runs of 16 rows on average, with gaps between them. Zipf: a row of rank k is drawn with a
+probability like k^-1.05, rows lie in the order of their ranks, and so many draws are made that the
+set reaches its density. The bound is the entropy of that source, for an id; a coder that is not
+told the density, the ranks or the number of draws cannot reach it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.report import Report, alternate
+from recpoint.kernels import row_set
+from recpoint.kernels.row_set import cpu, reference
+
+__all__ = ["run"]
+
+_DENSITIES = (0.001, 0.01, 0.1, 0.26)
+_RUN = 16
+_ZIPF = 1.05
+_CODINGS: tuple[Literal["bitmap", "runs", "delta"], ...] = ("bitmap", "runs", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Set:
+    name: str
+    ids: Tensor
+    rows: int
+    bound: float  # bytes an id
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Peer:
+    """How another library stores ids; `encode` gives its bytes, `decode` an array of them."""
+
+    name: str
+    encode: Callable[[np.ndarray[Any, Any]], bytes]
+    decode: Callable[[bytes], np.ndarray[Any, Any]]
+
+
+def run(*, quick: bool) -> Report:
+    """Measure it."""
+    count, rounds = (100_000, 5) if quick else (800_000, 9)
+    _gate()
+    peers = {"roaring": _roaring(), "parquet": _parquet()}
+    report = Report(
+        name="row_set",
+        columns=(
+            "rows",
+            "ids",
+            "coding",
+            "entropy",
+            "ours",
+            "times",
+            "M/s",
+            *(column for name in peers for column in (name, "M/s")),
+        ),
+    )
+    regrets: dict[str, float] = {}
+    for given in _sets(count):
+        coded = row_set.encode(given.ids)
+        ours = _bytes(coded) / given.ids.numel()
+        over = ours / given.bound if given.bound else 1.0
+        figures = _measured(given, peers, rounds)
+        report.rows.append(
+            (given.name, given.ids.numel(), coded.coding, given.bound, ours, over, *figures)
+        )
+        regrets[given.name] = _regret(given, coded)
+        if given.name == "uniform 26 %":
+            report.figures["vs_entropy_26pct"] = over
+        elif given.name == "uniform 1 %":
+            report.figures["bytes_per_id_1pct"] = ours
+    worst = max(regrets, key=lambda name: regrets[name])
+    report.figures["vs_smallest_coding"] = regrets[worst]
+    report.notes = [
+        "Bytes an id (int64: 8); times: ours over the entropy; M/s: million ids in a second,"
+        " encoded / decoded, from and to an int64 array.",
+        "vs_smallest_coding: the coding that three counts choose against the smallest of all three,"
+        f" at worst ({worst})",
+    ]
+    missing = [name for name, peer in peers.items() if peer is None]
+    if missing:
+        report.notes.append(f"not run: {', '.join(missing)}; pip install 'recpoint[bench]'")
+    return report
+
+
+def _gate() -> None:
+    """Each kind of set comes back, in the bytes of the reference."""
+    for given in _sets(3000):
+        coded = row_set.encode(given.ids)
+        back = row_set.decode(*coded, count=given.ids.numel(), rows=given.rows)
+        if coded != reference.encode(given.ids) or not torch.equal(back, given.ids):
+            raise AssertionError(f"{given.name}: other ids came back, or another coding")
+
+
+def _bytes(coded: row_set.RowSet) -> int:
+    return len(coded.payload) if coded.payload is not None else 0
+
+
+def _regret(given: _Set, coded: row_set.RowSet) -> float:
+    if coded.payload is None:
+        return 1.0
+    span = int(given.ids[-1] - given.ids[0]) + 1
+    runs = int((given.ids.diff() != 1).sum()) + 1
+    # A bitmap of a sparse set would be larger than the machine's memory.
+    codings = _CODINGS if span < 200 * given.ids.numel() else _CODINGS[1:]
+    sizes = [len(cpu.payload_as(coding, given.ids, span=span, runs=runs)) for coding in codings]
+    return len(coded.payload) / min(sizes)
+
+
+def _measured(given: _Set, peers: dict[str, _Peer | None], rounds: int) -> list[object]:
+    """Our speeds, then size and speeds of each peer, all called in turn."""
+    count, array = given.ids.numel(), given.ids.numpy()
+    coded = row_set.encode(given.ids)
+    calls: list[Callable[[], object]] = [
+        lambda: row_set.encode(given.ids),
+        lambda: row_set.decode(*coded, count=count, rows=given.rows),
+    ]
+    sizes: list[float | None] = []
+    for peer in peers.values():
+        if peer is None:
+            sizes.append(None)
+            continue
+        data = peer.encode(array)
+        if not np.array_equal(peer.decode(data), array):
+            raise AssertionError(f"{peer.name}: other ids came back")
+        sizes.append(len(data) / count)
+        calls += [_bound(peer.encode, array), _bound(peer.decode, data)]
+    seconds = alternate(rounds + 1, *calls)
+    speeds = [count / statistics.median(taken[1:]) / 1e6 for taken in seconds]
+    both = iter([f"{a:.0f} / {b:.0f}" for a, b in zip(speeds[::2], speeds[1::2], strict=True)])
+    cells: list[object] = [next(both)]
+    for size in sizes:
+        cells += ["not run", ""] if size is None else [size, next(both)]
+    return cells
+
+
+def _bound(function: Callable[[Any], object], argument: object) -> Callable[[], object]:
+    return lambda: function(argument)
+
+
+# --- sets ----------------------------------------------------------------------------------------
+
+
+def _sets(count: int) -> list[_Set]:
+    draw = np.random.default_rng(0)
+    sets = []
+    for density in _DENSITIES:
+        sets.append(_uniform(count, density, draw))
+        sets.append(_clustered(count, density, draw))
+        sets.append(_zipf(count, density, draw))
+    sets.append(_Set(name="all rows", ids=torch.arange(count), rows=count, bound=0.0))
+    return sets
+
+
+def _uniform(count: int, density: float, draw: np.random.Generator) -> _Set:
+    steps = draw.geometric(density, count)
+    ids = np.cumsum(steps) - 1
+    bound = float(_entropy(density)) / density / 8
+    return _set(f"uniform {100 * density:g} %", ids, int(ids[-1]) + 1, bound)
+
+
+def _clustered(count: int, density: float, draw: np.random.Generator) -> _Set:
+    runs = count // _RUN
+    gap = _RUN * (1 - density) / density
+    lengths, gaps = draw.geometric(1 / _RUN, runs), draw.geometric(1 / gap, runs)
+    first_of_run = np.cumsum(lengths) - lengths
+    starts = np.cumsum(gaps) + first_of_run
+    ids = np.repeat(starts - first_of_run, lengths) + np.arange(int(lengths.sum()))
+    # Of a geometric distribution of mean m: m · H(1 / m).
+    bits = _RUN * _entropy(1 / _RUN) + gap * _entropy(1 / gap)
+    bound = float(bits) / _RUN / 8
+    return _set(f"clustered {100 * density:g} %", ids, int(ids[-1]) + 1, bound)
+
+
+def _zipf(count: int, density: float, draw: np.random.Generator) -> _Set:
+    rows = int(count / _DENSITIES[-1])
+    weights = np.arange(1, rows + 1, dtype=np.float64) ** -_ZIPF
+    low, high = 0.0, 1e9 * rows
+    for _ in range(60):
+        draws = (low + high) / 2
+        reached = float(-np.expm1(-draws * weights[::101]).mean())
+        low, high = (draws, high) if reached < density else (low, draws)
+    probability = -np.expm1(-low * weights)
+    ids = np.flatnonzero(draw.random(rows) < probability)
+    bound = float(_entropy(probability).sum()) / len(ids) / 8
+    return _set(f"Zipf {100 * density:g} %", ids, rows, bound)
+
+
+def _set(name: str, ids: np.ndarray[Any, Any], rows: int, bound: float) -> _Set:
+    return _Set(name=name, ids=torch.from_numpy(ids.astype(np.int64)), rows=rows, bound=bound)
+
+
+def _entropy(p: float | np.ndarray[Any, Any]) -> Any:
+    """Bits of a coin that shows heads with probability p."""
+    inside = np.clip(p, 1e-300, 1 - 2**-53)
+    return -(inside * np.log2(inside) + (1 - inside) * np.log1p(-inside) / np.log(2))
+
+
+# --- other coders --------------------------------------------------------------------------------
+
+
+def _roaring() -> _Peer | None:
+    """Roaring bitmaps of 64-bit ids, with runs where they are smaller."""
+    try:
+        pyroaring = importlib.import_module("pyroaring")
+    except ImportError:
+        return None
+
+    def encode(ids: np.ndarray[Any, Any]) -> bytes:
+        bitmap = pyroaring.BitMap64(ids.astype(np.uint64))
+        bitmap.run_optimize()
+        return bytes(bitmap.serialize())
+
+    def decode(data: bytes) -> np.ndarray[Any, Any]:
+        found = pyroaring.BitMap64.deserialize(data).to_array()
+        return np.frombuffer(found, np.uint64).astype(np.int64)
+
+    return _Peer(name="roaring", encode=encode, decode=decode)
+
+
+def _parquet() -> _Peer | None:
+    """One column of DELTA_BINARY_PACKED, without further compression."""
+    try:
+        pyarrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        return None
+
+    def encode(ids: np.ndarray[Any, Any]) -> bytes:
+        sink = pyarrow.BufferOutputStream()
+        parquet.write_table(
+            pyarrow.table({"ids": ids}),
+            sink,
+            use_dictionary=False,
+            column_encoding={"ids": "DELTA_BINARY_PACKED"},
+            compression="none",
+            write_statistics=False,
+        )
+        return bytes(sink.getvalue())
+
+    def decode(data: bytes) -> np.ndarray[Any, Any]:
+        column = parquet.read_table(pyarrow.BufferReader(data))["ids"]
+        found: np.ndarray[Any, Any] = column.to_numpy()
+        return found
+
+    return _Peer(name="parquet", encode=encode, decode=decode)
