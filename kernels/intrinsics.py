@@ -23,6 +23,7 @@ __all__ = [
     "copy_row",
     "float_from_bits",
     "lowest_bit",
+    "machine_operation",
     "pointer",
     "prefetch",
     "set_bits",
@@ -53,12 +54,12 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
-def _machine_operation(build: Callable[..., Any]) -> Any:
+def machine_operation(build: Callable[..., Any]) -> Any:
     """`intrinsic`, for callers that do not see the typing context its functions begin with."""
     return intrinsic(build)
 
 
-@_machine_operation
+@machine_operation
 def pointer(typingctx: Any, address: Any) -> Any:
     """The integer `address` as an untyped pointer, for `numba.carray`."""
 
@@ -68,7 +69,7 @@ def pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.intp), build
 
 
-@_machine_operation
+@machine_operation
 def copy_row(typingctx: Any, to: Any, source: Any, length: Any) -> Any:
     """Copy `length` bytes from address `source` to address `to`; the two must not overlap."""
 
@@ -91,7 +92,7 @@ def copy_row(typingctx: Any, to: Any, source: Any, length: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), build
 
 
-@_machine_operation
+@machine_operation
 def stream_line(typingctx: Any, to: Any, source: Any) -> Any:
     """Copy 64 bytes between addresses divisible by 32, past the caches on the writing side.
 
@@ -113,7 +114,7 @@ def stream_line(typingctx: Any, to: Any, source: Any) -> Any:
     return types.void(types.intp, types.intp), build
 
 
-@_machine_operation
+@machine_operation
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the line at `address` to be brought into the second-level cache."""
 
@@ -129,7 +130,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     return types.void(types.intp), build
 
 
-@_machine_operation
+@machine_operation
 def float_from_bits(typingctx: Any, bits: Any) -> Any:
     """The binary32 value whose bit pattern is the int32 `bits`."""
 
@@ -139,7 +140,7 @@ def float_from_bits(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.int32), build
 
 
-@_machine_operation
+@machine_operation
 def bits_of_float(typingctx: Any, value: Any) -> Any:
     """The bit pattern of a binary32 value, as int32."""
 
@@ -149,7 +150,7 @@ def bits_of_float(typingctx: Any, value: Any) -> Any:
     return types.int32(types.float32), build
 
 
-@_machine_operation
+@machine_operation
 def lowest_bit(typingctx: Any, word: Any) -> Any:
     """The position of the lowest set bit of a u32 or u64; its width for zero."""
 
@@ -159,7 +160,7 @@ def lowest_bit(typingctx: Any, word: Any) -> Any:
     return word(word), build
 
 
-@_machine_operation
+@machine_operation
 def set_bits(typingctx: Any, word: Any) -> Any:
     """How many bits of a u32 or u64 are set."""
 

@@ -35,6 +35,7 @@ def warm_up() -> None:
         packed, scale, offset, _, _ = quantize.quantize_packed(part, bits)
         quantize.dequantize_packed(packed, scale, offset, dim=3, bits=bits)
         bit_packing.pack(bit_packing.unpack(packed, dim=3, bits=bits), bits)
+    quantize.quantize_packed(part, 4, quantize.default_method(4))
 
     # A bitmap, gaps, runs.
     for rows_of in (found[:3], found * (1 << 33), torch.tensor([0, 1, 2, 90, 91, 92])):

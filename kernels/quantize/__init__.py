@@ -7,7 +7,7 @@ from torch import Tensor
 
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.quantize import cpu
-from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC, Method
+from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC, Method, default_method
 from recpoint.kernels.quantize.shapes import PackedRows, Quantized
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "PackedRows",
     "Quantized",
     "SYMMETRIC",
+    "default_method",
     "dequantize",
     "dequantize_packed",
     "quantize",

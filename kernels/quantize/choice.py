@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpoint.kernels.bit_packing.widths import require_bits
 from recpoint.kernels.quantize import cpu
 from recpoint.kernels.quantize.method import ASYMMETRIC, Method, MethodName
 
@@ -17,11 +18,39 @@ __all__ = ["MARGIN", "SAMPLE_ROWS", "candidates", "choose", "drawn", "squared_er
 MARGIN: Final = 0.01
 #: More rows than this change an error by less than the margin; they only cost time.
 SAMPLE_ROWS: Final = 4096
+#: Places of each end and refits, for each width: time grows with the square of the first.
+_GRIDS: Final = {
+    2: ((3, 2), (4, 2), (6, 3)),
+    3: ((4, 2), (5, 3), (8, 3)),
+    4: ((6, 2), (8, 3), (12, 3)),
+    8: ((6, 2), (8, 3)),
+}
+#: Bins and thousandths of the range that may go, in the region that Check-N-Run found worth trying.
+_STEPS: Final = {
+    2: ((25, 400), (25, 600), (25, 800), (45, 800)),
+    3: ((25, 200), (25, 400), (45, 400)),
+    4: ((25, 200), (45, 200), (200, 160)),
+    8: ((45, 100), (200, 100)),
+}
 
 
-def candidates(bits: int) -> tuple[Method, ...]:
-    """The methods that `choose` weighs for a width, the cheapest first."""
-    return (ASYMMETRIC,)
+def candidates(bits: int, name: MethodName | None = None) -> tuple[Method, ...]:
+    """The methods that `choose` weighs for a width, the cheapest first.
+
+    Without a name, and for 8 bits, that is the asymmetric one alone: a search gains little there.
+
+    Raises:
+        ValueError: bits is not 2, 3, 4 or 8, or there is no such method.
+    """
+    require_bits(bits)
+    refit = tuple(Method(name="refit", bins=b, refits=r) for b, r in _GRIDS[bits])
+    if name is None:
+        return (ASYMMETRIC,) if bits == 8 else (ASYMMETRIC, *refit)
+    if name == "refit":
+        return refit
+    if name == "greedy":
+        return tuple(Method(name="greedy", bins=b, ratio_permille=r) for b, r in _STEPS[bits])
+    return (Method(name=name),)
 
 
 def choose(rows: Tensor, bits: int, *, seed: int, name: MethodName | None = None) -> Method:
@@ -38,13 +67,11 @@ def choose(rows: Tensor, bits: int, *, seed: int, name: MethodName | None = None
         name: only candidates of this name, for their parameters; None: all of them.
 
     Raises:
-        ValueError: as `quantize`, or no candidate has that name.
+        ValueError: as `quantize`, or there is no method of that name.
     """
     if rows.shape[0] > SAMPLE_ROWS:
         rows = rows[drawn(rows.shape[0], seed)]
-    methods = tuple(method for method in candidates(bits) if name in (None, method.name))
-    if not methods:
-        raise ValueError(f"name: {name!r}, which is no candidate for {bits} bits")
+    methods = candidates(bits, name)
     errors = [squared_error(rows, bits, method) for method in methods]
     enough = min(errors) * (1.0 + MARGIN)
     return next(m for m, error in zip(methods, errors, strict=True) if error <= enough)

@@ -1,12 +1,8 @@
-"""Quantization on a CPU: one pass a row, with the row's codes in a buffer that stays in cache.
-
-The minimum and maximum are taken of integer keys that order binary32 values as numbers (−0 below
-+0), because a compiler may vectorize integer minima but not floating ones, whose result for NaN and
-±0 depends on the order. The keys also show NaN and infinities: they lie outside the finite ones.
-"""
+"""Quantization on a CPU: one pass a row, with the row's codes in a buffer that stays in cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,9 +13,11 @@ from torch import Tensor
 from recpoint.kernels.arguments import require
 from recpoint.kernels.bit_packing.cpu import pack_row, unpack_row
 from recpoint.kernels.bit_packing.widths import packed_width, require_packed
-from recpoint.kernels.intrinsics import compiled, float_from_bits, pointer
-from recpoint.kernels.quantize import binary16
-from recpoint.kernels.quantize.method import ASYMMETRIC, WIDEST_STEP, Method
+from recpoint.kernels.intrinsics import compiled, pointer
+from recpoint.kernels.quantize import grid
+from recpoint.kernels.quantize.method import ASYMMETRIC, Method
+from recpoint.kernels.quantize.plain import code_row, plain_parameters, row_ends
+from recpoint.kernels.quantize.search import search_rows
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
@@ -30,78 +28,7 @@ from recpoint.kernels.threads import over_rows
 
 __all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed"]
 
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-_INFINITY_KEY = np.int32(0x7F800000)
-_MINUS_INFINITY_KEY = np.int32(-0x7F800001)
-_MINUS_ZERO_KEY = np.int32(-1)
-_TINY = np.float32(2.0**-126)
-_LARGE = np.float32(2.0**126)
-_HALF = np.float32(0.5)
 _ZERO = np.float32(0.0)
-_WIDEST_STEP = np.float32(WIDEST_STEP)
-
-
-@compiled(nogil=True)
-def row_ends(address: int, dim: int) -> tuple[np.int32, np.int32]:
-    """The smallest and the largest integer key of the row at `address`."""
-    bit_patterns = carray(pointer(address), dim, np.int32)
-    low_key = _MAGNITUDE
-    high_key = np.int32(~_MAGNITUDE)
-    for k in range(dim):
-        pattern = bit_patterns[k]
-        key = np.int32(pattern ^ (np.int32(pattern >> 31) & _MAGNITUDE))
-        low_key = min(low_key, key)
-        high_key = max(high_key, key)
-    return low_key, high_key
-
-
-@compiled(nogil=True)
-def plain_parameters(
-    low_key: np.int32, high_key: np.int32, levels: np.float32, symmetric: bool, half: bool
-) -> tuple[np.float32, np.float32, bool, bool]:
-    """Scale, offset, exact and wide of a row with these ends; scale 0 if it has no codes."""
-    if low_key <= _MINUS_INFINITY_KEY or high_key >= _INFINITY_KEY:
-        return _ZERO, _ZERO, True, False
-    low = float_from_bits(np.int32(low_key ^ (np.int32(low_key >> 31) & _MAGNITUDE)))
-    high = float_from_bits(np.int32(high_key ^ (np.int32(high_key >> 31) & _MAGNITUDE)))
-    if low == high:
-        if low_key == _MINUS_ZERO_KEY:
-            return _ZERO, _ZERO, True, False
-        fits = binary16.round_down(low) == low and np.float32(abs(low)) <= binary16.LARGEST
-        return _ZERO, low, False, half and not fits
-    span = np.float32(high - low)
-    if not (span >= np.float32(_TINY * levels) and span <= _LARGE):
-        return _ZERO, _ZERO, True, False
-    if symmetric:
-        high = max(np.float32(abs(low)), np.float32(abs(high)))
-        low = np.float32(-high)
-        span = np.float32(high - low)
-        if span > _LARGE:
-            return _ZERO, _ZERO, True, False
-    scale = np.float32(span / levels)
-    if not half:
-        return scale, low, False, False
-    half_offset = binary16.round_down(low)
-    half_scale = binary16.round_up(np.float32(np.float32(high - half_offset) / levels))
-    if (
-        half_scale <= np.float32(scale * _WIDEST_STEP)
-        and half_scale <= binary16.LARGEST
-        and np.float32(abs(half_offset)) <= binary16.LARGEST
-    ):
-        return half_scale, half_offset, False, False
-    return scale, low, False, True
-
-
-@compiled(nogil=True)
-def code_row(
-    values: Any, dim: int, scale: np.float32, offset: np.float32, top: np.int32, codes: Any
-) -> None:
-    """The codes of a row whose values are nowhere below `offset`."""
-    for k in range(dim):
-        step = np.float32(np.float32(values[k] - offset) / scale)
-        # Not negative, so dropping the fraction is floor; and at most a little above `top`.
-        code = np.int32(np.float32(step + _HALF))
-        codes[k] = np.uint8(min(code, top))
 
 
 @compiled(nogil=True)
@@ -127,7 +54,6 @@ def _quantize(
     wide_of = carray(pointer(wides), stop, np.uint8)
     codes = np.empty(dim, np.uint8)
     levels = np.float32((1 << bits) - 1)
-    top = np.int32((1 << bits) - 1)
     for i in range(start, stop):
         low_key, high_key = row_ends(rows + 4 * dim * i, dim)
         scale, offset, exact, wide = plain_parameters(low_key, high_key, levels, symmetric, half)
@@ -139,7 +65,7 @@ def _quantize(
         to = carray(pointer(packed + i * width), width, np.uint8)
         if scale > _ZERO:
             values = carray(pointer(rows + 4 * dim * i), dim, np.float32)
-            code_row(values, dim, scale, offset, top, codes)
+            code_row(values, dim, scale, offset, levels, codes)
             pack_row(codes, to, 0, dim, code_bits)
         else:
             for b in range(width):
@@ -184,16 +110,36 @@ def _encode(
     offset = torch.empty(n, dtype=torch.float32)
     exact = torch.empty(n, dtype=torch.bool)
     wide = torch.empty(n, dtype=torch.bool)
-    symmetric = method.name == "symmetric"
-    inputs = rows.data_ptr(), dim, bits, symmetric, half_parameters
     codes = packed.data_ptr(), code_bits, width
     outputs = scale.data_ptr(), offset.data_ptr(), exact.data_ptr(), wide.data_ptr()
+    kernel, settings = _kernel(dim, bits, method, half_parameters)
 
     def part(start: int, stop: int) -> None:
-        _quantize(*inputs, *codes, *outputs, start, stop)
+        kernel(rows.data_ptr(), dim, bits, *settings, *codes, *outputs, start, stop)
 
     over_rows(part, n, row_bytes=4 * dim + width)
     return PackedRows(packed, scale, offset, exact, wide)
+
+
+def _kernel(
+    dim: int, bits: int, method: Method, half_parameters: bool
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The compiled loop of a method, and the arguments of its own."""
+    greedy = method.name == "greedy" and dim <= grid.LARGEST_DIM
+    places = grid.fraction_bits(dim, bits) if method.name == "refit" else 0
+    if not greedy and not places:
+        return _quantize, (method.name == "symmetric", half_parameters)
+    limits = np.float32(grid.error_unit(dim)), np.float32(grid.largest_error(dim))
+    none = np.float32(0.0)
+    if greedy:
+        steps = grid.greedy_steps(method.bins, method.ratio_permille)
+        search = 0, 0, none, 0, none, method.bins, steps
+    else:
+        table = grid.candidates(dim, bits, method.bins)
+        nearby = np.float32(grid.half_spacing(dim, bits, method.bins))
+        fraction = np.float32(1 << places)
+        search = table.ctypes.data, len(table), nearby, method.refits, fraction, 0, 0
+    return search_rows, (half_parameters, *search, *limits)
 
 
 def _decode(packed: Tensor, scale: Tensor, offset: Tensor, dim: int, bits: int) -> Tensor:

@@ -5,20 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from recpoint.kernels.bit_packing.widths import require_bits
+
 __all__ = [
     "ASYMMETRIC",
     "MAX_BINS",
+    "MAX_GRID",
     "MAX_REFITS",
     "SYMMETRIC",
     "WIDEST_STEP",
     "Method",
     "MethodName",
+    "default_method",
 ]
 
 MethodName = Literal["symmetric", "asymmetric", "greedy", "refit"]
 
 #: Limits that keep the time a row takes, and what a record may ask for, bounded.
 MAX_BINS: Final = 1000
+MAX_GRID: Final = 64
 MAX_REFITS: Final = 100
 
 #: Parameters of binary16 may make a row's step larger by this factor; else the row is wide.
@@ -34,14 +39,14 @@ class Method:
 
     symmetric: ends at -m and m, m being the largest magnitude. asymmetric: ends at the least and
     the largest value. greedy: the adaptive search of Check-N-Run (NSDI 2022). refit: a coarse grid
-    of shrunk ranges, then least squares.
+    of ends, a finer one around the best, then least squares; the default where a search pays.
 
     Raises:
         ValueError: the method has no such parameter, or needs it, or it is out of bounds.
     """
 
     name: MethodName
-    bins: int = 0  # greedy: steps the range is cut into; refit: candidates of the coarse grid
+    bins: int = 0  # greedy: steps the range is cut into; refit: places tried for each end
     ratio_permille: int = 0  # greedy: most of the range that may be removed
     refits: int = 0  # refit: how often codes are assigned anew and the parameters fitted to them
 
@@ -50,7 +55,7 @@ class Method:
             "symmetric": ((0, 0), (0, 0), (0, 0)),
             "asymmetric": ((0, 0), (0, 0), (0, 0)),
             "greedy": ((1, MAX_BINS), (1, 1000), (0, 0)),
-            "refit": ((1, MAX_BINS), (0, 0), (0, MAX_REFITS)),
+            "refit": ((2, MAX_GRID), (0, 0), (0, MAX_REFITS)),
         }
         if self.name not in bounds:
             raise ValueError(f"method: {self.name!r}, expected one of {', '.join(bounds)}")
@@ -68,3 +73,21 @@ class Method:
 
 SYMMETRIC: Final = Method(name="symmetric")
 ASYMMETRIC: Final = Method(name="asymmetric")
+
+#: At 8 bits a search gains next to nothing.
+_DEFAULTS: Final = {
+    2: Method(name="refit", bins=4, refits=2),
+    3: Method(name="refit", bins=5, refits=3),
+    4: Method(name="refit", bins=8, refits=3),
+    8: ASYMMETRIC,
+}
+
+
+def default_method(bits: int) -> Method:
+    """What to quantize with where nothing was chosen for a table.
+
+    Raises:
+        ValueError: bits is not 2, 3, 4 or 8.
+    """
+    require_bits(bits)
+    return _DEFAULTS[bits]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from recpoint.kernels.bit_packing import reference as packing
 from recpoint.kernels.quantize.method import ASYMMETRIC, WIDEST_STEP, Method
+from recpoint.kernels.quantize.reference_search import found_parameters
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
@@ -44,6 +45,7 @@ def quantize(
     scale = torch.where(spread & ~exact, (high - low) / levels, zeros)
     offset = torch.where(exact, zeros, low)
     wide = torch.zeros_like(exact)
+    plain = scale.clone(), offset.clone()
     if half_parameters:
         half_offset = round_down(offset)
         half_scale = torch.where(scale > 0, round_up((high - half_offset) / levels), zeros)
@@ -51,6 +53,16 @@ def quantize(
         fits &= (half_offset.abs() <= 65504) & ((scale > 0) | (half_offset == offset))
         scale, offset = torch.where(fits, half_scale, scale), torch.where(fits, half_offset, offset)
         wide = ~fits
+    found = scale > 0
+    if method.searches and found.any():
+        scale[found], offset[found] = found_parameters(
+            rows[found],
+            bits,
+            method,
+            (plain[0][found], plain[1][found]),
+            (scale[found], offset[found]),
+            half_parameters & ~wide[found],
+        )
     return Quantized(_codes(usable, scale, offset, levels), scale, offset, exact, wide)
 
 

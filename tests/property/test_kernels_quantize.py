@@ -13,6 +13,17 @@ from recpoint.kernels.quantize.method import WIDEST_STEP
 
 WIDTHS = st.sampled_from([2, 3, 4, 8])
 PLAIN = st.sampled_from([SYMMETRIC, ASYMMETRIC])
+SEARCHES = st.one_of(
+    st.builds(
+        Method,
+        name=st.just("greedy"),
+        bins=st.sampled_from([1, 3, 25]),
+        ratio_permille=st.sampled_from([1, 160, 600, 1000]),
+    ),
+    st.builds(
+        Method, name=st.just("refit"), bins=st.integers(2, 5), refits=st.sampled_from([0, 1, 3])
+    ),
+)
 
 
 @st.composite
@@ -86,6 +97,40 @@ def test_parameters_of_binary16_are_such_or_their_row_is_wide(
         assert torch.equal(patterns(half[wide]), patterns(single[wide]))
     assert (found.scale <= plain.scale * WIDEST_STEP).all()
     assert not (found.wide & found.exact).any()
+
+
+@settings(deadline=None)
+@given(matrices(), WIDTHS, SEARCHES, st.booleans())
+def test_a_search_has_the_bits_of_the_reference(
+    rows: torch.Tensor, bits: int, method: Method, half: bool
+) -> None:
+    found = quantize.quantize_packed(rows, bits, method, half_parameters=half)
+    expected = reference.quantize_packed(rows, bits, method, half_parameters=half)
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(patterns(left), patterns(right))
+
+
+@settings(deadline=None)
+@given(matrices(), WIDTHS, SEARCHES, st.booleans())
+def test_a_search_never_has_a_larger_error_and_decodes_to_finite_values(
+    rows: torch.Tensor, bits: int, method: Method, half: bool
+) -> None:
+    found = quantize.quantize(rows, bits, method, half_parameters=half)
+    plain = quantize.quantize(rows, bits, half_parameters=half)
+    assert torch.equal(found.exact, plain.exact) and torch.equal(found.wide, plain.wide)
+    narrow = ~(found.wide | found.exact) & half
+    for parameter in (found.scale[narrow], found.offset[narrow]):
+        assert torch.equal(patterns(parameter.half().float()), patterns(parameter))
+    kept = ~found.exact
+    steps = torch.where(plain.scale > 0, plain.scale, torch.ones_like(plain.scale))[kept].double()
+    errors = []
+    for each in (found, plain):
+        decoded = quantize.dequantize(each.codes, each.scale, each.offset)
+        assert decoded.isfinite().all()
+        # In steps, so that squares neither overflow nor vanish.
+        difference = (decoded[kept].double() - rows[kept].double()) / steps[:, None]
+        errors.append(difference.square().sum(dim=1))
+    assert (errors[0] <= errors[1]).all()
 
 
 @settings(deadline=None)
