@@ -8,10 +8,12 @@ from torch import Tensor
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.quantize import cpu
 from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC, Method, default_method
+from recpoint.kernels.quantize.rows import ExactRows, exact_rows, quantize_rows
 from recpoint.kernels.quantize.shapes import PackedRows, Quantized
 
 __all__ = [
     "ASYMMETRIC",
+    "ExactRows",
     "Method",
     "PackedRows",
     "Quantized",
@@ -19,8 +21,10 @@ __all__ = [
     "default_method",
     "dequantize",
     "dequantize_packed",
+    "exact_rows",
     "quantize",
     "quantize_packed",
+    "quantize_rows",
 ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from recpoint.kernels.arguments import require
 from recpoint.kernels.bit_packing.widths import require_bits
 
-__all__ = ["PackedRows", "Quantized", "require_parameters", "require_rows"]
+__all__ = ["PackedRows", "Quantized", "require_parameters", "require_rows", "require_table"]
 
 
 class Quantized(NamedTuple):
@@ -43,6 +43,21 @@ def require_rows(rows: Tensor, bits: int) -> None:
     require("rows", rows, torch.float32, 2)
     if rows.shape[1] < 1:
         raise ValueError("rows: dim 0, expected 1 or more")
+
+
+def require_table(table: Tensor, ids: Tensor | None, bits: int) -> None:
+    """Refuse a table that is not a contiguous matrix of f32, f16 or bf16, ids that are not int64
+    [n] beside it, or a wrong width."""
+    require_bits(bits)
+    if table.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"table: dtype {table.dtype}, expected float32, float16 or bfloat16")
+    require("table", table, table.dtype, 2)
+    if table.shape[1] < 1:
+        raise ValueError("table: dim 0, expected 1 or more")
+    if ids is not None:
+        require("ids", ids, torch.int64, 1)
+        if ids.device != table.device:
+            raise ValueError(f"ids: on {ids.device}, expected {table.device} as the table")
 
 
 def require_parameters(n: int, device: torch.device, scale: Tensor, offset: Tensor) -> None:

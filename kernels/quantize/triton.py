@@ -1,13 +1,17 @@
 """Quantization on a GPU, with the operations of format §3.2 in their order.
 
 Division is `div_rn`, since the plain operator is an approximation on a GPU, and kernels are built
-without fusing multiply and add. Minimum and maximum use the integer keys that `cpu.py` describes.
+without fusing multiply and add. Minimum and maximum use the integer keys that `plain.py` describes.
+One kernel gathers, quantizes and packs: a row is read from the table once and only its codes,
+scale, offset and flags are written.
 """
 
 # Triton reads the kernels' source; annotations other than constexpr would mean something to it.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 import triton
@@ -16,66 +20,286 @@ from torch import Tensor
 
 from recpoint.kernels.arguments import require
 from recpoint.kernels.bit_packing import triton as packing
-from recpoint.kernels.quantize.method import ASYMMETRIC, Method
+from recpoint.kernels.bit_packing.widths import packed_width
+from recpoint.kernels.quantize.method import ASYMMETRIC, WIDEST_STEP, Method
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
     require_parameters,
     require_rows,
+    require_table,
 )
 
-__all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed"]
+__all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed", "quantize_rows"]
 
-_TILE = 2048
-_COLUMNS = 1024
+#: Values a program works on, and the most columns it holds at once; longer rows are read twice.
+_TILE: Final = 2048
+_COLUMNS: Final = 2048
+_MOST_ROWS: Final = 128
+_DECODE_BLOCK: Final = 1024
+_WARPS: Final = 4
+
+_LARGE = tl.constexpr(2.0**126)
+_LARGEST_HALF = tl.constexpr(65504.0)
+_WIDEST_STEP = tl.constexpr(WIDEST_STEP)
 
 
 @triton.jit
-def _quantize(
-    rows, codes, scales, offsets, exacts, n, dim, smallest,
-    LEVELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS).to(tl.int64)
-    low_key = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
-    high_key = tl.full([ROWS], -0x80000000, tl.int32)
-    for start in range(0, dim, COLUMNS):
-        k = start + column
-        inside = (i < n)[:, None] & (k < dim)[None, :]
-        x = tl.load(rows + i[:, None] * dim + k[None, :], mask=inside, other=0.0)
-        pattern = x.to(tl.int32, bitcast=True)
-        key = pattern ^ ((pattern >> 31) & 0x7FFFFFFF)
-        low_key = tl.minimum(low_key, tl.min(tl.where(inside, key, 0x7FFFFFFF), axis=1))
-        high_key = tl.maximum(high_key, tl.max(tl.where(inside, key, -0x80000000), axis=1))
+def _magnitude_up(magnitude):
+    """The smallest values of binary16 that are not below magnitudes, as `binary16.py` has it."""
+    pattern = magnitude.to(tl.int32, bitcast=True)
+    normal = ((pattern + 0x1FFF) & ~0x1FFF).to(tl.float32, bitcast=True)
+    units = tl.where(magnitude >= 6.103515625e-05, 0.0, magnitude) * 16777216.0
+    whole = units.to(tl.int32).to(tl.float32)
+    whole = tl.where(whole < units, whole + 1.0, whole)
+    return tl.where(magnitude >= 6.103515625e-05, normal, whole * 5.960464477539063e-08)
 
+
+@triton.jit
+def _magnitude_down(magnitude):
+    """The largest values of binary16 that are not above magnitudes."""
+    pattern = magnitude.to(tl.int32, bitcast=True)
+    normal = (pattern & ~0x1FFF).to(tl.float32, bitcast=True)
+    units = tl.where(magnitude >= 6.103515625e-05, 0.0, magnitude) * 16777216.0
+    whole = units.to(tl.int32).to(tl.float32)
+    return tl.where(magnitude >= 6.103515625e-05, normal, whole * 5.960464477539063e-08)
+
+
+@triton.jit
+def _half_down(value):
+    """The largest values of binary16 that are not above `value`; -0 stays -0."""
+    below = tl.where(value > 0.0, _magnitude_down(value), -_magnitude_up(-value))
+    return tl.where(value == 0.0, value, below)
+
+
+@triton.jit
+def _key(x):
+    """Integers that order binary32 values as numbers, -0 below +0."""
+    pattern = x.to(tl.int32, bitcast=True)
+    return pattern ^ ((pattern >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parameters(
+    low_key, high_key, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, HALF: tl.constexpr
+):
+    """Scale, offset, exact and wide of rows with these ends; scale 0 for rows without codes."""
     finite = (low_key > -0x7F800001) & (high_key < 0x7F800000)
-    low = (low_key ^ ((low_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    high = (high_key ^ ((high_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    low = tl.where(finite, low, 0.0)
-    high = tl.where(finite, high, 0.0)
-    span = high - low
+    low = tl.where(finite, _value(low_key), 0.0)
+    high = tl.where(finite, _value(high_key), 0.0)
     constant = (low == high) & (low_key != -1)
-    spread = (span >= smallest) & (span <= 8.507059173023462e37)
+    spread = (high - low >= LEVELS * 2.0**-126) & (high - low <= _LARGE)
+    if SYMMETRIC:
+        largest = tl.where(-low > high, -low, high)
+        high = tl.where(spread, largest, high)
+        low = tl.where(spread, -largest, low)
+        spread = spread & (high - low <= _LARGE)
+    quantized = finite & spread
     exact = (finite & (constant | spread)) == 0
-    levels = tl.full([ROWS], LEVELS, tl.float32)
-    scale = tl.where(exact | (spread == 0), 0.0, tl.div_rn(span, levels))
+    levels = tl.full(low.shape, LEVELS, tl.float32)
+    # A divisor of one and a dividend of zero where there is nothing to divide.
+    scale = tl.div_rn(tl.where(quantized, high - low, 0.0), levels)
     offset = tl.where(exact, 0.0, low)
-    tl.store(scales + i, scale, mask=i < n)
-    tl.store(offsets + i, offset, mask=i < n)
-    tl.store(exacts + i, exact.to(tl.uint8), mask=i < n)
+    wide = exact & (exact == 0)
+    if HALF:
+        half_offset = _half_down(offset)
+        span = tl.where(quantized, high - half_offset, 0.0)
+        half_scale = _magnitude_up(tl.div_rn(span, levels))
+        fits = (half_scale <= scale * _WIDEST_STEP) & (half_scale <= _LARGEST_HALF)
+        fits = fits & (tl.abs(half_offset) <= _LARGEST_HALF)
+        fits = fits & (quantized | (half_offset == offset))
+        scale = tl.where(fits, half_scale, scale)
+        offset = tl.where(fits, half_offset, offset)
+        wide = fits == 0
+    return scale, offset, exact, wide
 
-    divisor = tl.where(scale > 0.0, scale, 1.0)
-    for start in range(0, dim, COLUMNS):
-        k = start + column
-        inside = (i < n)[:, None] & (k < dim)[None, :]
-        live = inside & (scale > 0.0)[:, None]
-        x = tl.load(rows + i[:, None] * dim + k[None, :], mask=live, other=0.0)
-        difference = tl.where(live, x - offset[:, None], 0.0)
-        steps = tl.div_rn(difference, tl.broadcast_to(divisor[:, None], [ROWS, COLUMNS]))
-        # Not negative, so dropping the fraction is floor.
-        code = tl.minimum((steps + 0.5).to(tl.int32), LEVELS)
-        code = tl.where(live, code, 0)
-        tl.store(codes + i[:, None] * dim + k[None, :], code.to(tl.uint8), mask=inside)
+
+@triton.jit
+def _load(table, at, found, start, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns start … start + COLUMNS - 1 of the rows that are there; zeros for all else."""
+    column = start + tl.arange(0, COLUMNS)
+    mask = found[:, None] & (column < DIM)[None, :]
+    x = tl.load(table + at[:, None] * DIM + column[None, :], mask=mask, other=0)
+    if table.dtype.element_ty == tl.int16:
+        # The pattern of a bf16 is the upper half of that of the same value in binary32.
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load_parts(
+    table, at, found, start, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """PARTS tensors of PART columns side by side; fewer than four are repeated.
+
+    A row then has fewer threads, each with more of its values, and what is done once a row is done
+    by fewer of them.
+    """
+    a = _load(table, at, found, start, DIM, PART)
+    b, c, d = a, a, a
+    if PARTS >= 2:
+        b = _load(table, at, found, start + PART, DIM, PART)
+    if PARTS == 4:
+        c = _load(table, at, found, start + 2 * PART, DIM, PART)
+        d = _load(table, at, found, start + 3 * PART, DIM, PART)
+    return a, b, c, d
+
+
+@triton.jit
+def _low_keys(x, start, DIM: tl.constexpr, PART: tl.constexpr):
+    return tl.where((start + tl.arange(0, PART) < DIM)[None, :], _key(x), 0x7FFFFFFF)
+
+
+@triton.jit
+def _high_keys(x, start, DIM: tl.constexpr, PART: tl.constexpr):
+    return tl.where((start + tl.arange(0, PART) < DIM)[None, :], _key(x), -0x80000000)
+
+
+@triton.jit
+def _ends(a, b, c, d, start, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    """The smallest and the largest key of each row in these columns."""
+    low = _low_keys(a, start, DIM, PART)
+    high = _high_keys(a, start, DIM, PART)
+    if PARTS >= 2:
+        low = tl.minimum(low, _low_keys(b, start + PART, DIM, PART))
+        high = tl.maximum(high, _high_keys(b, start + PART, DIM, PART))
+    if PARTS == 4:
+        low = tl.minimum(low, _low_keys(c, start + 2 * PART, DIM, PART))
+        high = tl.maximum(high, _high_keys(c, start + 2 * PART, DIM, PART))
+        low = tl.minimum(low, _low_keys(d, start + 3 * PART, DIM, PART))
+        high = tl.maximum(high, _high_keys(d, start + 3 * PART, DIM, PART))
+    return tl.min(low, axis=1), tl.max(high, axis=1)
+
+
+@triton.jit
+def _store_codes(
+    x, scale, offset, inverse, row, inside, start, DIM: tl.constexpr, LEVELS: tl.constexpr,
+    CODE_BITS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of columns start … start + COLUMNS - 1, CODE_BITS bits each.
+
+    `row` points to the rows' first bytes, or pairs of bytes.
+    """
+    WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
+    column = start + tl.arange(0, COLUMNS)
+    live = (scale > 0.0)[:, None] & (column < DIM)[None, :]
+    difference = tl.where(live, x - offset[:, None], 0.0)
+    # With the inverse in binary64 this is the quotient rounded to binary32 (README.md).
+    steps = (difference.to(tl.float64) * inverse[:, None]).to(tl.float32)
+    # Not negative, so dropping the fraction is floor.
+    code = tl.minimum((steps + 0.5).to(tl.int32), LEVELS)
+    if CODE_BITS == 8:
+        mask = inside[:, None] & (column < DIM)[None, :]
+        tl.store(row[:, None] + column[None, :], code.to(tl.uint8), mask=mask)
+    else:
+        # Eight codes of b bits fill b bytes; four do where that is a whole number.
+        GROUP: tl.constexpr = 8 if CODE_BITS == 3 else 4
+        BYTES: tl.constexpr = GROUP * CODE_BITS // 8
+        parts = tl.reshape(code.to(tl.uint32), [code.shape[0], COLUMNS // GROUP, GROUP])
+        shift = (tl.arange(0, GROUP) * CODE_BITS).to(tl.uint32)
+        # Their bits do not overlap: the sum is the word that holds all of them.
+        word = tl.sum(parts << shift[None, None, :], axis=2)
+        group = start // GROUP + tl.arange(0, COLUMNS // GROUP)
+        if PAIRS:
+            mask = inside[:, None] & (group * BYTES < WIDTH)[None, :]
+            tl.store(row[:, None] + group[None, :], word.to(tl.int16), mask=mask)
+        else:
+            for number in tl.static_range(BYTES):
+                byte = group * BYTES + number
+                mask = inside[:, None] & (byte < WIDTH)[None, :]
+                tl.store(row[:, None] + byte[None, :], (word >> (8 * number)).to(tl.uint8), mask)
+
+
+@triton.jit
+def _store_parts(
+    a, b, c, d, scale, offset, inverse, row, inside, start, DIM: tl.constexpr,
+    LEVELS: tl.constexpr, CODE_BITS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    _store_codes(a, scale, offset, inverse, row, inside, start, DIM, LEVELS, CODE_BITS, PAIRS, PART)
+    if PARTS >= 2:
+        _store_codes(
+            b, scale, offset, inverse, row, inside, start + PART, DIM, LEVELS, CODE_BITS, PAIRS,
+            PART,
+        )  # fmt: skip
+    if PARTS == 4:
+        _store_codes(
+            c, scale, offset, inverse, row, inside, start + 2 * PART, DIM, LEVELS, CODE_BITS,
+            PAIRS, PART,
+        )  # fmt: skip
+        _store_codes(
+            d, scale, offset, inverse, row, inside, start + 3 * PART, DIM, LEVELS, CODE_BITS,
+            PAIRS, PART,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_parameters(
+    low, high, scales, offsets, exacts, wides, i, inside,
+    LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Find and write the rows' parameters; scale, offset, and the inverse of the scale."""
+    scale, offset, exact, wide = _parameters(low, high, LEVELS, SYMMETRIC, HALF)
+    tl.store(scales + i, scale, mask=inside)
+    tl.store(offsets + i, offset, mask=inside)
+    tl.store(exacts + i, exact.to(tl.uint8), mask=inside)
+    tl.store(wides + i, wide.to(tl.uint8), mask=inside)
+    return scale, offset, 1.0 / tl.where(scale > 0.0, scale, 1.0).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["n", "limit"])
+def _quantize(
+    table, ids, packed, scales, offsets, exacts, wides, n, limit,
+    DIM: tl.constexpr, LEVELS: tl.constexpr, CODE_BITS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_IDS: tl.constexpr, SYMMETRIC: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Quantize ROWS rows; those of more than PARTS · PART columns are read twice."""
+    COLUMNS: tl.constexpr = PART * PARTS
+    WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = i < n
+    at = i
+    if HAS_IDS:
+        at = tl.load(ids + i, mask=inside, other=-1)
+    found = inside & (at >= 0) & (at < limit)
+    at = tl.where(found, at, 0)
+    row = packed + i * (WIDTH // 2 if PAIRS else WIDTH)
+    if DIM <= COLUMNS:
+        a, b, c, d = _load_parts(table, at, found, 0, DIM, PART, PARTS)
+        low, high = _ends(a, b, c, d, 0, DIM, PART, PARTS)
+        # A row that is not there counts as one of infinities: exact, without codes.
+        high = tl.where(found, high, 0x7FFFFFFF)
+        scale, offset, inverse = _store_parameters(
+            low, high, scales, offsets, exacts, wides, i, inside, LEVELS, SYMMETRIC, HALF
+        )
+        _store_parts(
+            a, b, c, d, scale, offset, inverse, row, inside, 0, DIM, LEVELS, CODE_BITS, PAIRS,
+            PART, PARTS,
+        )  # fmt: skip
+    else:
+        low = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
+        high = tl.full([ROWS], -0x80000000, tl.int32)
+        for start in range(0, DIM, COLUMNS):
+            a, b, c, d = _load_parts(table, at, found, start, DIM, PART, PARTS)
+            part_low, part_high = _ends(a, b, c, d, start, DIM, PART, PARTS)
+            low = tl.minimum(low, part_low)
+            high = tl.maximum(high, part_high)
+        high = tl.where(found, high, 0x7FFFFFFF)
+        scale, offset, inverse = _store_parameters(
+            low, high, scales, offsets, exacts, wides, i, inside, LEVELS, SYMMETRIC, HALF
+        )
+        for start in range(0, DIM, COLUMNS):
+            a, b, c, d = _load_parts(table, at, found, start, DIM, PART, PARTS)
+            _store_parts(
+                a, b, c, d, scale, offset, inverse, row, inside, start, DIM, LEVELS, CODE_BITS,
+                PAIRS, PART, PARTS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -88,28 +312,65 @@ def _dequantize(codes, scales, offsets, rows, total, dim, BLOCK: tl.constexpr):
     tl.store(rows + at, product + tl.load(offsets + i, mask=inside, other=0.0), mask=inside)
 
 
+def _encode(
+    table: Tensor, ids: Tensor | None, bits: int, code_bits: int, method: Method, half: bool
+) -> PackedRows:
+    """Quantize rows of `table` to `bits` bits and store each code in `code_bits` bits."""
+    if method.name not in ("symmetric", "asymmetric"):
+        raise ValueError(f"method: {method} on {table.device}, expected symmetric or asymmetric")
+    rows, dim = table.shape
+    n = rows if ids is None else ids.numel()
+    width = packed_width(dim, code_bits)
+    device = table.device
+    packed = torch.empty(n, width, dtype=torch.uint8, device=device)
+    scale = torch.empty(n, dtype=torch.float32, device=device)
+    offset = torch.empty(n, dtype=torch.float32, device=device)
+    flags = torch.empty(2, n, dtype=torch.uint8, device=device)
+    if n:
+        columns = min(max(8, triton.next_power_of_2(dim)), _COLUMNS)
+        parts = min(4, columns // 8)
+        pairs = code_bits == 4 and width % 2 == 0
+        block = max(1, min(_TILE // columns, _MOST_ROWS))
+        values = table.view(torch.int16) if table.dtype == torch.bfloat16 else table
+        _quantize[(triton.cdiv(n, block),)](
+            values, table if ids is None else ids, packed.view(torch.int16) if pairs else packed,
+            scale, offset, flags[0], flags[1], n, rows, DIM=dim, LEVELS=2**bits - 1,
+            CODE_BITS=code_bits, PAIRS=pairs, HAS_IDS=ids is not None,
+            SYMMETRIC=method.name == "symmetric", HALF=half,
+            ROWS=block, PART=columns // parts, PARTS=parts,
+            num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    exact, wide = flags.view(torch.bool)
+    return PackedRows(packed, scale, offset, exact, wide)
+
+
 def quantize(
     rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
 ) -> Quantized:
     """Quantize f32 rows [n, dim] to codes of `bits` bits, one byte a code."""
     require_rows(rows, bits)
-    if method != ASYMMETRIC or half_parameters:
-        raise ValueError(f"method: {method} on {rows.device}, expected asymmetric with f32")
-    n, dim = rows.shape
-    device = rows.device
-    codes = torch.empty(n, dim, dtype=torch.uint8, device=device)
-    scale = torch.empty(n, dtype=torch.float32, device=device)
-    offset = torch.empty(n, dtype=torch.float32, device=device)
-    exact = torch.empty(n, dtype=torch.bool, device=device)
-    if n:
-        levels = 2**bits - 1
-        columns = min(triton.next_power_of_2(dim), _COLUMNS)
-        block = max(1, min(_TILE // columns, 128))
-        _quantize[(triton.cdiv(n, block),)](
-            rows, codes, scale, offset, exact.view(torch.uint8), n, dim, levels * 2.0**-126,
-            LEVELS=levels, ROWS=block, COLUMNS=columns, enable_fp_fusion=False,
-        )  # fmt: skip
-    return Quantized(codes, scale, offset, exact, torch.zeros_like(exact))
+    return Quantized(*_encode(rows, None, bits, 8, method, half_parameters))
+
+
+def quantize_packed(
+    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
+) -> PackedRows:
+    """`quantize` and `pack` in one pass."""
+    require_rows(rows, bits)
+    return _encode(rows, None, bits, bits, method, half_parameters)
+
+
+def quantize_rows(
+    table: Tensor,
+    ids: Tensor | None,
+    bits: int,
+    method: Method = ASYMMETRIC,
+    *,
+    half_parameters: bool = False,
+) -> PackedRows:
+    """Gather, `quantize` and `pack` in one pass; rows of ids out of range come back `exact`."""
+    require_table(table, ids, bits)
+    return _encode(table, ids, bits, bits, method, half_parameters)
 
 
 def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
@@ -118,19 +379,12 @@ def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     n, dim = codes.shape
     require_parameters(n, codes.device, scale, offset)
     rows = torch.empty(n, dim, dtype=torch.float32, device=codes.device)
-    if rows.numel():
-        _dequantize[(triton.cdiv(rows.numel(), _COLUMNS),)](
-            codes, scale, offset, rows, rows.numel(), dim, BLOCK=_COLUMNS, enable_fp_fusion=False
+    total = rows.numel()
+    if total:
+        _dequantize[(triton.cdiv(total, _DECODE_BLOCK),)](
+            codes, scale, offset, rows, total, dim, BLOCK=_DECODE_BLOCK, enable_fp_fusion=False
         )
     return rows
-
-
-def quantize_packed(
-    rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
-) -> PackedRows:
-    """`quantize`, then `pack`."""
-    codes, *others = quantize(rows, bits, method, half_parameters=half_parameters)
-    return PackedRows(packing.pack(codes, bits), *others)
 
 
 def dequantize_packed(
