@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recpoint.kernels.descriptors import Launch, entry_and_part, plan
-from recpoint.kernels.dirty_bitmap.cpu import (
+from recpoint.kernels.dirty_bitmap.shapes import (
     require_bitmap,
     require_fit,
     require_pair,
