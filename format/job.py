@@ -22,7 +22,7 @@ from recpoint.format.records import (
 __all__ = ["QUANTIZERS", "Job", "Outcome", "QuantizerName", "Segment", "StagedTable"]
 
 #: What a trainer asks for; "auto" leaves it to the agent (format §7).
-QuantizerName = Literal["auto", "asymmetric", "symmetric"]
+QuantizerName = Literal["auto", "asymmetric", "symmetric", "greedy", "refit"]
 QUANTIZERS: tuple[QuantizerName, ...] = get_args(QuantizerName)
 
 _Bytes = Annotated[int, Field(ge=0, lt=2**63)]

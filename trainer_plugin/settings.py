@@ -39,8 +39,10 @@ class Settings:
         bits: how rows are stored, for all tables that `table_bits` does not name.
         table_bits: table name -> how its rows are stored.
         quantizer: how the scale and offset of a row stored in fewer bits are found: "asymmetric"
-            (from its least to its greatest value), "symmetric"; "auto": "asymmetric" for 8 bits,
-            and what is best on a sample of the table's rows for fewer, which the agent finds out.
+            (from its least to its greatest value), "symmetric", "greedy" (Check-N-Run's search),
+            "refit" (a grid and least squares); "auto": "asymmetric" for 8 bits, for fewer "refit"
+            unless "asymmetric" is as good. The agent chooses a search's parameters for each table,
+            on a sample of the rows it stores.
         state_bits: 16: optimizer state of several float32 values a row (Adagrad's sum, Adam's
             moments) is rounded to bfloat16: non-negative stays non-negative, zero stays zero, each
             value within 2^-8 of itself. One value a row is exact in any case.

@@ -27,6 +27,7 @@ from recpoint.errors import (
     StoreThrottled,
     StoreUnavailable,
 )
+from recpoint.format.job import QUANTIZERS, QuantizerName
 from recpoint.kernels import quantize
 from recpoint.kernels.implementation import on_cpu
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method
@@ -140,6 +141,16 @@ def test_a_lossless_chain_comes_back_bit_for_bit(
     assert isinstance(state, dict) and state["step"] == step
     assert same(state["dense"], torch.full((300,), float(step)))
     assert check(run, level="full").ok
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_table_of_nothing_but_nan_can_be_chosen_for(
+    run: Run, tmp_path: Path, bits: int, quantizer: QuantizerName
+) -> None:
+    table = Table("t", torch.full((9, 5), float("nan")), bits=bits, quantizer=quantizer)
+    persist.persist_job(stage(run, tmp_path / "s", [table], step=1, generation=1))
+    assert same(restored(run).tables["t"].values, table.values)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -264,12 +275,13 @@ def test_the_manifest_says_how_each_table_was_quantized(
         assert same(target.tables[table.name].values, expected)
 
 
+@pytest.mark.parametrize("name", ["auto", "greedy", "refit"])
 def test_a_choice_is_made_on_a_sample_of_the_staged_rows_and_is_made_again_the_same(
-    run: Run, tmp_path: Path
+    run: Run, tmp_path: Path, name: QuantizerName
 ) -> None:
     generator = torch.Generator().manual_seed(5)
     values = torch.randn(6000, 3, generator=generator)
-    table = Table("t", values, bits=4, quantizer="auto")
+    table = Table("t", values, bits=4, quantizer=name)
     dirty = [torch.arange(0, 6000, 2)]
     links = Links()
     jobs = [
@@ -287,7 +299,9 @@ def test_a_choice_is_made_on_a_sample_of_the_staged_rows_and_is_made_again_the_s
     for step, (quantizer, method) in enumerate(first, 1):
         assert run.manifest(step, 1).quantizers == (quantizer,)
         assert (quantizer.sample_rows, quantizer.seed) == (len(samples[step - 1]), step)
-        assert method == choose(samples[step - 1], 4, seed=step)
+        named = None if name == "auto" else name
+        assert method == choose(samples[step - 1], 4, seed=step, name=named)
+        assert method.name == (named or "refit")
     assert same(restored(run).tables["t"].values[1], decoded(values[1:2], 4, first[0][1])[0])
 
 
@@ -376,7 +390,9 @@ def test_killed_at_any_step_a_second_try_ends_with_the_same_bytes(
     run: Run, tmp_path: Path, small_chunks: None
 ) -> None:
     trained = tables(bits=4)
+    trained[0].quantizer, trained[0].state_bits = "auto", 16
     trained[0].values[5, 0] = float("nan")
+    trained[0].values[6] = 0.1
     path = stage(run, tmp_path / "staging", trained, step=1, generation=1, state=[1, 2.5])
     job = path.read_bytes()
     assert persist_in_process(path) == 0
