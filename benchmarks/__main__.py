@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.report import print_report
 
-NAMES = ("tracking", "row_set", "snapshot", "persist", "restore", "prefect_overhead")
+NAMES = ("tracking", "quantize", "row_set", "snapshot", "persist", "restore", "gpu", "prefect_overhead")
 
 
 def main(arguments: list[str]) -> int:
