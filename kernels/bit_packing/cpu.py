@@ -1,16 +1,15 @@
-"""Bit packing on a CPU. A group of 8 codes fills exactly `bits` bytes; only a row's end is odd."""
+"""Bit packing on a CPU: 8 codes fill exactly `bits` bytes; only the end of a row is odd."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.bit_packing.widths import packed_width, require_codes, require_packed
-from recpoint.kernels.intrinsics import compiled, pointer
+from recpoint.kernels.bit_packing.words import pack_codes, unpack_codes
+from recpoint.kernels.intrinsics import compiled, copy_row
 from recpoint.kernels.threads import over_rows
 
 __all__ = ["pack", "pack_row", "unpack", "unpack_row"]
@@ -18,82 +17,43 @@ __all__ = ["pack", "pack_row", "unpack", "unpack_row"]
 
 @compiled(nogil=True)
 def pack_row(codes: Any, packed: Any, at: int, dim: int, bits: int) -> None:
-    """Pack codes[:dim] into packed[at: …]."""
+    """Pack codes[:dim] into packed[at: …]; both are contiguous arrays of u8."""
     if bits == 8:
-        for k in range(dim):
-            packed[at + k] = codes[k]
-    elif bits == 4:
-        for b in range(dim // 2):
-            packed[at + b] = np.uint8((codes[2 * b] & 15) | ((codes[2 * b + 1] & 15) << 4))
-        if dim % 2:
-            packed[at + dim // 2] = np.uint8(codes[dim - 1] & 15)
-    elif bits == 2:
-        for b in range(dim // 4):
-            packed[at + b] = np.uint8(
-                (codes[4 * b] & 3)
-                | ((codes[4 * b + 1] & 3) << 2)
-                | ((codes[4 * b + 2] & 3) << 4)
-                | ((codes[4 * b + 3] & 3) << 6)
-            )
-        if dim % 4:
-            last = 0
-            for k in range(dim % 4):
-                last |= (codes[dim // 4 * 4 + k] & 3) << (2 * k)
-            packed[at + dim // 4] = np.uint8(last)
+        copy_row(packed.ctypes.data + at, codes.ctypes.data, dim)
     else:
-        for g in range((dim + 7) // 8):
-            string = np.int64(0)
-            for k in range(min(8, dim - 8 * g)):
-                string |= np.int64(codes[8 * g + k] & 7) << (3 * k)
-            for b in range(min(3, (3 * dim + 7) // 8 - 3 * g)):
-                packed[at + 3 * g + b] = np.uint8((string >> (8 * b)) & 255)
+        pack_codes(codes.ctypes.data, packed.ctypes.data + at, dim, bits)
 
 
 @compiled(nogil=True)
 def unpack_row(packed: Any, at: int, codes: Any, to: int, dim: int, bits: int) -> None:
-    """Unpack packed[at: …] into codes[to : to + dim]."""
+    """Unpack packed[at: …] into codes[to : to + dim]; both are contiguous arrays of u8."""
     if bits == 8:
-        for k in range(dim):
-            codes[to + k] = packed[at + k]
-    elif bits == 4:
-        for b in range(dim // 2):
-            byte = packed[at + b]
-            codes[to + 2 * b] = np.uint8(byte & 15)
-            codes[to + 2 * b + 1] = np.uint8(byte >> 4)
-        if dim % 2:
-            codes[to + dim - 1] = np.uint8(packed[at + dim // 2] & 15)
-    elif bits == 2:
-        for b in range(dim // 4):
-            byte = packed[at + b]
-            for k in range(4):
-                codes[to + 4 * b + k] = np.uint8((byte >> (2 * k)) & 3)
-        for k in range(dim % 4):
-            codes[to + dim // 4 * 4 + k] = np.uint8((packed[at + dim // 4] >> (2 * k)) & 3)
+        copy_row(codes.ctypes.data + to, packed.ctypes.data + at, dim)
     else:
-        for g in range((dim + 7) // 8):
-            string = np.int64(0)
-            for b in range(min(3, (3 * dim + 7) // 8 - 3 * g)):
-                string |= np.int64(packed[at + 3 * g + b]) << (8 * b)
-            for k in range(min(8, dim - 8 * g)):
-                codes[to + 8 * g + k] = np.uint8((string >> (3 * k)) & 7)
+        unpack_codes(packed.ctypes.data + at, codes.ctypes.data + to, dim, bits)
 
 
 @compiled(nogil=True)
-def _pack(codes: int, packed: int, dim: int, width: int, bits: int, start: int, stop: int) -> None:
-    source = carray(pointer(codes), stop * dim, np.uint8)
-    to = carray(pointer(packed), stop * width, np.uint8)
-    for i in range(start, stop):
-        pack_row(source[i * dim : (i + 1) * dim], to, i * width, dim, bits)
+def _pack(codes: int, packed: int, dim: int, width: int, bits: int, rows: int) -> None:
+    if bits == 8:
+        copy_row(packed, codes, rows * dim)
+    elif dim * bits % 8 == 0:
+        # No row has an odd end: together they are one.
+        pack_codes(codes, packed, rows * dim, bits)
+    else:
+        for i in range(rows):
+            pack_codes(codes + i * dim, packed + i * width, dim, bits)
 
 
 @compiled(nogil=True)
-def _unpack(
-    packed: int, codes: int, dim: int, width: int, bits: int, start: int, stop: int
-) -> None:
-    source = carray(pointer(packed), stop * width, np.uint8)
-    to = carray(pointer(codes), stop * dim, np.uint8)
-    for i in range(start, stop):
-        unpack_row(source, i * width, to, i * dim, dim, bits)
+def _unpack(packed: int, codes: int, dim: int, width: int, bits: int, rows: int) -> None:
+    if bits == 8:
+        copy_row(codes, packed, rows * dim)
+    elif dim * bits % 8 == 0:
+        unpack_codes(packed, codes, rows * dim, bits)
+    else:
+        for i in range(rows):
+            unpack_codes(packed + i * width, codes + i * dim, dim, bits)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -105,7 +65,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     addresses = codes.data_ptr(), packed.data_ptr()
 
     def part(start: int, stop: int) -> None:
-        _pack(*addresses, dim, width, bits, start, stop)
+        source, to = addresses
+        _pack(source + start * dim, to + start * width, dim, width, bits, stop - start)
 
     over_rows(part, n, row_bytes=dim + width)
     return packed
@@ -119,7 +80,8 @@ def unpack(packed: Tensor, *, dim: int, bits: int) -> Tensor:
     addresses = packed.data_ptr(), codes.data_ptr()
 
     def part(start: int, stop: int) -> None:
-        _unpack(*addresses, dim, width, bits, start, stop)
+        source, to = addresses
+        _unpack(source + start * width, to + start * dim, dim, width, bits, stop - start)
 
     over_rows(part, n, row_bytes=dim + width)
     return codes
