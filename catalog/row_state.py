@@ -7,6 +7,8 @@ from torch import Tensor
 
 __all__ = ["to_bfloat16"]
 
+_PART = 1 << 15
+_INFINITY = 0x7F80
 _LARGEST = float(torch.finfo(torch.bfloat16).max)
 
 
@@ -17,6 +19,13 @@ def to_bfloat16(values: Tensor) -> Tensor:
     are; nothing finite becomes infinite. The error is at most 2^-8 of a value's magnitude, and at
     most 2^-134 below the smallest normal number.
     """
-    finite = values.isfinite()
-    within = torch.where(finite, values.clamp(-_LARGEST, _LARGEST), values)
-    return within.to(torch.bfloat16)
+    rounded = torch.empty(values.shape, dtype=torch.bfloat16)
+    # A part that stays in the caches at a time: fresh memory costs more than the rounding.
+    parts = zip(values.reshape(-1).split(_PART), rounded.view(-1).split(_PART), strict=True)
+    for part, into in parts:
+        into.copy_(part)  # rounds to nearest, ties to even
+        magnitudes = into.view(torch.int16) & 0x7FFF
+        if bool((magnitudes >= _INFINITY).any()):
+            within = part.clamp(-_LARGEST, _LARGEST)
+            into.copy_(torch.where(part.isfinite(), within, part))
+    return rounded
