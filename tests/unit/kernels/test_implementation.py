@@ -33,3 +33,14 @@ def test_what_runs_on_this_cpu() -> None:
 def test_a_processor_that_numba_was_told_of_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic" * 100)
     assert vector_extension().endswith("as set") and len(on_cpu()) < 256
+
+
+def test_what_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    version = pytest.importorskip("triton").__version__
+    told = {(found.name, found.why) for found in implementations() if found.device == "cuda"}
+    assert told == {("triton", f"triton {version}, NVIDIA X")}
+    monkeypatch.setattr("recpoint.kernels.implementation.find_spec", lambda name: None)
+    told = {(found.name, found.why) for found in implementations() if found.device == "cuda"}
+    assert told == {(None, "triton is not installed")}
