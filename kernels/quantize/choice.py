@@ -21,10 +21,10 @@ SAMPLE_ROWS: Final = 4096
 _ROWS_AT_ONCE: Final = 64
 #: Places of each end and refits, for each width: time grows with the square of the first.
 _GRIDS: Final = {
-    2: ((3, 2), (4, 2), (6, 3)),
-    3: ((4, 2), (5, 3), (8, 3)),
-    4: ((6, 2), (8, 3), (12, 3)),
-    8: ((6, 2), (8, 3)),
+    2: ((4, 2), (5, 2), (7, 3)),
+    3: ((5, 3), (6, 3), (9, 3)),
+    4: ((8, 3), (10, 3), (13, 3)),
+    8: ((8, 3), (10, 3)),
 }
 #: Bins and thousandths of the range that may go, in the region that Check-N-Run found worth trying.
 _STEPS: Final = {

@@ -76,9 +76,9 @@ ASYMMETRIC: Final = Method(name="asymmetric")
 
 #: At 8 bits a search gains next to nothing.
 _DEFAULTS: Final = {
-    2: Method(name="refit", bins=4, refits=2),
-    3: Method(name="refit", bins=5, refits=3),
-    4: Method(name="refit", bins=8, refits=3),
+    2: Method(name="refit", bins=5, refits=2),
+    3: Method(name="refit", bins=6, refits=3),
+    4: Method(name="refit", bins=10, refits=3),
     8: ASYMMETRIC,
 }
 
