@@ -56,7 +56,7 @@ def greedy_steps(bins: int, ratio_permille: int) -> int:
 
 @lru_cache(maxsize=64)
 def candidates(dim: int, bits: int, bins: int) -> npt.NDArray[Any]:
-    """F32 [bins² or fewer, 2]: slope and shift that turn a value in units into its place among the codes.
+    """F32 [bins² or fewer, 2]: slope and shift that turn a value in units into a code.
 
     A value in units is round((x − min) / scale · 2^f) − L · 2^(f − 1), f = `fraction_bits`.
     """
