@@ -7,7 +7,16 @@ import sys
 
 from benchmarks.report import print_report
 
-NAMES = ("tracking", "quantize", "row_set", "snapshot", "persist", "restore", "gpu", "prefect_overhead")
+NAMES = (
+    "tracking",
+    "quantize",
+    "row_set",
+    "snapshot",
+    "persist",
+    "restore",
+    "gpu",
+    "prefect_overhead",
+)
 
 
 def main(arguments: list[str]) -> int:

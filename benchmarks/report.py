@@ -13,10 +13,8 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-__all__ = ["Report", "alternate", "print_report"]
+__all__ = ["Report", "alternate", "commit", "print_report"]
 
 
 @dataclass(kw_only=True)
@@ -48,21 +46,32 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 def print_report(report: Report) -> None:
     """Print `report`; the last line is JSON."""
-    console = Console(width=120)
-    console.print(
+    print(
         f"{report.name}: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, Python {platform.python_version()}, commit {_commit()}"
+        f"{torch.get_num_threads()} threads, Python {platform.python_version()}, commit {commit()}"
     )
-    table = Table()
-    for index, column in enumerate(report.columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    for row in report.rows:
-        table.add_row(*(_cell(value) for value in row))
-    console.print(table)
+    rows = [[_cell(value) for value in row] for row in report.rows]
+    try:
+        _print_table(list(report.columns), rows)
+    except ImportError:  # rich is missing on machines that only measure kernels
+        for row in [list(report.columns), *rows]:
+            print("  ".join(f"{cell:>20}" for cell in row))
     for note in report.notes:
-        console.print(note, markup=False)
+        print(note)
     figures = {key: round(value, 5) for key, value in report.figures.items()}
     print(json.dumps({"name": report.name, "figures": figures}), flush=True)
+
+
+def _print_table(columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120).print(table)
 
 
 def _cell(value: object) -> str:
@@ -71,12 +80,16 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def commit() -> str:
+    """The commit that runs, with "-dirty" if something differs from it."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # no git here
+        return "unknown"
     return done.stdout.strip() or "unknown"

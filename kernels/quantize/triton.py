@@ -252,7 +252,7 @@ def _store_parameters(
     return scale, offset, 1.0 / tl.where(scale > 0.0, scale, 1.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["n", "limit"])
+@triton.jit(do_not_specialize=["n", "limit"], do_not_specialize_on_alignment=["exacts", "wides"])
 def _quantize(
     table, ids, packed, scales, offsets, exacts, wides, n, limit,
     DIM: tl.constexpr, LEVELS: tl.constexpr, CODE_BITS: tl.constexpr, PAIRS: tl.constexpr,

@@ -1,0 +1,306 @@
+"""The Triton kernels on a GPU against copy ceilings of the same run, after a gate of correctness.
+
+Times are those of the device: while a spinning kernel keeps it busy, the host enqueues an event,
+the call and another event, so that neither Python nor the launch is between the two. `collect_many`
+waits for the device itself; its time is that of the clock on the wall. Tables have 64 floats a row
+and a row-wise optimizer state; 26 of them, as in Criteo's data sets. A traffic is bytes read and
+written once each; its share is that of the rate at which the device copies one buffer to another.
+
+A run on a GPU leaves a record in benchmarks/results. It needs torch, Triton and numpy only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_correctness import check
+from benchmarks.gpu_kernels import load
+from benchmarks.report import Report, commit
+
+__all__ = ["record", "run"]
+
+_RESULTS: Final = Path(__file__).with_name("results")
+_TABLES: Final = 26
+_DIM: Final = 64
+_MARKED_IDS: Final = 2_000_000
+_DIRTY_SHARE: Final = 0.1
+#: Long enough for the host to enqueue the longest call; in cycles of the GPU's clock.
+_SPIN_CYCLES: Final = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """What the measurements share."""
+
+    device: torch.device
+    kernels: dict[str, Any]
+    rounds: int
+    rows: int  # of each table
+    report: Report
+
+    def device_seconds(
+        self, call: Callable[[], object], before: Callable[[], object] | None = None
+    ) -> float:
+        """Median time on the device; `before` puts back what the call changes."""
+        times: list[float] = []
+        for number in range(3 + self.rounds):
+            if before is not None:
+                before()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_SPIN_CYCLES)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if number >= 3:  # before: compiling, and buffers that are there from then on
+                times.append(start.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+    def wall_seconds(self, call: Callable[[], object], *, wait: bool = True) -> float:
+        """Median time on the wall; without `wait`, only until the call returns."""
+        times = []
+        for number in range(3 + self.rounds):
+            torch.cuda.synchronize()
+            start = perf_counter()
+            call()
+            if wait:
+                torch.cuda.synchronize()
+            if number >= 3:
+                times.append(perf_counter() - start)
+        torch.cuda.synchronize()
+        return statistics.median(times)
+
+    def row(self, name: str, seconds: float, traffic_bytes: int, ceiling: float) -> float:
+        """Add a row; the share of the ceiling, in bytes a second, that the traffic reached."""
+        share = traffic_bytes / seconds / ceiling
+        gigabytes = traffic_bytes / seconds / 1e9
+        self.report.rows.append((name, 1e6 * seconds, traffic_bytes / 1e6, gigabytes, share))
+        return share
+
+
+def run(*, quick: bool) -> Report:
+    """Measure it, or say that there is no GPU."""
+    report = Report(name="gpu", columns=("what", "µs", "MB moved", "GB/s", "share of copy"))
+    if not torch.cuda.is_available():
+        report.rows.append(("not run: no CUDA device", "-", "-", "-", "-"))
+        return report
+    device = torch.device("cuda")
+    compared = check(device, rows=20_000 if quick else 60_000, seed=torch.seed() % 2**31)
+    report.notes.append(f"{compared} results equal those of the references, bit for bit")
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    table_bytes = min((2 if quick else 16) << 30, free_bytes // 3)
+    bench = _Bench(
+        device=device,
+        kernels=load(),
+        rounds=15 if quick else 40,
+        rows=table_bytes // (_TABLES * 4 * (_DIM + 1)),
+        report=report,
+    )
+    copy = _ceiling(bench)
+    _marks(bench)
+    _collects(bench)
+    _tables(bench, copy)
+    report.notes.append(record(report, device))
+    return report
+
+
+def _ceiling(bench: _Bench) -> float:
+    """Bytes a second that a copy on the device reads and writes."""
+    size = min(1 << 30, torch.cuda.mem_get_info(bench.device)[0] // 8)
+    source = torch.ones(size, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    seconds = bench.device_seconds(partial(target.copy_, source))
+    bench.row("copy on the device", seconds, 2 * size, 2 * size / seconds)
+    return 2 * size / seconds
+
+
+def _batches(bench: _Bench, *, skewed: bool) -> list[list[Tensor]]:
+    """Eight batches of ids for all tables, so that no batch is in a cache by chance."""
+    count = _MARKED_IDS // _TABLES
+    batches = []
+    for _ in range(8):
+        draws = torch.rand(_TABLES, count, dtype=torch.float64, device=bench.device)
+        # Skewed: a row of rank k is drawn with a probability like 1 / k.
+        places = (bench.rows**draws if skewed else draws * bench.rows).long() - int(skewed)
+        batches.append(list(places.clamp(0, bench.rows - 1).unbind()))
+    return batches
+
+
+def _marks(bench: _Bench) -> None:
+    dirty_bitmap = bench.kernels["dirty_bitmap"].triton
+    words = (bench.rows + 31) // 32
+    bitmaps = list(torch.zeros(_TABLES, words, dtype=torch.int32, device=bench.device).unbind())
+    rows = [bench.rows] * _TABLES
+    slowest = 0.0
+    for skewed in (False, True):
+        batches = _batches(bench, skewed=skewed)
+        turns = itertools.cycle(batches)
+
+        def mark(turns: Iterator[list[Tensor]] = turns) -> None:
+            dirty_bitmap.mark_many(bitmaps, next(turns), rows=rows)
+
+        def clear() -> None:
+            for bitmap in bitmaps:
+                bitmap.zero_()
+
+        for _ in batches:  # so that each batch's table of addresses is on the device
+            mark()
+        name = f"mark 2 M ids of {_TABLES} tables, {'skewed' if skewed else 'uniform'}"
+        clean, again = bench.device_seconds(mark, clear), bench.device_seconds(mark)
+        slowest = max(slowest, clean)
+        bench.report.rows.append((f"{name}, clean bitmaps", 1e6 * clean, "-", "-", "-"))
+        bench.report.rows.append((f"{name}, marked before", 1e6 * again, "-", "-", "-"))
+        host = bench.wall_seconds(mark, wait=False)
+        bench.report.rows.append((f"{name}, until the call returns", 1e6 * host, "-", "-", "-"))
+    bench.report.figures["mark_2m_us"] = 1e6 * slowest
+
+
+def _collects(bench: _Bench) -> None:
+    dirty_bitmap = bench.kernels["dirty_bitmap"].triton
+    rows = [bench.rows] * _TABLES
+    for share in (0.01, 0.26):
+        bitmaps = [_dirty(bench, share) for _ in range(_TABLES)]
+        seconds = bench.wall_seconds(partial(dirty_bitmap.collect_many, bitmaps, rows=rows))
+        name = f"collect {sum(rows) / 1e6:.0f} M rows, {100 * share:.0f} % dirty, with its wait"
+        bench.report.rows.append((name, 1e6 * seconds, "-", "-", "-"))
+
+
+def _dirty(bench: _Bench, share: float) -> Tensor:
+    """A bitmap in which that share of the rows is marked."""
+    dirty_bitmap = bench.kernels["dirty_bitmap"].triton
+    bitmap = torch.zeros((bench.rows + 31) // 32, dtype=torch.int32, device=bench.device)
+    ids = torch.nonzero(torch.rand(bench.rows, device=bench.device) < share).flatten()
+    dirty_bitmap.mark(bitmap, ids, rows=bench.rows)
+    return bitmap
+
+
+def _tables(bench: _Bench, copy: float) -> None:
+    """Everything that reads rows: gathering them, quantizing them, bringing them to the host."""
+    dirty_bitmap = bench.kernels["dirty_bitmap"].triton
+    tables = [torch.randn(bench.rows, _DIM, device=bench.device) * 0.05 for _ in range(_TABLES)]
+    states = [torch.rand(bench.rows, device=bench.device) for _ in range(_TABLES)]
+    bitmaps = [_dirty(bench, _DIRTY_SHARE) for _ in range(_TABLES)]
+    ids = dirty_bitmap.collect_many(bitmaps, rows=[bench.rows] * _TABLES)
+    _gathers(bench, tables, states, ids, copy)
+    del states
+    # All dirty rows as those of one table: what a launch costs does not blur what a row costs.
+    table = torch.cat(tables)
+    every = torch.cat([some + k * bench.rows for k, some in enumerate(ids)])
+    del tables
+    _quantizers(bench, table, every, copy)
+    _drains(bench, table, every, copy)
+
+
+def _gathers(
+    bench: _Bench, tables: list[Tensor], states: list[Tensor], ids: list[Tensor], copy: float
+) -> None:
+    gather_many = bench.kernels["row_gather"].triton.gather_many
+    count = sum(some.numel() for some in ids)
+
+    def measure(name: str, sources: list[Tensor], chosen: list[Tensor], out: Tensor) -> float:
+        outs = list(out.split([some.numel() for some in chosen]))
+        seconds = bench.device_seconds(lambda: gather_many(sources, chosen, outs))
+        return bench.row(name, seconds, 2 * out.nbytes + 8 * out.shape[0], copy)
+
+    values = torch.empty(count, _DIM, device=bench.device)
+    of_states = torch.empty(count, device=bench.device)
+    name = f"gather {count / 1e6:.1f} M rows of {_DIM} floats"
+    measure(name, tables, ids, values)
+    measure("gather their states of one float", states, ids, of_states)
+    outs = [*values.split([some.numel() for some in ids])]
+    outs += of_states.split([some.numel() for some in ids])
+    seconds = bench.device_seconds(lambda: gather_many([*tables, *states], [*ids, *ids], outs))
+    traffic = 2 * (values.nbytes + of_states.nbytes) + 16 * count
+    bench.report.figures["gather_vs_copy"] = bench.row(
+        "gather rows and states in one launch", seconds, traffic, copy
+    )
+    for dim in (8, 16, 128):
+        # The same memory as tables of another width, and rows as many as fill it alike.
+        width = [table.view(-1, dim) for table in tables]
+        chosen = [
+            torch.nonzero(torch.rand(len(table), device=bench.device) < _DIRTY_SHARE).flatten()
+            for table in width
+        ]
+        out = torch.empty(sum(some.numel() for some in chosen), dim, device=bench.device)
+        measure(f"gather {len(out) / 1e6:.1f} M rows of {dim} floats", width, chosen, out)
+
+
+def _quantizers(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
+    from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC
+
+    quantize = bench.kernels["quantize"].triton
+    n = ids.numel()
+    for method in (SYMMETRIC, ASYMMETRIC):
+        for bits in (2, 3, 4, 8):
+            call = partial(quantize.quantize_rows, table, ids, bits, method, half_parameters=True)
+            seconds = bench.device_seconds(call)
+            traffic = n * (8 + 4 * _DIM + _DIM * bits // 8 + 10)
+            name = f"gather, quantize and pack, {method.name}, {bits} bits"
+            share = bench.row(name, seconds, traffic, copy)
+            if (method, bits) == (ASYMMETRIC, 4):
+                bench.report.figures["fused4_vs_copy"] = share
+    rows = table[: min(n, len(table))]
+    for bits in (2, 3, 4, 8):
+        call = partial(quantize.quantize_packed, rows, bits, half_parameters=True)
+        seconds = bench.device_seconds(call)
+        traffic = len(rows) * (4 * _DIM + _DIM * bits // 8 + 10)
+        bench.row(f"quantize and pack rows in sequence, {bits} bits", seconds, traffic, copy)
+    packed = quantize.quantize_packed(rows, 4)
+    seconds = bench.device_seconds(
+        lambda: quantize.dequantize_packed(*packed[:3], dim=_DIM, bits=4)
+    )
+    bench.row("unpack and decode, 4 bits", seconds, len(rows) * (4 * _DIM + _DIM // 2 + 8), copy)
+
+
+def _drains(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
+    """What has to reach the host, as rows and as codes with parameters of two bytes."""
+    quantize = bench.kernels["quantize"].triton
+    packed = quantize.quantize_rows(table, ids, 4, half_parameters=True).packed
+    sizes = {"rows of 32 bits": ids.numel() * 4 * _DIM, "codes of 4 bits": packed.nbytes}
+    sizes["codes of 4 bits"] += 2 * 2 * ids.numel()
+    for name, size in sizes.items():
+        source = torch.ones(size, dtype=torch.uint8, device=bench.device)
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        seconds = bench.device_seconds(partial(pinned.copy_, source, non_blocking=True))
+        bench.row(f"{ids.numel() / 1e6:.1f} M {name} to pinned memory", seconds, size, copy)
+
+
+def record(report: Report, device: torch.device) -> str:
+    """Write what was measured, on what and with what; a sentence that says where."""
+    import triton
+
+    name = torch.cuda.get_device_name(device)
+    document = {
+        "benchmark": report.name,
+        "device": name,
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "columns": list(report.columns),
+        "rows": [list(row) for row in report.rows],
+        "figures": report.figures,
+    }
+    _RESULTS.mkdir(exist_ok=True)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    file = _RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower())}-{stamp}.json"
+    file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return f"recorded in benchmarks/results/{file.name}"

@@ -1,0 +1,160 @@
+"""Every Triton kernel against its reference on fresh random inputs: the gate before any figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_kernels import load
+
+__all__ = ["check"]
+
+_BITS: Final = (2, 3, 4, 8)
+
+
+def check(device: torch.device, *, rows: int, seed: int) -> int:
+    """Compare all kernels; how many results were compared.
+
+    Args:
+        device: where the Triton kernels run.
+        rows: rows of the largest table; the others are smaller.
+        seed: of the inputs.
+
+    Raises:
+        RuntimeError: a result differs; names the operation and its arguments.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kernels = load()
+    checks: tuple[Callable[..., int], ...] = (_bitmaps, _gathers, _packing, _quantizers)
+    return sum(part(kernels, device, rows, generator) for part in checks)
+
+
+def _require(name: str, found: Sequence[Any], expected: Sequence[Any]) -> int:
+    for number, (left, right) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(left, Tensor):
+            same = left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
+        else:
+            same = left == right
+        if not same:
+            raise RuntimeError(
+                f"{name}: result {number} differs from the reference. Next: no figure of this "
+                "kernel means anything; run `pytest tests/gpu` on this machine"
+            )
+    return len(expected)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _ids(rows: int, count: int, generator: torch.Generator) -> Tensor:
+    """Skewed, with duplicates, in no order."""
+    return (
+        (torch.rand(count, generator=generator).pow(3) * rows).to(torch.int64).clamp(max=rows - 1)
+    )
+
+
+def _bitmaps(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
+    reference, triton = kernels["dirty_bitmap"]
+    lengths = [rows, 1, 33, rows // 2 + 5, 64, rows // 3 + 1]
+    expected = [torch.zeros((length + 31) // 32, dtype=torch.int32) for length in lengths]
+    found = [bitmap.to(device, copy=True) for bitmap in expected]
+    compared = 0
+    for turn in range(2):
+        ids = [_ids(length, length // 4 + 1, generator) for length in lengths]
+        ids = [some.int() if (turn + k) % 2 else some for k, some in enumerate(ids)]
+        triton.mark_many(found, [some.to(device) for some in ids], rows=lengths)
+        for bitmap, some, length in zip(expected, ids, lengths, strict=True):
+            reference.mark(bitmap, some, rows=length)
+        compared += _require("mark_many", found, expected)
+    compared += _require("count_many", triton.count_many(found), reference.count_many(expected))
+    collected = triton.collect_many(found, rows=lengths)
+    compared += _require("collect_many", collected, reference.collect_many(expected, rows=lengths))
+    one = _ids(lengths[3], lengths[3] // 3, generator)
+    triton.mark(found[3], one.to(device), rows=lengths[3])
+    reference.mark(expected[3], one, rows=lengths[3])
+    other = [torch.flip(bitmap, [0]) for bitmap in expected[:1]]
+    other[0][-1] = 0  # bits past the last row stay zero
+    triton.merge(found[0], other[0].to(device))
+    reference.merge(expected[0], other[0])
+    return compared + _require("mark and merge", found, expected)
+
+
+def _gathers(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
+    reference, triton = kernels["row_gather"]
+    shapes = [(64,), (), (13,), (16,), (8, 3), (3,)]
+    dtypes = [torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64]
+    dtypes.append(torch.uint8)
+    sources = [
+        (torch.rand(rows // 8 + 1, *shape, generator=generator) * 200).to(dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    ids = [_ids(len(source), rows // 16 + k, generator) for k, source in enumerate(sources)]
+    expected = [source[some] for source, some in zip(sources, ids, strict=True)]
+    reference.gather(sources[0], ids[0][:50], expected[0][:50])
+    outs = [torch.full_like(part, 7, device=device) for part in expected]
+    on_device = [source.to(device) for source in sources]
+    triton.gather_many(on_device, [some.to(device) for some in ids], outs)
+    compared = _require("gather_many", outs, expected)
+    places = torch.randperm(len(sources[2]), generator=generator)[: len(outs[2]) // 2]
+    triton.scatter(outs[2][: len(places)], places.to(device), on_device[2])
+    sources[2][places] = expected[2][: len(places)]
+    return compared + _require("scatter", on_device, sources)
+
+
+def _packing(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
+    reference, triton = kernels["bit_packing"]
+    compared = 0
+    for bits in _BITS:
+        for dim in (13, 64):
+            codes = torch.randint(
+                0, 256, (rows // 64 + 3, dim), generator=generator, dtype=torch.uint8
+            )
+            packed = triton.pack(codes.to(device), bits)
+            unpacked = triton.unpack(packed, dim=dim, bits=bits)
+            wanted = reference.pack(codes, bits)
+            compared += _require(
+                f"pack and unpack, {bits} bits of dim {dim}",
+                [packed, unpacked],
+                [wanted, reference.unpack(wanted, dim=dim, bits=bits)],
+            )
+    return compared
+
+
+def _rows(count: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Rows of all magnitudes, some constant, some not finite."""
+    table = torch.randn(count, dim, generator=generator)
+    table *= torch.logspace(-42, 38, count)[torch.randperm(count, generator=generator)][:, None]
+    table[::11] = torch.randn(len(table[::11]), dim, generator=generator) * 0.05
+    table[3::97] = 0.25
+    table[5::101, -1] = float("nan")
+    table[7::103, 0] = float("-inf")
+    return table
+
+
+def _quantizers(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
+    from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC
+
+    reference, triton = kernels["quantize"]
+    compared = 0
+    for dim in (64, 13):
+        table = _rows(rows // 16 + 40, dim, generator)
+        on_device = table.to(device)
+        ids = _ids(len(table), len(table) // 2 + 1, generator)
+        for bits in _BITS:
+            for method, half in ((ASYMMETRIC, True), (ASYMMETRIC, False), (SYMMETRIC, True)):
+                if dim == 13 and not half:
+                    continue
+                name = f"quantize_rows, {method.name}, {bits} bits of dim {dim}, half {half}"
+                expected = reference.quantize_packed(table[ids], bits, method, half_parameters=half)
+                found = triton.quantize_rows(
+                    on_device, ids.to(device), bits, method, half_parameters=half
+                )
+                compared += _require(name, found, expected)
+            decoded = triton.dequantize_packed(*found[:3], dim=dim, bits=bits)
+            again = reference.dequantize_packed(*expected[:3], dim=dim, bits=bits)
+            compared += _require(f"dequantize_packed, {bits} bits of dim {dim}", [decoded], [again])
+    return compared

@@ -1,0 +1,56 @@
+"""The Triton kernels and their references, on a machine with nothing but torch, Triton and numpy.
+
+Where numba is missing, so are the kernels' CPU versions, which their packages import. The packages
+are then entered without what they import: modules inside them are found as ever.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+__all__ = ["OPERATIONS", "Kernels", "load"]
+
+OPERATIONS = ("bit_packing", "dirty_bitmap", "quantize", "row_gather")
+_SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+
+class Kernels(NamedTuple):
+    """One operation: `reference` says what is right, `triton` runs on the GPU."""
+
+    reference: ModuleType
+    triton: ModuleType
+
+
+def load() -> dict[str, Kernels]:
+    """Import both versions of each of `OPERATIONS`."""
+    if str(_SOURCE) not in sys.path:
+        sys.path.insert(0, str(_SOURCE))  # a checkout that is not installed
+    try:
+        importlib.import_module("recpoint.kernels")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "recpoint":
+            raise
+        _enter_packages()
+    return {
+        name: Kernels(
+            importlib.import_module(f"recpoint.kernels.{name}.reference"),
+            importlib.import_module(f"recpoint.kernels.{name}.triton"),
+        )
+        for name in OPERATIONS
+    }
+
+
+def _enter_packages() -> None:
+    folder = _SOURCE / "recpoint" / "kernels"
+    paths = {"recpoint.kernels": folder}
+    paths |= {f"recpoint.kernels.{name}": folder / name for name in OPERATIONS}
+    for name in [module for module in sys.modules if module.startswith("recpoint.kernels")]:
+        del sys.modules[name]  # whatever the failed import left behind
+    for name, path in paths.items():
+        package = ModuleType(name)
+        package.__path__ = [str(path)]
+        sys.modules[name] = package

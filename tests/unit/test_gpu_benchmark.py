@@ -1,0 +1,71 @@
+"""The benchmark of the Triton kernels, as far as a machine without a GPU can run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What a machine that only measures kernels need not have.
+MISSING = ["numba", "llvmlite", "zstandard", "rich", "pydantic", "crc32c", "fsspec", "safetensors"]
+WITHOUT_THEM = f"import sys\nfor name in {MISSING}: sys.modules[name] = None\n"
+
+GATE = """
+import torch
+from benchmarks.gpu_correctness import check
+print(check(torch.device("cpu"), rows=700, seed=torch.seed() % 2**31))
+"""
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_THEM], ids=["installed", "bare"])
+def test_the_gate_compares_every_kernel_with_its_reference(before: str) -> None:
+    done = run(before + GATE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
+
+
+def test_the_gate_stops_at_a_kernel_that_differs() -> None:
+    wrong = """
+from benchmarks import gpu_kernels
+triton = gpu_kernels.load()["quantize"].triton
+right = triton.quantize_rows
+def one_bit_off(*arguments, **options):
+    found = right(*arguments, **options)
+    found.packed[-1, -1] ^= 1
+    return found
+triton.quantize_rows = one_bit_off
+"""
+    done = run(wrong + GATE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode != 0
+    assert "quantize_rows, asymmetric, 2 bits of dim 64" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("before", ["", WITHOUT_THEM], ids=["installed", "bare"])
+def test_without_a_gpu_it_says_so_and_claims_no_figure(before: str) -> None:
+    records = sorted((ROOT / "benchmarks" / "results").iterdir())
+    program = "from benchmarks.__main__ import main\nraise SystemExit(main(['gpu', '--quick']))"
+    done = run(before + program)
+    assert done.returncode == 0, done.stderr
+    assert "not run: no CUDA device" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) == {"name": "gpu", "figures": {}}
+    assert sorted((ROOT / "benchmarks" / "results").iterdir()) == records
