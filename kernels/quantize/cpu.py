@@ -11,12 +11,12 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.arguments import require
-from recpoint.kernels.bit_packing.cpu import pack_row, unpack_row
+from recpoint.kernels.bit_packing.cpu import unpack_row
 from recpoint.kernels.bit_packing.widths import packed_width, require_packed
 from recpoint.kernels.intrinsics import compiled, pointer
 from recpoint.kernels.quantize import grid
 from recpoint.kernels.quantize.method import ASYMMETRIC, Method
-from recpoint.kernels.quantize.plain import code_row, plain_parameters, row_ends
+from recpoint.kernels.quantize.plain import plain_parameters, write_row
 from recpoint.kernels.quantize.search import search_rows
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
@@ -24,6 +24,7 @@ from recpoint.kernels.quantize.shapes import (
     require_parameters,
     require_rows,
 )
+from recpoint.kernels.quantize.vectors import CODES_AT_ONCE, ends_of_row
 from recpoint.kernels.threads import over_rows
 
 __all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed"]
@@ -52,24 +53,19 @@ def _quantize(
     offset_of = carray(pointer(offsets), stop, np.float32)
     exact_of = carray(pointer(exacts), stop, np.uint8)
     wide_of = carray(pointer(wides), stop, np.uint8)
-    codes = np.empty(dim, np.uint8)
+    codes = np.empty(dim + CODES_AT_ONCE, np.uint8)
+    buffer = codes.ctypes.data
     levels = np.float32((1 << bits) - 1)
     for i in range(start, stop):
-        low_key, high_key = row_ends(rows + 4 * dim * i, dim)
+        row = rows + 4 * dim * i
+        low_key, high_key = ends_of_row(row, dim)
         scale, offset, exact, wide = plain_parameters(low_key, high_key, levels, symmetric, half)
         scale_of[i] = scale
         offset_of[i] = offset
         exact_of[i] = np.uint8(exact)
         wide_of[i] = np.uint8(wide)
-        # An array for each row: its indices are seen not to be negative, and cost no test.
-        to = carray(pointer(packed + i * width), width, np.uint8)
-        if scale > _ZERO:
-            values = carray(pointer(rows + 4 * dim * i), dim, np.float32)
-            code_row(values, dim, scale, offset, levels, codes)
-            pack_row(codes, to, 0, dim, code_bits)
-        else:
-            for b in range(width):
-                to[b] = np.uint8(0)
+        to, room = packed + i * width, (stop - i) * width
+        write_row(row, dim, bits, code_bits, scale, offset, buffer, to, width, room)
 
 
 @compiled(nogil=True)

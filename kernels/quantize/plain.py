@@ -7,16 +7,21 @@ The minimum and maximum are taken of integer keys that order binary32 values as 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba.np.numpy_support import carray
 
-from recpoint.kernels.intrinsics import compiled, float_from_bits, pointer
+from recpoint.kernels.bit_packing.words import pack_codes
+from recpoint.kernels.intrinsics import compiled, copy_row, float_from_bits, pointer
 from recpoint.kernels.quantize import binary16
 from recpoint.kernels.quantize.method import WIDEST_STEP
+from recpoint.kernels.quantize.vectors import (
+    CODES_AT_ONCE,
+    codes_of_row,
+    half_bytes_of_row,
+    quarter_bytes_of_row,
+)
 
-__all__ = ["code_row", "plain_parameters", "row_ends"]
+__all__ = ["plain_parameters", "write_row"]
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY_KEY = np.int32(0x7F800000)
@@ -24,23 +29,8 @@ _MINUS_INFINITY_KEY = np.int32(-0x7F800001)
 _MINUS_ZERO_KEY = np.int32(-1)
 _TINY = np.float32(2.0**-126)
 _LARGE = np.float32(2.0**126)
-_HALF = np.float32(0.5)
 _ZERO = np.float32(0.0)
 _WIDEST_STEP = np.float32(WIDEST_STEP)
-
-
-@compiled(nogil=True)
-def row_ends(address: int, dim: int) -> tuple[np.int32, np.int32]:
-    """The smallest and the largest integer key of the row at `address`."""
-    bit_patterns = carray(pointer(address), dim, np.int32)
-    low_key = _MAGNITUDE
-    high_key = np.int32(~_MAGNITUDE)
-    for k in range(dim):
-        pattern = bit_patterns[k]
-        key = np.int32(pattern ^ (np.int32(pattern >> 31) & _MAGNITUDE))
-        low_key = min(low_key, key)
-        high_key = max(high_key, key)
-    return low_key, high_key
 
 
 @compiled(nogil=True)
@@ -81,12 +71,40 @@ def plain_parameters(
 
 
 @compiled(nogil=True)
-def code_row(
-    values: Any, dim: int, scale: np.float32, offset: np.float32, top: np.float32, codes: Any
-) -> None:
-    """The codes of a row, for finite parameters and a scale above 0."""
-    for k in range(dim):
-        place = np.float32(np.float32(np.float32(values[k] - offset) / scale) + _HALF)
-        place = place if place < top else top
-        place = place if place > _ZERO else _ZERO
-        codes[k] = np.uint8(np.int32(place))  # not negative: dropping the fraction is floor
+def write_row(
+    row: int, dim: int, bits: int, code_bits: int, scale: np.float32, offset: np.float32,
+    buffer: int, to: int, width: int, room: int,
+) -> None:  # fmt: skip
+    """Code a row and pack it at address `to`; zeros if the scale is 0.
+
+    Args:
+        row: address of its values.
+        dim: how many.
+        bits: width of a code.
+        code_bits: width of a code as it is stored, `bits` or 8.
+        scale: of the row; 0 for a row without codes.
+        offset: of the row.
+        buffer: address of at least dim + CODES_AT_ONCE bytes.
+        to: address of the packed row.
+        width: bytes of the packed row.
+        room: bytes at `to` that may be written: those behind the row are written later.
+    """
+    if not scale > _ZERO:
+        place = carray(pointer(to), width, np.uint8)
+        for b in range(width):
+            place[b] = np.uint8(0)
+        return
+    top = np.float32((1 << bits) - 1)
+    if dim + CODES_AT_ONCE <= room and code_bits != 3:
+        if code_bits == 8:
+            codes_of_row(row, dim, scale, offset, top, to)
+        elif code_bits == 4:
+            half_bytes_of_row(row, dim, scale, offset, top, to)
+        else:
+            quarter_bytes_of_row(row, dim, scale, offset, top, to)
+        return
+    codes_of_row(row, dim, scale, offset, top, buffer)
+    if code_bits == 8:
+        copy_row(to, buffer, dim)
+    else:
+        pack_codes(buffer, to, dim, code_bits)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numba.np.numpy_support import carray
 
-from recpoint.kernels.bit_packing.cpu import pack_row
 from recpoint.kernels.intrinsics import compiled, pointer
 from recpoint.kernels.quantize import binary16
 from recpoint.kernels.quantize.lanes import (
@@ -23,7 +22,8 @@ from recpoint.kernels.quantize.lanes import (
     store,
     whole,
 )
-from recpoint.kernels.quantize.plain import code_row, plain_parameters, row_ends
+from recpoint.kernels.quantize.plain import plain_parameters, write_row
+from recpoint.kernels.quantize.vectors import CODES_AT_ONCE, ends_of_row
 
 __all__ = ["search_rows"]
 
@@ -219,7 +219,7 @@ def load_row(
     halves: Any,
 ) -> Any:  # fmt: skip
     """Put a row into its lane; its plain scale, offset, exact and wide."""
-    low_key, high_key = row_ends(row, dim)
+    low_key, high_key = ends_of_row(row, dim)
     step, low, _, _ = plain_parameters(low_key, high_key, levels, False, False)
     scale, offset, exact, wide = plain_parameters(low_key, high_key, levels, False, half)
     live = scale > _ZERO
@@ -253,7 +253,7 @@ def search_rows(
     values, in_units = np.empty((dim, LANES), np.float32), np.empty((dim, LANES), np.float32)
     lanes, halves = np.empty((_LINES, LANES), np.float32), np.empty(LANES, np.bool_)
     limits = np.array([unit, largest], np.float32)
-    codes = np.empty(dim, np.uint8)
+    codes = np.empty(dim + CODES_AT_ONCE, np.uint8)
     block, units = values.ctypes.data, in_units.ctypes.data
 
     for first in range(start, stop, LANES):
@@ -273,13 +273,10 @@ def search_rows(
             )  # fmt: skip
         for lane in range(min(LANES, stop - first)):
             i = first + lane
-            to = carray(pointer(packed + i * width), width, np.uint8)
-            if not scale_of[i] > _ZERO:
-                for b in range(width):
-                    to[b] = np.uint8(0)
-                continue
-            if np.float32(lanes[_COST, lane] + margin) <= lanes[_PLAIN_COST, lane]:
+            live = scale_of[i] > _ZERO
+            if live and np.float32(lanes[_COST, lane] + margin) <= lanes[_PLAIN_COST, lane]:
                 scale_of[i], offset_of[i] = lanes[_SCALE, lane], lanes[_OFFSET, lane]
-            row_values = carray(pointer(rows + 4 * dim * i), dim, np.float32)
-            code_row(row_values, dim, scale_of[i], offset_of[i], levels, codes)
-            pack_row(codes, to, 0, dim, code_bits)
+            write_row(
+                rows + 4 * dim * i, dim, bits, code_bits, scale_of[i], offset_of[i],
+                codes.ctypes.data, packed + i * width, width, (stop - i) * width,
+            )  # fmt: skip
