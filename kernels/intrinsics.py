@@ -21,6 +21,7 @@ __all__ = [
     "bits_of_float",
     "compiled",
     "copy_row",
+    "entry_point",
     "float_from_bits",
     "lowest_bit",
     "machine_operation",
@@ -52,6 +53,18 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
         return kernel
 
     return decorate
+
+
+def entry_point(kernel: Any, arguments: int) -> Callable[..., Any]:
+    """The machine code of a kernel that takes that many integers, without the choice by types.
+
+    Choosing takes as long as marking a small batch, and several times that when the step between
+    two calls has emptied the caches.
+    """
+    signature = (types.int64,) * arguments
+    kernel.compile(signature)
+    entry: Callable[..., Any] = kernel.overloads[signature].entry_point
+    return entry
 
 
 def machine_operation(build: Callable[..., Any]) -> Any:

@@ -22,6 +22,7 @@ __all__ = [
     "FullyDirtyTables",
     "all_rows_changed",
     "changes_gradient_rows",
+    "counts_one_change",
     "row_states",
     "watched",
 ]
@@ -103,6 +104,11 @@ def changes_gradient_rows(optimizer: Optimizer) -> bool:
     Unless `all_rows_changed` gives a reason why it changes all.
     """
     return type(optimizer) in _KNOWN
+
+
+def counts_one_change(optimizer: Optimizer) -> bool:
+    """Whether a step with a sparse gradient changes a weight in place exactly once."""
+    return type(optimizer) in (SGD, Adagrad)  # SparseAdam skips gradients without entries
 
 
 def _unknown(kind: type) -> AllRows:

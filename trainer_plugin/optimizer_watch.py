@@ -15,6 +15,7 @@ from recpoint.trainer_plugin.optimizer_rows import (
     FullyDirtyTables,
     all_rows_changed,
     changes_gradient_rows,
+    counts_one_change,
     watched,
 )
 from recpoint.trainer_plugin.tracking import Tracker, mark_together
@@ -34,6 +35,7 @@ class _Group:
         self.group = group
         self.row_local = row_local
         self.trackers: list[Tracker] = []
+        self.checked_before: list[Tracker] = []
         self.whole: list[Tracker] = []
         self.reasons: dict[str, AllRows] = {}
         self.key: tuple[Any, ...] | None = None
@@ -82,28 +84,39 @@ class OptimizerWatch:
         self._owners: dict[str, _Owner] = {}
         self._stepping = [False] * len(self._optimizers)
         self._told: set[str] = set()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._installed = False
         self._regroup()
 
     def install(self) -> None:
         """Hook into the optimizers; `remove` undoes it."""
+        self._installed = True
         self._regroup()  # a restored optimizer has other parameter groups
-        for number, optimizer in enumerate(self._optimizers):
-
-            def before(_optimizer: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
-                self._before_step(number)
-
-            def after(_optimizer: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
-                self._after_step(number)
-
-            self._hooks.append(optimizer.register_step_pre_hook(before))
-            self._hooks.append(optimizer.register_step_post_hook(after))
 
     def remove(self) -> None:
         """Take the hooks out of the optimizers."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._installed = False
+        self._hook_up()
+
+    def _hook_up(self) -> None:
+        """Hooks in the optimizers that train a table, and in no other."""
+        for number, optimizer in enumerate(self._optimizers):
+            wanted = self._installed and bool(self._groups[number])
+            if wanted and number not in self._hooks:
+
+                def before(_o: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
+                    self._before_step(number)
+
+                def after(_o: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
+                    self._after_step(number)
+
+                self._hooks[number] = (
+                    optimizer.register_step_pre_hook(before),
+                    optimizer.register_step_post_hook(after),
+                )
+            elif not wanted:
+                for hook in self._hooks.pop(number, ()):
+                    hook.remove()
 
     def owner(self, table: str) -> int | None:
         """Index of the optimizer that trains a table."""
@@ -174,13 +187,20 @@ class OptimizerWatch:
                 by_gradient=found is not None
                 and changes_gradient_rows(self._optimizers[found.optimizer])
             )
+        for number, optimizer in enumerate(self._optimizers):
+            exact = counts_one_change(optimizer)
+            for group in self._groups[number]:
+                group.checked_before = [
+                    tracker for tracker in group.trackers if not (exact and tracker.by_gradient)
+                ]
+        self._hook_up()
 
     def _before_step(self, number: int) -> None:
         if self._stepping[number]:
             self._step_failed(number)
         self._stepping[number] = True
         for group in self._groups[number]:
-            for tracker in group.trackers:
+            for tracker in group.checked_before:
                 tracker.before_step()
 
     def _after_step(self, number: int) -> None:
@@ -202,7 +222,8 @@ class OptimizerWatch:
                     continue
                 if rows is not None:
                     found.append((tracker, rows))
-        mark_together(found)
+        if found:
+            mark_together(found)
 
     def _step_failed(self, number: int) -> None:
         self._stepping[number] = False

@@ -31,7 +31,6 @@ __all__ = ["Dirty", "Tracker", "mark_together"]
 _log = logging.getLogger("recpoint")
 
 _gradients_enabled = torch.is_grad_enabled
-_mark = dirty_bitmap.mark
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +76,25 @@ class Tracker:
         surprise: why `all_rows` was set although nothing announced it, for the log.
     """
 
+    # One compact object: between two steps its memory has left the caches.
+    __slots__ = (
+        "_address",
+        "_bitmap",
+        "_doubt",
+        "_hook",
+        "_installed",
+        "_mark",
+        "_spare",
+        "_version",
+        "all_rows",
+        "by_gradient",
+        "rows",
+        "surprise",
+        "table",
+        "unapplied",
+        "weight",
+    )
+
     def __init__(self, table: Table) -> None:
         self.table = table
         self.rows = table.rows
@@ -87,10 +105,14 @@ class Tracker:
         self.surprise: str | None = None
         self._version, self._address = _version(self.weight), self.weight.data_ptr()
         self._doubt: Tensor | None = None
-        self._bitmap = dirty_bitmap.new(self.rows, device=table.weight.device)
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
+        self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
         self._installed = False
+
+    def _use(self, bitmap: Tensor) -> None:
+        self._bitmap = bitmap
+        self._mark = dirty_bitmap.marker(bitmap, rows=self.rows)
 
     @property
     def bitmap_bytes(self) -> int:
@@ -145,7 +167,7 @@ class Tracker:
         ):
             return
         try:
-            _mark(self._bitmap, args[0] if args else kwargs["input"], rows=self.rows)
+            self._mark(args[0] if args else kwargs["input"])
         except IndexError:
             return  # nothing was marked; the lookup itself fails, in its own words
         except Exception as error:
@@ -154,42 +176,65 @@ class Tracker:
         self.unapplied = True
 
     def before_step(self) -> None:
-        """The table's optimizer begins a step: whatever changed the weight before was not it."""
-        if _version(self.weight) == self._version:
-            return
-        if self.unapplied and self.table.module.max_norm is not None:
-            return  # the lookups that were marked did it
-        self._unexplained("its weight was changed outside the steps of its optimizer")
+        """A step begins of an optimizer that may count the version up by any number."""
+        self._check_version()
+
+    def _check_version(self) -> None:
+        """Whatever changed the weight until now was no step of its optimizer."""
+        version = _version(self.weight)
+        if version != self._version:
+            self._version = version
+            # Lookups that were marked may have done it.
+            if not self.unapplied or self.table.module.max_norm is None:
+                self._unexplained("its weight was changed outside the steps of its optimizer")
 
     def after_step(self) -> Tensor | None:
         """A step of the table's optimizer is over.
 
         Returns:
-            The rows of a sparse gradient, which the step changed and nothing has marked.
+            The rows of a sparse gradient, which the step changed and nothing has marked; what was
+            on the CPU is marked already.
         """
         weight = self.weight
         # The gradient is still there: the optimizers of torch leave it to zero_grad().
-        gradient, version = weight.grad, _version(weight)
+        gradient = weight.grad
+        if self.by_gradient:
+            version = weight._version
+            count, self._version = version - self._version, version
+            # A step changes it once, and not at all without a gradient.
+            if count > 1 or (count and gradient is None):
+                self._unexplained("more than steps with a gradient has changed its weight")
+        else:
+            self._after_lookups(gradient)
+        if gradient is None or self.all_rows:
+            return None
+        if not gradient.is_sparse:
+            if self.table.module.sparse:
+                self._unexplained("a dense gradient arrived although the module is sparse")
+            return None
+        # Public for coalesced gradients only, but duplicates do no harm. If columns are sparse too,
+        # their numbers are marked with the rows: more than has changed, never less.
+        ids = gradient._indices()
+        if not ids.is_cpu:
+            return ids
+        self._mark(ids)
+        return None
+
+    def _after_lookups(self, gradient: Tensor | None) -> None:
+        version = _version(self.weight)
         changed, self._version = version != self._version, version
+        looked_up, self.unapplied = self.unapplied, False
+        if looked_up or self.all_rows:
+            return
         if gradient is None:
-            if changed and not self.unapplied:
+            if changed:
                 self._unexplained("a step changed it, and its gradient was gone after the step")
-        elif self.all_rows:
-            pass
-        elif gradient.is_sparse:
-            self.unapplied = False
-            rows = gradient._indices()  # indices() is for coalesced ones, and duplicates do no harm
-            return rows if rows.shape[0] == 1 else rows[0]
-        elif self.table.module.sparse:
-            self._unexplained("a dense gradient arrived although the module is sparse")
-        elif not self.unapplied:
+        elif not gradient.is_sparse:
             # No lookup in training mode explains this gradient. Zeros are left by
             # zero_grad(set_to_none=False) and change nothing; anything else is known at the cut,
             # without waiting for the device here.
             doubt = gradient.any()
             self._doubt = doubt if self._doubt is None else self._doubt | doubt
-        self.unapplied = False
-        return None
 
     def step_failed(self) -> None:
         """A step of its optimizer ended with an error: what it changed until then is unknown."""
@@ -211,7 +256,7 @@ class Tracker:
             IndexError: an id is out of range; nothing is marked.
             ValueError: ids are not int32 or int64.
         """
-        _mark(self._bitmap, ids.to(self._bitmap.device), rows=self.rows)
+        self._mark(ids.to(self._bitmap.device))
         self._version = _version(self.weight)
 
     def mark_all(self) -> None:
@@ -221,14 +266,13 @@ class Tracker:
 
     def take(self) -> Dirty:
         """Everything dirty now; from here on nothing is, but rows whose update is still to come."""
-        self.before_step()  # changes after the last step need an explanation just as well
-        self._version = _version(self.weight)
+        self._check_version()
         if self._doubt is not None:
             if self._doubt.item():
                 self._unexplained("a gradient arrived without a lookup in training mode")
             self._doubt = None
         taken = Dirty(bitmap=self._bitmap, all_rows=self.all_rows, rows=self.rows)
-        self._bitmap = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
+        self._use(self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap))
         self.all_rows = False
         if self.unapplied:
             # Looked up before the cut, changed after it: such rows belong to both checkpoints.
@@ -270,7 +314,7 @@ class Tracker:
             self._unexplained("its weight was replaced")
         if self.weight.device != self._bitmap.device or self.table.rows != self.rows:
             self.rows = self.table.rows
-            self._bitmap = dirty_bitmap.new(self.rows, device=self.weight.device)
+            self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
             self._spare.clear()
             self._unexplained("its weight has another device or another number of rows")
 
@@ -293,20 +337,14 @@ def _version(weight: Tensor) -> int:
 
 def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:
     """Mark what `Tracker.after_step` returned for several tables: a launch for each GPU."""
-    on_gpu: dict[torch.device, list[tuple[Tracker, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[Tracker, Tensor]]] = {}
     for tracker, ids in found:
-        if tracker._bitmap.is_cpu:
-            try:
-                _mark(tracker._bitmap, ids, rows=tracker.rows)
-            except Exception as error:
-                tracker.give_up(error)
-        else:
-            on_gpu.setdefault(tracker._bitmap.device, []).append((tracker, ids))
-    for marks in on_gpu.values():
+        by_device.setdefault(tracker._bitmap.device, []).append((tracker, ids))
+    for marks in by_device.values():
         try:
+            # The allocator keeps the memory of ids for the stream that the launch is in.
             dirty_bitmap.mark_many(
                 [tracker._bitmap for tracker, _ in marks],
-                # The allocator keeps the memory of ids for the stream that the launch is in.
                 [ids for _, ids in marks],
                 rows=[tracker.rows for tracker, _ in marks],
             )

@@ -6,7 +6,7 @@ are always zero. All functions change bitmaps in place and work on the bitmap's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ __all__ = [
     "mark",
     "mark_all",
     "mark_many",
+    "marker",
     "merge",
     "new",
     "swap",
@@ -59,6 +60,17 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
             triton.mark(bitmap, ids, rows=rows)
     else:
         raise unsupported_device("bitmap", bitmap)
+
+
+def marker(bitmap: Tensor, *, rows: int) -> Callable[[Tensor], None]:
+    """A function of ids that does what `mark` does to this bitmap, with less to check each time.
+
+    Raises:
+        ValueError: the bitmap does not fit `rows`.
+    """
+    if bitmap.is_cpu:
+        return cpu.marker(bitmap, rows=rows)
+    return lambda ids: mark(bitmap, ids, rows=rows)
 
 
 def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ thread that merges a refused checkpoint back cannot lose each other's bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,10 +14,16 @@ import torch
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from recpoint.kernels.intrinsics import compiled, lowest_bit, pointer, set_bits
+from recpoint.kernels.dirty_bitmap.shapes import (
+    require_bitmap,
+    require_fit,
+    require_pair,
+    require_room,
+)
+from recpoint.kernels.intrinsics import compiled, entry_point, lowest_bit, pointer, set_bits
 from recpoint.kernels.threads import over_rows
 
-__all__ = ["clear", "collect", "count", "mark", "mark_all", "mark_many", "merge", "swap"]
+__all__ = ["clear", "collect", "count", "mark", "mark_all", "mark_many", "marker", "merge", "swap"]
 
 _INT32 = torch.int32
 _INT64 = torch.int64
@@ -130,36 +136,6 @@ def _collect(bitmap: int, ids: int, room: int, start: int, stop: int) -> int:
     return int(n)
 
 
-def require_bitmap(name: str, bitmap: Tensor) -> None:
-    if bitmap.dtype is not _INT32 or bitmap.dim() != 1 or not bitmap.is_contiguous():
-        raise ValueError(
-            f"{name}: {bitmap.dtype} {tuple(bitmap.shape)}, expected a contiguous int32 vector"
-        )
-
-
-def require_fit(bitmap: Tensor, rows: int) -> None:
-    require_bitmap("bitmap", bitmap)
-    if bitmap.numel() != (rows + 31) // 32 or rows < 0:
-        raise ValueError(f"bitmap: {bitmap.numel()} words, expected ceil({rows} / 32)")
-
-
-def require_room(ids: Tensor, count: int) -> None:
-    if ids.dtype is not _INT64 or ids.shape != (count,) or not ids.is_contiguous():
-        raise ValueError(
-            f"out: {ids.dtype} {tuple(ids.shape)}, expected torch.int64 ({count},), contiguous"
-        )
-
-
-def require_pair(a: Tensor, b: Tensor) -> None:
-    require_bitmap("first bitmap", a)
-    require_bitmap("second bitmap", b)
-    if a.numel() != b.numel() or a.device != b.device:
-        raise ValueError(
-            f"bitmaps: {a.numel()} words on {a.device} and {b.numel()} words on {b.device},"
-            " expected two of the same table"
-        )
-
-
 def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     """Set the bits of `ids` (int32 or int64, any shape); nothing is marked if one is out of range.
 
@@ -186,6 +162,22 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
         raise ValueError(f"ids: dtype {ids.dtype}, expected torch.int32 or torch.int64")
     if wrong >= 0:
         raise IndexError(f"ids: {int(ids.reshape(-1)[wrong])}, expected 0 <= id < {rows}")
+
+
+def marker(bitmap: Tensor, *, rows: int) -> Callable[[Tensor], None]:
+    """`mark` for one bitmap and many batches: the bitmap is checked once, here."""
+    require_fit(bitmap, rows)
+    address, kernel, int64 = bitmap.data_ptr(), entry_point(_mark64, 5), _INT64
+
+    def mark_ids(ids: Tensor) -> None:
+        # Runs for each table of each step, after work that has filled the caches with other things:
+        # what counts is how little is touched.
+        if ids.dtype is int64 and ids.is_cpu and ids.is_contiguous():
+            if kernel(address, ids.data_ptr(), ids.numel(), 1, rows) < 0:
+                return
+        mark(bitmap, ids, rows=rows)  # the closure keeps the bitmap, and with it its address
+
+    return mark_ids
 
 
 def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:

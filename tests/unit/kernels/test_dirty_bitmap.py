@@ -167,3 +167,24 @@ def test_several_tables_and_an_id_out_of_range() -> None:
     assert [dirty_bitmap.count(bitmap) for bitmap in bitmaps] == [1, 0, 0]
     with pytest.raises(ValueError):
         dirty_bitmap.mark_many(bitmaps, ids[:1], rows=[40] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_marker_marks_like_mark(dtype: torch.dtype) -> None:
+    rows = 100
+    marker = dirty_bitmap.marker(bitmap := dirty_bitmap.new(rows), rows=rows)
+    expected = bitmap.clone()
+    batch = torch.randint(0, rows, (6, 5), dtype=dtype)
+    for ids in (batch, batch[:, 1], batch[:0], batch[::2, ::2]):
+        marker(ids)
+        reference.mark(expected, ids, rows=rows)
+        assert torch.equal(bitmap, expected)
+    before = bitmap.clone()
+    for wrong in (-1, rows, 2**31 - 1):
+        with pytest.raises(IndexError, match=f"ids: {wrong}, expected 0 <= id < 100"):
+            marker(torch.tensor([3, wrong], dtype=dtype))
+    with pytest.raises(ValueError, match="ids"):
+        marker(torch.tensor([1.0]))
+    assert torch.equal(bitmap, before)
+    with pytest.raises(ValueError, match="bitmap"):
+        dirty_bitmap.marker(bitmap, rows=200)
