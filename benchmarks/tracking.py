@@ -1,10 +1,9 @@
-"""Marking rows against the training step it belongs to; evaluation marks nothing.
+"""Marking rows against the training step it belongs to, and against TorchRec's tracker.
 
-A DLRM of eight tables on the bundled purchases. Two equal models, one of them under a Checkpointer,
-take turns. What marking costs is measured on everything the plugin hooks into and nothing else
-(lookups, their backward pass, the optimizers' step without gradients, the checkpointer's own step)
-and set against a whole training step: the difference of two whole steps would show the machine's
-noise.
+Everything the plugin does in a step between two checkpoints is timed inside real training steps:
+its hooks before and after `optimizer.step()`, between two clocks that are hooks as well, and
+`Checkpointer.step()`. The difference of two whole steps would show the machine's noise. Where the
+plugin hooks into lookups, what that adds to them is the difference to a model without hooks.
 """
 
 from __future__ import annotations
@@ -13,100 +12,185 @@ import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Adagrad, Optimizer
 
+from benchmarks.criteo_dlrm import CriteoDLRM
 from benchmarks.report import Report, alternate
+from benchmarks.torchrec_tracker import INSTALL, TorchRecTracker, installed
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
 from recpoint.catalog import staged
+from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
+from recpoint.trainer_plugin.tables import find_tables
+from recpoint.trainer_plugin.tracking import Tracker
 
 __all__ = ["run"]
 
+_DIFFERENT_BATCHES = 32
+
+
+class _Case(NamedTuple):
+    model: str
+    batch_size: int
+    sparse: bool
+
+
+_CASES = (
+    _Case("retail", 512, True),
+    _Case("retail", 2048, True),
+    _Case("Criteo", 2048, True),
+    _Case("retail", 2048, False),
+)
+
 
 def run(*, quick: bool) -> Report:
-    """Measure it at two batch sizes.
+    """Measure it for the DLRM of the example and for that of the Criteo Kaggle data.
 
-    `mark_share_of_step` is at 2,048 samples, the batch that ECRM (2021) trains Criteo with. Marking
-    costs nearly the same at any batch, so its share is larger in the shorter step of 512 samples:
-    that is `mark_share_of_step_512`.
+    `mark_share_of_step` is the worst of sparse gradients at 2,048 samples, the batch that ECRM
+    (2021) trains Criteo with. Marking costs nearly the same at any batch, so its share is larger
+    in the shorter step of 512 samples: that is `mark_share_of_step_512`. With dense gradients
+    rows are marked at the lookup: `mark_share_of_step_dense`.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()
-    rounds = 60 if quick else 400
+    examples_on_path()
     report = Report(
         name="tracking",
-        columns=("batch", "training step ms", "hooked parts ms", "with marking ms", "share %"),
+        columns=(
+            "model",
+            "gradients",
+            "batch",
+            "step ms",
+            "marking us",
+            "of it lookups",
+            "share %",
+        ),
     )
-    shares: dict[int, float] = {}
+    shares: dict[_Case, float] = {}
     evaluation_marks = 0
-    for batch_size in (512, 2048):
+    for case in _CASES:
+        rounds = (60 if quick else 400) // (3 if case.model == "Criteo" else 1)
         with scratch() as folder:
-            share, marks, row = _measure(batch_size, rounds, folder)
-        shares[batch_size] = share
-        evaluation_marks += marks
-        report.rows.append((batch_size, *row))
+            measured = _measure(case, rounds, folder)
+        shares[case] = measured.marking_s / measured.step_s
+        evaluation_marks += measured.evaluation_marks
+        report.rows.append(
+            (
+                case.model,
+                "sparse" if case.sparse else "dense",
+                case.batch_size,
+                1e3 * measured.step_s,
+                1e6 * measured.marking_s,
+                1e6 * measured.lookups_s,
+                100 * shares[case],
+            )
+        )
+    large = [share for case, share in shares.items() if case.batch_size == 2048 and case.sparse]
     report.figures = {
-        "mark_share_of_step": shares[2048],
-        "mark_share_of_step_512": shares[512],
+        "mark_share_of_step": max(large),
+        "mark_share_of_step_512": shares[_CASES[0]],
+        "mark_share_of_step_dense": shares[_CASES[-1]],
         "eval_marks": float(evaluation_marks),
     }
     report.notes.append(
         f"rows marked by lookups in evaluation or without gradients: {evaluation_marks}"
     )
+    _against_torchrec(report, batches=40 if quick else 200)
     return report
 
 
-def _measure(
-    batch_size: int, rounds: int, folder: Path
-) -> tuple[float, int, tuple[float, float, float, float]]:
-    examples_on_path()
+def _reader(case: _Case) -> Any:
+    from criteo import CriteoShapeReader
     from retail import RetailReader
+
+    if case.model == "Criteo":
+        return CriteoShapeReader(lines=case.batch_size, rows=1 << 20)
+    return RetailReader(lines=case.batch_size // 2, rows=1 << 18, seed=0)
+
+
+def _built(case: _Case, reader: Any) -> tuple[Any, list[Optimizer]]:
     from train_dlrm import DLRM
 
-    reader = RetailReader(lines=batch_size // 2, rows=1 << 18, seed=0)
-    batches = list(itertools.islice(reader, 32))
-
-    def built() -> tuple[Any, list[torch.optim.Optimizer]]:
-        torch.manual_seed(0)
+    torch.manual_seed(0)
+    if case.model == "Criteo":
+        model: Any = CriteoDLRM(reader.tables, sparse=case.sparse)
+    else:
         model = DLRM(reader.tables, reader.dense_width)
-        dense = [p for n, p in model.named_parameters() if not n.startswith("tables.")]
-        return model, [
-            torch.optim.Adagrad(model.tables.parameters(), lr=0.1),
-            torch.optim.Adagrad(dense, lr=0.02),
-        ]
+        for table in model.tables.values():
+            table.sparse = case.sparse
+    dense = [p for n, p in model.named_parameters() if not n.startswith("tables.")]
+    return model, [Adagrad(model.tables.parameters(), lr=0.1), Adagrad(dense, lr=0.02)]
 
-    plain, plain_optimizers = built()
-    marked, marked_optimizers = built()
+
+class _Clock:
+    """Nanoseconds between hooks registered by `open` and, later, by `close`: those in between."""
+
+    def __init__(self) -> None:
+        self.ns = self._since = 0
+
+    def _start(self, *_: object) -> None:
+        self._since = perf_counter_ns()
+
+    def _stop(self, *_: object) -> None:
+        self.ns += perf_counter_ns() - self._since
+
+    def open(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._start)
+            optimizer.register_step_post_hook(self._start)
+
+    def close(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._stop)
+            optimizer.register_step_post_hook(self._stop)
+
+
+class _Measured(NamedTuple):
+    step_s: float
+    marking_s: float
+    lookups_s: float
+    evaluation_marks: int
+
+
+def _measure(case: _Case, rounds: int, folder: Path) -> _Measured:
+    reader = _reader(case)
+    batches = list(itertools.islice(reader, _DIFFERENT_BATCHES))
+    plain, _ = _built(case, reader)
+    model, optimizers = _built(case, reader)
+    clock = _Clock()
+    clock.open(optimizers)
     with staged_run(
-        marked, marked_optimizers, url=str(folder / "run"), staging=folder / "staging"
+        model, optimizers, url=str(folder / "run"), staging=folder / "staging"
     ) as tracked:
-        step = tracked.checkpointer.step
-        train = _training(plain, plain_optimizers, batches)
-        without = _hooked_parts(plain, plain_optimizers, batches, lambda: None)
-        with_marks = _hooked_parts(marked, marked_optimizers, batches, step)
-        # The parts that follow a whole step find its caches and threads; they are not counted.
-        alternate(10, train, with_marks, without, with_marks)
-        step_s, _, without_s, with_s = alternate(rounds, train, with_marks, without, with_marks)
-        added = statistics.median(b - a for a, b in zip(without_s, with_s, strict=True))
-        marks = _evaluation_marks(tracked, marked, batches)
-    step_median = statistics.median(step_s)
-    share = added / step_median
-    return (
-        share,
-        marks,
-        (
-            1e3 * step_median,
-            1e3 * statistics.median(without_s),
-            1e3 * statistics.median(with_s),
-            100 * share,
-        ),
-    )
+        clock.close(optimizers)
+        step = _training(model, optimizers, batches)
+        steps_s: list[float] = []
+        marking_s: list[float] = []
+        for number in range(10 + rounds):
+            clock.ns = 0
+            started = perf_counter_ns()
+            step()
+            stepped = perf_counter_ns()
+            tracked.checkpointer.step()
+            ended = perf_counter_ns()
+            if number >= 10:
+                steps_s.append(1e-9 * (stepped - started - clock.ns))
+                marking_s.append(1e-9 * (clock.ns + ended - stepped))
+        marks = _evaluation_marks(tracked, model, batches)
+        lookups_s = 0.0
+        if any(table._forward_pre_hooks for table in model.tables.values()):
+            lookups_s = _added_to_lookups(plain, model, batches, rounds)
+    marking = statistics.median(marking_s) + lookups_s
+    return _Measured(statistics.median(steps_s), marking, lookups_s, marks)
 
 
 def _training(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], batches: list[Any]
+    model: nn.Module, optimizers: list[Optimizer], batches: list[Any]
 ) -> Callable[[], None]:
     turn = itertools.cycle(batches)
 
@@ -116,30 +200,27 @@ def _training(
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-            # Gradients left here would be added to in the parts, by one of the two models only.
             optimizer.zero_grad()
 
     return step
 
 
-def _hooked_parts(
-    model: Any,
-    optimizers: list[torch.optim.Optimizer],
-    batches: list[Any],
-    checkpointer_step: Callable[[], None],
-) -> Callable[[], None]:
-    turn = itertools.cycle(batches)
+def _added_to_lookups(plain: Any, hooked: Any, batches: list[Any], rounds: int) -> float:
+    """Seconds that hooks add to a batch's lookups."""
 
-    def parts() -> None:
-        batch = next(turn)
-        rows = [table(batch.sparse[:, c]) for c, table in enumerate(model.tables.values())]
-        torch.stack(rows).sum().backward()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-            optimizer.step()
-        checkpointer_step()
+    def lookups(model: Any) -> Callable[[], None]:
+        turn = itertools.cycle(batches)
+        tables = list(model.tables.values())
 
-    return parts
+        def look_up() -> None:
+            batch = next(turn)
+            for column, table in enumerate(tables):
+                table(batch.sparse[:, column])
+
+        return look_up
+
+    without_s, with_s = alternate(5 * rounds, lookups(plain), lookups(hooked))
+    return statistics.median(b - a for a, b in zip(without_s, with_s, strict=True))
 
 
 def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int:
@@ -154,3 +235,92 @@ def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int
     model.train()
     tracked.checkpointer.step()
     return staged.read_job(tracked.cut()).dirty_rows
+
+
+def _against_torchrec(report: Report, *, batches: int) -> None:
+    """One interval of `batches` batches on the same ids: recording, then asking for the rows."""
+    if not installed():
+        report.notes.append(f"TorchRec's ModelDeltaTracker: not run: {INSTALL}")
+        return
+    case = _Case("Criteo", 2048, True)
+    reader = _reader(case)
+    drawn = [batch.sparse for batch in itertools.islice(reader, batches)]
+    ours = _Ours(reader.tables)
+    gradients = [ours.gradients(ids) for ids in drawn[:_DIFFERENT_BATCHES]]
+    with TorchRecTracker.started(reader.tables) as theirs:
+        records = [theirs.batch(ids) for ids in drawn]
+        ours_ns, theirs_ns = [], []
+        for number, record in enumerate(records):
+            if number >= _DIFFERENT_BATCHES:
+                gradients[number % _DIFFERENT_BATCHES] = ours.gradients(drawn[number])
+            ours.backward(gradients[number % _DIFFERENT_BATCHES])
+            started = perf_counter_ns()
+            ours.step()
+            between = perf_counter_ns()
+            theirs.record(record)
+            theirs_ns.append(perf_counter_ns() - between)
+            ours_ns.append(between - started)
+        torchrec_bytes = theirs.stored_bytes()
+        started = perf_counter_ns()
+        mine = ours.take()
+        between = perf_counter_ns()
+        found = theirs.take()
+        theirs_take_ns, ours_take_ns = perf_counter_ns() - between, between - started
+    for a, b in zip(mine, found, strict=True):
+        if not torch.equal(a, b.sort().values):
+            raise RuntimeError("the two trackers found different rows")
+    record_ns, mark_ns = statistics.median(theirs_ns), statistics.median(ours_ns)
+    their_total, our_total = (
+        batches * record_ns + theirs_take_ns,
+        batches * mark_ns + ours_take_ns,
+    )
+    report.figures |= {
+        "vs_torchrec": their_total / our_total,
+        "vs_torchrec_record": record_ns / mark_ns,
+        "torchrec_bytes": float(torchrec_bytes),
+        "our_bytes": float(ours.bitmap_bytes()),
+    }
+    report.notes.append(
+        f"{batches} batches of 2,048 Criteo-shaped samples, 26 tables, us a batch: marking "
+        f"{mark_ns / 1e3:.1f} and {ours_take_ns / 1e3 / batches:.1f} to collect the rows; "
+        f"TorchRec {record_ns / 1e3:.1f} to record and {theirs_take_ns / 1e3 / batches:.1f} to "
+        f"find the distinct ones. Bytes: {ours.bitmap_bytes():,} and {torchrec_bytes:,}. "
+        f"Both found the same {sum(len(rows) for rows in mine):,} rows."
+    )
+
+
+class _Ours:
+    """The calls that a watched step makes, without the step."""
+
+    def __init__(self, tables: dict[str, int]) -> None:
+        model = nn.ModuleDict(
+            {name: nn.Embedding(rows, 1, sparse=True) for name, rows in tables.items()}
+        )
+        optimizer = Adagrad(model.parameters(), lr=0.1)
+        found = find_tables(model, [optimizer])
+        self.trackers = [Tracker(table) for table in found]
+        OptimizerWatch([optimizer], {t.table.name: t for t in self.trackers})
+
+    def gradients(self, ids: Tensor) -> list[Tensor]:
+        """Sparse gradients of lookups of `ids`, I64 [n, tables]."""
+        values = torch.zeros(len(ids), 1)
+        return [
+            torch.sparse_coo_tensor(ids[:, c].clone()[None], values, tracker.weight.shape)
+            for c, tracker in enumerate(self.trackers)
+        ]
+
+    def backward(self, gradients: list[Tensor]) -> None:
+        for tracker, gradient in zip(self.trackers, gradients, strict=True):
+            tracker.weight.grad = gradient
+
+    def step(self) -> None:
+        for tracker in self.trackers:
+            tracker.after_step()
+
+    def take(self) -> list[Tensor]:
+        taken = [(tracker, tracker.take()) for tracker in self.trackers]
+        return [dirty_bitmap.collect(dirty.bitmap, rows=tracker.rows) for tracker, dirty in taken]
+
+    def bitmap_bytes(self) -> int:
+        """Of both bitmaps of all tables."""
+        return 2 * sum(tracker.bitmap_bytes for tracker in self.trackers)
