@@ -240,19 +240,21 @@ def _gathers(
 
 
 def _quantizers(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
-    from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC
+    from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC, Method, default_method
 
     quantize = bench.kernels["quantize"].triton
     n = ids.numel()
-    for method in (SYMMETRIC, ASYMMETRIC):
-        for bits in (2, 3, 4, 8):
-            call = partial(quantize.quantize_rows, table, ids, bits, method, half_parameters=True)
-            seconds = bench.device_seconds(call)
-            traffic = n * (8 + 4 * _DIM + _DIM * bits // 8 + 10)
-            name = f"gather, quantize and pack, {method.name}, {bits} bits"
-            share = bench.row(name, seconds, traffic, copy)
-            if (method, bits) == (ASYMMETRIC, 4):
-                bench.report.figures["fused4_vs_copy"] = share
+    cases = [(method, bits) for method in (SYMMETRIC, ASYMMETRIC) for bits in (2, 3, 4, 8)]
+    cases += [(default_method(bits), bits) for bits in (2, 3, 4)]
+    cases += [(Method(name="greedy", bins=50, ratio_permille=500), bits) for bits in (2, 4)]
+    for method, bits in cases:
+        call = partial(quantize.quantize_rows, table, ids, bits, method, half_parameters=True)
+        seconds = bench.device_seconds(call)
+        traffic = n * (8 + 4 * _DIM + _DIM * bits // 8 + 10)
+        name = f"gather, quantize and pack, {method.name}, {bits} bits"
+        share = bench.row(name, seconds, traffic, copy)
+        if (method, bits) == (ASYMMETRIC, 4):
+            bench.report.figures["fused4_vs_copy"] = share
     rows = table[: min(n, len(table))]
     for bits in (2, 3, 4, 8):
         call = partial(quantize.quantize_packed, rows, bits, half_parameters=True)

@@ -136,8 +136,9 @@ def _rows(count: int, dim: int, generator: torch.Generator) -> Tensor:
 
 
 def _quantizers(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
-    from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC
+    from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC, Method, default_method
 
+    greedy = Method(name="greedy", bins=20, ratio_permille=500)
     reference, triton = kernels["quantize"]
     compared = 0
     for dim in (64, 13):
@@ -145,8 +146,11 @@ def _quantizers(kernels: Any, device: torch.device, rows: int, generator: torch.
         on_device = table.to(device)
         ids = _ids(len(table), len(table) // 2 + 1, generator)
         for bits in _BITS:
-            for method, half in ((ASYMMETRIC, True), (ASYMMETRIC, False), (SYMMETRIC, True)):
-                if dim == 13 and not half:
+            methods = [(ASYMMETRIC, True), (ASYMMETRIC, False), (SYMMETRIC, True)]
+            if bits < 8:
+                methods += [(greedy, True), (default_method(bits), True)]
+            for method, half in methods:
+                if dim == 13 and (method, half) != (ASYMMETRIC, True):
                     continue
                 name = f"quantize_rows, {method.name}, {bits} bits of dim {dim}, half {half}"
                 expected = reference.quantize_packed(table[ids], bits, method, half_parameters=half)

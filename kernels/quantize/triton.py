@@ -1,7 +1,5 @@
 """Quantization on a GPU, with the operations of format §3.2 in their order.
 
-Division is `div_rn`, since the plain operator is an approximation on a GPU, and kernels are built
-without fusing multiply and add. Minimum and maximum use the integer keys that `plain.py` describes.
 One kernel gathers, quantizes and packs: a row is read from the table once and only its codes,
 scale, offset and flags are written.
 """
@@ -11,7 +9,7 @@ scale, offset and flags are written.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -21,7 +19,8 @@ from torch import Tensor
 from recpoint.kernels.arguments import require
 from recpoint.kernels.bit_packing import triton as packing
 from recpoint.kernels.bit_packing.widths import packed_width
-from recpoint.kernels.quantize.method import ASYMMETRIC, WIDEST_STEP, Method
+from recpoint.kernels.quantize import grid
+from recpoint.kernels.quantize.method import ASYMMETRIC, Method
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
@@ -29,6 +28,17 @@ from recpoint.kernels.quantize.shapes import (
     require_rows,
     require_table,
 )
+from recpoint.kernels.quantize.triton_rows import (
+    find_rows,
+    load,
+    load_parts,
+    parameters,
+    row_ends,
+    store_codes,
+    store_parameters,
+    store_parts,
+)
+from recpoint.kernels.quantize.triton_search import greedy_parameters, refit_parameters
 
 __all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed", "quantize_rows"]
 
@@ -39,217 +49,7 @@ _MOST_ROWS: Final = 128
 _DECODE_BLOCK: Final = 1024
 _WARPS: Final = 4
 
-_LARGE = tl.constexpr(2.0**126)
-_LARGEST_HALF = tl.constexpr(65504.0)
-_WIDEST_STEP = tl.constexpr(WIDEST_STEP)
-
-
-@triton.jit
-def _magnitude_up(magnitude):
-    """The smallest values of binary16 that are not below magnitudes, as `binary16.py` has it."""
-    pattern = magnitude.to(tl.int32, bitcast=True)
-    normal = ((pattern + 0x1FFF) & ~0x1FFF).to(tl.float32, bitcast=True)
-    units = tl.where(magnitude >= 6.103515625e-05, 0.0, magnitude) * 16777216.0
-    whole = units.to(tl.int32).to(tl.float32)
-    whole = tl.where(whole < units, whole + 1.0, whole)
-    return tl.where(magnitude >= 6.103515625e-05, normal, whole * 5.960464477539063e-08)
-
-
-@triton.jit
-def _magnitude_down(magnitude):
-    """The largest values of binary16 that are not above magnitudes."""
-    pattern = magnitude.to(tl.int32, bitcast=True)
-    normal = (pattern & ~0x1FFF).to(tl.float32, bitcast=True)
-    units = tl.where(magnitude >= 6.103515625e-05, 0.0, magnitude) * 16777216.0
-    whole = units.to(tl.int32).to(tl.float32)
-    return tl.where(magnitude >= 6.103515625e-05, normal, whole * 5.960464477539063e-08)
-
-
-@triton.jit
-def _half_down(value):
-    """The largest values of binary16 that are not above `value`; -0 stays -0."""
-    below = tl.where(value > 0.0, _magnitude_down(value), -_magnitude_up(-value))
-    return tl.where(value == 0.0, value, below)
-
-
-@triton.jit
-def _key(x):
-    """Integers that order binary32 values as numbers, -0 below +0."""
-    pattern = x.to(tl.int32, bitcast=True)
-    return pattern ^ ((pattern >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _parameters(
-    low_key, high_key, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, HALF: tl.constexpr
-):
-    """Scale, offset, exact and wide of rows with these ends; scale 0 for rows without codes."""
-    finite = (low_key > -0x7F800001) & (high_key < 0x7F800000)
-    low = tl.where(finite, _value(low_key), 0.0)
-    high = tl.where(finite, _value(high_key), 0.0)
-    constant = (low == high) & (low_key != -1)
-    spread = (high - low >= LEVELS * 2.0**-126) & (high - low <= _LARGE)
-    if SYMMETRIC:
-        largest = tl.where(-low > high, -low, high)
-        high = tl.where(spread, largest, high)
-        low = tl.where(spread, -largest, low)
-        spread = spread & (high - low <= _LARGE)
-    quantized = finite & spread
-    exact = (finite & (constant | spread)) == 0
-    levels = tl.full(low.shape, LEVELS, tl.float32)
-    # A divisor of one and a dividend of zero where there is nothing to divide.
-    scale = tl.div_rn(tl.where(quantized, high - low, 0.0), levels)
-    offset = tl.where(exact, 0.0, low)
-    wide = exact & (exact == 0)
-    if HALF:
-        half_offset = _half_down(offset)
-        span = tl.where(quantized, high - half_offset, 0.0)
-        half_scale = _magnitude_up(tl.div_rn(span, levels))
-        fits = (half_scale <= scale * _WIDEST_STEP) & (half_scale <= _LARGEST_HALF)
-        fits = fits & (tl.abs(half_offset) <= _LARGEST_HALF)
-        fits = fits & (quantized | (half_offset == offset))
-        scale = tl.where(fits, half_scale, scale)
-        offset = tl.where(fits, half_offset, offset)
-        wide = fits == 0
-    return scale, offset, exact, wide
-
-
-@triton.jit
-def _load(table, at, found, start, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns start … start + COLUMNS - 1 of the rows that are there; zeros for all else."""
-    column = start + tl.arange(0, COLUMNS)
-    mask = found[:, None] & (column < DIM)[None, :]
-    x = tl.load(table + at[:, None] * DIM + column[None, :], mask=mask, other=0)
-    if table.dtype.element_ty == tl.int16:
-        # The pattern of a bf16 is the upper half of that of the same value in binary32.
-        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _load_parts(
-    table, at, found, start, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """PARTS tensors of PART columns side by side; fewer than four are repeated.
-
-    A row then has fewer threads, each with more of its values, and what is done once a row is done
-    by fewer of them.
-    """
-    a = _load(table, at, found, start, DIM, PART)
-    b, c, d = a, a, a
-    if PARTS >= 2:
-        b = _load(table, at, found, start + PART, DIM, PART)
-    if PARTS == 4:
-        c = _load(table, at, found, start + 2 * PART, DIM, PART)
-        d = _load(table, at, found, start + 3 * PART, DIM, PART)
-    return a, b, c, d
-
-
-@triton.jit
-def _low_keys(x, start, DIM: tl.constexpr, PART: tl.constexpr):
-    return tl.where((start + tl.arange(0, PART) < DIM)[None, :], _key(x), 0x7FFFFFFF)
-
-
-@triton.jit
-def _high_keys(x, start, DIM: tl.constexpr, PART: tl.constexpr):
-    return tl.where((start + tl.arange(0, PART) < DIM)[None, :], _key(x), -0x80000000)
-
-
-@triton.jit
-def _ends(a, b, c, d, start, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
-    """The smallest and the largest key of each row in these columns."""
-    low = _low_keys(a, start, DIM, PART)
-    high = _high_keys(a, start, DIM, PART)
-    if PARTS >= 2:
-        low = tl.minimum(low, _low_keys(b, start + PART, DIM, PART))
-        high = tl.maximum(high, _high_keys(b, start + PART, DIM, PART))
-    if PARTS == 4:
-        low = tl.minimum(low, _low_keys(c, start + 2 * PART, DIM, PART))
-        high = tl.maximum(high, _high_keys(c, start + 2 * PART, DIM, PART))
-        low = tl.minimum(low, _low_keys(d, start + 3 * PART, DIM, PART))
-        high = tl.maximum(high, _high_keys(d, start + 3 * PART, DIM, PART))
-    return tl.min(low, axis=1), tl.max(high, axis=1)
-
-
-@triton.jit
-def _store_codes(
-    x, scale, offset, inverse, row, inside, start, DIM: tl.constexpr, LEVELS: tl.constexpr,
-    CODE_BITS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Write the codes of columns start … start + COLUMNS - 1, CODE_BITS bits each.
-
-    `row` points to the rows' first bytes, or pairs of bytes.
-    """
-    WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
-    column = start + tl.arange(0, COLUMNS)
-    live = (scale > 0.0)[:, None] & (column < DIM)[None, :]
-    difference = tl.where(live, x - offset[:, None], 0.0)
-    # With the inverse in binary64 this is the quotient rounded to binary32 (README.md).
-    steps = (difference.to(tl.float64) * inverse[:, None]).to(tl.float32)
-    # Not negative, so dropping the fraction is floor.
-    code = tl.minimum((steps + 0.5).to(tl.int32), LEVELS)
-    if CODE_BITS == 8:
-        mask = inside[:, None] & (column < DIM)[None, :]
-        tl.store(row[:, None] + column[None, :], code.to(tl.uint8), mask=mask)
-    else:
-        # Eight codes of b bits fill b bytes; four do where that is a whole number.
-        GROUP: tl.constexpr = 8 if CODE_BITS == 3 else 4
-        BYTES: tl.constexpr = GROUP * CODE_BITS // 8
-        parts = tl.reshape(code.to(tl.uint32), [code.shape[0], COLUMNS // GROUP, GROUP])
-        shift = (tl.arange(0, GROUP) * CODE_BITS).to(tl.uint32)
-        # Their bits do not overlap: the sum is the word that holds all of them.
-        word = tl.sum(parts << shift[None, None, :], axis=2)
-        group = start // GROUP + tl.arange(0, COLUMNS // GROUP)
-        if PAIRS:
-            mask = inside[:, None] & (group * BYTES < WIDTH)[None, :]
-            tl.store(row[:, None] + group[None, :], word.to(tl.int16), mask=mask)
-        else:
-            for number in tl.static_range(BYTES):
-                byte = group * BYTES + number
-                mask = inside[:, None] & (byte < WIDTH)[None, :]
-                tl.store(row[:, None] + byte[None, :], (word >> (8 * number)).to(tl.uint8), mask)
-
-
-@triton.jit
-def _store_parts(
-    a, b, c, d, scale, offset, inverse, row, inside, start, DIM: tl.constexpr,
-    LEVELS: tl.constexpr, CODE_BITS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    _store_codes(a, scale, offset, inverse, row, inside, start, DIM, LEVELS, CODE_BITS, PAIRS, PART)
-    if PARTS >= 2:
-        _store_codes(
-            b, scale, offset, inverse, row, inside, start + PART, DIM, LEVELS, CODE_BITS, PAIRS,
-            PART,
-        )  # fmt: skip
-    if PARTS == 4:
-        _store_codes(
-            c, scale, offset, inverse, row, inside, start + 2 * PART, DIM, LEVELS, CODE_BITS,
-            PAIRS, PART,
-        )  # fmt: skip
-        _store_codes(
-            d, scale, offset, inverse, row, inside, start + 3 * PART, DIM, LEVELS, CODE_BITS,
-            PAIRS, PART,
-        )  # fmt: skip
-
-
-@triton.jit
-def _store_parameters(
-    low, high, scales, offsets, exacts, wides, i, inside,
-    LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Find and write the rows' parameters; scale, offset, and the inverse of the scale."""
-    scale, offset, exact, wide = _parameters(low, high, LEVELS, SYMMETRIC, HALF)
-    tl.store(scales + i, scale, mask=inside)
-    tl.store(offsets + i, offset, mask=inside)
-    tl.store(exacts + i, exact.to(tl.uint8), mask=inside)
-    tl.store(wides + i, wide.to(tl.uint8), mask=inside)
-    return scale, offset, 1.0 / tl.where(scale > 0.0, scale, 1.0).to(tl.float64)
+_grids: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
 
 @triton.jit(do_not_specialize=["n", "limit"], do_not_specialize_on_alignment=["exacts", "wides"])
@@ -262,23 +62,18 @@ def _quantize(
     """Quantize ROWS rows; those of more than PARTS · PART columns are read twice."""
     COLUMNS: tl.constexpr = PART * PARTS
     WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = i < n
-    at = i
-    if HAS_IDS:
-        at = tl.load(ids + i, mask=inside, other=-1)
-    found = inside & (at >= 0) & (at < limit)
-    at = tl.where(found, at, 0)
+    i, inside, at, found = find_rows(ids, n, limit, HAS_IDS, ROWS)
     row = packed + i * (WIDTH // 2 if PAIRS else WIDTH)
     if DIM <= COLUMNS:
-        a, b, c, d = _load_parts(table, at, found, 0, DIM, PART, PARTS)
-        low, high = _ends(a, b, c, d, 0, DIM, PART, PARTS)
+        a, b, c, d = load_parts(table, at, found, 0, DIM, PART, PARTS)
+        low, high = row_ends(a, b, c, d, 0, DIM, PART, PARTS)
         # A row that is not there counts as one of infinities: exact, without codes.
         high = tl.where(found, high, 0x7FFFFFFF)
-        scale, offset, inverse = _store_parameters(
-            low, high, scales, offsets, exacts, wides, i, inside, LEVELS, SYMMETRIC, HALF
+        scale, offset, exact, wide = parameters(low, high, LEVELS, SYMMETRIC, HALF)
+        inverse = store_parameters(
+            scale, offset, exact, wide, scales, offsets, exacts, wides, i, inside
         )
-        _store_parts(
+        store_parts(
             a, b, c, d, scale, offset, inverse, row, inside, 0, DIM, LEVELS, CODE_BITS, PAIRS,
             PART, PARTS,
         )  # fmt: skip
@@ -286,20 +81,71 @@ def _quantize(
         low = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
         high = tl.full([ROWS], -0x80000000, tl.int32)
         for start in range(0, DIM, COLUMNS):
-            a, b, c, d = _load_parts(table, at, found, start, DIM, PART, PARTS)
-            part_low, part_high = _ends(a, b, c, d, start, DIM, PART, PARTS)
+            a, b, c, d = load_parts(table, at, found, start, DIM, PART, PARTS)
+            part_low, part_high = row_ends(a, b, c, d, start, DIM, PART, PARTS)
             low = tl.minimum(low, part_low)
             high = tl.maximum(high, part_high)
         high = tl.where(found, high, 0x7FFFFFFF)
-        scale, offset, inverse = _store_parameters(
-            low, high, scales, offsets, exacts, wides, i, inside, LEVELS, SYMMETRIC, HALF
+        scale, offset, exact, wide = parameters(low, high, LEVELS, SYMMETRIC, HALF)
+        inverse = store_parameters(
+            scale, offset, exact, wide, scales, offsets, exacts, wides, i, inside
         )
         for start in range(0, DIM, COLUMNS):
-            a, b, c, d = _load_parts(table, at, found, start, DIM, PART, PARTS)
-            _store_parts(
+            a, b, c, d = load_parts(table, at, found, start, DIM, PART, PARTS)
+            store_parts(
                 a, b, c, d, scale, offset, inverse, row, inside, start, DIM, LEVELS, CODE_BITS,
                 PAIRS, PART, PARTS,
             )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["n", "limit", "nearby"],
+    do_not_specialize_on_alignment=["exacts", "wides"],
+)
+def _quantize_searched(
+    table, ids, packed, scales, offsets, exacts, wides, n, limit, candidates, nearby,
+    DIM: tl.constexpr, LEVELS: tl.constexpr, CODE_BITS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_IDS: tl.constexpr, HALF: tl.constexpr, GREEDY: tl.constexpr, TRIALS: tl.constexpr,
+    STEPS: tl.constexpr, FRACTION: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Quantize ROWS rows with parameters that are searched for. COLUMNS holds a whole row.
+
+    TRIALS and STEPS are the bins and the steps of the greedy search, or the candidates of the grid
+    and the refits after it.
+    """
+    WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
+    i, inside, at, found = find_rows(ids, n, limit, HAS_IDS, ROWS)
+    x = load(table, at, found, 0, DIM, COLUMNS)
+    low, high = row_ends(x, x, x, x, 0, DIM, COLUMNS, 1)
+    high = tl.where(found, high, 0x7FFFFFFF)
+    step, least, exact, wide = parameters(low, high, LEVELS, False, False)
+    scale, offset, exact, wide = parameters(low, high, LEVELS, False, HALF)
+    searched = scale > 0.0
+    # One and zero where there is nothing to search: what comes of it is not used.
+    step = tl.where(searched, step, 1.0)
+    least = tl.where(searched, least, 0.0)
+    plain = tl.where(searched, scale, 1.0)
+    real = searched[:, None] & (tl.arange(0, COLUMNS) < DIM)[None, :]
+    x_real = tl.where(real, x, 0.0)
+    halves = searched & (wide == 0) & HALF
+    if GREEDY:
+        its_scale, its_offset = greedy_parameters(
+            x_real, real, step, least, plain, offset, halves,
+            DIM, LEVELS, TRIALS, STEPS, UNIT, LARGEST,
+        )  # fmt: skip
+    else:
+        its_scale, its_offset = refit_parameters(
+            x_real, real, step, least, plain, offset, halves, candidates, nearby,
+            DIM, LEVELS, FRACTION, TRIALS, STEPS, UNIT, LARGEST,
+        )  # fmt: skip
+    scale = tl.where(searched, its_scale, scale)
+    offset = tl.where(searched, its_offset, offset)
+    inverse = store_parameters(
+        scale, offset, exact, wide, scales, offsets, exacts, wides, i, inside
+    )
+    row = packed + i * (WIDTH // 2 if PAIRS else WIDTH)
+    store_codes(x, scale, offset, inverse, row, inside, 0, DIM, LEVELS, CODE_BITS, PAIRS, COLUMNS)
 
 
 @triton.jit
@@ -312,12 +158,25 @@ def _dequantize(codes, scales, offsets, rows, total, dim, BLOCK: tl.constexpr):
     tl.store(rows + at, product + tl.load(offsets + i, mask=inside, other=0.0), mask=inside)
 
 
+def _searches(method: Method, dim: int, bits: int) -> bool:
+    """Whether there is anything to search: not in rows too long for exact sums."""
+    if method.name == "greedy":
+        return dim <= grid.LARGEST_DIM
+    return method.name == "refit" and grid.fraction_bits(dim, bits) > 0
+
+
+def _candidates(dim: int, bits: int, bins: int, device: torch.device) -> Tensor:
+    """The grid's slopes and shifts on a device, f32 [candidates, 2]; copied there once."""
+    key = (dim, bits, bins, device)
+    if key not in _grids:
+        _grids[key] = torch.from_numpy(grid.candidates(dim, bits, bins).copy()).to(device)
+    return _grids[key]
+
+
 def _encode(
     table: Tensor, ids: Tensor | None, bits: int, code_bits: int, method: Method, half: bool
 ) -> PackedRows:
     """Quantize rows of `table` to `bits` bits and store each code in `code_bits` bits."""
-    if method.name not in ("symmetric", "asymmetric"):
-        raise ValueError(f"method: {method} on {table.device}, expected symmetric or asymmetric")
     rows, dim = table.shape
     n = rows if ids is None else ids.numel()
     width = packed_width(dim, code_bits)
@@ -326,22 +185,58 @@ def _encode(
     scale = torch.empty(n, dtype=torch.float32, device=device)
     offset = torch.empty(n, dtype=torch.float32, device=device)
     flags = torch.empty(2, n, dtype=torch.uint8, device=device)
-    if n:
-        columns = min(max(8, triton.next_power_of_2(dim)), _COLUMNS)
-        parts = min(4, columns // 8)
-        pairs = code_bits == 4 and width % 2 == 0
-        block = max(1, min(_TILE // columns, _MOST_ROWS))
-        values = table.view(torch.int16) if table.dtype == torch.bfloat16 else table
-        _quantize[(triton.cdiv(n, block),)](
-            values, table if ids is None else ids, packed.view(torch.int16) if pairs else packed,
-            scale, offset, flags[0], flags[1], n, rows, DIM=dim, LEVELS=2**bits - 1,
-            CODE_BITS=code_bits, PAIRS=pairs, HAS_IDS=ids is not None,
-            SYMMETRIC=method.name == "symmetric", HALF=half,
-            ROWS=block, PART=columns // parts, PARTS=parts,
-            num_warps=_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
     exact, wide = flags.view(torch.bool)
-    return PackedRows(packed, scale, offset, exact, wide)
+    found = PackedRows(packed, scale, offset, exact, wide)
+    if n == 0:
+        return found
+    pairs = code_bits == 4 and width % 2 == 0
+    values = table.view(torch.int16) if table.dtype == torch.bfloat16 else table
+    places = table if ids is None else ids
+    codes = packed.view(torch.int16) if pairs else packed
+    arguments = (values, places, codes, scale, offset, flags[0], flags[1], n, rows)
+    columns = max(8, triton.next_power_of_2(dim))
+    searches = _searches(method, dim, bits)
+    held = columns if searches else min(columns, _COLUMNS)
+    block = max(1, min(_TILE // held, _MOST_ROWS))
+    common = {
+        "DIM": dim, "LEVELS": 2**bits - 1, "CODE_BITS": code_bits, "PAIRS": pairs,
+        "HAS_IDS": ids is not None, "HALF": half, "ROWS": block, "enable_fp_fusion": False,
+    }  # fmt: skip
+    grid_size = (triton.cdiv(n, block),)
+    if searches:
+        _launch_search(grid_size, arguments, common, method, bits, held)
+    else:
+        parts = min(4, held // 8)
+        _quantize[grid_size](
+            *arguments, SYMMETRIC=method.name == "symmetric", PART=held // parts, PARTS=parts,
+            num_warps=_WARPS, **common,
+        )  # fmt: skip
+    return found
+
+
+def _launch_search(
+    grid_size: tuple[int],
+    arguments: tuple[Any, ...],
+    common: dict[str, Any],
+    method: Method,
+    bits: int,
+    columns: int,
+) -> None:
+    table, dim = arguments[0], common["DIM"]
+    greedy = method.name == "greedy"
+    if greedy:
+        trials, steps = method.bins, grid.greedy_steps(method.bins, method.ratio_permille)
+        candidates, nearby = arguments[3], 0.0  # not looked at
+    else:
+        candidates = _candidates(dim, bits, method.bins, table.device)
+        trials, steps = candidates.shape[0], method.refits
+        nearby = grid.half_spacing(dim, bits, method.bins)
+    _quantize_searched[grid_size](
+        *arguments, candidates, nearby, GREEDY=greedy, TRIALS=trials, STEPS=steps,
+        FRACTION=2.0 ** grid.fraction_bits(dim, bits), UNIT=float(grid.error_unit(dim)),
+        LARGEST=grid.largest_error(dim), COLUMNS=columns,
+        num_warps=_WARPS if columns <= _COLUMNS else 4 * _WARPS, **common,
+    )  # fmt: skip
 
 
 def quantize(

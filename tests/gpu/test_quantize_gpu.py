@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, reference, triton
+from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, grid, reference, triton
 from recpoint.kernels.quantize.shapes import PackedRows, Quantized
 
 pytestmark = [
@@ -13,6 +13,7 @@ pytestmark = [
     # The interpreter computes with numpy, which reports the overflows that format §3.2 defines.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 
 
@@ -73,6 +74,40 @@ def test_each_plain_method_and_parameter_width_has_the_bits_of_the_reference(
     assert dim == 1 or half == bool(expected.wide.any()), "no row tells the widths apart"
     found = triton.quantize_packed(rows.to(device), bits, method, half_parameters=half)
     require_equal(found, expected)
+
+
+SEARCHES = [
+    Method(name="greedy", bins=20, ratio_permille=500),
+    Method(name="refit", bins=5, refits=2),
+    Method(name="refit", bins=2, refits=0),
+    Method(name="refit", bins=9, refits=1),
+]
+
+
+@pytest.mark.parametrize("method", SEARCHES, ids=lambda method: f"{method.name}-{method.refits}")
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("dim", "bits"), [(1, 4), (5, 3), (16, 4), (64, 2), (13, 8)])
+def test_each_search_finds_the_parameters_of_the_reference(
+    device: torch.device, method: Method, half: bool, dim: int, bits: int
+) -> None:
+    rows = difficult_rows(dim)
+    expected = reference.quantize_packed(rows, bits, method, half_parameters=half)
+    require_equal(
+        triton.quantize_packed(rows.to(device), bits, method, half_parameters=half), expected
+    )
+    plain = reference.quantize_packed(rows, bits, half_parameters=half)
+    if 1 < dim and bits < 8:
+        assert not torch.equal(plain.scale, expected.scale), "the search found nothing"
+
+
+@pytest.mark.parametrize("dim", [5000, grid.LARGEST_DIM + 1])
+def test_long_rows_are_searched_as_far_as_sums_are_exact(device: torch.device, dim: int) -> None:
+    torch.manual_seed(dim)
+    rows = torch.randn(3, dim)
+    expected = reference.quantize_packed(rows, 2, SEARCHES[2])
+    require_equal(triton.quantize_packed(rows.to(device), 2, SEARCHES[2]), expected)
+    searched = not torch.equal(expected.scale, reference.quantize_packed(rows, 2).scale)
+    assert searched == (dim <= grid.LARGEST_DIM)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
