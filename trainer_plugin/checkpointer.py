@@ -27,7 +27,7 @@ from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.pipeline import Pipeline
 from recpoint.trainer_plugin.reader import Stateful, announce
 from recpoint.trainer_plugin.restore_target import ModelTarget, check_partial
-from recpoint.trainer_plugin.schedule import BatchInterval, Schedule, SecondsInterval
+from recpoint.trainer_plugin.schedule import new_schedule
 from recpoint.trainer_plugin.settings import Bits, OnError, Settings, StateBits, several
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics, Stats
@@ -138,24 +138,17 @@ class Checkpointer:
             watch=self._watch,
             state=self._state,
             widths=widths,
-            quantizer=settings.quantizer,
-            state_bits=None if settings.state_bits == "lossless" else settings.state_bits,
-            full_every=settings.full_every,
+            settings=settings,
         )
         self._area = StagingArea(
             Path(settings.staging) if settings.staging else staged.default_staging_root(),
             self._store.url,
         )
-        self._schedule: Schedule
-        if settings.interval_batches is not None:
-            self._schedule = BatchInterval(settings.interval_batches)
-        else:
-            self._schedule = SecondsInterval(settings.interval_seconds or 0.0)
+        self._schedule = new_schedule(settings.interval_batches, settings.interval_seconds)
         self._termination = TerminationNotice()
         self._pipeline: Pipeline | None = None
         self._closed = False
-        self._left = self._granted = 0
-        self.batches_done = 0
+        self._left = self._granted = self.batches_done = 0
         kernels.warm_up()
         self.memory_bound_bytes = settings.max_staged_jobs * self._cutter.size_bytes()
         self._area.warn_if_small(self.memory_bound_bytes)

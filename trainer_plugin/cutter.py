@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name
-from recpoint.format.job import QuantizerName
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin import huge_pages
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.policy import Tip, next_link
+from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.slot import Slot
 from recpoint.trainer_plugin.snapshot import (
     Snapshot,
@@ -49,9 +49,7 @@ class Cutter:
         watch: the optimizers' steps.
         state: everything else.
         widths: table name -> bits of a stored value.
-        quantizer: how rows are to be quantized.
-        state_bits: 16: element-wise row states are to be rounded.
-        full_every: longest chain.
+        settings: how rows and row states are to be stored, and how long a chain may be.
     """
 
     def __init__(
@@ -62,18 +60,14 @@ class Cutter:
         watch: OptimizerWatch,
         state: TrainingState,
         widths: Mapping[str, int],
-        quantizer: QuantizerName,
-        state_bits: Literal[16] | None,
-        full_every: int,
+        settings: Settings,
     ) -> None:
         self._tables = tuple(tables)
         self._trackers = trackers
         self._watch = watch
         self._state = state
         self._widths = widths
-        self._quantizer = quantizer
-        self._state_bits: Literal[16] | None = state_bits
-        self._full_every = full_every
+        self._settings = settings
         self._specs: dict[str, tuple[object, TableSpec]] = {}
 
     def settle(self) -> None:
@@ -115,7 +109,7 @@ class Cutter:
             tracker.follow_weight()
         self._watch.follow_groups()
         specs = tuple(self._spec(table) for table in self._tables)
-        link = next_link(tip, step=step, tables=specs, full_every=self._full_every)
+        link = next_link(tip, step=step, tables=specs, full_every=self._settings.full_every)
         dirty = {name: tracker.take() for name, tracker in self._trackers.items()}
         try:
             tree, tensors = state_tree.flatten(self._state.capture(step))
@@ -166,8 +160,8 @@ class Cutter:
             bitmap=dirty.bitmap if dirty is not None and some else None,
             row_count=row_count,
             bits=self._widths[table.name],
-            quantizer=self._quantizer,
-            state_bits=self._state_bits,
+            quantizer=self._settings.quantizer,
+            state_bits=None if self._settings.state_bits == "lossless" else 16,
         )
 
     def _spec(self, table: Table) -> TableSpec:

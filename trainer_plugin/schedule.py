@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["BatchInterval", "Schedule", "SecondsInterval"]
+__all__ = ["BatchInterval", "Schedule", "SecondsInterval", "new_schedule"]
 
 _FIRST_GRANT = 1
 _MAX_GRANT = 10**9
@@ -21,6 +21,15 @@ class Schedule(Protocol):
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """`batches` were trained since the last call: more batches, or 0: checkpoint now."""
+
+
+def new_schedule(interval_batches: int | None, interval_seconds: float | None) -> Schedule:
+    """The schedule of the one of the two that is given."""
+    if interval_batches is not None:
+        return BatchInterval(interval_batches)
+    if interval_seconds is not None:
+        return SecondsInterval(interval_seconds)
+    raise ValueError("no interval")
 
 
 class BatchInterval:
