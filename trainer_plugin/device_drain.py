@@ -20,14 +20,16 @@ class DeviceDrain:
     """
 
     def __init__(self) -> None:
+        self._gathers: list[tuple[Tensor, Tensor, Tensor]] = []
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._ready: dict[torch.device, torch.cuda.Event] = {}
 
     def gather(self, source: Tensor, ids: Tensor | None, out: Tensor) -> None:
         """Have rows of `source` (all of them when `ids` is None) arrive in `out`, on the host.
 
-        With enough spare device memory only a copy on the device is made now. Without, the rows
-        go to the host piece by piece, and are there on return.
+        With enough spare device memory they are copied on the device by `release_training`, those
+        of all sources in one launch. Without, the rows go to the host piece by piece, and are there
+        on return.
         """
         if out.nbytes == 0:
             return
@@ -37,7 +39,10 @@ class DeviceDrain:
             except torch.OutOfMemoryError:
                 pass  # spare, but in pieces that are too small: go the other way
             else:
-                _copy(source, ids, buffer)
+                if ids is None:
+                    buffer.copy_(source)
+                else:
+                    self._gathers.append((source, ids, buffer))
                 self._waiting.append((buffer, out))
                 return
         rows = max(1, PIECE_BYTES // max(1, out[0].nbytes))
@@ -51,7 +56,11 @@ class DeviceDrain:
                 part.copy_(piece)
 
     def release_training(self) -> None:
-        """Mark, on each device's current stream, the point up to which the copies must have run."""
+        """Gather, and mark on each device's current stream the point when all has been copied."""
+        for device in {buffer.device for _, _, buffer in self._gathers}:
+            chosen = [gather for gather in self._gathers if gather[2].device == device]
+            row_gather.gather_many(*zip(*chosen, strict=True))
+        self._gathers.clear()
         for buffer, _ in self._waiting:
             if buffer.device not in self._ready:
                 event = torch.cuda.Event()
@@ -83,13 +92,6 @@ def _through(pinned: Tensor, stream: torch.cuda.Stream, source: Tensor, out: Ten
             pinned[: piece.numel()].copy_(piece, non_blocking=True)
         stream.synchronize()
         out[start : start + piece.numel()].copy_(pinned[: piece.numel()])
-
-
-def _copy(source: Tensor, ids: Tensor | None, out: Tensor) -> None:
-    if ids is None:
-        out.copy_(source)
-    else:
-        row_gather.gather(source, ids, out)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
