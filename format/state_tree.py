@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,11 +56,12 @@ def flatten(value: object, *, path: str = "state") -> tuple[bytes, list[torch.Te
             `state["reader"]["sampler"]`.
     """
     writer = _Writer()
-    root = _Path(None, path)
-    text = json.dumps(
-        writer.node(value, root, 0), ensure_ascii=False, separators=(",", ":")
-    ).encode()
-    values = measure(text, MAX_TREE_DEPTH)[1]
+    try:
+        text = _ENCODER.encode(writer.node(value, 0)).encode()
+    except _Refused as error:
+        raise _refusal(path, error) from None
+    # A value takes two bytes or more, so that most trees need not be counted: training waits.
+    values = measure(text, MAX_TREE_DEPTH)[1] if len(text) > MAX_VALUES else 0
     if len(text) > MAX_TREE_BYTES or values > MAX_VALUES:
         raise SettingsError(
             path,
@@ -70,24 +72,41 @@ def flatten(value: object, *, path: str = "state") -> tuple[bytes, list[torch.Te
     return text, writer.tensors
 
 
-class _Path(NamedTuple):
-    """Where in the value we are; text is made of it only for an error."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
-    parent: _Path | None
-    key: object
 
-    def __str__(self) -> str:
-        if self.parent is None:
-            return str(self.key)
-        key = json.dumps(self.key) if type(self.key) is str else brief(self.key)
-        return f"{self.parent}[{key[:80]}]"
+class _Refused(Exception):
+    """A value that cannot be stored; `keys` lead to it, the last one first."""
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(found, expected)
+        self.found = found
+        self.expected = expected
+        self.keys: list[object] = []
+
+
+def _refusal(path: str, error: _Refused) -> SettingsError:
+    for key in reversed(error.keys):
+        text = json.dumps(key) if type(key) is str else brief(key)
+        path = f"{path}[{text[:80]}]"
+    return SettingsError(
+        path,
+        found=error.found,
+        expected=error.expected,
+        next_step="leave it out of the state, or convert it in state_dict() and load_state_dict()",
+    )
 
 
 class _Writer:
+    """Makes nodes of values.
+
+    Where a value is, is found out only when it is refused, on the way back up: training waits.
+    """
+
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
 
-    def node(self, value: Any, path: _Path, depth: int) -> Any:
+    def node(self, value: Any, depth: int) -> Any:
         """The node of `value`, below `depth` levels of JSON."""
         kind = type(value)
         if value is None or kind is bool:
@@ -95,73 +114,89 @@ class _Writer:
         if kind is int:
             return _integer(value)
         if kind is str:
-            return _text(value, path)
+            return _text(value)
         # No node is deeper than 4 levels before its children; a cycle ends here as well.
         if depth + 4 > MAX_TREE_DEPTH:
-            _refuse(path, f"more than {MAX_TREE_DEPTH} levels as JSON", "flatter state")
+            raise _Refused(f"more than {MAX_TREE_DEPTH} levels as JSON", "flatter state")
         if kind is float:
             return {"float": value.hex()}
-        if kind is list or kind is tuple or kind is torch.Size:
-            # Integers apart: samplers keep long lists of them, and the training loop waits.
-            items = [
-                _integer(item)
-                if type(item) is int
-                else self.node(item, _Path(path, index), depth + 2)
-                for index, item in enumerate(value)
-            ]
-            return {"list" if kind is list else "tuple": items}
         if kind in _DICTS:
-            return {"dict": [self._item(key, value[key], path, depth + 3) for key in value]}
+            return {"dict": self._items(value, depth + 3)}
+        if kind is list or kind is tuple or kind is torch.Size:
+            return {"list" if kind is list else "tuple": self._elements(value, depth + 2)}
         if kind is bytes:
             return {"bytes": self._number(_bytes_tensor(value))}
         if kind in _TENSORS:
-            return self._tensor(value.detach(), path)
+            return self._tensor(value.detach())
         if kind is np.ndarray:
-            return self._array(value, path)
+            return self._array(value)
         if isinstance(value, np.generic):
-            return {"scalar": value.tobytes().hex(), "dtype": _numpy_name(value.dtype, path)}
-        _refuse(path, f"a {kind.__module__}.{kind.__qualname__}", _STORABLE)
+            return {"scalar": value.tobytes().hex(), "dtype": _numpy_name(value.dtype)}
+        raise _Refused(f"a {kind.__module__}.{kind.__qualname__}", _STORABLE)
 
-    def _item(self, key: Any, value: Any, path: _Path, depth: int) -> list[Any]:
-        here = _Path(path, key)
-        if type(key) is str:
-            return [_text(key, here), self.node(value, here, depth)]
-        if type(key) is int or type(key) is bool:
-            return [_integer(key), self.node(value, here, depth)]
-        _refuse(path, f"a key of type {type(key).__qualname__}", "str, int or bool as keys")
+    def _elements(self, value: Sequence[Any], depth: int) -> list[Any]:
+        nodes: list[Any] = []
+        try:
+            for item in value:
+                # Integers apart: samplers keep long lists of them.
+                nodes.append(_integer(item) if type(item) is int else self.node(item, depth))
+        except _Refused as error:
+            error.keys.append(len(nodes))
+            raise
+        return nodes
+
+    def _items(self, value: Mapping[Any, Any], depth: int) -> list[list[Any]]:
+        nodes: list[list[Any]] = []
+        key: Any = None
+        try:
+            for key in value:
+                if type(key) is str:
+                    nodes.append([_text(key), self.node(value[key], depth)])
+                elif type(key) is int or type(key) is bool:
+                    nodes.append([_integer(key), self.node(value[key], depth)])
+                else:
+                    break
+            else:
+                return nodes
+        except _Refused as error:
+            error.keys.append(key)
+            raise
+        raise _Refused(f"a key of type {type(key).__qualname__}", "str, int or bool as keys")
 
     def _number(self, tensor: torch.Tensor) -> int:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def _tensor(self, value: torch.Tensor, path: _Path) -> dict[str, Any]:
+    def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
         name = TORCH_NAMES.get(value.dtype)
         if name is None:
-            _refuse(path, f"a tensor of {value.dtype}", f"one of {', '.join(TORCH_NAMES.values())}")
+            raise _Refused(
+                f"a tensor of {value.dtype}", f"one of {', '.join(TORCH_NAMES.values())}"
+            )
         if value.ndim > MAX_DIMS:
-            _refuse(path, f"a tensor of {value.ndim} dimensions", f"at most {MAX_DIMS}")
+            raise _Refused(f"a tensor of {value.ndim} dimensions", f"at most {MAX_DIMS}")
         if value.layout is torch.sparse_coo:
             # _indices and _values: the methods without underscore refuse an uncoalesced tensor.
             return {
                 "sparse_coo": {
-                    "indices": self._tensor(value._indices(), path),
-                    "values": self._tensor(value._values(), path),
+                    "indices": self._tensor(value._indices()),
+                    "values": self._tensor(value._values()),
                     "shape": list(value.shape),
                     "coalesced": value.is_coalesced(),
                 }
             }
-        if value.layout is not torch.strided or value.is_nested or value.device.type == "meta":
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
             found = f"a tensor of layout {value.layout} on {value.device}"
-            _refuse(path, found, "dense or sparse COO tensors with data")
+            raise _Refused(found, "dense or sparse COO tensors with data")
         # A view that is negated lazily holds the bits of the values before they are negated.
-        bits = tensor_bits(value.resolve_neg(), name)
+        bits = tensor_bits(value.resolve_neg() if value.is_neg() else value, name)
         return {"tensor": self._number(bits), "shape": list(value.shape), "dtype": name}
 
-    def _array(self, value: np.ndarray[Any, Any], path: _Path) -> dict[str, Any]:
-        name = _numpy_name(value.dtype, path)
+    def _array(self, value: np.ndarray[Any, Any]) -> dict[str, Any]:
+        name = _numpy_name(value.dtype)
         shape = list(value.shape)
         if len(shape) > MAX_DIMS:
-            _refuse(path, f"an array of {len(shape)} dimensions", f"at most {MAX_DIMS}")
+            raise _Refused(f"an array of {len(shape)} dimensions", f"at most {MAX_DIMS}")
         return {"ndarray": self._number(array_bits(value, name)), "shape": shape, "dtype": name}
 
 
@@ -170,12 +205,13 @@ def _integer(value: int) -> Any:
     return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
 
 
-def _text(value: str, path: _Path) -> str:
+def _text(value: str) -> str:
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            _refuse(path, "a string with half a surrogate pair", "strings that UTF-8 can hold")
+            refused = _Refused("a string with half a surrogate pair", "strings that UTF-8 can hold")
+            raise refused from None
     return value
 
 
@@ -188,17 +224,8 @@ def _no_bytes() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-def _numpy_name(dtype: np.dtype[Any], path: _Path) -> str:
+def _numpy_name(dtype: np.dtype[Any]) -> str:
     name = NUMPY_NAMES.get(dtype.str)
     if name is None:
-        _refuse(path, f"numpy {dtype}", f"one of {', '.join(NUMPY_NAMES.values())}")
+        raise _Refused(f"numpy {dtype}", f"one of {', '.join(NUMPY_NAMES.values())}")
     return name
-
-
-def _refuse(path: _Path, found: str, expected: str) -> NoReturn:
-    raise SettingsError(
-        str(path),
-        found=found,
-        expected=expected,
-        next_step="leave it out of the state, or convert it in state_dict() and load_state_dict()",
-    )

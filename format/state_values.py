@@ -102,7 +102,8 @@ def unflatten(
 
 def tensor_bits(value: torch.Tensor, name: str) -> torch.Tensor:
     """`value` as the dtype its bits are stored as; shares its memory."""
-    return value.view(torch_dtype(_stored_dtype(name)))
+    dtype = torch_dtype(_stored_dtype(name))
+    return value if value.dtype == dtype else value.view(dtype)
 
 
 def array_bits(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ Whoever calls a kernel has checked dtype, contiguity and bounds, because the ker
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numba
@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 __all__ = [
     "bits_of_float",
     "compiled",
+    "compiled_team_work",
     "copy_row",
     "entry_point",
     "float_from_bits",
@@ -29,6 +30,7 @@ __all__ = [
     "prefetch",
     "set_bits",
     "stream_line",
+    "take_turn",
 ]
 
 
@@ -65,6 +67,29 @@ def entry_point(kernel: Any, arguments: int) -> Callable[..., Any]:
     kernel.compile(signature)
     entry: Callable[..., Any] = kernel.overloads[signature].entry_point
     return entry
+
+
+def compiled_team_work(function: Callable[[int], None]) -> Callable[[], int]:
+    """A C function `void (*)(void *)` that each thread of a team runs, see `threads.as_team`.
+
+    Returns:
+        What gives its address; compiles it on the first call. It never takes the GIL.
+    """
+
+    @cache
+    def address() -> int:
+        signature = types.void(types.intp)
+        try:
+            work = numba.cfunc(signature, cache=True)(function)
+        except RuntimeError:  # as in `compiled`
+            work = numba.cfunc(signature)(function)
+        _team_work.append(work)  # owns the machine code
+        return int(work.address)
+
+    return address
+
+
+_team_work: list[Any] = []
 
 
 def machine_operation(build: Callable[..., Any]) -> Any:
@@ -181,3 +206,15 @@ def set_bits(typingctx: Any, word: Any) -> Any:
         return builder.ctpop(arguments[0])
 
     return word(word), build
+
+
+@machine_operation
+def take_turn(typingctx: Any, counter: Any) -> Any:
+    """Add 1 to the int64 at address `counter` and return what it was; each value comes up once."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        place = builder.inttoptr(arguments[0], word.as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(word, 1), "seq_cst")
+
+    return types.int64(types.intp), build

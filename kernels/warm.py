@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recpoint.kernels import bit_packing, dirty_bitmap, quantize, row_gather, row_set
+from recpoint.kernels import bit_packing, dirty_bitmap, dirty_rows, quantize, row_gather, row_set
 
 __all__ = ["warm_up"]
 
@@ -30,6 +30,8 @@ def warm_up() -> None:
     part = torch.empty(found.numel(), 3)
     row_gather.gather(table, found, part)
     row_gather.scatter(part, found, table)
+    to = dirty_rows.Destination(torch.empty_like(found), ((table, torch.empty_like(part)),))
+    dirty_rows.count([bitmap], rows=[rows]).copy([to])
 
     for bits in bit_packing.BITS:
         packed, scale, offset, _, _ = quantize.quantize_packed(part, bits)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
@@ -17,6 +19,7 @@ from recpoint.trainer_plugin.policy import Tip, next_link
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.slot import Slot
 from recpoint.trainer_plugin.snapshot import (
+    MarkedRows,
     Snapshot,
     TablePart,
     fill,
@@ -88,7 +91,7 @@ class Cutter:
             SettingsError: something in the state cannot be stored; its path is named.
         """
         tree, tensors = state_tree.flatten(self._state.capture_fixed())
-        parts = [self._part(table, self._spec(table), None) for table in self._tables]
+        parts = [self._part(table, self._spec(table), table.rows) for table in self._tables]
         return place(parts, tree, tensors)[1]
 
     def cut(
@@ -113,14 +116,14 @@ class Cutter:
         dirty = {name: tracker.take() for name, tracker in self._trackers.items()}
         try:
             tree, tensors = state_tree.flatten(self._state.capture(step))
-            parts = []
-            for table, spec in zip(self._tables, specs, strict=True):
-                parts.append(
-                    self._part(table, spec, None if link.kind == "full" else dirty[table.name])
-                )
+            marked = self._marked(dirty if link.kind == "increment" else {})
+            parts = [
+                self._part(table, spec, count, dirty[table.name])
+                for table, spec, count in zip(self._tables, specs, marked.counts, strict=True)
+            ]
             placed, slot_bytes = place(parts, tree, tensors)
             slot.reserve(slot_bytes)
-            device = fill(placed, slot.data, parts, tree, tensors)
+            device = fill(placed, slot.data, parts, marked, tree, tensors)
         except BaseException:
             for name, tracker in self._trackers.items():
                 tracker.merge_back(dirty[name])
@@ -149,15 +152,26 @@ class Cutter:
         )
         return Cut(snapshot, pending, link.tip(ref, specs))
 
-    def _part(self, table: Table, spec: TableSpec, dirty: Dirty | None) -> TablePart:
+    def _marked(self, dirty: Mapping[str, Dirty]) -> MarkedRows:
+        """Counts the rows to store; all of a table that is not in `dirty`, or is dirty as a whole.
+
+        Waits for the devices of the tables.
+        """
+        bitmaps: list[Tensor | None] = []
+        for table in self._tables:
+            taken = dirty.get(table.name)
+            bitmaps.append(None if taken is None or taken.all_rows else taken.bitmap)
+        return MarkedRows(bitmaps, [table.rows for table in self._tables])
+
+    def _part(
+        self, table: Table, spec: TableSpec, row_count: int, dirty: Dirty | None = None
+    ) -> TablePart:
         states = self._state.optimizers.row_states(table).tensors
-        row_count = table.rows if dirty is None else dirty.count(table.rows)
-        some = dirty is not None and row_count < table.rows
         return TablePart(
             spec=spec,
             values=table.weight,
             row_states=tuple(states.values()),
-            bitmap=dirty.bitmap if dirty is not None and some else None,
+            bitmap=dirty.bitmap if dirty is not None and row_count < table.rows else None,
             row_count=row_count,
             bits=self._widths[table.name],
             quantizer=self._settings.quantizer,

@@ -217,6 +217,7 @@ class Handoff:
             full_bytes=snapshot.full_bytes,
             interval_batches=snapshot.interval_batches,
         )
+        self._area.create()  # here, and not in the stall: somebody may have cleared it
         # An answer to an earlier attempt at this step would be taken for the answer to this one.
         durable.remove(self._outcome_path(ref))
         durable.write_atomically(self._job_path(ref), pack_record(job))

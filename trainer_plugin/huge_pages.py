@@ -28,7 +28,7 @@ _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1; not in Python's mmap module
 _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def advise(tensors: Iterable[Tensor]) -> int:
+def advise(tensors: Iterable[Tensor], *, smallest_bytes: int = SMALLEST_BYTES) -> int:
     """Have the memory of large CPU tensors moved to large pages where the system offers them.
 
     Takes about the time of a copy of the tensors. Nothing changes where the administrator has
@@ -36,6 +36,7 @@ def advise(tensors: Iterable[Tensor]) -> int:
 
     Args:
         tensors: of any dtype and device.
+        smallest_bytes: tensors below this are left alone.
 
     Returns:
         Bytes that were moved.
@@ -46,7 +47,7 @@ def advise(tensors: Iterable[Tensor]) -> int:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     moved = 0
     for tensor in tensors:
-        if not tensor.is_cpu or tensor.nbytes < SMALLEST_BYTES or tensor.is_shared():
+        if not tensor.is_cpu or tensor.nbytes < smallest_bytes or tensor.is_shared():
             continue
         if not tensor.is_contiguous():
             continue

@@ -96,7 +96,7 @@ class Pipeline:
         try:
             for tracker in self._trackers.values():
                 tracker.report_surprise()
-            self._area.create()
+            self._area.create_if_cleared()
             snapshot, pending, tip = self._cutter.cut(
                 self._area.free_slot(self._ledger.busy_slots),
                 step=batches_done,

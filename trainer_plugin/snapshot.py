@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,12 +16,13 @@ from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, t
 from recpoint.format.job import QuantizerName, StagedTable
 from recpoint.format.manifest import TableSpec
 from recpoint.format.records import CheckpointRef
-from recpoint.kernels import dirty_bitmap, row_gather
+from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.policy import Link
 from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES, Slot, array_view
 
 __all__ = [
+    "MarkedRows",
     "Placed",
     "Snapshot",
     "TablePart",
@@ -35,6 +36,33 @@ __all__ = [
 
 #: Up to this size one thread copies.
 _SMALL_BYTES = 4 << 20
+
+
+class MarkedRows:
+    """How many rows of each table are marked, and the way to copy those on the CPU together.
+
+    Args:
+        bitmaps: of each table, on any device; None: all its rows.
+        rows: rows of each table.
+
+    Attributes:
+        counts: marked rows of each table.
+    """
+
+    def __init__(self, bitmaps: Sequence[Tensor | None], rows: Sequence[int]) -> None:
+        here = {i: bitmap for i, bitmap in enumerate(bitmaps) if bitmap is not None}
+        on_device = {i: here.pop(i) for i in list(here) if not here[i].is_cpu}
+        self._on_cpu = tuple(here)
+        self._tally = dirty_rows.count(tuple(here.values()), rows=[rows[i] for i in here])
+        self.counts = list(rows)
+        for i, bitmap in on_device.items():
+            self.counts[i] = dirty_bitmap.count(bitmap)
+        for i, count in zip(here, self._tally.counts, strict=True):
+            self.counts[i] = count
+
+    def copy(self, destinations: Mapping[int, dirty_rows.Destination]) -> None:
+        """Copy the rows of tables on the CPU; of those that have a destination."""
+        self._tally.copy([destinations.get(i) for i in self._on_cpu])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,6 +181,7 @@ def fill(
     placed: Sequence[Placed],
     data: Tensor,
     parts: Sequence[TablePart],
+    marked: MarkedRows,
     tree: bytes,
     tensors: Sequence[Tensor],
 ) -> DeviceDrain:
@@ -161,59 +190,68 @@ def fill(
     Args:
         placed: as `place` returned it for the same parts, tree and tensors.
         data: the slot's bytes, reserved.
+        marked: the parts' dirty rows, counted.
 
     Returns:
         What is still on a device and has to be drained.
     """
     by_name = {spot.name: spot for spot in placed}
     device = DeviceDrain()
+    together: dict[int, dirty_rows.Destination] = {}
     with torch.no_grad():
         for index, part in enumerate(parts):
             if part.row_count == 0:
                 continue
-            ids = None
-            if part.bitmap is not None:
-                ids = _collect(part.bitmap, part.spec.rows, by_name[f"t{index}.ids"].view(data))
-            _rows(part.values, ids, by_name[f"t{index}.values"].view(data), device)
+            arrays = [(part.values.detach(), by_name[f"t{index}.values"])]
             for number, state in enumerate(part.row_states):
-                _rows(state, ids, by_name[f"t{index}.state.{number}"].view(data), device)
+                arrays.append((state.detach(), by_name[f"t{index}.state.{number}"]))
+            if part.bitmap is None:
+                for source, spot in arrays:
+                    if source.is_cuda:
+                        device.gather(source, None, spot.view(data))
+                    else:
+                        _copy(source, spot, data)
+                continue
+            ids = by_name[f"t{index}.ids"].view(data)
+            outs = tuple((source, spot.view(data)) for source, spot in arrays)
+            if part.bitmap.is_cpu and all(source.is_cpu for source, _ in outs):
+                together[index] = dirty_rows.Destination(ids, outs)
+            else:
+                _marked_rows(part.bitmap, part.spec.rows, ids, outs, device)
+        marked.copy(together)
         if tree:
-            by_name["tree"].view(data).copy_(torch.frombuffer(bytearray(tree), dtype=torch.uint8))
+            ctypes.memmove(data.data_ptr() + by_name["tree"].offset, tree, len(tree))
         for number, tensor in enumerate(tensors):
-            _copy(tensor, by_name[f"tensor.{number}"].view(data))
+            _copy(tensor, by_name[f"tensor.{number}"], data)
     device.release_training()
     return device
 
 
-def _collect(bitmap: Tensor, rows: int, out: Tensor) -> Tensor:
-    """The marked rows, written to `out` in the slot; on the bitmap's device."""
-    if bitmap.is_cpu:
-        return dirty_bitmap.collect(bitmap, rows=rows, out=out)
+def _marked_rows(
+    bitmap: Tensor,
+    rows: int,
+    ids_out: Tensor,
+    arrays: Sequence[tuple[Tensor, Tensor]],
+    device: DeviceDrain,
+) -> None:
+    """Rows of a table that is on a device, or has row states on one."""
     ids = dirty_bitmap.collect(bitmap, rows=rows)
-    out.copy_(ids)
-    return ids
+    ids_out.copy_(ids)
+    for source, out in arrays:
+        if source.is_cuda:
+            device.gather(source, ids.to(source.device), out)
+        else:
+            row_gather.gather(source, ids.to(source.device), out)
 
 
-def _rows(source: Tensor, ids: Tensor | None, out: Tensor, device: DeviceDrain) -> None:
-    source = source.detach()
-    if source.is_cuda:
-        device.gather(source, None if ids is None else ids.to(source.device), out)
-    elif ids is None:
-        _copy(source, out)
-    else:
-        row_gather.gather(source, ids.to(source.device), out)
-
-
-def _copy(source: Tensor, out: Tensor) -> None:
-    if source.is_cpu and source.is_contiguous() and source.nbytes <= _SMALL_BYTES:
-        # torch would wake its threads, which takes longer than the copy when cores are busy.
-        np.copyto(_bytes(out), _bytes(source))
-    else:
-        out.copy_(source)
-
-
-def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.asarray(tensor.reshape(-1).view(torch.uint8).numpy())
+def _copy(source: Tensor, place: Placed, data: Tensor) -> None:
+    plain = source.is_cpu and source.is_contiguous() and not source.is_neg()
+    if not plain or source.nbytes != place.size_bytes or place.size_bytes > _SMALL_BYTES:
+        place.view(data).copy_(source)
+    elif place.size_bytes:
+        # No thread is woken and no view made for what is usually one of many small tensors. Safe:
+        # `data` is the slot's memory, of which `place` is a part, and as long as the source's.
+        ctypes.memmove(data.data_ptr() + place.offset, source.data_ptr(), place.size_bytes)
 
 
 def now_ms() -> int:

@@ -35,6 +35,7 @@ class StagingArea:
         self.root = root.absolute()  # a script may change its directory while it trains
         self.run_directory = staged.run_directory(self.root, run_url)
         self.rank = rank
+        self._slots_directory = str(staged.slots_directory(self.run_directory))
         self._lock: int | None = None
         self._slots: dict[int, Slot] = {}
         self._foreign: dict[int, Path] = {}
@@ -57,6 +58,15 @@ class StagingArea:
                 durable.make_directory(directory)
         except OSError as error:
             raise self._unusable(error) from error
+
+    def create_if_cleared(self) -> None:
+        """`create`, when somebody has removed the place of the slots. Training waits for this.
+
+        Raises:
+            StagingError: as `create` does.
+        """
+        if not os.path.isdir(self._slots_directory):
+            self.create()
 
     def lock(self) -> None:
         """Become the one training process of this run here; released when the process ends.

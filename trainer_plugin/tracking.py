@@ -41,10 +41,6 @@ class Dirty:
     all_rows: bool
     rows: int
 
-    def count(self, rows: int) -> int:
-        """How many they are, of a table of `rows` rows. Waits for the bitmap's device."""
-        return rows if self.all_rows else dirty_bitmap.count(self.bitmap)
-
 
 class _LookupHook:
     """What a module calls before a lookup. In copies and pickles of the model it does nothing."""

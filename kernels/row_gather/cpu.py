@@ -12,7 +12,7 @@ from recpoint.kernels.intrinsics import compiled, copy_row, pointer, prefetch, s
 from recpoint.kernels.row_gather.shapes import require_rows
 from recpoint.kernels.threads import over_rows
 
-__all__ = ["gather", "scatter"]
+__all__ = ["copy_rows", "gather", "lines_to_stream", "scatter"]
 
 #: How far ahead of the copy rows are asked for: enough to hide the way to memory and the page walk.
 _AHEAD_BYTES: Final = 8192
@@ -37,16 +37,14 @@ def _first_outside(ids: int, n: int, limit: int) -> int:
 
 
 @compiled(nogil=True)
-def _gather(
-    source: int, ids: int, out: int, row_bytes: int, lines: int, start: int, stop: int
-) -> None:
+def copy_rows(source: int, ids: int, out: int, row_bytes: int, lines: int, n: int) -> None:
     """Copy rows source[ids[i]] to out[i]; `lines` of 64 bytes a row, or 0 for rows of any bytes."""
-    values = carray(pointer(ids), stop, np.int64)
-    last = stop - 1
-    ahead = max(1, _AHEAD_BYTES // max(row_bytes, 64))
+    values = carray(pointer(ids), n, np.int64)
+    last = np.uint64(n - 1)
+    ahead = np.uint64(max(1, _AHEAD_BYTES // max(row_bytes, 64)))
     reach = min(row_bytes, _REACH_BYTES)
-    for i in range(start, stop):
-        coming = source + values[min(i + ahead, last)] * row_bytes
+    for i in range(n):
+        coming = source + values[min(np.uint64(i) + ahead, last)] * row_bytes
         for at in range(0, reach, 64):
             prefetch(coming + at)
         row = source + values[i] * row_bytes
@@ -59,12 +57,10 @@ def _gather(
 
 
 @compiled(nogil=True)
-def _scatter(
-    rows: int, ids: int, dest: int, row_bytes: int, lines: int, start: int, stop: int
-) -> None:
-    """Copy rows[i] to dest[ids[i]]; `lines` as in `_gather`."""
-    values = carray(pointer(ids), stop, np.int64)
-    for i in range(start, stop):
+def _scatter(rows: int, ids: int, dest: int, row_bytes: int, lines: int, n: int) -> None:
+    """Copy rows[i] to dest[ids[i]]; `lines` as in `copy_rows`."""
+    values = carray(pointer(ids), n, np.int64)
+    for i in range(n):
         row = rows + i * row_bytes
         to = dest + values[i] * row_bytes
         if lines == 0:
@@ -74,7 +70,7 @@ def _scatter(
                 stream_line(to + 64 * line, row + 64 * line)
 
 
-def _lines(row_bytes: int, total_bytes: int, *addresses: int) -> int:
+def lines_to_stream(row_bytes: int, total_bytes: int, *addresses: int) -> int:
     """Lines of 64 bytes in a row where whole lines can be streamed and it pays; 0 elsewhere."""
     if row_bytes % 64 or any(address % 32 for address in addresses):
         return 0
@@ -93,10 +89,11 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
     """out[i] = source[ids[i]]; nothing is copied if an id is out of range."""
     row_bytes = _check(source, ids, out)
     addresses = source.data_ptr(), ids.data_ptr(), out.data_ptr()
-    lines = _lines(row_bytes, ids.numel() * row_bytes, addresses[0], addresses[2])
+    lines = lines_to_stream(row_bytes, ids.numel() * row_bytes, addresses[0], addresses[2])
 
     def part(start: int, stop: int) -> None:
-        _gather(*addresses, row_bytes, lines, start, stop)
+        table, listed, to = addresses
+        copy_rows(table, listed + 8 * start, to + start * row_bytes, row_bytes, lines, stop - start)
 
     over_rows(part, ids.numel(), row_bytes=2 * row_bytes)
 
@@ -105,9 +102,10 @@ def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:
     """dest[ids[i]] = rows[i]; nothing is copied if an id is out of range."""
     row_bytes = _check(dest, ids, rows)
     addresses = rows.data_ptr(), ids.data_ptr(), dest.data_ptr()
-    lines = _lines(row_bytes, ids.numel() * row_bytes, addresses[0], addresses[2])
+    lines = lines_to_stream(row_bytes, ids.numel() * row_bytes, addresses[0], addresses[2])
 
     def part(start: int, stop: int) -> None:
-        _scatter(*addresses, row_bytes, lines, start, stop)
+        given, listed, to = addresses
+        _scatter(given + start * row_bytes, listed + 8 * start, to, row_bytes, lines, stop - start)
 
     over_rows(part, ids.numel(), row_bytes=2 * row_bytes)

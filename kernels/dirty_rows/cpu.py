@@ -1,0 +1,244 @@
+"""Dirty rows on CPUs: one pass over the bitmaps to count, one to copy, however many tables.
+
+A table is cut into parts of `_PART_WORDS` words. Threads take part after part from a shared
+counter inside one compiled call without the GIL; one that is late, or slow, holds the others up by
+a part at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from recpoint.kernels.dirty_bitmap.cpu import require_fit
+from recpoint.kernels.dirty_rows.destination import Destination, row_bytes
+from recpoint.kernels.intrinsics import (
+    compiled,
+    compiled_team_work,
+    lowest_bit,
+    pointer,
+    set_bits,
+    take_turn,
+)
+from recpoint.kernels.row_gather.cpu import copy_rows, lines_to_stream
+from recpoint.kernels.threads import SPLIT_BYTES, as_team
+
+__all__ = ["Tally", "count"]
+
+#: Words of a bitmap in one part: 65,536 rows, whose ids stay in the second-level cache.
+_PART_WORDS: Final = 2048
+
+#: Dirty rows that a thread copies before it takes the next, or more where they lie close.
+_TASK_ROWS: Final = 1 << 14
+
+# Columns of the parts.
+_WORDS_AT: Final = 0  # address of the first word
+_WORDS: Final = 1
+_FIRST_ROW: Final = 2
+_ROWS: Final = 3  # rows of the table from the first one on
+_COUNT: Final = 4
+_IDS_AT: Final = 5  # address of the first id
+_START: Final = 6  # how many dirty rows of the table come before
+_ARRAYS: Final = 7  # which arrays, as a range
+_ARRAYS_END: Final = 8
+_COLUMNS: Final = 9
+
+# Columns of the arrays.
+_SOURCE_AT: Final = 0
+_OUT_AT: Final = 1
+_ROW_BYTES: Final = 2
+_LINES: Final = 3
+
+# Fields of what the threads work on.
+_PARTS_AT: Final = 0
+_PARTS: Final = 1
+_ARRAYS_AT: Final = 2
+_ARRAYS_N: Final = 3
+_TURN: Final = 4  # the next part to take
+_CHANGED: Final = 5  # parts that were not as they were counted
+_FIELDS: Final = 6
+
+_Table = np.ndarray[Any, np.dtype[np.int64]]
+
+_NO_ARRAYS: _Table = np.zeros((0, 4), dtype=np.int64)
+
+
+@compiled_team_work
+def _count(data: int) -> None:
+    """Fill in the counts of parts, taken one by one. Data: `_Work` without arrays."""
+    work = carray(pointer(data), _FIELDS, np.int64)
+    n, turn = work[_PARTS], data + 8 * _TURN
+    table = carray(pointer(work[_PARTS_AT]), (n, _COLUMNS), np.int64)
+    part = take_turn(turn)
+    while part < n:
+        words = table[part, _WORDS]
+        at = table[part, _WORDS_AT]
+        # From 0 on, or numba guards against negative positions and the loop stays scalar.
+        pairs = carray(pointer(at), words // 2, np.uint64)
+        total = np.uint64(0)
+        for i in range(words // 2):
+            total += set_bits(pairs[i])
+        if words % 2:
+            total += set_bits(np.uint64(carray(pointer(at + 4 * words - 4), 1, np.uint32)[0]))
+        table[part, _COUNT] = np.int64(total)
+        part = take_turn(turn)
+
+
+@compiled(nogil=True)
+def _write_ids(words_at: int, words: int, first_row: int, ids: int, room: int) -> int:
+    """Write the marked rows, at most `room` of them; how many are marked."""
+    out = carray(pointer(ids), room, np.int64)
+    n = np.uint64(0)
+    most = np.uint64(room)
+    # Whether, and how often, a word goes on is guessed wrongly so often that the guesses take most
+    # of the time. So a few are always written; what is none is overwritten by those that follow.
+    crowded = room > 3 * (words // 2)
+    for i in range((words + 1) // 2):
+        if 2 * i + 1 < words:
+            pair = carray(pointer(words_at + 8 * i), 1, np.uint64)[0]
+        else:
+            pair = np.uint64(carray(pointer(words_at + 8 * i), 1, np.uint32)[0])
+        row = first_row + 64 * i
+        bits = set_bits(pair)
+        sure = np.uint64(8) if crowded else np.uint64(2)
+        if n + max(bits, sure) <= most:
+            if crowded:
+                for k in range(8):
+                    out[n + np.uint64(k)] = row + np.int64(lowest_bit(pair))
+                    pair &= pair - np.uint64(1)
+            else:
+                for k in range(2):
+                    out[n + np.uint64(k)] = row + np.int64(lowest_bit(pair))
+                    pair &= pair - np.uint64(1)
+            k = sure
+        else:
+            k = np.uint64(0)
+        while k < bits:
+            if n + k < most:
+                out[n + k] = row + np.int64(lowest_bit(pair))
+            pair &= pair - np.uint64(1)
+            k += np.uint64(1)
+        n += bits
+    return np.int64(n)
+
+
+@compiled_team_work
+def _copy(data: int) -> None:
+    """Write ids and rows of parts, taken one by one, and count those that have changed.
+
+    Nothing is written outside a part's room, and no row of a part that has changed is copied.
+    """
+    work = carray(pointer(data), _FIELDS, np.int64)
+    n, turn = work[_PARTS], data + 8 * _TURN
+    table = carray(pointer(work[_PARTS_AT]), (n, _COLUMNS), np.int64)
+    array = carray(pointer(work[_ARRAYS_AT]), (max(work[_ARRAYS_N], 1), 4), np.int64)
+    part = take_turn(turn)
+    while part < n:
+        room = table[part, _COUNT]
+        ids = table[part, _IDS_AT]
+        first_row = table[part, _FIRST_ROW]
+        found = _write_ids(table[part, _WORDS_AT], table[part, _WORDS], first_row, ids, room)
+        last = carray(pointer(ids), room, np.int64)[room - 1]
+        if found != room or last - first_row >= table[part, _ROWS]:
+            take_turn(data + 8 * _CHANGED)
+        else:
+            for k in range(table[part, _ARRAYS], table[part, _ARRAYS_END]):
+                size = array[k, _ROW_BYTES]
+                to = array[k, _OUT_AT] + table[part, _START] * size
+                copy_rows(array[k, _SOURCE_AT], ids, to, size, array[k, _LINES], room)
+        part = take_turn(turn)
+
+
+class Tally:
+    """What `count` found, of bitmaps that stay as they are until the copy is done.
+
+    Attributes:
+        counts: marked rows of each table.
+    """
+
+    def __init__(self, bitmaps: Sequence[Tensor], rows: Sequence[int]) -> None:
+        for bitmap, expected in zip(bitmaps, rows, strict=True):
+            if not bitmap.is_cpu:
+                raise ValueError(f"bitmap: device {bitmap.device}, expected cpu")
+            require_fit(bitmap, expected)
+        self._bitmaps = tuple(bitmaps)  # their addresses are in the parts
+        self._rows = tuple(rows)
+        sizes = [-(-bitmap.numel() // _PART_WORDS) for bitmap in bitmaps]
+        self._spans = tuple(zip(accumulate(sizes, initial=0), accumulate(sizes), strict=False))
+        self._parts: _Table = np.zeros((sum(sizes), _COLUMNS), dtype=np.int64)
+        for (start, stop), bitmap, expected in zip(self._spans, bitmaps, rows, strict=True):
+            part = self._parts[start:stop]
+            first_word = np.arange(stop - start) * _PART_WORDS
+            part[:, _WORDS_AT] = bitmap.data_ptr() + 4 * first_word
+            part[:, _WORDS] = np.minimum(bitmap.numel() - first_word, _PART_WORDS)
+            part[:, _FIRST_ROW] = 32 * first_word
+            part[:, _ROWS] = expected - 32 * first_word
+        _run(_count(), self._parts, _NO_ARRAYS, sum(bitmap.nbytes for bitmap in bitmaps))
+        counted = self._parts[:, _COUNT]
+        self.counts = tuple(int(counted[start:stop].sum()) for start, stop in self._spans)
+
+    def copy(self, destinations: Sequence[Destination | None]) -> None:
+        """Copy the rows out, table by table as they were given to `count`; None: none of a table.
+
+        Raises:
+            ValueError: a destination does not fit its table; nothing was copied.
+            RuntimeError: a bitmap was changed since it was counted; what was copied is worthless.
+        """
+        arrays: list[tuple[int, int, int, int]] = []
+        tasks: list[_Table] = []
+        total_bytes = 0
+        tables = zip(self._spans, self.counts, self._rows, destinations, strict=True)
+        for (start, stop), count, rows, to in tables:
+            if to is None or count == 0:
+                continue
+            sizes = row_bytes(to, count=count, rows=rows)
+            table_tasks = _merged(self._parts[start:stop])
+            table_tasks[:, _IDS_AT] = to.ids.data_ptr() + 8 * table_tasks[:, _START]
+            table_tasks[:, _ARRAYS] = len(arrays)
+            for size, (source, out) in zip(sizes, to.arrays, strict=True):
+                addresses = source.data_ptr(), out.data_ptr()
+                arrays.append((*addresses, size, lines_to_stream(size, count * size, *addresses)))
+                total_bytes += 2 * count * size
+            table_tasks[:, _ARRAYS_END] = len(arrays)
+            tasks.append(table_tasks)
+        if not tasks:
+            return
+        table = np.array(arrays, dtype=np.int64).reshape(-1, 4)
+        changed = _run(_copy(), np.concatenate(tasks), table, total_bytes)
+        if changed:
+            raise RuntimeError(f"dirty bitmap: {changed} parts have changed while they were read")
+
+
+def _merged(parts: _Table) -> _Table:
+    """Neighbouring parts of a table as one, so that each has `_TASK_ROWS` dirty rows or is one.
+
+    Small ones would spend most of their time waiting for their first rows.
+    """
+    before = np.cumsum(parts[:, _COUNT]) - parts[:, _COUNT]
+    first = np.flatnonzero(np.diff(before // _TASK_ROWS, prepend=-1))
+    merged = parts[first]
+    merged[:, _WORDS] = np.add.reduceat(parts[:, _WORDS], first)
+    merged[:, _COUNT] = np.add.reduceat(parts[:, _COUNT], first)
+    merged[:, _START] = before[first]
+    return merged
+
+
+def _run(work: int, parts: _Table, arrays: _Table, traffic_bytes: int) -> int:
+    """Compiled work on all parts, in as many threads as pay; how many parts had changed."""
+    data = np.array(
+        [parts.ctypes.data, len(parts), arrays.ctypes.data, len(arrays), 0, 0], dtype=np.int64
+    )
+    threads = min(torch.get_num_threads(), traffic_bytes // SPLIT_BYTES + 1, max(len(parts), 1))
+    as_team(work, data.ctypes.data, threads=threads)
+    return int(data[_CHANGED])
+
+
+def count(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> Tally:
+    """Count the marked rows of each table."""
+    return Tally(bitmaps, rows)

@@ -1,0 +1,36 @@
+"""Dirty rows, table by table and row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from recpoint.kernels.dirty_bitmap import reference as dirty_bitmap
+from recpoint.kernels.dirty_rows.destination import Destination, row_bytes
+from recpoint.kernels.row_gather import reference as row_gather
+
+__all__ = ["Tally", "count"]
+
+
+class Tally:
+    """What `count` found."""
+
+    def __init__(self, bitmaps: Sequence[Tensor], rows: Sequence[int]) -> None:
+        self._tables = list(zip(bitmaps, rows, strict=True))
+        self.counts = tuple(dirty_bitmap.count(bitmap) for bitmap in bitmaps)
+
+    def copy(self, destinations: Sequence[Destination | None]) -> None:
+        """Copy the rows out."""
+        for (bitmap, rows), count, to in zip(self._tables, self.counts, destinations, strict=True):
+            if to is None:
+                continue
+            row_bytes(to, count=count, rows=rows)
+            to.ids.copy_(dirty_bitmap.collect(bitmap, rows=rows))
+            for source, out in to.arrays:
+                row_gather.gather(source, to.ids, out)
+
+
+def count(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> Tally:
+    """Count the marked rows of each table."""
+    return Tally(bitmaps, rows)
