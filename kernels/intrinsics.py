@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numba
 from llvmlite import ir
@@ -84,7 +84,7 @@ def compiled_team_work(function: Callable[[int], None]) -> Callable[[], int]:
         except RuntimeError:  # as in `compiled`
             work = numba.cfunc(signature)(function)
         _team_work.append(work)  # owns the machine code
-        return int(work.address)
+        return cast(int, work.address)
 
     return address
 

@@ -149,24 +149,20 @@ def count(bitmap: Tensor) -> int:
     raise unsupported_device("bitmap", bitmap)
 
 
-def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
+def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     """The marked rows: int64 [n], ascending, on the bitmap's device. Waits for the device.
 
     Args:
         bitmap: of a table of `rows` rows.
         rows: rows of the table.
-        out: where to write them, int64 [`count(bitmap)`] on the same device; a new tensor if None.
-
-    Raises:
-        ValueError: `out` has not as many entries as rows are marked.
     """
     if bitmap.is_cpu:
-        return cpu.collect(bitmap, rows=rows, out=out)
+        return cpu.collect(bitmap, rows=rows)
     if bitmap.is_cuda:
         from recpoint.kernels.dirty_bitmap import triton
 
         with torch.cuda.device_of(bitmap):  # Triton launches on the current device
-            return triton.collect(bitmap, rows=rows, out=out)
+            return triton.collect(bitmap, rows=rows)
     raise unsupported_device("bitmap", bitmap)
 
 

@@ -7,7 +7,6 @@ thread that merges a refused checkpoint back cannot lose each other's bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,17 +17,26 @@ from recpoint.kernels.dirty_bitmap.shapes import (
     require_bitmap,
     require_fit,
     require_pair,
-    require_room,
 )
 from recpoint.kernels.intrinsics import compiled, entry_point, lowest_bit, pointer, set_bits
 from recpoint.kernels.threads import over_rows
 
-__all__ = ["clear", "collect", "count", "mark", "mark_all", "mark_many", "marker", "merge", "swap"]
+__all__ = [
+    "clear",
+    "collect",
+    "count",
+    "count_words",
+    "mark",
+    "mark_all",
+    "mark_many",
+    "marker",
+    "merge",
+    "swap",
+    "write_ids",
+]
 
 _INT32 = torch.int32
 _INT64 = torch.int64
-
-_THREADS_FOR_TWO_PASSES = 4
 
 
 @compiled(nogil=False)
@@ -92,47 +100,57 @@ def _mark32(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
 
 
 @compiled(nogil=True)
-def _count(bitmap: int, start: int, stop: int) -> int:
-    words = carray(pointer(bitmap), stop, np.uint32)
-    total = 0
-    for i in range(start, stop):
-        total += set_bits(words[i])
-    return total
+def count_words(words_at: int, words: int) -> int:
+    """How many bits of `words` words at an address divisible by 8 are set."""
+    # The loop starts at 0: any other start might be negative to numba, whose guard against
+    # negative positions would cost five times what the rest of the loop does.
+    pairs = carray(pointer(words_at), words // 2, np.uint64)
+    total = np.uint64(0)
+    for i in range(words // 2):
+        total += set_bits(pairs[i])
+    if words % 2:
+        total += set_bits(np.uint64(carray(pointer(words_at + 4 * words - 4), 1, np.uint32)[0]))
+    return int(total)
 
 
 @compiled(nogil=True)
-def _collect(bitmap: int, ids: int, room: int, start: int, stop: int) -> int:
-    """Write the marked rows of words start … stop to `ids`, as far as there is room.
+def write_ids(words_at: int, words: int, first_row: int, ids: int, room: int) -> int:
+    """Write the marked rows of `words` words, the first of which holds row `first_row`.
 
-    How many are marked, also when that is more than there is room for.
+    Writes at most `room` ids; returns how many are marked, also when that is more.
     """
-    words = carray(pointer(bitmap), stop, np.uint32)
+    pairs = carray(pointer(words_at), words // 2, np.uint64)
     out = carray(pointer(ids), room, np.int64)
-    n = np.int64(0)
-    i = start
-    while i < stop:
-        pair = np.uint64(words[i])
-        if i + 1 < stop:
-            pair |= np.uint64(words[i + 1]) << np.uint64(32)
-        row = 32 * i
-        i += 2
-        bits = np.int64(set_bits(pair))
-        if n + max(bits, np.int64(2)) <= room:
-            # Whether a word has a bit is a coin toss, which no branch prediction survives. So two
-            # are always written; what is not one yet is overwritten by those that follow.
-            out[n] = row + np.int64(lowest_bit(pair))
-            pair &= pair - np.uint64(1)
-            out[n + 1] = row + np.int64(lowest_bit(pair))
-            for k in range(2, bits):
-                pair &= pair - np.uint64(1)
-                out[n + k] = row + np.int64(lowest_bit(pair))
-            n += bits
+    n = np.uint64(0)
+    most = np.uint64(room)
+    # How often a word goes on is a toss, which no branch prediction survives. So some ids are
+    # always written; what is none yet is overwritten by those that follow.
+    crowded = room > 3 * (words // 2)
+    always = np.uint64(8) if crowded else np.uint64(2)
+    for i in range((words + 1) // 2):
+        if i < words // 2:
+            pair = pairs[i]
         else:
-            while pair != np.uint64(0):
-                if n < room:
-                    out[n] = row + np.int64(lowest_bit(pair))
-                pair &= pair - np.uint64(1)
-                n += 1
+            pair = np.uint64(carray(pointer(words_at + 8 * i), 1, np.uint32)[0])
+        row = first_row + 64 * i
+        bits = set_bits(pair)
+        k = np.uint64(0)
+        if n + max(bits, always) <= most:
+            if crowded:
+                for j in range(8):
+                    out[n + np.uint64(j)] = row + np.int64(lowest_bit(pair))
+                    pair &= pair - np.uint64(1)
+            else:
+                for j in range(2):
+                    out[n + np.uint64(j)] = row + np.int64(lowest_bit(pair))
+                    pair &= pair - np.uint64(1)
+            k = always
+        while k < bits:
+            if n + k < most:
+                out[n + k] = row + np.int64(lowest_bit(pair))
+            pair &= pair - np.uint64(1)
+            k += np.uint64(1)
+        n += bits
     return int(n)
 
 
@@ -234,47 +252,51 @@ def clear(bitmap: Tensor) -> None:
 def count(bitmap: Tensor) -> int:
     """How many rows are marked."""
     require_bitmap("bitmap", bitmap)
-    part = partial(_count, bitmap.data_ptr())
-    return sum(over_rows(part, bitmap.numel(), row_bytes=4))
+    return sum(found for _, found in _spans(bitmap))
 
 
-def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
-    """The marked rows: int64 [n], ascending; in `out` if it is given.
+def collect(bitmap: Tensor, *, rows: int) -> Tensor:
+    """The marked rows: int64 [n], ascending.
 
     Two passes, so that the result has its exact size: the first counts, per part, the second
-    writes. A part writes at most what it counted, even if a bit is set in between. Where `out`
-    says how many there are, the first pass only pays with enough threads for the second.
+    writes. A part writes at most what it counted, even if a bit is set in between.
     """
     require_fit(bitmap, rows)
-    address, words = bitmap.data_ptr(), bitmap.numel()
-    if out is not None and torch.get_num_threads() < _THREADS_FOR_TWO_PASSES:
-        require_room(out, out.numel())
-        found = int(_collect(address, out.data_ptr(), out.numel(), 0, words))
-        require_room(out, found)
-        return out
-    spans: list[tuple[int, int, int]] = []
-
-    def measure(start: int, stop: int) -> tuple[int, int, int]:
-        return start, stop, int(_count(address, start, stop))
-
-    spans = over_rows(measure, words, row_bytes=32)
-    total = sum(n for _, _, n in spans)
-    ids = torch.empty(total, dtype=torch.int64) if out is None else out
-    require_room(ids, total)
-    firsts: dict[int, tuple[int, int]] = {}
+    spans = _spans(bitmap)
+    ids = torch.empty(sum(found for _, found in spans), dtype=torch.int64)
+    positions = {}
     position = 0
-    for start, _, n in spans:
-        firsts[start] = (position, n)
-        position += n
+    for first, found in spans:
+        positions[first] = (position, found)
+        position += found
 
     def write(start: int, stop: int) -> int:
-        first, room = firsts[start]
-        return int(_collect(address, ids.data_ptr() + 8 * first, room, start, stop))
+        to, room = positions[start]
+        at, words = _words(bitmap, start, stop)
+        return int(write_ids(at, words, 64 * start, ids.data_ptr() + 8 * to, room))
 
-    written = sum(over_rows(write, words, row_bytes=32))
+    written = sum(over_rows(write, _pairs(bitmap), row_bytes=64))
     if written != ids.numel():
         raise RuntimeError("bitmap: bits were cleared while it was collected; hold it still")
     return ids
+
+
+def _spans(bitmap: Tensor) -> list[tuple[int, int]]:
+    """(first pair of words, marked rows) of each part of a bitmap."""
+
+    def measure(start: int, stop: int) -> tuple[int, int]:
+        return start, int(count_words(*_words(bitmap, start, stop)))
+
+    return over_rows(measure, _pairs(bitmap), row_bytes=64)
+
+
+def _pairs(bitmap: Tensor) -> int:
+    return (bitmap.numel() + 1) // 2
+
+
+def _words(bitmap: Tensor, start: int, stop: int) -> tuple[int, int]:
+    """Address of pair `start`, and the words up to pair `stop`; the last pair may be one word."""
+    return bitmap.data_ptr() + 8 * start, min(2 * stop, bitmap.numel()) - 2 * start
 
 
 def swap(a: Tensor, b: Tensor) -> None:

@@ -71,10 +71,9 @@ def count(bitmap: Tensor) -> int:
     return len(_read(bitmap))
 
 
-def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
-    """The marked rows: int64 [n], ascending; in `out` if it is given."""
-    ids = torch.tensor(sorted(_read(bitmap)), dtype=torch.int64)
-    return ids if out is None else out.copy_(ids)
+def collect(bitmap: Tensor, *, rows: int) -> Tensor:
+    """The marked rows: int64 [n], ascending."""
+    return torch.tensor(sorted(_read(bitmap)), dtype=torch.int64)
 
 
 def count_many(bitmaps: Sequence[Tensor]) -> list[int]:

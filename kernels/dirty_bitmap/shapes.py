@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["require_bitmap", "require_fit", "require_pair", "require_room"]
+__all__ = ["require_bitmap", "require_fit", "require_pair"]
 
 
 def require_bitmap(name: str, bitmap: Tensor) -> None:
@@ -21,14 +21,6 @@ def require_fit(bitmap: Tensor, rows: int) -> None:
     require_bitmap("bitmap", bitmap)
     if bitmap.numel() != (rows + 31) // 32 or rows < 0:
         raise ValueError(f"bitmap: {bitmap.numel()} words, expected ceil({rows} / 32)")
-
-
-def require_room(ids: Tensor, count: int) -> None:
-    """Refuse what is not a contiguous int64 vector of `count` ids."""
-    if ids.dtype is not torch.int64 or ids.shape != (count,) or not ids.is_contiguous():
-        raise ValueError(
-            f"out: {ids.dtype} {tuple(ids.shape)}, expected torch.int64 ({count},), contiguous"
-        )
 
 
 def require_pair(a: Tensor, b: Tensor) -> None:

@@ -18,7 +18,6 @@ from recpoint.kernels.dirty_bitmap.shapes import (
     require_bitmap,
     require_fit,
     require_pair,
-    require_room,
 )
 
 __all__ = [
@@ -290,15 +289,9 @@ def count_many(bitmaps: Sequence[Tensor]) -> list[int]:
     return _totals(bitmaps, _scan(bitmaps))
 
 
-def collect(bitmap: Tensor, *, rows: int, out: Tensor | None = None) -> Tensor:
-    """The marked rows: int64 [n], ascending; in `out` if it is given."""
-    require_fit(bitmap, rows)
-    scan = _scan([bitmap])
-    total = _totals([bitmap], scan)[0]
-    ids = torch.empty(total, dtype=torch.int64, device=bitmap.device) if out is None else out
-    require_room(ids, total)
-    _write(scan, ids)
-    return ids
+def collect(bitmap: Tensor, *, rows: int) -> Tensor:
+    """The marked rows: int64 [n], ascending."""
+    return collect_many([bitmap], rows=[rows])[0]
 
 
 def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tensor]:

@@ -12,22 +12,19 @@ from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from recpoint.kernels.dirty_bitmap.cpu import require_fit
+from recpoint.kernels.dirty_bitmap.cpu import count_words, write_ids
+from recpoint.kernels.dirty_bitmap.shapes import require_fit
 from recpoint.kernels.dirty_rows.destination import Destination, row_bytes
 from recpoint.kernels.intrinsics import (
-    compiled,
     compiled_team_work,
-    lowest_bit,
     pointer,
-    set_bits,
     take_turn,
 )
 from recpoint.kernels.row_gather.cpu import copy_rows, lines_to_stream
-from recpoint.kernels.threads import SPLIT_BYTES, as_team
+from recpoint.kernels.threads import as_team
 
 __all__ = ["Tally", "count"]
 
@@ -77,55 +74,8 @@ def _count(data: int) -> None:
     table = carray(pointer(work[_PARTS_AT]), (n, _COLUMNS), np.int64)
     part = take_turn(turn)
     while part < n:
-        words = table[part, _WORDS]
-        at = table[part, _WORDS_AT]
-        # From 0 on, or numba guards against negative positions and the loop stays scalar.
-        pairs = carray(pointer(at), words // 2, np.uint64)
-        total = np.uint64(0)
-        for i in range(words // 2):
-            total += set_bits(pairs[i])
-        if words % 2:
-            total += set_bits(np.uint64(carray(pointer(at + 4 * words - 4), 1, np.uint32)[0]))
-        table[part, _COUNT] = np.int64(total)
+        table[part, _COUNT] = count_words(table[part, _WORDS_AT], table[part, _WORDS])
         part = take_turn(turn)
-
-
-@compiled(nogil=True)
-def _write_ids(words_at: int, words: int, first_row: int, ids: int, room: int) -> int:
-    """Write the marked rows, at most `room` of them; how many are marked."""
-    out = carray(pointer(ids), room, np.int64)
-    n = np.uint64(0)
-    most = np.uint64(room)
-    # Whether, and how often, a word goes on is guessed wrongly so often that the guesses take most
-    # of the time. So a few are always written; what is none is overwritten by those that follow.
-    crowded = room > 3 * (words // 2)
-    for i in range((words + 1) // 2):
-        if 2 * i + 1 < words:
-            pair = carray(pointer(words_at + 8 * i), 1, np.uint64)[0]
-        else:
-            pair = np.uint64(carray(pointer(words_at + 8 * i), 1, np.uint32)[0])
-        row = first_row + 64 * i
-        bits = set_bits(pair)
-        sure = np.uint64(8) if crowded else np.uint64(2)
-        if n + max(bits, sure) <= most:
-            if crowded:
-                for k in range(8):
-                    out[n + np.uint64(k)] = row + np.int64(lowest_bit(pair))
-                    pair &= pair - np.uint64(1)
-            else:
-                for k in range(2):
-                    out[n + np.uint64(k)] = row + np.int64(lowest_bit(pair))
-                    pair &= pair - np.uint64(1)
-            k = sure
-        else:
-            k = np.uint64(0)
-        while k < bits:
-            if n + k < most:
-                out[n + k] = row + np.int64(lowest_bit(pair))
-            pair &= pair - np.uint64(1)
-            k += np.uint64(1)
-        n += bits
-    return np.int64(n)
 
 
 @compiled_team_work
@@ -143,7 +93,7 @@ def _copy(data: int) -> None:
         room = table[part, _COUNT]
         ids = table[part, _IDS_AT]
         first_row = table[part, _FIRST_ROW]
-        found = _write_ids(table[part, _WORDS_AT], table[part, _WORDS], first_row, ids, room)
+        found = write_ids(table[part, _WORDS_AT], table[part, _WORDS], first_row, ids, room)
         last = carray(pointer(ids), room, np.int64)[room - 1]
         if found != room or last - first_row >= table[part, _ROWS]:
             take_turn(data + 8 * _CHANGED)
@@ -234,8 +184,7 @@ def _run(work: int, parts: _Table, arrays: _Table, traffic_bytes: int) -> int:
     data = np.array(
         [parts.ctypes.data, len(parts), arrays.ctypes.data, len(arrays), 0, 0], dtype=np.int64
     )
-    threads = min(torch.get_num_threads(), traffic_bytes // SPLIT_BYTES + 1, max(len(parts), 1))
-    as_team(work, data.ctypes.data, threads=threads)
+    as_team(work, data.ctypes.data, pieces=len(parts), traffic_bytes=traffic_bytes)
     return int(data[_CHANGED])
 
 

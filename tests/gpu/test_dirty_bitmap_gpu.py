@@ -27,8 +27,6 @@ def test_marking_and_collecting_equal_the_reference(
     collected = triton.collect(bitmap, rows=rows)
     assert collected.dtype == torch.int64
     assert torch.equal(collected.cpu(), reference.collect(expected, rows=rows))
-    out = torch.full_like(collected, -7)
-    assert torch.equal(triton.collect(bitmap, rows=rows, out=out), collected)
 
 
 def test_ids_outside_the_table_mark_nothing(device: torch.device) -> None:

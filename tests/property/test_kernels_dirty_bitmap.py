@@ -60,13 +60,6 @@ class TwoBitmaps(RuleBasedStateMachine):
         for bitmap, model in zip(self.bitmaps, self.models, strict=True):
             assert dirty_bitmap.count(bitmap) == len(model)
             assert dirty_bitmap.collect(bitmap, rows=self.rows).tolist() == sorted(model)
-            out = torch.full((len(model) + 1,), -7)  # one entry past the end, to be left alone
-            assert dirty_bitmap.collect(bitmap, rows=self.rows, out=out[:-1]).tolist() == sorted(
-                model
-            )
-            assert out[-1] == -7
-            with pytest.raises(ValueError, match="out"):
-                dirty_bitmap.collect(bitmap, rows=self.rows, out=out)
 
 
 TestTwoBitmaps = TwoBitmaps.TestCase

@@ -119,28 +119,6 @@ def test_ids_may_be_a_column_of_a_batch(dtype: torch.dtype) -> None:
     assert dirty_bitmap.collect(bitmap, rows=70).tolist() == [3, 8, 40, 64]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_ids_are_collected_into_a_tensor_of_their_number(threads: int) -> None:
-    rows = 100_000
-    bitmap = dirty_bitmap.new(rows)
-    ids = torch.randperm(rows)[:7_000]
-    dirty_bitmap.mark(bitmap, ids, rows=rows)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        room = torch.full((7_002,), -7)
-        assert dirty_bitmap.collect(bitmap, rows=rows, out=room[1:-1]) is not None
-        assert torch.equal(room[1:-1], ids.sort().values)
-        assert room[0] == room[-1] == -7
-        for wrong in (6_999, 7_001):
-            with pytest.raises(ValueError, match="out"):
-                dirty_bitmap.collect(bitmap, rows=rows, out=torch.empty(wrong, dtype=torch.int64))
-        with pytest.raises(ValueError, match="out"):
-            dirty_bitmap.collect(bitmap, rows=rows, out=torch.empty(7_000))
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_several_tables_are_marked_in_one_call(dtype: torch.dtype) -> None:
     rows = [5, 900, 33, 64]
