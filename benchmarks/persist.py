@@ -142,12 +142,12 @@ def _in_own_process(job_file: Path) -> tuple[float, float, list[int]]:
         raise RuntimeError("the persisting process did not start")
     watched = psutil.Process(process.pid)
     spool = spool_directory(job_file.parent.parent)
-    idle = watched.memory_full_info().uss
+    idle = _own_bytes(watched)
     here.send("go")
     peak = 0
     while not here.poll(0.02):
-        # Private memory and what lies in the spool: the slot's pages are the trainer's.
-        peak = max(peak, watched.memory_full_info().uss + _bytes_in(spool) - idle)
+        # Its own memory and what lies in the spool: the slot's pages are the trainer's.
+        peak = max(peak, _own_bytes(watched) + _bytes_in(spool) - idle)
     seconds, sizes = json.loads(here.recv())
     process.join()
     return seconds, peak / 1e6, sizes
@@ -169,11 +169,18 @@ def _persist(job_file: str, there: Connection) -> None:
     there.send(json.dumps([seconds, [info.size_bytes for info in store.list(prefix)]]))
 
 
+def _own_bytes(process: psutil.Process) -> int:
+    """Resident memory that is no file's; adding up all mappings would keep a core busy."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
+
+
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            pass  # removed while we looked
+    for directory, _, names in os.walk(folder):  # passes over directories that are gone
+        for name in names:
+            try:
+                total += os.stat(os.path.join(directory, name)).st_size
+            except FileNotFoundError:
+                pass  # removed while we looked
     return total
