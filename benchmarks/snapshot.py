@@ -8,6 +8,10 @@ same noise. The buffers take turns: two of them alone would stay partly in a cac
 which a copy of rows that training has just changed cannot be. The stall is what the plugin reports
 for a whole `checkpoint()`: dirty rows, optimizer and generator state, reader, the slot's checks.
 
+A memcpy reads memory in order; rows that lie far apart cost more, and the more the larger the
+table. `torch.index_select` of the same rows, into a buffer used before, shows how much of the ratio
+that is.
+
 The JSON figures are ratios of medians. The table shows the fastest of each as well: on a machine
 with other work, medians contain the wait for a core.
 """
@@ -43,29 +47,34 @@ def run(*, quick: bool) -> Report:
     report = Report(
         name="snapshot",
         columns=("rows", "dirty rows", "MB copied", "stall ms", "memcpy ms", "ratio")
-        + ("fastest stall", "fastest memcpy", "ratio"),
+        + ("fastest stall", "fastest memcpy", "ratio", "select ms"),
     )
-    stalls, ratios = [], []
+    stalls, ratios, select_ratios = [], [], []
     for rows in _SIZES:
         with scratch() as folder:
-            times, copies, job = _measure(rows // shrink, _DIRTY_ROWS // shrink, folder)
+            times, copies, selects, job = _measure(rows // shrink, _DIRTY_ROWS // shrink, folder)
         stalls.append(statistics.median(times))
         ratios.append(median_ratio(times, copies))
+        select_ratios.append(median_ratio(times, selects))
         copied = sum(segment.bytes for segment in job.segments)
         report.rows.append(
             (job.tables[0].spec.rows, job.dirty_rows, copied / 1e6)
             + (1e3 * stalls[-1], 1e3 * statistics.median(copies), ratios[-1])
             + (1e3 * min(times), 1e3 * min(copies), min(times) / min(copies))
+            + (1e3 * statistics.median(selects),)
         )
     report.figures = {
         "stall_vs_memcpy": max(ratios),
         "stall_50m_vs_1m": stalls[-1] / stalls[0],
+        "stall_vs_index_select": max(select_ratios),
     }
     return report
 
 
-def _measure(rows: int, dirty_rows: int, folder: Path) -> tuple[list[float], list[float], Job]:
-    """(seconds of each stall, of each memcpy of the same bytes, the last job)."""
+def _measure(
+    rows: int, dirty_rows: int, folder: Path
+) -> tuple[list[float], list[float], list[float], Job]:
+    """(seconds of each stall, memcpy of the same bytes, index_select of the rows; the last job)."""
     model = Tables(count=1, rows=rows, dim=_DIM)
     table = model.table(0)
     optimizers = model.optimizers(state=False)
@@ -75,6 +84,8 @@ def _measure(rows: int, dirty_rows: int, folder: Path) -> tuple[list[float], lis
     starts = torch.arange(dirty_rows) * part
     stalls: list[float] = []
     copies: list[float] = []
+    selects: list[float] = []
+    selected = torch.zeros(dirty_rows, _DIM)
     memcpy: Callable[[], float] | None = None
     with staged_run(
         model, optimizers, url=str(folder / "run"), staging=folder / "staging"
@@ -90,13 +101,17 @@ def _measure(rows: int, dirty_rows: int, folder: Path) -> tuple[list[float], lis
             job = staged.read_job(tracked.cut())
             memcpy = memcpy or _memcpy(sum(segment.bytes for segment in job.segments))
             copy_s = memcpy()
+            start = perf_counter()
+            torch.index_select(table.weight.detach(), 0, ids, out=selected)
+            select_s = perf_counter() - start
             tracked.persist()
             if job.kind != "increment" or job.dirty_rows != dirty_rows:
                 raise RuntimeError(f"{job.kind} of {job.dirty_rows} rows, expected {dirty_rows}")
             if turn >= _WARM_UP:
                 stalls.append(tracked.checkpointer.stats.stalls_ms[-1] / 1e3)
                 copies.append(copy_s)
-    return stalls, copies, job
+                selects.append(select_s)
+    return stalls, copies, selects, job
 
 
 def _memcpy(size_bytes: int) -> Callable[[], float]:
