@@ -172,6 +172,8 @@ def _merged(parts: _Table) -> _Table:
     """
     before = np.cumsum(parts[:, _COUNT]) - parts[:, _COUNT]
     first = np.flatnonzero(np.diff(before // _TASK_ROWS, prepend=-1))
+    # What comes behind the last dirty row joins the task before: alone it would have no id.
+    first = first[before[first] < parts[:, _COUNT].sum()]
     merged = parts[first]
     merged[:, _WORDS] = np.add.reduceat(parts[:, _WORDS], first)
     merged[:, _COUNT] = np.add.reduceat(parts[:, _COUNT], first)

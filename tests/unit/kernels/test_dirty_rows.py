@@ -55,6 +55,18 @@ def test_rows_of_several_tables_are_copied(rows: int, density: float, threads: i
         assert values[-1] == 77
 
 
+def test_no_dirty_row_behind_a_crowded_beginning(threads: int) -> None:
+    """What the room for ids held before is no id: memory of a slot is used again and again."""
+    rows, crowded = 4 * 65_536, 65_536
+    table = torch.rand(rows, 2)
+    bitmap = _bitmap(rows, torch.arange(crowded))
+    for _ in range(30):  # whether a stale id was read hung on which thread came first
+        ids, out = torch.full((crowded,), 1 << 40), torch.empty(crowded, 2)
+        dirty_rows.count([bitmap], rows=[rows]).copy([Destination(ids, ((table, out),))])
+        assert torch.equal(ids, torch.arange(crowded))
+        assert torch.equal(out, table[:crowded])
+
+
 def test_a_table_without_destination_is_left_out(threads: int) -> None:
     table = torch.rand(100, 3)
     bitmap = _bitmap(100, torch.tensor([3, 70]))
