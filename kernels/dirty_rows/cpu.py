@@ -174,7 +174,7 @@ def _merged(parts: _Table) -> _Table:
     first = np.flatnonzero(np.diff(before // _TASK_ROWS, prepend=-1))
     # What comes behind the last dirty row joins the task before: alone it would have no id.
     first = first[before[first] < parts[:, _COUNT].sum()]
-    merged = parts[first]
+    merged: _Table = parts[first]
     merged[:, _WORDS] = np.add.reduceat(parts[:, _WORDS], first)
     merged[:, _COUNT] = np.add.reduceat(parts[:, _COUNT], first)
     merged[:, _START] = before[first]
