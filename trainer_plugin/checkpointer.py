@@ -290,7 +290,7 @@ class Checkpointer:
         self._tracker(table).mark(ids)
 
     def mark_all(self, table: str) -> None:
-        """All rows of `table` changed, or may have: they were initialised again, or decayed."""
+        """All rows of `table`, or of its row states, changed or may have: reset, or decayed."""
         self._tracker(table).mark_all()
 
     @property

@@ -64,8 +64,9 @@ class _Owner(NamedTuple):
 class OptimizerWatch:
     """Hooks into every optimizer's step.
 
-    After a step, the rows of its sparse gradients are marked, and every table of a group whose
-    update changes all rows is dirty as a whole. Hyperparameters are looked at after each step,
+    After a step, the rows of its gradients are marked, and every table of a group whose
+    update changes all rows is dirty as a whole, as are all after `load_state_dict` of their
+    optimizer, whose row states are others then. Hyperparameters are looked at after each step,
     since schedulers and users change them. A step that ends with an error is noticed at the next
     step or cut, whichever comes first.
     """
@@ -84,7 +85,7 @@ class OptimizerWatch:
         self._owners: dict[str, _Owner] = {}
         self._stepping = [False] * len(self._optimizers)
         self._told: set[str] = set()
-        self._hooks: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._hooks: dict[int, tuple[RemovableHandle, ...]] = {}
         self._installed = False
         self._regroup()
 
@@ -110,9 +111,18 @@ class OptimizerWatch:
                 def after(_o: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
                     self._after_step(number)
 
+                def loaded(_o: Any, number: int = number) -> None:
+                    self._after_load(number)
+
+                post = optimizer.register_step_post_hook(after)
+                # First of all such hooks: others may reset the gradient that names the rows.
+                hooks = optimizer._optimizer_step_post_hooks
+                for other in [key for key in hooks if key != post.id]:
+                    hooks[other] = hooks.pop(other)
                 self._hooks[number] = (
                     optimizer.register_step_pre_hook(before),
-                    optimizer.register_step_post_hook(after),
+                    post,
+                    optimizer.register_load_state_dict_post_hook(loaded),
                 )
             elif not wanted:
                 for hook in self._hooks.pop(number, ()):
@@ -225,11 +235,18 @@ class OptimizerWatch:
         if found:
             mark_together(found)
 
+    def _after_load(self, number: int) -> None:
+        """It has other row states now, and other parameter groups than those looked at."""
+        self._regroup()
+        for group in self._groups[number]:
+            for tracker in group.trackers:
+                tracker.all_rows = True
+
     def _step_failed(self, number: int) -> None:
         self._stepping[number] = False
         for group in self._groups[number]:
             for tracker in group.trackers:
-                tracker.step_failed()
+                tracker.step_failed(whole=tracker in group.whole)
 
     def _tell(self, group: _Group) -> None:
         for name, reason in group.reasons.items():

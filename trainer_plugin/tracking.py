@@ -5,8 +5,10 @@ A row is marked where it is cheapest to know that nothing is missed:
 - A sparse gradient names the rows that a step of SGD, Adagrad or SparseAdam changes. Such tables
   are marked after each step of their optimizer, from the gradient it applied: lookups cost nothing,
   and rows that other processes looked up (DDP sums their gradients) are marked too.
-- For all other tables nothing names the rows but the ids of the lookup: they are marked there,
-  when gradients are on, or always for a module with max_norm, which rewrites the rows it reads.
+- All other tables are marked at the lookup, when gradients are on, or always for a module with
+  max_norm, which rewrites the rows it reads. A dense gradient may hold more than those lookups: a
+  norm of the weight, a product with it, rows of other processes. So its rows that are not zero are
+  marked after the step too, which takes passes over it, as making and applying it did.
 
 Marked is what could change, never less. Every in-place change counts up the weight's version: a
 count that neither steps nor lookups explain makes the whole table dirty.
@@ -76,7 +78,6 @@ class Tracker:
     __slots__ = (
         "_address",
         "_bitmap",
-        "_doubt",
         "_hook",
         "_installed",
         "_mark",
@@ -100,7 +101,6 @@ class Tracker:
         self.unapplied = False
         self.surprise: str | None = None
         self._version, self._address = _version(self.weight), self.weight.data_ptr()
-        self._doubt: Tensor | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
@@ -188,8 +188,8 @@ class Tracker:
         """A step of the table's optimizer is over.
 
         Returns:
-            The rows of a sparse gradient, which the step changed and nothing has marked; what was
-            on the CPU is marked already.
+            The rows of the gradient, which the step changed and nothing has marked, beside ids
+            that are no row's; what was on the CPU is marked already.
         """
         weight = self.weight
         # The gradient is still there: the optimizers of torch leave it to zero_grad().
@@ -201,40 +201,37 @@ class Tracker:
             if count > 1 or (count and gradient is None):
                 self._unexplained("more than steps with a gradient has changed its weight")
         else:
-            self._after_lookups(gradient)
+            self._after_lookups(gradient is not None)
         if gradient is None or self.all_rows:
             return None
-        if not gradient.is_sparse:
-            if self.table.module.sparse:
-                self._unexplained("a dense gradient arrived although the module is sparse")
+        if gradient.is_sparse:
+            # Public for coalesced gradients only, but duplicates do no harm. If columns are sparse
+            # too, their numbers are marked with the rows: more than has changed, never less.
+            ids = gradient._indices()
+        elif self.by_gradient or self.table.module.sparse:
+            self._unexplained("a dense gradient arrived although the module is sparse")
             return None
-        # Public for coalesced gradients only, but duplicates do no harm. If columns are sparse too,
-        # their numbers are marked with the rows: more than has changed, never less.
-        ids = gradient._indices()
+        else:
+            ids = _rows_not_zero(gradient)
         if not ids.is_cpu:
             return ids
         self._mark(ids)
         return None
 
-    def _after_lookups(self, gradient: Tensor | None) -> None:
+    def _after_lookups(self, has_gradient: bool) -> None:
         version = _version(self.weight)
         changed, self._version = version != self._version, version
         looked_up, self.unapplied = self.unapplied, False
-        if looked_up or self.all_rows:
-            return
-        if gradient is None:
-            if changed:
-                self._unexplained("a step changed it, and its gradient was gone after the step")
-        elif not gradient.is_sparse:
-            # No lookup in training mode explains this gradient. Zeros are left by
-            # zero_grad(set_to_none=False) and change nothing; anything else is known at the cut,
-            # without waiting for the device here.
-            doubt = gradient.any()
-            self._doubt = doubt if self._doubt is None else self._doubt | doubt
+        if changed and not (has_gradient or looked_up):
+            self._unexplained("a step changed it, and its gradient was gone after the step")
 
-    def step_failed(self) -> None:
-        """A step of its optimizer ended with an error: what it changed until then is unknown."""
-        if not self.unapplied:
+    def step_failed(self, *, whole: bool) -> None:
+        """A step of its optimizer ended with an error: what it changed until then is unknown.
+
+        Args:
+            whole: such a step changes rows that were not looked up too.
+        """
+        if whole or not self.unapplied:
             self._unexplained("a step of its optimizer did not end")
 
     def give_up(self, error: Exception) -> None:
@@ -263,10 +260,6 @@ class Tracker:
     def take(self) -> Dirty:
         """Everything dirty now; from here on nothing is, but rows whose update is still to come."""
         self._check_version()
-        if self._doubt is not None:
-            if self._doubt.item():
-                self._unexplained("a gradient arrived without a lookup in training mode")
-            self._doubt = None
         taken = Dirty(bitmap=self._bitmap, all_rows=self.all_rows, rows=self.rows)
         self._use(self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap))
         self.all_rows = False
@@ -299,7 +292,7 @@ class Tracker:
         """Nothing is dirty: the table is exactly what a checkpoint holds."""
         dirty_bitmap.clear(self._bitmap)
         self.all_rows = self.unapplied = False
-        self.surprise = self._doubt = None
+        self.surprise = None
         self._version, self._address = _version(self.weight), self.weight.data_ptr()
 
     def follow_weight(self) -> None:
@@ -329,6 +322,19 @@ class Tracker:
 def _version(weight: Tensor) -> int:
     """How often the weight was changed in place; not counted for tensors of inference mode."""
     return 0 if weight.is_inference() else weight._version
+
+
+def _rows_not_zero(gradient: Tensor) -> Tensor:
+    """Rows of a dense gradient that are not all zeros; on a GPU -1 in place of the others.
+
+    By the largest and the smallest value, which are NaN where one is: faster than any().
+    """
+    found = (gradient.amax(1) != 0) | (gradient.amin(1) != 0)
+    if gradient.is_cpu:
+        return found.nonzero()
+    # How many they are, the device is not waited for to learn. An id below zero marks nothing.
+    rows = torch.arange(found.numel(), device=gradient.device)
+    return torch.where(found, rows, -1)
 
 
 def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:

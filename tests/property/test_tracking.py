@@ -38,21 +38,6 @@ class _Loop:
         self.stored = self._values()
 
     def do(self, action: str, ids: list[int]) -> None:
-        if self.module.sparse:
-            self._do(action, ids)
-            return
-        # What a dense gradient holds beside the rows of marked lookups cannot be seen. So a batch
-        # has one kind of lookups, and its gradient is reset after its step, as it has to be.
-        unmarked = action in ("evaluation lookup", "direct use")
-        if unmarked and self.tracker.unapplied:
-            return
-        self._do(action, ids)
-        if unmarked:
-            self._do("step", ids)
-        if unmarked or action == "step":
-            self._do("zero gradient" if len(ids) % 2 else "forget gradient", ids)
-
-    def _do(self, action: str, ids: list[int]) -> None:
         weight = self.module.weight
         if action == "lookup":
             self.module(torch.tensor(ids)).pow(2).sum().backward()

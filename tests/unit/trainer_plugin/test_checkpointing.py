@@ -95,6 +95,29 @@ def test_a_new_row_state_needs_a_full(place: Place) -> None:
     assert [kind for _, kind, _ in kinds(place)] == ["full", "full", "increment"]
 
 
+def test_row_states_that_were_replaced_are_stored(place: Place) -> None:
+    training = simple_training()
+    (adagrad,) = training.optimizers = [Adagrad(training.model.parameters(), lr=0.1)]
+    weights = [training.model.users.weight, training.model.items.weight]
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 2)
+        until(lambda: ckpt.stats.committed == 1)
+        for weight in weights:
+            adagrad.state[weight]["sum"] = adagrad.state[weight]["sum"] + 1
+        train(training, ckpt, 2)
+        until(lambda: ckpt.stats.committed == 2)
+    assert [kind for _, kind, _ in kinds(place)] == ["full", "increment"]
+    other = simple_training(2)
+    (restored,) = other.optimizers = [Adagrad(other.model.parameters(), lr=0.1)]
+    with place.agent(), checkpointer(other, place) as ckpt:
+        ckpt.restore()
+    for ours, theirs in zip(
+        weights, [other.model.users.weight, other.model.items.weight], strict=True
+    ):
+        assert torch.equal(restored.state[theirs]["sum"], adagrad.state[ours]["sum"])
+
+
 def test_without_an_agent_checkpoints_are_skipped_and_no_row_is_lost(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,20 +113,23 @@ def test_a_frozen_table_in_an_optimizer_that_changes_all_rows() -> None:
     assert tracked.dirty() == []
 
 
-def test_training_in_evaluation_mode_is_noticed() -> None:
+def test_training_in_evaluation_mode_is_marked() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     tracked.model.eval()
     tracked.train(torch.tensor([1]))
-    assert tracked.dirty() is None
-    assert tracked.tracker.surprise is not None
+    assert tracked.dirty() == [1]
 
 
-def test_direct_use_of_the_weight_is_noticed() -> None:
+def test_direct_use_of_the_weight_is_marked() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     nn.functional.embedding(torch.tensor([1]), tracked.module.weight).sum().backward()
     assert tracked.dirty() == [], "a gradient alone changes nothing"
+    tracked.module(torch.tensor([2])).sum().backward()
     tracked.optimizers[0].step()
-    assert tracked.dirty() is None
+    assert tracked.dirty() == [1, 2], "also beside a lookup"
+    (tracked.module(torch.tensor([2])).sum() + tracked.module.weight.norm()).backward()
+    tracked.optimizers[0].step()
+    assert tracked.dirty() is None, "each row has a share of the norm"
     sparse = Tracked(nn.Embedding(ROWS, 4, sparse=True))
     loss = sparse.module(torch.tensor([2])).sum() + sparse.module.weight.norm()
     loss.backward()
@@ -435,18 +438,104 @@ def test_a_step_that_ends_with_an_error_is_noticed(again: bool) -> None:
 def test_a_gradient_that_is_gone_right_after_the_step_is_noticed(sparse: bool) -> None:
     model = nn.Embedding(ROWS, 4, sparse=sparse).eval()
     optimizer = SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     tracked = Tracked(model, lambda parameters: optimizer)
+    hooks = optimizer._optimizer_step_post_hooks
+    ours = hooks.copy()
+    hooks.clear()
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    hooks.update(ours)
     tracked.train(torch.tensor([1]))
     assert tracked.dirty() is None
     assert "gradient" in str(tracked.tracker.surprise)
 
 
-def test_a_dense_gradient_applied_again_after_the_cut_is_noticed() -> None:
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_hook_that_resets_gradients_comes_after_the_marking(
+    sparse: bool, set_to_none: bool
+) -> None:
+    module = nn.Embedding(ROWS, 4, sparse=sparse)
+    optimizer = SGD(module.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=set_to_none))
+    tracked = Tracked(module.eval(), lambda parameters: optimizer)
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+
+
+def test_a_dense_gradient_applied_again_after_the_cut_is_marked() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     tracked.train(torch.tensor([1]))
     assert tracked.dirty() == [1]
     tracked.optimizers[0].step()
+    assert tracked.dirty() == [1]
+    tracked.module(torch.tensor([2])).sum().backward()
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == [1, 2], "a batch that did not reset the gradient"
+
+
+def test_lookups_of_a_subclass_with_ids_of_its_own() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids + 30)
+
+    tracked = Tracked(Shifted(ROWS, 4))
+    tracked.train(torch.tensor([1, 2]))
+    dirty = tracked.dirty()
+    assert dirty is not None and {31, 32} <= set(dirty)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-45, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_value_but_zero_marks_its_row(value: float, dtype: torch.dtype) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, dtype=dtype))
+    gradient = torch.zeros(ROWS, 4, dtype=dtype)
+    gradient[[5, 69], 3] = value
+    tracked.module.weight.grad = gradient
+    tracked.optimizers[0].step()
+    assert tracked.dirty() == ([5, 69] if gradient[5, 3] != 0 else [])
+
+
+def test_the_module_calls_itself_dense_for_a_while() -> None:
+    tracked = _sparse()
+    tracked.module.sparse = False
+    tracked.train(torch.tensor([21]))
+    tracked.module.sparse = True
+    assert tracked.dirty() is None
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_loaded_optimizer_has_other_row_states_and_groups(sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse), lambda p: Adagrad(p, lr=0.1))
+    (optimizer,) = tracked.optimizers
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert tracked.dirty() is None
+    tracked.train(torch.tensor([2]))
+    assert tracked.dirty() == [2]
+    if not sparse:
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        tracked.train(torch.tensor([3]))
+        optimizer.param_groups[0]["weight_decay"] = 0
+        assert tracked.dirty() is None
+    tracked.watch.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert tracked.dirty() == []
+
+
+def test_a_failed_step_of_an_optimizer_that_changes_all_rows() -> None:
+    """Adam's moments move before its weights do."""
+    tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: Adam(p, lr=0.1))
+    tracked.train(torch.tensor([1]))
+    tracked.dirty()
+
+    def fails() -> float:
+        tracked.module(torch.tensor([4])).sum().backward()
+        raise RuntimeError("as good as any")
+
+    with pytest.raises(RuntimeError, match="as good"):
+        tracked.optimizers[0].step(fails)
+    tracked.watch.follow_groups()
     assert tracked.dirty() is None
 
 
