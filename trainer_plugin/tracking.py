@@ -80,6 +80,7 @@ class Tracker:
         "_bitmap",
         "_hook",
         "_installed",
+        "_known",
         "_mark",
         "_spare",
         "_version",
@@ -105,6 +106,7 @@ class Tracker:
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
         self._installed = False
+        self._known = False  # by `choose`: its optimizer is one of those that are known
 
     def _use(self, bitmap: Tensor) -> None:
         self._bitmap = bitmap
@@ -137,6 +139,7 @@ class Tracker:
             by_gradient: the table's optimizer is watched, and with a sparse gradient changes the
                 rows of the gradient only.
         """
+        self._known = by_gradient
         module = self.table.module
         wanted = (
             by_gradient
@@ -220,9 +223,12 @@ class Tracker:
 
     def _after_lookups(self, has_gradient: bool) -> None:
         version = _version(self.weight)
-        changed, self._version = version != self._version, version
+        count, self._version = version - self._version, version
         looked_up, self.unapplied = self.unapplied, False
-        if changed and not (has_gradient or looked_up):
+        if count > 1 and self._known and self.table.module.max_norm is None:
+            # In hooks of the step or in its closure: known optimizers change a weight once.
+            self._unexplained("more than its optimizer has changed its weight during a step")
+        elif count and not (has_gradient or looked_up):
             self._unexplained("a step changed it, and its gradient was gone after the step")
 
     def step_failed(self, *, whole: bool) -> None:

@@ -405,6 +405,32 @@ def test_a_change_outside_the_steps_is_noticed(sparse: bool) -> None:
     assert tracked.dirty() is None and tracked.tracker.surprise is None
 
 
+@pytest.mark.parametrize("kind", [SGD, Adagrad])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_change_during_a_step_is_noticed(sparse: bool, kind: Any) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse), lambda p: kind(p, lr=0.1))
+
+    def change(*_: Any) -> None:
+        with torch.no_grad():
+            tracked.module.weight[33] += 1
+
+    hook = tracked.optimizers[0].register_step_pre_hook(change)
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() is None
+    hook.remove()
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize("kind", [SGD, Adagrad])
+def test_a_step_of_any_implementation_is_one_change(kind: Any, how: str) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: kind(p, lr=0.1, **{how: True}))
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+    assert tracked.tracker.surprise is None
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_weight_whose_memory_was_replaced_is_noticed(sparse: bool) -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse))
