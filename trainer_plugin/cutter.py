@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -73,7 +72,6 @@ class Cutter:
         self._widths = widths
         self._settings = settings
         self._specs: dict[str, tuple[object, TableSpec]] = {}
-        self._row_states: dict[str, list[weakref.ref[Tensor]]] = {}
 
     def settle(self) -> None:
         """Move large tables, and the row states that are there, to large pages: before training.
@@ -157,15 +155,9 @@ class Cutter:
         return Cut(snapshot, pending, link.tip(ref, specs))
 
     def _follow_row_states(self) -> None:
-        """Tables whose row states are other tensors than at the last call are dirty as a whole."""
         for table in self._tables:
-            states = list(self._state.optimizers.row_states(table).tensors.values())
-            known = self._row_states.get(table.name, [])
-            # Weakly: what an optimizer let go of must not be kept. Of those that come to be with
-            # the first step nothing is known here: they are new in the table's spec.
-            if any(ref() is not tensor for ref, tensor in zip(known, states, strict=False)):
-                self._trackers[table.name].all_rows = True
-            self._row_states[table.name] = [weakref.ref(tensor) for tensor in states]
+            states = self._state.optimizers.row_states(table).tensors
+            self._trackers[table.name].follow_row_states(list(states.values()))
 
     def _marked(self, dirty: Mapping[str, Dirty]) -> MarkedRows:
         """Counts the rows to store; all of a table that is not in `dirty`, or is dirty as a whole.

@@ -17,6 +17,7 @@ count that neither steps nor lookups explain makes the whole table dirty.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,11 +79,13 @@ class Tracker:
     __slots__ = (
         "_address",
         "_bitmap",
+        "_changes",
         "_hook",
         "_installed",
         "_known",
         "_mark",
         "_spare",
+        "_states",
         "_version",
         "all_rows",
         "by_gradient",
@@ -106,6 +109,8 @@ class Tracker:
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
         self._installed = False
+        self._changes = 0  # of the weight in steps since the row states were looked at
+        self._states: list[tuple[weakref.ref[Tensor], int]] = []
         self._known = False  # by `choose`: its optimizer is one of those that are known
 
     def _use(self, bitmap: Tensor) -> None:
@@ -200,6 +205,7 @@ class Tracker:
         if self.by_gradient:
             version = weight._version
             count, self._version = version - self._version, version
+            self._changes += count
             # A step changes it once, and not at all without a gradient.
             if count > 1 or (count and gradient is None):
                 self._unexplained("more than steps with a gradient has changed its weight")
@@ -224,6 +230,7 @@ class Tracker:
     def _after_lookups(self, has_gradient: bool) -> None:
         version = _version(self.weight)
         count, self._version = version - self._version, version
+        self._changes += count
         looked_up, self.unapplied = self.unapplied, False
         if count > 1 and self._known and self.table.module.max_norm is None:
             # In hooks of the step or in its closure: known optimizers change a weight once.
@@ -249,7 +256,7 @@ class Tracker:
         self.surprise = self.surprise or why
 
     def mark(self, ids: Tensor) -> None:
-        """Mark rows that changed without a lookup or a step; call it after the change.
+        """Mark rows that changed, or whose states did, without a lookup or a step; call it after.
 
         Raises:
             IndexError: an id is out of range; nothing is marked.
@@ -257,6 +264,7 @@ class Tracker:
         """
         self._mark(ids.to(self._bitmap.device))
         self._version = _version(self.weight)
+        self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
 
     def mark_all(self) -> None:
         """All rows changed without a lookup."""
@@ -312,6 +320,25 @@ class Tracker:
             self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
             self._spare.clear()
             self._unexplained("its weight has another device or another number of rows")
+
+    def follow_row_states(self, tensors: Sequence[Tensor]) -> None:
+        """Notice that row states are other tensors, or were changed outside the steps.
+
+        Those that come to be with the first step are new in the table's spec: nothing is known of
+        them here.
+        """
+        for (ref, version), tensor in zip(self._states, tensors, strict=False):
+            if ref() is not tensor:
+                self._unexplained("its optimizer has other row states")
+            # A step of a known optimizer changes them as often as the weight, or not at all.
+            elif self._known and _version(tensor) - version > self._changes:
+                self._unexplained("its row states were changed outside the steps of its optimizer")
+        self._know_row_states(tensors)
+
+    def _know_row_states(self, tensors: Sequence[Tensor]) -> None:
+        # Weakly: what an optimizer let go of must not be kept.
+        self._states = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
+        self._changes = 0
 
     def report_surprise(self) -> None:
         """Log, once, what made the whole table dirty unexpectedly."""

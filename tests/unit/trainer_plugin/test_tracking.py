@@ -549,6 +549,44 @@ def test_a_loaded_optimizer_has_other_row_states_and_groups(sparse: bool) -> Non
     assert tracked.dirty() == []
 
 
+STATEFUL = [
+    pytest.param(lambda p: Adagrad(p, lr=0.1), True, id="sparse Adagrad"),
+    pytest.param(lambda p: SparseAdam(p, lr=0.1), True, id="SparseAdam"),
+    pytest.param(lambda p: Adagrad(p, lr=0.1, foreach=False), False, id="Adagrad"),
+    pytest.param(lambda p: Adagrad(p, lr=0.1, foreach=True), False, id="foreach Adagrad"),
+    pytest.param(lambda p: Adagrad(p, lr=0.1, fused=True), False, id="fused Adagrad"),
+]
+
+
+@pytest.mark.parametrize(("make", "sparse"), STATEFUL)
+def test_row_states_that_change_outside_the_steps_are_noticed(make: Any, sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse), make)
+
+    def dirty() -> list[int] | None:
+        tracked.tracker.follow_row_states(states())
+        return tracked.dirty()
+
+    def states() -> list[torch.Tensor]:
+        found = tracked.optimizers[0].state[tracked.module.weight]
+        return [found[name] for name in ("sum", "exp_avg", "exp_avg_sq") if name in found]
+
+    tracked.train(torch.tensor([1]))
+    assert dirty() == [1]
+    tracked.train(torch.tensor([2]))
+    tracked.train(torch.tensor([3]))
+    tracked.optimizers[0].zero_grad(set_to_none=False)
+    tracked.optimizers[0].step()
+    assert dirty() == [2, 3]
+    states()[-1].mul_(0.5)
+    tracked.train(torch.tensor([4]))
+    assert dirty() is None
+    assert "row states" in str(tracked.tracker.surprise)
+    tracked.train(torch.tensor([5]))
+    states()[0][7] = 0
+    tracked.tracker.mark(torch.tensor([7]))
+    assert dirty() == [5, 7], "mark() explains it"
+
+
 def test_a_failed_step_of_an_optimizer_that_changes_all_rows() -> None:
     """Adam's moments move before its weights do."""
     tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: Adam(p, lr=0.1))
