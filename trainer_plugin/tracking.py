@@ -263,13 +263,17 @@ class Tracker:
             ValueError: ids are not int32 or int64.
         """
         self._mark(ids.to(self._bitmap.device))
-        self._version = _version(self.weight)
-        self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
+        self._announced()
 
     def mark_all(self) -> None:
         """All rows changed without a lookup."""
         self.all_rows = True
+        self._announced()
+
+    def _announced(self) -> None:
+        """What has changed until now is marked."""
         self._version = _version(self.weight)
+        self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
 
     def take(self) -> Dirty:
         """Everything dirty now; from here on nothing is, but rows whose update is still to come."""

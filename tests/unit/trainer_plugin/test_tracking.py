@@ -585,6 +585,10 @@ def test_row_states_that_change_outside_the_steps_are_noticed(make: Any, sparse:
     states()[0][7] = 0
     tracked.tracker.mark(torch.tensor([7]))
     assert dirty() == [5, 7], "mark() explains it"
+    tracked.tracker.surprise = None
+    states()[0].zero_()
+    tracked.tracker.mark_all()
+    assert dirty() is None and tracked.tracker.surprise is None
 
 
 def test_a_failed_step_of_an_optimizer_that_changes_all_rows() -> None:
