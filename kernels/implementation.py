@@ -15,7 +15,15 @@ import torch
 
 __all__ = ["KERNELS", "Implementation", "implementations", "on_cpu", "vector_extension"]
 
-KERNELS: Final = ("bit_packing", "dirty_bitmap", "quantize", "row_gather", "row_set")
+KERNELS: Final = (
+    "bit_packing",
+    "dirty_bitmap",
+    "dirty_rows",
+    "quantize",
+    "row_gather",
+    "row_set",
+)
+
 
 #: Widest first.
 _VECTOR_EXTENSIONS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
@@ -36,7 +44,11 @@ def implementations() -> list[Implementation]:
     found: list[Implementation] = []
     for kernel in KERNELS:
         found.append(Implementation(kernel, "cpu", "numba", on_cpu()))
-        found.append(Implementation(kernel, "cuda", name, why))
+        if kernel == "dirty_rows":
+            elsewhere = "rows on a GPU go through dirty_bitmap and row_gather"
+            found.append(Implementation(kernel, "cuda", None, elsewhere))
+        else:
+            found.append(Implementation(kernel, "cuda", name, why))
     return found
 
 
