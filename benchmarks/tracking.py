@@ -55,7 +55,8 @@ def run(*, quick: bool) -> Report:
     `mark_share_of_step` is the worst of sparse gradients at 2,048 samples, the batch that ECRM
     (2021) trains Criteo with. Marking costs nearly the same at any batch, so its share is larger
     in the shorter step of 512 samples: that is `mark_share_of_step_512`. With dense gradients
-    rows are marked at the lookup: `mark_share_of_step_dense`.
+    rows are marked at the lookup, and those of the gradient after the step:
+    `mark_share_of_step_dense`.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()
     examples_on_path()
@@ -142,11 +143,16 @@ class _Clock:
     def open(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._start)
-            optimizer.register_step_post_hook(self._start)
 
     def close(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._stop)
+            # Marking goes before all hooks that are there when it begins.
+            hooks = optimizer._optimizer_step_post_hooks
+            between = dict(hooks)
+            hooks.clear()
+            optimizer.register_step_post_hook(self._start)
+            hooks.update(between)
             optimizer.register_step_post_hook(self._stop)
 
 
