@@ -23,6 +23,7 @@ def warm_up() -> None:
     dirty_bitmap.swap(bitmap, other)
     dirty_bitmap.clear(other)
     dirty_bitmap.mark_all(other, rows=rows)
+    dirty_bitmap.mark_nonzero(other, torch.zeros(rows), rows=rows)
     dirty_bitmap.count(bitmap)
     found = dirty_bitmap.collect(bitmap, rows=rows)
 

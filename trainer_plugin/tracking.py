@@ -220,6 +220,9 @@ class Tracker:
         elif self.by_gradient or self.table.module.sparse:
             self._unexplained("a dense gradient arrived although the module is sparse")
             return None
+        elif gradient.is_cpu:
+            dirty_bitmap.mark_nonzero(self._bitmap, gradient, rows=self.rows)
+            return None
         else:
             ids = _rows_not_zero(gradient)
         if not ids.is_cpu:
@@ -362,13 +365,11 @@ def _version(weight: Tensor) -> int:
 
 
 def _rows_not_zero(gradient: Tensor) -> Tensor:
-    """Rows of a dense gradient that are not all zeros; on a GPU -1 in place of the others.
+    """Rows of a dense gradient on a GPU that are not all zeros, with -1 in place of the others.
 
     By the largest and the smallest value, which are NaN where one is: faster than any().
     """
     found = (gradient.amax(1) != 0) | (gradient.amin(1) != 0)
-    if gradient.is_cpu:
-        return found.nonzero()
     # How many they are, the device is not waited for to learn. An id below zero marks nothing.
     rows = torch.arange(found.numel(), device=gradient.device)
     return torch.where(found, rows, -1)

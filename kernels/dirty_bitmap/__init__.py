@@ -23,6 +23,7 @@ __all__ = [
     "mark",
     "mark_all",
     "mark_many",
+    "mark_nonzero",
     "marker",
     "merge",
     "new",
@@ -96,6 +97,24 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
             triton.mark_many(bitmaps, ids, rows=rows)
     else:
         raise unsupported_device("bitmaps", bitmaps[0])
+
+
+def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
+    """Set the bits of the rows that are not all zeros, in memory of the CPU.
+
+    A row with a -0.0 counts as one that is not: more is marked than has to be, never less.
+
+    Args:
+        bitmap: of a table of `rows` rows, on the CPU.
+        values: [rows, *e] of any dtype, on the CPU; a dense gradient, for instance.
+        rows: rows of the table.
+
+    Raises:
+        ValueError: bitmap or values do not fit `rows`, or are elsewhere.
+    """
+    if not bitmap.is_cpu:
+        raise ValueError(f"bitmap: device {bitmap.device}, expected cpu")
+    cpu.mark_nonzero(bitmap, values, rows=rows)
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:

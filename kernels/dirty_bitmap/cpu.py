@@ -29,6 +29,7 @@ __all__ = [
     "mark",
     "mark_all",
     "mark_many",
+    "mark_nonzero",
     "marker",
     "merge",
     "swap",
@@ -202,6 +203,49 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
     """`mark` for several tables; at an id out of range, the tables before it are marked."""
     for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
         mark(bitmap, some, rows=length)
+
+
+def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
+    """Set the bits of the rows of `values` that have a bit set.
+
+    Rows are looked at without the GIL, into words of their own; only these are merged with it.
+    """
+    require_fit(bitmap, rows)
+    if values.dim() < 1 or values.shape[0] != rows or not values.is_cpu:
+        raise ValueError(
+            f"values: {tuple(values.shape)} on {values.device}, expected {rows} rows on the CPU"
+        )
+    values = values.contiguous()
+    row_bytes = values.nbytes // rows if rows else 0
+    found = torch.empty_like(bitmap)
+
+    def part(start: int, stop: int) -> None:
+        at, to = values.data_ptr() + 32 * start * row_bytes, found.data_ptr() + 4 * start
+        _nonzero(at, row_bytes, min(32 * stop, rows) - 32 * start, to)
+
+    if bitmap.numel():
+        over_rows(part, bitmap.numel(), row_bytes=32 * row_bytes)
+    _merge(bitmap.data_ptr(), found.data_ptr(), bitmap.numel())
+
+
+@compiled(nogil=True)
+def _nonzero(values: int, row_bytes: int, rows: int, words: int) -> None:
+    """One bit a row, whether any of its bits is set, to the words of `rows` rows."""
+    out = carray(pointer(words), (rows + 31) // 32, np.uint32)
+    for word in range((rows + 31) // 32):
+        bits = np.uint32(0)
+        for k in range(min(32, rows - 32 * word)):
+            row = values + (32 * word + k) * row_bytes
+            longs = carray(pointer(row), row_bytes // 8, np.uint64)
+            seen = np.uint64(0)
+            for i in range(row_bytes // 8):
+                seen |= longs[i]
+            rest = carray(pointer(row + row_bytes - row_bytes % 8), row_bytes % 8, np.uint8)
+            for i in range(row_bytes % 8):
+                seen |= np.uint64(rest[i])
+            if seen != np.uint64(0):
+                bits |= np.uint32(1) << np.uint32(k)
+        out[word] = bits
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "mark",
     "mark_all",
     "mark_many",
+    "mark_nonzero",
     "merge",
     "swap",
 ]
@@ -49,6 +50,13 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
     """`mark` for several tables; at an id out of range, the tables before it are marked."""
     for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
         mark(bitmap, some, rows=length)
+
+
+def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
+    """Set the bits of the rows of `values` that have a bit set."""
+    data = values.contiguous().reshape(rows, -1).view(torch.uint8)
+    found = {row for row, row_bytes in enumerate(data.tolist()) if any(row_bytes)}
+    _write(bitmap, _read(bitmap) | found)
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:

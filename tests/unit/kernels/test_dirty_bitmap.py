@@ -166,3 +166,42 @@ def test_a_marker_marks_like_mark(dtype: torch.dtype) -> None:
     assert torch.equal(bitmap, before)
     with pytest.raises(ValueError, match="bitmap"):
         dirty_bitmap.marker(bitmap, rows=200)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int8])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (16,), (2, 5)])
+@pytest.mark.parametrize("rows", [1, 31, 64, 1_000])
+def test_rows_that_are_not_zero_are_marked(
+    rows: int, shape: tuple[int, ...], dtype: torch.dtype, threads: int
+) -> None:
+    values = torch.zeros(rows, *shape, dtype=dtype)
+    last = values.view(rows, -1)[:, -1]
+    last[torch.arange(0, rows, 3)] = 1
+    bitmap, expected = dirty_bitmap.new(rows), dirty_bitmap.new(rows)
+    for marked in (bitmap, expected):
+        dirty_bitmap.mark(marked, torch.tensor([rows // 2]), rows=rows)
+    dirty_bitmap.mark_nonzero(bitmap, values, rows=rows)
+    reference.mark_nonzero(expected, values, rows=rows)
+    assert torch.equal(bitmap, expected)
+    wanted = set(range(0, rows, 3)) | {rows // 2}
+    assert set(dirty_bitmap.collect(bitmap, rows=rows).tolist()) == wanted
+
+
+def test_no_value_that_can_change_a_row_counts_as_zero() -> None:
+    values = torch.zeros(6, 5)
+    values[1, 2], values[2, 0], values[3, 4], values[4, 1] = torch.nan, 1e-45, -torch.inf, -0.0
+    bitmap = dirty_bitmap.new(6)
+    dirty_bitmap.mark_nonzero(bitmap, values, rows=6)
+    assert dirty_bitmap.collect(bitmap, rows=6).tolist() == [1, 2, 3, 4]
+
+
+def test_values_that_are_not_contiguous_are_looked_at_as_they_are() -> None:
+    values = torch.zeros(3, 40).t()
+    values[7, 2] = 1
+    bitmap = dirty_bitmap.new(40)
+    dirty_bitmap.mark_nonzero(bitmap, values, rows=40)
+    assert dirty_bitmap.collect(bitmap, rows=40).tolist() == [7]
+    dirty_bitmap.mark_nonzero(bitmap, torch.ones(1, 1).expand(40, 3), rows=40)
+    assert dirty_bitmap.count(bitmap) == 40
+    with pytest.raises(ValueError, match="expected 41 rows"):
+        dirty_bitmap.mark_nonzero(dirty_bitmap.new(41), values, rows=41)
