@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Two workers: the tests start servers and trainers of their own, so more would only queue up.
-TEST_WORKERS ?= 2
+# More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
+# They go in the order of tests/conftest.py: xdist would put whole groups, of Prefect, first.
+TEST_WORKERS ?= 4
 PYTEST_ARGS ?=
+# Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
+TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format unit fuzz clean
+.PHONY: help install demo test lint style types format unit fuzz clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,20 +21,34 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(TORCHREC) \
+		|| echo "TorchRec does not install here: its tests are skipped"
 	@touch $@
 
 demo: $(INSTALLED) ## train on real purchases, kill the trainer with SIGKILL, restore, prove it
 	@$(BIN)/recpoint demo
 
-test: lint unit ## everything that has to pass: linters, types, all tests
+# Types take a core for a minute: beside the tests, and what was found after them.
+test: style ## everything that has to pass: linters, types, all tests
+	@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; \
+	$(MAKE) --no-print-directory unit; unit=$$?; \
+	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
 
+# The kernels are compiled once and not by each worker, and so are the modules, which dozens of
+# processes import: a caller's PYTHONDONTWRITEBYTECODE would keep that from lasting.
+unit: export PYTHONDONTWRITEBYTECODE =
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -c 'from recpoint import kernels; kernels.warm_up()'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
-lint: $(INSTALLED) ## ruff, mypy --strict, import-linter
+lint: style types ## ruff, mypy --strict, import-linter
+
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+types: $(INSTALLED)
 	$(BIN)/mypy
 
 format: $(INSTALLED) ## let ruff put the code in order

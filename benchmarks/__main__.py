@@ -14,21 +14,32 @@ NAMES = (
     "snapshot",
     "persist",
     "restore",
+    "retention",
+    "follow",
+    "consolidate",
     "gpu",
     "prefect_overhead",
+    "policy",
+    "bytes",
+    "accuracy",
+    "ranks",
+    "scale",
+    "soak",
 )
 
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark named first; the other arguments are its own."""
     if not arguments or arguments[0] not in NAMES:
-        print("usage: python -m benchmarks NAME [--quick]\n")
+        print("usage: python -m benchmarks NAME [--quick] [--plot]\n")
         for name in NAMES:
             doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
             print(f"  {name:<17} {doc.splitlines()[0]}")
         return 2
-    quick = "--quick" in arguments[1:]
-    report = importlib.import_module(f"benchmarks.{arguments[0]}").run(quick=quick)
+    options = {"quick": "--quick" in arguments[1:]}
+    if "--plot" in arguments[1:]:
+        options["plot"] = True
+    report = importlib.import_module(f"benchmarks.{arguments[0]}").run(**options)
     print_report(report)
     return 0
 

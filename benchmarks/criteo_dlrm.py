@@ -1,36 +1,51 @@
-"""The DLRM that is published for the Criteo Kaggle data, to be trained on rows of that shape."""
+"""The DLRMs that are published for Criteo's data, to be trained on rows of that shape."""
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CriteoDLRM"]
+__all__ = ["KAGGLE", "MLPERF", "CriteoDLRM", "Widths"]
 
-DIM = 16
-BOTTOM = (13, 512, 256, 64, DIM)
-TOP = (512, 256, 1)
+
+class Widths(NamedTuple):
+    """Sizes of a DLRM: values of an embedding row, and of each layer of both towers."""
+
+    dim: int
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+
+
+#: Naumov et al., 2019, as configured in their repository's `bench/dlrm_s_criteo_kaggle.sh`.
+KAGGLE = Widths(16, (13, 512, 256, 64, 16), (512, 256, 1))
+
+#: The DLRM of MLPerf Training v0.7 to v2.1 (Criteo Terabyte).
+MLPERF = Widths(128, (13, 512, 256, 128), (1024, 1024, 512, 256, 1))
 
 
 class CriteoDLRM(nn.Module):
-    """Naumov et al., 2019, as configured in its repository's `bench/dlrm_s_criteo_kaggle.sh`.
+    """A DLRM with dot products between all vectors.
 
     Args:
         tables: column name -> rows of its table.
         sparse: whether the tables have sparse gradients.
+        widths: its sizes.
     """
 
-    def __init__(self, tables: dict[str, int], *, sparse: bool = True) -> None:
+    def __init__(
+        self, tables: dict[str, int], *, sparse: bool = True, widths: Widths = KAGGLE
+    ) -> None:
         super().__init__()
         self.tables = nn.ModuleDict(
-            {name: nn.Embedding(rows, DIM, sparse=sparse) for name, rows in tables.items()}
+            {name: nn.Embedding(rows, widths.dim, sparse=sparse) for name, rows in tables.items()}
         )
-        self.bottom = _layers(BOTTOM, last=nn.ReLU())
+        self.bottom = _layers(widths.bottom, last=nn.ReLU())
         vectors = len(tables) + 1
         self.first, self.second = torch.tril_indices(vectors, vectors, offset=-1)
-        self.top = _layers((DIM + len(self.first), *TOP), last=nn.Identity())
+        self.top = _layers((widths.dim + len(self.first), *widths.top), last=nn.Identity())
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         """Logits F32 [n] of dense F32 [n, 13] and sparse I64 [n, 26]."""

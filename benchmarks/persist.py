@@ -24,7 +24,7 @@ from recpoint.catalog.persist import persist_job
 from recpoint.catalog.staged import read_job, spool_directory
 from recpoint.catalog.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
-from recpoint.trainer_plugin.settings import Bits
+from recpoint.trainer_plugin.settings import FixedBits
 
 __all__ = ["run"]
 
@@ -51,7 +51,7 @@ def run(*, quick: bool) -> Report:
     ratios, peaks = {}, []
     with scratch(in_memory=False) as disk, SeaweedServer(disk / "weed") as server:
         os.environ.update(server.environment())
-        cases: tuple[tuple[Bits, int], ...] = (
+        cases: tuple[tuple[FixedBits, int], ...] = (
             ("lossless", mebibytes // 4),
             ("lossless", mebibytes),
             (4, mebibytes),
@@ -75,7 +75,7 @@ def run(*, quick: bool) -> Report:
 
 
 def _measure(
-    server: SeaweedServer, memory: Path, bits: Bits, size_bytes: int, rounds: int
+    server: SeaweedServer, memory: Path, bits: FixedBits, size_bytes: int, rounds: int
 ) -> tuple[tuple[object, ...], float, float]:
     model = Tables(count=2, rows=size_bytes // (2 * 4 * _DIM), dim=_DIM)
     persists, uploads, peaks = [], [], []

@@ -3,16 +3,24 @@
 The store is SeaweedFS on this machine, the Prefect server the one that the agent starts (SQLite).
 Both ways are taken in turn, in one process, as in the resident agent. Beside the seconds of the
 whole call stand those until the trainer has its answer: what Prefect does after that delays nobody.
+
+`prefect_share` is the difference of the two ways' medians over the flow's. The store's own seconds
+differ by more from call to call than Prefect adds, so `prefect_waiting_share` is beside it: the
+time of a call of the flow in which no function of ours is at work, so that it waits for
+orchestration, less that of a bare call, over the whole. So is the CPU time that the process spends.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import threading
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter, process_time, sleep
+from typing import Any, NamedTuple
 
 from benchmarks.report import Report
 from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
@@ -57,52 +65,110 @@ def run(*, quick: bool) -> Report:
             prefect_server.stop_server()
 
 
+class _Call(NamedTuple):
+    """Seconds of one call: the whole, until the answer, with no function of ours at work, CPU."""
+
+    whole: float
+    answered: float
+    idle: float
+    cpu: float
+
+
+class _AtWork:
+    """When functions of a persist were at work, from the first call of `watch` on."""
+
+    _NAMES = (
+        "open_target",
+        "already_committed",
+        "groups_of",
+        "verify_step",
+        "quantize_step",
+        "encode_step",
+        "upload_step",
+        "commit_job",
+        "finish_committed",
+    )
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+
+    def watch(self) -> None:
+        """Take the times of these functions wherever they were imported by their names."""
+        from recpoint.catalog import persist
+
+        found: dict[Callable[..., Any], str] = {getattr(persist, n): n for n in self._NAMES}
+        for module in [m for n, m in sys.modules.items() if n.startswith("recpoint.")]:
+            for function, name in found.items():
+                if vars(module).get(name) is function:
+                    setattr(module, name, self._timed(function))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._spans.append((start, perf_counter()))
+
+        return timed
+
+    def idle(self, start: float, end: float) -> float:
+        """Seconds between the two times in which none was at work; forgets what it has seen."""
+        spans, self._spans = sorted(self._spans), []
+        idle, at = 0.0, start
+        for begin, stop in spans:
+            idle += max(0.0, begin - at)
+            at = max(at, stop)
+        return idle + max(0.0, end - at)
+
+
 def _compare(tracked: StagedRun, flow: Callable[[str], object], rounds: int) -> Report:
+    at_work = _AtWork()
+    at_work.watch()
     ways: dict[str, Callable[[Path], object]] = {
         "the same functions, bare": persist_job,
         "the flow": lambda job_file: flow(str(job_file)),
     }
-    whole: dict[str, list[float]] = {name: [] for name in ways}
-    answered: dict[str, list[float]] = {name: [] for name in ways}
+    calls: dict[str, list[_Call]] = {name: [] for name in ways}
     staged_bytes = 0
     for turn in range(rounds + 1):
-        for name, way in ways.items():
+        # Each is first as often as second: the store has more to do right after a large one.
+        for name in sorted(ways, reverse=turn % 2 == 0):
             for table in ("tables.0", "tables.1"):
                 tracked.checkpointer.mark_all(table)
             tracked.checkpointer.step()
             committed = tracked.checkpointer.stats.committed
             job_file = tracked.cut()
             staged_bytes = sum(segment.bytes for segment in read_job(job_file).segments)
-            seconds, until_answer = _time(way, job_file)
+            call = _time(ways[name], job_file, at_work)
             tracked.wait_for_commit(committed)
             if turn:  # the first of each warms caches up
-                whole[name].append(seconds)
-                answered[name].append(until_answer)
-    report = Report(
-        name="prefect_overhead",
-        columns=("1 persist", "staged MB", "s", "s until answered"),
-        rows=[
-            (name, staged_bytes / 1e6, statistics.median(whole[name]))
-            + (statistics.median(answered[name]),)
-            for name in ways
-        ],
-    )
-    bare, with_flow = ways
-    added = statistics.median(b - a for a, b in zip(whole[bare], whole[with_flow], strict=True))
-    added_to_answer = statistics.median(
-        b - a for a, b in zip(answered[bare], answered[with_flow], strict=True)
-    )
-    report.figures = {
-        "prefect_share": added / statistics.median(whole[with_flow]),
-        "prefect_share_until_answered": added_to_answer / statistics.median(answered[with_flow]),
-        "prefect_seconds": added,
+                calls[name].append(call)
+    median = {
+        name: _Call(*(statistics.median(values) for values in zip(*found, strict=True)))
+        for name, found in calls.items()
     }
-    return report
+    bare, with_flow = median.values()
+    added = with_flow.idle - bare.idle
+    return Report(
+        name="prefect_overhead",
+        columns=("1 persist", "staged MB", "s", "s until answered", "s idle", "s of CPU"),
+        rows=[(name, staged_bytes / 1e6, *call) for name, call in median.items()],
+        figures={
+            "prefect_share": (with_flow.whole - bare.whole) / with_flow.whole,
+            "prefect_waiting_share": added / with_flow.whole,
+            "prefect_waiting_seconds": added,
+            "prefect_cpu_seconds": with_flow.cpu - bare.cpu,
+            "prefect_share_until_answered": (with_flow.answered - bare.answered)
+            / with_flow.answered,
+        },
+    )
 
 
-def _time(way: Callable[[Path], object], job_file: Path) -> tuple[float, float]:
-    """Seconds of the call, and seconds until the job was answered."""
+def _time(way: Callable[[Path], object], job_file: Path, at_work: _AtWork) -> _Call:
     answer: list[float] = []
+    cpu = process_time()
     start = perf_counter()
 
     def watch() -> None:
@@ -113,6 +179,7 @@ def _time(way: Callable[[Path], object], job_file: Path) -> tuple[float, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     way(job_file)
-    seconds = perf_counter() - start
+    end = perf_counter()
+    cpu = process_time() - cpu
     watcher.join(60)
-    return seconds, answer[0]
+    return _Call(end - start, answer[0], at_work.idle(start, end), cpu)

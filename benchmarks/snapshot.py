@@ -9,8 +9,9 @@ which a copy of rows that training has just changed cannot be. The stall is what
 for a whole `checkpoint()`: dirty rows, optimizer and generator state, reader, the slot's checks.
 
 A memcpy reads memory in order; rows that lie far apart cost more, and the more the larger the
-table. `torch.index_select` of the same rows, into a buffer used before, shows how much of the ratio
-that is.
+table. `gather_bound_vs_memcpy` is what copying the rows alone takes, their ids known beforehand,
+against the memcpy of everything: no snapshot of them can be below that (`perfect_gather`).
+`torch.index_select` of the same rows, into a buffer used before, is what torch makes of it.
 
 The JSON figures are ratios of medians. The table shows the fastest of each as well: on a machine
 with other work, medians contain the wait for a core.
@@ -26,6 +27,7 @@ from time import perf_counter
 
 import torch
 
+from benchmarks.perfect_gather import perfect_gather
 from benchmarks.report import Report, median_ratio
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint.catalog import staged
@@ -47,34 +49,39 @@ def run(*, quick: bool) -> Report:
     report = Report(
         name="snapshot",
         columns=("rows", "dirty rows", "MB copied", "stall ms", "memcpy ms", "ratio")
-        + ("fastest stall", "fastest memcpy", "ratio", "select ms"),
+        + ("fastest stall", "fastest memcpy", "ratio", "rows alone ms", "select ms"),
     )
-    stalls, ratios, select_ratios = [], [], []
+    stalls, ratios, select_ratios, bounds = [], [], [], []
     for rows in _SIZES:
         with scratch() as folder:
-            times, copies, selects, job = _measure(rows // shrink, _DIRTY_ROWS // shrink, folder)
+            times, copies, selects, gathers, job = _measure(
+                rows // shrink, _DIRTY_ROWS // shrink, folder
+            )
         stalls.append(statistics.median(times))
         ratios.append(median_ratio(times, copies))
         select_ratios.append(median_ratio(times, selects))
+        bounds.append(median_ratio(gathers, copies))
         copied = sum(segment.bytes for segment in job.segments)
         report.rows.append(
             (job.tables[0].spec.rows, job.dirty_rows, copied / 1e6)
             + (1e3 * stalls[-1], 1e3 * statistics.median(copies), ratios[-1])
             + (1e3 * min(times), 1e3 * min(copies), min(times) / min(copies))
-            + (1e3 * statistics.median(selects),)
+            + (1e3 * statistics.median(gathers), 1e3 * statistics.median(selects))
         )
     report.figures = {
         "stall_vs_memcpy": max(ratios),
         "stall_50m_vs_1m": stalls[-1] / stalls[0],
         "stall_vs_index_select": max(select_ratios),
+        "gather_bound_vs_memcpy": max(bounds),
     }
     return report
 
 
 def _measure(
     rows: int, dirty_rows: int, folder: Path
-) -> tuple[list[float], list[float], list[float], Job]:
-    """(seconds of each stall, memcpy of the same bytes, index_select of the rows; the last job)."""
+) -> tuple[list[float], list[float], list[float], list[float], Job]:
+    """(seconds of each stall, memcpy of the same bytes, index_select of the rows, a gather of them
+    with their ids known; the last job)."""
     model = Tables(count=1, rows=rows, dim=_DIM)
     table = model.table(0)
     optimizers = model.optimizers(state=False)
@@ -85,12 +92,14 @@ def _measure(
     stalls: list[float] = []
     copies: list[float] = []
     selects: list[float] = []
-    selected = torch.zeros(dirty_rows, _DIM)
+    gathers: list[float] = []
+    selected, gathered = torch.zeros(dirty_rows, _DIM), torch.zeros(dirty_rows, _DIM)
     memcpy: Callable[[], float] | None = None
     with staged_run(
         model, optimizers, url=str(folder / "run"), staging=folder / "staging"
     ) as tracked:
         tracked.cut_and_persist()  # the full; also the slot's first use
+        gather = perfect_gather(table.weight.detach(), gathered)
         for turn in range(_WARM_UP + _ROUNDS):
             ids = starts + torch.randint(0, part, (dirty_rows,), generator=generator)
             model.top(table(ids)).sum().backward()
@@ -104,6 +113,11 @@ def _measure(
             start = perf_counter()
             torch.index_select(table.weight.detach(), 0, ids, out=selected)
             select_s = perf_counter() - start
+            start = perf_counter()
+            gather(ids)
+            gather_s = perf_counter() - start
+            if not torch.equal(gathered, selected):
+                raise RuntimeError("perfect_gather copied other rows than index_select")
             tracked.persist()
             if job.kind != "increment" or job.dirty_rows != dirty_rows:
                 raise RuntimeError(f"{job.kind} of {job.dirty_rows} rows, expected {dirty_rows}")
@@ -111,7 +125,8 @@ def _measure(
                 stalls.append(tracked.checkpointer.stats.stalls_ms[-1] / 1e3)
                 copies.append(copy_s)
                 selects.append(select_s)
-    return stalls, copies, selects, job
+                gathers.append(gather_s)
+    return stalls, copies, selects, gathers, job
 
 
 def _memcpy(size_bytes: int) -> Callable[[], float]:

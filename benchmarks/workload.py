@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -17,11 +17,11 @@ from torch import nn
 from recpoint.catalog import staged
 from recpoint.catalog.persist import persist_job
 from recpoint.catalog.store import open_store
-from recpoint.format.job import Job, Outcome
+from recpoint.format.job import Job, Outcome, QuantizerName
 from recpoint.trainer_plugin.checkpointer import Checkpointer
-from recpoint.trainer_plugin.settings import Bits
+from recpoint.trainer_plugin.settings import FixedBits, StateBits
 
-__all__ = ["StagedRun", "Tables", "examples_on_path", "scratch", "staged_run", "wait_for"]
+__all__ = ["ROOT", "StagedRun", "Tables", "examples_on_path", "scratch", "staged_run", "wait_for"]
 
 T = TypeVar("T")
 
@@ -129,7 +129,10 @@ def staged_run(
     *,
     url: str,
     staging: Path,
-    bits: Bits = "lossless",
+    bits: FixedBits = "lossless",
+    quantizer: QuantizerName = "auto",
+    state_bits: StateBits = "lossless",
+    row_local_optimizers: Sequence[type] = (),
 ) -> Iterator[StagedRun]:
     """A started run without an interval: checkpoints are taken by `cut`."""
     checkpointer = Checkpointer(
@@ -138,6 +141,9 @@ def staged_run(
         run=url,
         interval_batches=10**9,
         bits=bits,
+        quantizer=quantizer,
+        state_bits=state_bits,
+        row_local_optimizers=row_local_optimizers,
         full_every=10_000,
         staging=staging,
         on_error="raise",

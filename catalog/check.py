@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
-from recpoint.catalog.chain import Chain, resolve_chain
+from recpoint.catalog.check_graph import DAMAGE, Damage, RepresentationGraph
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import check_entry, check_stored, read_rows, read_state
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
-from recpoint.errors import ChainError, FormatError, NothingToRestore, ObjectNotFound
+from recpoint.errors import FormatError, MissingLink, NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (
     RUN_KEY,
+    AttemptName,
     attempt_prefix,
     generation_key,
+    is_end_key,
     is_probe_key,
-    manifest_key,
+    is_retention_key,
     parse_chunk_key,
+    parse_consolidated_key,
     parse_generation_key,
     parse_manifest_key,
+    parse_part_key,
+    parse_validation_key,
+    part_prefix,
 )
 from recpoint.format.records import GenerationRecord
 
@@ -30,9 +36,6 @@ __all__ = ["CheckReport", "CheckpointHealth", "Finding", "Level", "Severity", "c
 
 Level = Literal["metadata", "full"]
 Severity = Literal["error", "warning", "info"]
-
-_Damage: TypeAlias = FormatError | ChainError | ObjectNotFound
-_DAMAGE = (FormatError, ChainError, ObjectNotFound)
 
 
 class Finding(NamedTuple):
@@ -44,7 +47,7 @@ class Finding(NamedTuple):
 
 
 class CheckpointHealth(NamedTuple):
-    """One checkpoint, and whether its chain is good as far as was checked."""
+    """One checkpoint, and whether one of its chains is good as far as was checked."""
 
     name: ManifestName
     live: bool
@@ -99,17 +102,18 @@ class _Checking:
         self._run = run
         self._step = step
         self._findings: list[Finding] = []
-        self._manifests: dict[ManifestName, Manifest | _Damage] = {}
-        self._chains: dict[ManifestName, Chain] = {}
-        self._broken: set[ManifestName] = set()  # own rows are damaged: nothing after it restores
-        self._stateless: set[ManifestName] = set()  # own state is damaged, which nothing else needs
+        self._damage: dict[str, tuple[Representation, str, bool]] = {}
+        self._rowless: set[Representation] = set()  # rows are damaged: nothing after it restores
+        self._stateless: set[Representation] = set()  # its state is, which nothing else needs
         self._chunks_read = self._bytes_read = 0
+        self._parts: dict[AttemptName, list[int]] = {}
         self._live = self._live_line()
         # Manifests before chunks: whatever a manifest names was there before it, so that one which
         # is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
-        self._names = run.manifest_names()
+        self._there = run.representations()
+        self._graph = RepresentationGraph(run, self._there)
         self._sizes = {info.key: info.size_bytes for info in run.store.list()}
-        self._chosen = [name for name in reversed(self._names) if step in (None, name.step)]
+        self._chosen = [name for name in reversed(self._there) if step in (None, name.step)]
         if step is not None and not self._chosen:
             raise NothingToRestore(
                 f"{run.url}, step {step}",
@@ -124,68 +128,66 @@ class _Checking:
         """None: unknown, since the lineage cannot be followed."""
         try:
             return frozenset(self._run.live_line())
-        except _DAMAGE as error:
+        except DAMAGE as error:
             self._add("error", error.subject, f"the lineage cannot be followed: {error}")
             return None
 
     def look_at_records(self) -> None:
-        """Every generation record, and the chain of every chosen checkpoint."""
+        """Every generation record, and every chain of every chosen checkpoint."""
         for number, outcome in self._run.read_generations(self._run.generation_numbers()).items():
-            if not isinstance(outcome, GenerationRecord):
+            key = generation_key(number)
+            known = any(found.key == key for found in self._findings)
+            if not isinstance(outcome, GenerationRecord) and not known:
                 # Where the live line goes through it, it has been added as an error already.
-                self._add_once("warning", generation_key(number), str(outcome))
+                self._add("warning", key, str(outcome))
+        self._graph.load(self._chosen)
         for name in self._chosen:
-            try:
-                self._chains[name] = resolve_chain(self._run, name, manifest=self._manifest)
-            except _DAMAGE as error:
-                self._add(self._weight(name), manifest_key(*name), f"does not restore: {error}")
-                continue
-            if not self._counts(name):
-                self._add("info", manifest_key(*name), "superseded")
-
-    def _manifest(self, step: int, generation: int) -> Manifest:
-        name = ManifestName(step, generation)
-        if name not in self._manifests:
-            try:
-                self._manifests[name] = self._run.manifest(step, generation)
-            except (FormatError, ObjectNotFound) as error:
-                self._manifests[name] = error
-        found = self._manifests[name]
-        if isinstance(found, Manifest):
-            return found
-        raise found
+            broken = [one for one in self._graph.of(name) if one in self._graph.broken]
+            for one in broken:
+                error = self._graph.broken[one]
+                if isinstance(error, MissingLink) and len(broken) < len(self._graph.of(name)):
+                    text = f"its longer chain is gone, which is no loss: {error}"
+                    self._add("info", one.key, text)
+                else:
+                    self._damaged(one, one.key, f"does not restore: {error}")
+            if not broken and not self._counts(name):
+                self._add("info", self._graph.of(name)[-1].key, "superseded")
 
     # --- objects -------------------------------------------------------------------------------
 
     def look_at_objects(self) -> None:
         """Whether each chunk of each chain is there in its length, and what nobody names."""
-        for name, manifest in self._links():
+        for one, manifest in self._graph.sound():
             for entry in manifest.chunks:
                 try:
                     check_entry(manifest, entry)
                     check_stored(manifest, entry, self._sizes)
-                except _DAMAGE as error:
-                    self._damaged(name, entry.key, error, of_state=entry.content == "state")
+                except DAMAGE as error:
+                    if entry.content == "sample":
+                        self._add("warning", entry.key, str(error))  # no restore reads it
+                    else:
+                        of_state = entry.content == "state"
+                        self._damaged_part(one, entry.key, error, of_state=of_state)
         self._look_at_the_rest()
 
     def _look_at_the_rest(self) -> None:
         """Keys that are not ours, and chunks that no manifest names."""
         if self._step is not None:
             return  # what the other checkpoints name is not known
-        for name in self._names:
-            try:
-                self._manifest(*name)
-            except (FormatError, ObjectNotFound):
+        named: set[str] = set()
+        for one in (one for several in self._there.values() for one in several):
+            manifest = self._graph.read(one)
+            if not isinstance(manifest, Manifest):
                 return  # what that manifest names is unknown, and with it what nobody names
-        named = {
-            entry.key
-            for manifest in self._manifests.values()
-            if isinstance(manifest, Manifest)
-            for entry in manifest.chunks
-        }
+            named.update(entry.key for entry in manifest.chunks)
         orphans: dict[str, int] = {}
         for key in self._sizes:
             attempt = parse_chunk_key(key)
+            part = parse_part_key(key)
+            if part is not None:
+                at = self._parts.setdefault(part.checkpoint, [])
+                at.append(part.rank)
+                continue
             if attempt is not None:
                 if key not in named:
                     prefix = attempt_prefix(*attempt)
@@ -193,31 +195,51 @@ class _Checking:
             elif (
                 key != RUN_KEY
                 and not is_probe_key(key)
+                and not is_retention_key(key)
                 and parse_generation_key(key) is None
+                and not is_end_key(key)
                 and parse_manifest_key(key) is None
+                and parse_consolidated_key(key) is None
+                and parse_validation_key(key) is None
             ):
                 self._add("info", key, "not an object of recpoint; ignored")
+        self._look_at_parts(orphans)
         for prefix, count in orphans.items():
             chunks = "1 chunk" if count == 1 else f"{count} chunks"
             text = f"{chunks} that no manifest names; recpoint sweep removes old ones"
+            self._add("info", prefix, text)
+
+    def _look_at_parts(self, orphans: dict[str, int]) -> None:
+        """Parts that are there, and with those of no checkpoint the chunks that they name."""
+        for attempt, ranks in self._parts.items():
+            there = f"the part of {ranks_text(ranks)}"
+            prefix = part_prefix(*attempt)
+            chunks = orphans.pop(attempt_prefix(*attempt), 0)
+            if ManifestName(attempt.step, attempt.generation) in self._there:
+                text = f"{there} of a committed step; recpoint sweep removes it"
+            else:
+                text = (
+                    f"{there} and {chunks} chunks of a step that is not committed: other ranks are "
+                    "missing; recpoint sweep removes old ones"
+                )
             self._add("info", prefix, text)
 
     # --- bytes ---------------------------------------------------------------------------------
 
     def look_at_bytes(self, pool: ChunkPool) -> None:
         """Read, verify and decode every chunk of every chain."""
-        for name, manifest in self._links():
-            self._look_at_rows(pool, name, manifest)
+        for one, manifest in self._graph.sound():
+            self._look_at_rows(pool, one, manifest)
             try:
                 read_state(self._run.store, manifest, pool, self._account)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 # Stores name an object by its URL, a parser by its key: the same finding.
                 subjects = (
                     entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
                 )
-                self._damaged(name, next(subjects, error.subject), error, of_state=True)
+                self._damaged_part(one, next(subjects, error.subject), error, of_state=True)
 
-    def _look_at_rows(self, pool: ChunkPool, name: ManifestName, manifest: Manifest) -> None:
+    def _look_at_rows(self, pool: ChunkPool, one: Representation, manifest: Manifest) -> None:
         by_table: dict[int, list[ChunkEntry]] = {}
         for entry in manifest.chunks:
             if entry.table is not None:
@@ -232,15 +254,15 @@ class _Checking:
             ):
                 try:
                     coverage.add(outcome.result().rows)
-                except _DAMAGE as error:
+                except DAMAGE as error:
                     good = False
-                    self._damaged(name, entry.key, error)
+                    self._damaged_part(one, entry.key, error)
                 self._account(entry)
             if good:
                 try:
-                    coverage.finish(key=manifest_key(*name), table=spec.name)
+                    coverage.finish(key=one.key, table=spec.name)
                 except FormatError as error:
-                    self._damaged(name, manifest_key(*name), error)
+                    self._damaged_part(one, one.key, error)
 
     def _account(self, entry: ChunkEntry) -> None:
         self._chunks_read += 1
@@ -248,60 +270,45 @@ class _Checking:
 
     # --- what comes of it ----------------------------------------------------------------------
 
-    def _links(self) -> Iterable[tuple[ManifestName, Manifest]]:
-        """Every checkpoint that a chosen one needs, itself included, once each."""
-        links = {
-            ManifestName(manifest.step, manifest.generation): manifest
-            for chain in self._chains.values()
-            for manifest in chain.manifests
-        }
-        return sorted(links.items())
-
-    def _needs(self, name: ManifestName) -> set[ManifestName]:
-        chain = self._chains[name]
-        return {ManifestName(link.step, link.generation) for link in chain.manifests}
-
     def _counts(self, name: ManifestName) -> bool:
         """Whether it is on the live line, or may be for all that is known."""
         return self._live is None or name in self._live
 
-    def _weight(self, name: ManifestName) -> Severity:
-        """Damage counts when a checkpoint on the live line needs it."""
-        needed = self._counts(name) or any(
-            name in self._needs(other) for other in self._chains if self._counts(other)
-        )
-        return "error" if needed else "warning"
-
-    def _damaged(
-        self, name: ManifestName, key: str, error: _Damage, *, of_state: bool = False
+    def _damaged_part(
+        self, one: Representation, key: str, error: Damage, *, of_state: bool = False
     ) -> None:
         # A restore reads the rows of a whole chain, but the state of its newest link only (§6.3).
-        (self._stateless if of_state else self._broken).add(name)
-        # A chunk that is missing fails again when its bytes are wanted.
-        self._add_once(self._weight(name), key, str(error))
+        (self._stateless if of_state else self._rowless).add(one)
+        self._damaged(one, key, str(error), of_state=of_state)
 
-    def _add_once(self, severity: Severity, key: str, text: str) -> None:
-        if not any(known.key == key and known.severity != "info" for known in self._findings):
-            self._add(severity, key, text)
+    def _damaged(self, one: Representation, key: str, text: str, *, of_state: bool = False) -> None:
+        # Once: a chunk that is missing fails again when its bytes are wanted.
+        self._damage.setdefault(key, (one, text, of_state))
 
     def _add(self, severity: Severity, key: str, text: str) -> None:
         self._findings.append(Finding(severity, key, text))
 
     def report(self, level: Level) -> CheckReport:
         """The findings, worst first, and the health of each chosen checkpoint."""
+        leading = self._graph.leading(self._rowless)
+        health = [
+            CheckpointHealth(
+                name,
+                self._live is not None and name in self._live,
+                any(o in leading and o not in self._stateless for o in self._graph.of(name)),
+            )
+            for name in self._chosen
+        ]
+        # Damage counts when a checkpoint on the live line does not restore for it.
+        lost = {found.name for found in health if self._counts(found.name) and not found.restorable}
+        blamed = {one for name in lost for one in self._graph.needs(name)}
+        for key, (one, text, of_state) in self._damage.items():
+            counts = one.name in lost if of_state else one in blamed
+            self._add("error" if counts else "warning", key, text)
         order: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
         return CheckReport(
             level=level,
-            checkpoints=tuple(
-                CheckpointHealth(
-                    name,
-                    self._live is not None and name in self._live,
-                    name in self._chains
-                    and name not in self._stateless
-                    and not self._needs(name) & self._broken,
-                )
-                for name in self._chosen
-            ),
+            checkpoints=tuple(health),
             findings=tuple(
                 sorted(self._findings, key=lambda found: (order[found.severity], found.key))
             ),

@@ -1,36 +1,38 @@
-"""From stored chunks to rows and state trees: nothing is believed before it is checked.
+"""From stored chunks to checked rows and state trees: nothing is believed before it is checked.
 
 Read order R5 (format §6.3): length and crc32c of all bytes, then the header against the manifest's
-entry, then the row set, then the rows.
+entry, then the row set and the row parameters.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.chunk_pool import ChunkPool
+from recpoint.catalog.lineage import Representation
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import DigestMismatch, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
-from recpoint.format.dtypes import array_bytes, item_bytes, torch_dtype
-from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
-from recpoint.format.naming import manifest_key
+from recpoint.format.dtypes import array_bytes, item_bytes
+from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
 from recpoint.format.state_tree import unflatten
-from recpoint.kernels import quantize, row_set
+from recpoint.kernels import row_set
 
 __all__ = [
-    "DecodedRows",
+    "StoredRows",
     "check_entry",
     "check_stored",
     "read_chunk",
     "read_rows",
     "read_state",
+    "row_ids",
+    "row_parameter",
 ]
 
 _NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"
@@ -38,18 +40,59 @@ _TENSOR = re.compile(r"tensor\.(0|[1-9][0-9]{0,8})(?:\.(0|[1-9][0-9]{0,8}))?\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodedRows:
-    """What a row chunk holds.
+class StoredRows:
+    """What a row chunk holds, checked and not yet decoded. Its tensors MUST NOT be written to.
 
     Attributes:
         rows: ids, int64 [n], ascending, without duplicates, each in the table; or a range.
-        values: [n, dim], of the table's dtype. MUST NOT be written to.
-        row_states: one [n, *shape] for each row state of the table. MUST NOT be written to.
+        scheme: `"exact"` or `"asymmetric"`.
+        bits: of a code; for scheme exact of a value.
+        values: for scheme exact [n, dim] of the table's dtype, else packed codes
+            u8 [n, ceil(dim·bits/8)].
+        scale, offset: f32 [n], finite; empty for scheme exact.
+        row_states: one [n, *shape] for each row state of the table, of its dtype or BF16.
     """
 
     rows: range | Tensor
+    scheme: Scheme
+    bits: int
     values: Tensor
+    scale: Tensor
+    offset: Tensor
     row_states: tuple[Tensor, ...]
+
+    def positions_of(self, wanted: range) -> range:
+        """The positions of those of its rows whose ids are wanted."""
+        rows = self.rows
+        if isinstance(rows, range):
+            start, stop = (
+                min(max(end, rows.start), rows.stop) - rows.start
+                for end in (wanted.start, wanted.stop)
+            )
+        else:
+            ends = torch.tensor([wanted.start, wanted.stop])
+            start, stop = torch.searchsorted(rows, ends).tolist()
+        return range(start, max(start, stop))
+
+    def within(self, wanted: range) -> StoredRows:
+        """Those of its rows that are wanted, in the same memory; ids count from `wanted.start`."""
+        inside = self.positions_of(wanted)
+        if len(inside) == len(self.rows) and wanted.start == 0:
+            return self
+        part = slice(inside.start, inside.stop)
+        quantized = self.scheme != "exact"
+        return replace(
+            self,
+            rows=_moved(self.rows[part], -wanted.start),
+            values=self.values[part],
+            scale=self.scale[part] if quantized else self.scale,
+            offset=self.offset[part] if quantized else self.offset,
+            row_states=tuple(state[part] for state in self.row_states),
+        )
+
+
+def _moved(rows: range | Tensor, by: int) -> range | Tensor:
+    return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by
 
 
 # --- before anything is read ---------------------------------------------------------------------
@@ -134,53 +177,64 @@ def read_chunk(store: Store, manifest: Manifest, entry: ChunkEntry) -> Chunk:
     return read_checked(store, entry.key, max_bytes=entry.bytes, parse=parse)
 
 
-def read_rows(store: Store, manifest: Manifest, entry: ChunkEntry) -> DecodedRows:
-    """Read and decode one row chunk. Errors as for `read_chunk`."""
+def read_rows(store: Store, manifest: Manifest, entry: ChunkEntry) -> StoredRows:
+    """Read one row chunk and check all of it; `row_placement.place` decodes what is wanted.
+
+    Errors as for `read_chunk`.
+    """
     chunk = read_chunk(store, manifest, entry)
-    return _decode_rows(chunk, manifest, entry)
-
-
-def _decode_rows(chunk: Chunk, manifest: Manifest, entry: ChunkEntry) -> DecodedRows:
-    if entry.table is None or entry.row_count is None or entry.bits is None:
+    if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")
     spec = manifest.tables[entry.table]
-    rows = _row_ids(chunk, entry, spec)
     sections = chunk.sections
-    if entry.scheme == "exact":
-        values = section_tensor(sections["values"])
-    else:
-        scale, offset = (_parameter(sections[name], entry) for name in ("scale", "offset"))
-        try:
-            decoded = quantize.dequantize_packed(
-                section_tensor(sections["codes"]),
-                scale,
-                offset,
-                dim=spec.dim,
-                bits=entry.bits,
-            )
-        except ValueError as error:
-            raise _malformed(
-                entry.key, f"codes that do not decode ({error})", "format §3.2"
-            ) from error
-        values = decoded.to(torch_dtype(spec.dtype))  # rounds, format §3.2
-    states = [
-        section_tensor(sections[f"state.{k}"]).to(torch_dtype(state.dtype))  # exact, format §3.5
-        for k, state in enumerate(spec.row_states)
-    ]
-    return DecodedRows(rows=rows, values=values, row_states=tuple(states))
+    exact = entry.scheme == "exact"
+    none = torch.empty(0)
+    return StoredRows(
+        rows=row_ids(chunk, entry, spec),
+        scheme=entry.scheme,
+        bits=entry.bits,
+        values=section_tensor(sections["values" if exact else "codes"]),
+        scale=none if exact else row_parameter(sections["scale"], entry),
+        offset=none if exact else row_parameter(sections["offset"], entry),
+        row_states=tuple(
+            section_tensor(sections[f"state.{k}"]) for k in range(len(spec.row_states))
+        ),
+    )
 
 
-def _parameter(section: Section, entry: ChunkEntry) -> Tensor:
-    """The scales or offsets as f32 [n]; the conversion from F16 is exact."""
+def row_parameter(section: Section, entry: ChunkEntry) -> Tensor:
+    """The scales or offsets as f32 [n]; the conversion from F16 is exact.
+
+    Raises:
+        MalformedObject: one is not finite.
+    """
     parameter = section_tensor(section).to(torch.float32)
-    if not bool(parameter.isfinite().all()):
+    # Both ends are NaN where any value is one, and infinite where any is that.
+    if not all(bool(end.isfinite()) for end in parameter.aminmax()):
         raise _malformed(
             entry.key, f"a {section.name} that is not finite", "finite row parameters (format §3.2)"
         )
     return parameter
 
 
-def _row_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor:
+def row_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor:
+    """Ids of a chunk's rows, int64 [n], ascending, each in the table; or a range.
+
+    Raises:
+        MalformedObject: the row set does not decode to as many, or to others than the manifest's.
+    """
+    rows = _decoded_ids(chunk, entry, spec)
+    ends = (int(rows[0]), int(rows[-1]))
+    if ends != (entry.first_row, entry.last_row):
+        raise _malformed(
+            entry.key,
+            f"rows from {ends[0]} to {ends[1]}",
+            f"rows from {entry.first_row} to {entry.last_row}, as in the manifest",
+        )
+    return rows
+
+
+def _decoded_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor:
     coded = chunk.meta.row_set
     count = entry.row_count
     if coded is None or count is None:
@@ -232,7 +286,7 @@ def read_state(
 
 def _assemble(manifest: Manifest, rank: int, sections: dict[str, Section]) -> object:
     """One rank's state tree from the sections of all its state chunks (format §3.4)."""
-    key = f"{manifest_key(manifest.step, manifest.generation)}, state of rank {rank}"
+    key = f"{Representation.of(manifest).key}, state of rank {rank}"
     if "tree" not in sections:
         raise _malformed(key, "no tree", "one tree")
     whole: dict[int, Tensor] = {}

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from recpoint.errors import MalformedObject, MissingLink
-from recpoint.format.naming import generation_key
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import consolidated_key, generation_key, manifest_key
 from recpoint.format.records import GenerationRecord
 
-__all__ = ["LINEAGE_NEXT_STEP", "ManifestName", "live_line"]
+__all__ = [
+    "LINEAGE_NEXT_STEP",
+    "ManifestName",
+    "Representation",
+    "by_checkpoint",
+    "live_line",
+    "restarts",
+]
 
 #: What a person can do when the lineage cannot be followed, for errors.
 LINEAGE_NEXT_STEP = (
@@ -19,13 +27,60 @@ LINEAGE_NEXT_STEP = (
 
 
 class ManifestName(NamedTuple):
-    """What a manifest's key says: at which step, and which trainer wrote it."""
+    """What names a checkpoint in keys: at which step, and which trainer took it."""
 
     step: int
     generation: int
 
     def __str__(self) -> str:
         return f"step {self.step} (generation {self.generation})"
+
+
+class Representation(NamedTuple):
+    """One manifest that a checkpoint can be restored by: its own, or a consolidated one.
+
+    `after` is the step of a consolidated increment's parent; None for the other forms.
+    """
+
+    name: ManifestName
+    form: Literal["own", "full", "after"] = "own"
+    after: int | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        """Which representation of its checkpoint a manifest is, by what it says."""
+        name = ManifestName(manifest.step, manifest.generation)
+        if manifest.stands_for is None:
+            return cls(name)
+        if manifest.parent is None:
+            return cls(name, "full")
+        return cls(name, "after", manifest.parent.step)
+
+    def __str__(self) -> str:
+        if self.form == "own":
+            return str(self.name)
+        what = "into a full" if self.after is None else f"after step {self.after}"
+        return f"{self.name}, consolidated {what}"
+
+    @property
+    def key(self) -> str:
+        """Where the manifest is stored."""
+        if self.form == "own":
+            return manifest_key(*self.name)
+        return consolidated_key(*self.name, self.after)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Sorts the representations of one checkpoint: reading least first (format §6.3)."""
+        return ("full", "after", "own").index(self.form), self.after or 0
+
+
+def by_checkpoint(found: Iterable[Representation]) -> dict[ManifestName, list[Representation]]:
+    """Representations by checkpoint, ascending; of each those that read least first."""
+    by_name: dict[ManifestName, list[Representation]] = {}
+    for one in sorted(found, key=lambda one: (one.name, one.cost)):
+        by_name.setdefault(one.name, []).append(one)
+    return by_name
 
 
 def live_line(
@@ -39,7 +94,7 @@ def live_line(
     Args:
         newest: the highest generation there is a record of, readable or not; 0 when there is none.
         generations: the records by number; those the walk does not come past may be absent.
-        names: every manifest there is, in any order.
+        names: every checkpoint there is, in any order.
 
     Raises:
         MissingLink: the walk comes to a generation whose record is not in `generations`.
@@ -81,3 +136,21 @@ def live_line(
         below = min(restored.step + 1, below) if below is not None else restored.step + 1
         generation = restored.generation
     return line
+
+
+def restarts(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
+    """Starts of trainers since the first on the line that `newest` is on, that one left out.
+
+    Those whose work was lost are counted too, and those whose record cannot be read: each was a
+    restart.
+
+    Args:
+        newest: a generation.
+        generations: the records by number; those that cannot be read are absent.
+    """
+    first = newest
+    while (record := generations.get(first)) is not None and record.restored is not None:
+        if record.restored.generation >= first:
+            break
+        first = record.restored.generation
+    return newest - first

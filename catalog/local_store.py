@@ -149,7 +149,7 @@ class LocalStore(Store):
 
     def _write(self, key: str, data: bytes, *, exclusively: bool) -> None:
         path = self._path(key)
-        verb, done = ("create", "created") if exclusively else ("put", "put done")
+        verb, done = ("create", "created") if exclusively else ("put", "stored")
         durable.step(f"{verb} {key}")
         with self._translated(self._where(key), "writing", writing=True):
             for attempt in range(_TRIES):

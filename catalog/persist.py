@@ -8,32 +8,45 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import ValidationError
 
+from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.commit import commit
+from recpoint.catalog.committed import Committed, committed
 from recpoint.catalog.persist_encode import encode_group
 from recpoint.catalog.persist_plan import Group, plan_groups
 from recpoint.catalog.persist_quantize import Quantization, quantization_of, quantize_group
 from recpoint.catalog.persist_upload import encoded_entries, upload_group
+from recpoint.catalog.rank_parts import (
+    commit_parts,
+    missing_ranks,
+    own_part,
+    ranks_missing,
+    remove_parts,
+    write_part,
+)
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged import finish, read_job
 from recpoint.catalog.staged_job import StagedJob, open_job
-from recpoint.catalog.store import Store, open_store
+from recpoint.catalog.store import S3Timeouts, Store, open_store
 from recpoint.errors import (
     ForeignObject,
+    FormatError,
     MalformedObject,
     NothingToRestore,
     ObjectNotFound,
+    RanksMissing,
     RecpointError,
     StaleWriter,
     StoreError,
 )
-from recpoint.format.job import Outcome, StagedTable
+from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import generation_key, parse_job_stem
 
@@ -46,6 +59,8 @@ __all__ = [
     "finish_committed",
     "forget_stores",
     "groups_of",
+    "is_stored",
+    "look_again",
     "open_target",
     "persist_job",
     "quantize_step",
@@ -57,13 +72,7 @@ __all__ = [
 #: Groups that are worked on at once: one is prepared while the one before it is uploaded.
 _GROUPS_IN_FLIGHT = 2
 
-
-class Committed(NamedTuple):
-    """What a commit did: bytes of all chunks, their number, and when it was, for the lag."""
-
-    stored_bytes: int
-    chunks: int
-    committed_ms: int
+_TIMEOUTS = S3Timeouts(attempts=3)
 
 
 def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
@@ -77,21 +86,24 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
 
     Raises:
         FileNotFoundError: there is no such job (any more).
+        RanksMissing: its part is stored, those of other ranks are not; the job stays staged.
         StoreError, OSError: not now; the job stays staged and nothing is lost. Call again later.
     """
     job_file = Path(job_file)
     try:
-        read_job(job_file)
+        raise_if_cancelled(job_file)
         target = open_target(job_file, store)
+        stored = is_stored(target, job_file)
         there = already_committed(target, job_file)
         if there is None:
-            _persist_groups(target.store, job_file)
+            if not stored:
+                _persist_groups(target.store, job_file)
             there = commit_job(job_file, store=target.store)
     except RecpointError as error:
         if classify(error) == "deferred":
             forget_stores()
             raise
-        return reject_job(job_file, error)
+        return reject_job(job_file, error, store=store)
     return finish_committed(job_file, there)
 
 
@@ -101,7 +113,7 @@ def classify(error: BaseException) -> Literal["rejected", "deferred"]:
     Whatever the store or this host does, also refusing access, may be repaired: the job then stays
     staged. What is wrong with the job itself, or was decided by another writer, stays so.
     """
-    later = (StoreError, NothingToRestore)
+    later = (StoreError, NothingToRestore, RanksMissing)
     if isinstance(error, RecpointError) and not isinstance(error, later):
         return "rejected"
     return "deferred"
@@ -128,8 +140,9 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
 
 @lru_cache(maxsize=4)
 def _store_for(run_url: str, attempt: str) -> Store:
-    # One for all steps of a job: a new client of an object store takes a fifth of a second.
-    return open_store(run_url)
+    # One for all steps of a job: a new client of an object store takes a fifth of a second. Few
+    # attempts: whoever persists tries again by pauses of its own, which follow the interval.
+    return open_store(run_url, timeouts=_TIMEOUTS)
 
 
 def forget_stores() -> None:
@@ -156,7 +169,41 @@ def already_committed(run: Run, job_file: Path | str) -> Committed | None:
                 next_step="nothing, if the trainer was restarted; else stop the second trainer",
             ) from None
         return None
-    return _committed(manifest) if manifest.attempt == job.attempt else None
+    return committed(run, manifest, job.rank) if manifest.attempt == job.attempt else None
+
+
+def is_stored(run: Run, job_file: Path | str) -> bool:
+    """Whether a job of one of several ranks only waits for the others: its own part is written.
+
+    Ask before `already_committed`: a part that is gone by now may have been removed after the
+    commit, which that then finds.
+
+    Raises:
+        CommitConflict: a part of another snapshot of this step is there.
+        FormatError: it is damaged.
+        StoreError: it cannot be read.
+    """
+    job = read_job(job_file)
+    return job.ranks > 1 and own_part(run, job) is not None
+
+
+def look_again(job_file: Path | str, *, store: Store | None = None) -> tuple[int, ...]:
+    """Ranks that a job whose part is stored still waits for; none: it can be gone on with.
+
+    Raises:
+        FileNotFoundError, FormatError: there is no such job any more, or none that can be read.
+        StoreError: the store cannot be read.
+    """
+    job = read_job(job_file)
+    run = open_target(job_file, store)
+    missing = missing_ranks(run, job)
+    if not missing or job.rank in missing:
+        return ()  # all are there; or parts were removed, as they are after a commit
+    try:
+        there = already_committed(run, job_file) is not None
+    except StaleWriter:
+        return ()
+    return () if there else missing
 
 
 def groups_of(job_file: Path | str) -> list[Group]:
@@ -165,7 +212,7 @@ def groups_of(job_file: Path | str) -> list[Group]:
     Raises:
         FormatError, StagingError: the job cannot be persisted.
     """
-    return plan_groups(_opened(job_file))
+    return plan_groups(open_job(job_file))
 
 
 def verify_step(job_file: Path | str) -> None:
@@ -201,11 +248,18 @@ def upload_step(job_file: Path | str, group: int, *, store: Store | None = None)
 def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed:
     """Create the manifest of a job, all of whose groups are uploaded.
 
+    With several ranks: write its part, and the manifest if all others are there.
+
     Raises:
+        RanksMissing: others are not.
         CommitError, ChainError: it can never be committed.
+        CheckpointCancelled: the trainer wants it dropped.
         StoreError: not now.
     """
-    staged = _opened(job_file)
+    staged = open_job(job_file)
+    target = open_target(job_file, store)
+    if staged.job.ranks > 1:
+        return _commit_rank(target, staged)
     groups = plan_groups(staged)
     entries = [entry for group in groups for entry in encoded_entries(staged, group)]
     try:
@@ -217,8 +271,27 @@ def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed
             expected="a job whose manifest keeps to the format",
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
         ) from error
-    commit(open_target(job_file, store), manifest)
-    return _committed(manifest)
+    raise_if_cancelled(job_file)
+    commit(target, manifest)
+    return committed(target, manifest, staged.job.rank)
+
+
+def _commit_rank(target: Run, staged: StagedJob) -> Committed:
+    raise_if_cancelled(staged.path)
+    if own_part(target, staged.job) is None:
+        # Removed after a commit, or never written: then nobody has committed without it.
+        there = already_committed(target, staged.path)
+        if there is not None:
+            return there
+        groups = plan_groups(staged)
+        try:
+            entries = [entry for group in groups for entry in encoded_entries(staged, group)]
+        except ValueError:
+            # A sweep has removed it since: all of it is written again.
+            raise ranks_missing(staged.job, (staged.job.rank,)) from None
+        write_part(target, staged, entries, quantization_of(staged, groups))
+    manifest = commit_parts(target, staged.job, staged.path)
+    return committed(target, manifest, staged.job.rank)
 
 
 def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quantization) -> Manifest:
@@ -232,28 +305,26 @@ def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quanti
         base=job.base,
         parent=job.parent,
         chain_length=job.chain_length,
+        policy=job.policy,
+        stands_for=None,
         ranks=job.ranks,
         tables=tuple(table.spec for table in job.tables),
         chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
         quantizers=quantization.quantizers,
         quantized_by=quantization.implementation,
-        state_bits=16 if any(_rounds_states(table) for table in job.tables) else None,
+        state_bits=16 if any(table.rounds_states for table in job.tables) else None,
         snapshot_ms=job.snapshot_ms,
         staged_ms=job.staged_ms,
         committed_ms=_now_ms(),
         stall_us=job.stall_us,
         dirty_rows=job.dirty_rows,
         full_bytes=job.full_bytes,
+        history=job.history,
         writer=f"recpoint {version('recpoint')}",
     )
 
 
-def _rounds_states(table: StagedTable) -> bool:
-    exact = tuple(state.dtype for state in table.spec.row_states)
-    return table.row_count > 0 and table.state_dtypes != exact
-
-
-def finish_committed(job_file: Path | str, committed: Committed) -> Outcome:
+def finish_committed(job_file: Path | str, there: Committed) -> Outcome:
     """Tell the trainer that the checkpoint is there, and remove the job."""
     job = read_job(job_file)
     outcome = Outcome(
@@ -263,16 +334,22 @@ def finish_committed(job_file: Path | str, committed: Committed) -> Outcome:
         result="committed",
         error_type="",
         error="",
-        stored_bytes=committed.stored_bytes,
+        stored_bytes=there.stored_bytes,
+        rank_bytes=there.rank_bytes,
+        links_to_read=there.links_to_read,
+        quantizers=there.quantizers,
         finished_ms=_now_ms(),
     )
     finish(job_file, outcome)
     return outcome
 
 
-def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
+def reject_job(
+    job_file: Path | str, error: RecpointError, *, store: Store | None = None
+) -> Outcome:
     """Tell the trainer that the checkpoint will never be there, and why; remove the job."""
     generation, step, attempt = _identity(Path(job_file))
+    job = _several_ranks(job_file)
     outcome = Outcome(
         step=step,
         generation=generation,
@@ -281,10 +358,33 @@ def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
         error_type=type(error).__name__,
         error=str(error)[:4000],
         stored_bytes=0,
+        rank_bytes=0,
+        links_to_read=0,
+        quantizers=(),
         finished_ms=_now_ms(),
     )
     finish(job_file, outcome)
+    if job is not None:
+        # After the answer, since a store that is away must not keep the trainer waiting for it.
+        _withdraw(job, store)
     return outcome
+
+
+def _several_ranks(job_file: Path | str) -> Job | None:
+    try:
+        job = read_job(job_file)
+    except (FormatError, OSError):
+        return None
+    return job if job.ranks > 1 else None
+
+
+def _withdraw(job: Job, store: Store | None) -> None:
+    """Remove the part of a job that is dropped, or the others could still make a checkpoint of it:
+    one that is sound, and that nobody expects. A sweep removes what is left."""
+    with suppress(RecpointError):
+        run = Run.open(_store_for(job.run_url, job.attempt) if store is None else store)
+        if run.id == job.run:
+            remove_parts(run, job.ref, rank=job.rank)
 
 
 def _persist_groups(store: Store, job_file: Path) -> None:
@@ -305,20 +405,9 @@ def _persist_groups(store: Store, job_file: Path) -> None:
         verified.result()
 
 
-def _opened(job_file: Path | str) -> StagedJob:
-    staged = open_job(job_file)
-    if staged.job.ranks != 1:
-        raise MalformedObject(
-            str(job_file),
-            found=f"rank {staged.job.rank} of {staged.job.ranks}",
-            expected="a checkpoint of one rank",
-            next_step="train with one process for each run URL",
-        )
-    return staged
-
-
 def _group(job_file: Path | str, index: int) -> tuple[StagedJob, Group]:
-    staged = _opened(job_file)
+    raise_if_cancelled(job_file)  # each step looks first: nothing is quantized, encoded or sent
+    staged = open_job(job_file)
     return staged, plan_groups(staged)[index]
 
 
@@ -332,10 +421,6 @@ def _identity(job_file: Path) -> tuple[int, int, str]:
         if named is None:
             raise
         return named[0], named[1], "0" * 32
-
-
-def _committed(manifest: Manifest) -> Committed:
-    return Committed(manifest.stored_bytes, len(manifest.chunks), manifest.committed_ms)
 
 
 def _now_ms() -> int:

@@ -2,7 +2,8 @@
 
 What is chosen follows from the job alone, as keys and chunks do: an agent that starts over after
 having been killed chooses the same, and so writes the same bytes. Each job is chosen for anew,
-since rows spread as they are trained; a sample costs little beside the rows themselves.
+since rows spread as they are trained; a sample costs little beside the rows themselves. But a job
+may name its method: then the trainer has quantized with it, or wants it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from recpoint.catalog.staged_job import StagedJob, assemble, open_job, values_name
+from recpoint.catalog.staged_job import (
+    StagedJob,
+    assemble,
+    kernel_method,
+    open_job,
+    values_name,
+)
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Quantizer
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method
@@ -39,6 +46,9 @@ def _choose(path: str, attempt: str, index: int) -> tuple[Quantizer, Method]:
     staged = open_job(path)
     table = staged.job.tables[index]
     sample_rows, seed = 0, 0
+    if table.method is not None:
+        given = Quantizer(table=index, rank=staged.job.rank, **table.method.model_dump())
+        return given, kernel_method(table.method)
     if table.quantizer == "symmetric":
         method = SYMMETRIC
     elif table.quantizer == "asymmetric" or (table.quantizer == "auto" and table.bits == 8):
@@ -51,6 +61,7 @@ def _choose(path: str, attempt: str, index: int) -> tuple[Quantizer, Method]:
         method = choose(rows, table.bits, seed=seed, name=name)
     quantizer = Quantizer(
         table=index,
+        rank=staged.job.rank,
         method=method.name,
         bins=method.bins,
         ratio_permille=method.ratio_permille,

@@ -19,7 +19,6 @@ from recpoint.catalog.persist_plan import (
     Group,
     RowBlock,
     StateBlock,
-    is_quantized,
 )
 from recpoint.catalog.persist_spool import (
     SpoolFile,
@@ -33,6 +32,7 @@ from recpoint.catalog.row_state import to_bfloat16
 from recpoint.catalog.staged_job import (
     Extent,
     StagedJob,
+    code_name,
     digest,
     ids_name,
     read_into,
@@ -42,8 +42,9 @@ from recpoint.catalog.staged_job import (
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.job import StagedTable
 from recpoint.format.manifest import ChunkEntry, Scheme
-from recpoint.format.naming import row_chunk_key, state_chunk_key
+from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
 from recpoint.kernels import row_set
 
 __all__ = ["encode_group"]
@@ -64,6 +65,15 @@ class _Array(NamedTuple):
     parts: tuple[Extent, ...]
 
 
+class _Planned(NamedTuple):
+    """A chunk before its bytes are put together; `ends`: ids of its first and its last row."""
+
+    key: str
+    meta: ChunkMeta
+    arrays: list[_Array]
+    ends: tuple[int, int] | None = None
+
+
 def encode_group(staged: StagedJob, group: Group) -> str:
     """Write the recipes of a group's chunks; the group is quantized if it has to be.
 
@@ -78,19 +88,19 @@ def encode_group(staged: StagedJob, group: Group) -> str:
     if load_result(path, staged) is None:
         with SpoolFile(path.with_suffix(".bin")) as spool:
             pending = [
-                recipe for block in group.blocks for recipe in _recipes(block, staged, spool, group)
+                chunk for block in group.blocks for chunk in _planned(block, staged, spool, group)
             ]
         # Digests only now: the spool file is complete on disk once it is closed.
-        save_result(path, staged, {"chunks": [_finished(*recipe) for recipe in pending]})
+        save_result(path, staged, {"chunks": [_finished(planned) for planned in pending]})
     return str(path)
 
 
-def _recipes(
+def _planned(
     block: RowBlock | StateBlock, staged: StagedJob, spool: SpoolFile, group: Group
-) -> list[tuple[str, ChunkMeta, list[_Array]]]:
+) -> list[_Planned]:
     if isinstance(block, StateBlock):
-        return [_state_chunk(staged, block)]
-    if not is_quantized(staged.job.tables[block.table]):
+        return [_tensor_chunk(staged, block)]
+    if not staged.job.tables[block.table].is_quantized:
         return [_exact_chunk(staged, block, spool)]
     result = load_result(result_path(staged, group.index, "quantized"), staged)
     if result is None:
@@ -101,22 +111,25 @@ def _recipes(
     raise ValueError(f"group {group.index} of {staged.path} lacks table {block.table}")
 
 
-def _finished(key: str, meta: ChunkMeta, arrays: list[_Array]) -> dict[str, Any]:
+def _finished(planned: _Planned) -> dict[str, Any]:
+    meta = planned.meta
     # Wider items first: then each array is aligned, and a reader need not copy it.
-    arrays = sorted(arrays, key=lambda array: -item_bytes(array.dtype))
+    arrays = sorted(planned.arrays, key=lambda array: -item_bytes(array.dtype))
     sections = [
         Section(array.name, array.dtype, array.shape, _absent(array.parts)) for array in arrays
     ]
     header = chunk_header(meta, sections)
     parts = tuple(part for array in arrays for part in array.parts if part.length)
     entry = ChunkEntry(
-        key=key,
+        key=planned.key,
         bytes=len(header) + sum(part.length for part in parts),
         crc32c=digest(parts, start=header),
         content=meta.content,
         rank=meta.rank,
         table=meta.table,
         row_count=meta.row_count,
+        first_row=planned.ends[0] if planned.ends else None,
+        last_row=planned.ends[1] if planned.ends else None,
         bits=meta.bits,
         scheme=meta.scheme,
     )
@@ -135,10 +148,9 @@ def _absent(parts: tuple[Extent, ...]) -> np.ndarray[Any, Any]:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _exact_chunk(
-    staged: StagedJob, block: RowBlock, spool: SpoolFile
-) -> tuple[str, ChunkMeta, list[_Array]]:
-    spec = staged.job.tables[block.table].spec
+def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Planned:
+    table = staged.job.tables[block.table]
+    spec = table.spec
     values = staged.extent(values_name(block.table), first=block.first, count=block.rows)
     ids = _read_ids(staged, block)
     return _row_chunk(
@@ -146,7 +158,7 @@ def _exact_chunk(
         block,
         number=block.number,
         scheme="exact",
-        ids=block.first if ids is None else ids,
+        ids=table.first_row + block.first if ids is None else ids,
         rows=block.rows,
         arrays=[
             _Array("values", spec.dtype, (block.rows, spec.dim), (values,)),
@@ -158,7 +170,7 @@ def _exact_chunk(
 
 def _quantized_chunks(
     staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
-) -> Iterator[tuple[str, ChunkMeta, list[_Array]]]:
+) -> Iterator[_Planned]:
     """Up to one chunk for each dtype of row parameters, and the exact ones."""
     table = staged.job.tables[block.table]
     exact = _read_array(extent_from(quantized["exact"]), np.int64)
@@ -183,7 +195,7 @@ def _quantized_chunks(
             block,
             number=number,
             scheme="asymmetric",
-            ids=_chosen(ids, block, chosen),
+            ids=_chosen(table, ids, block, chosen),
             rows=rows,
             arrays=[
                 _Array("codes", "U8", (rows, width), codes),
@@ -198,13 +210,18 @@ def _quantized_chunks(
     for number, start in zip(count(block.number + len(PARAMETER_DTYPES)), starts):
         positions = exact[start : start + rows_each]
         chosen = _mask(block, positions)
-        values = _copied(staged, values_name(block.table), block, chosen, spool)
+        if table.codes:
+            first = quantized["exact_first"] + start
+            name = code_name(block.table, "exact")
+            values = staged.extent(name, first=first, count=len(positions))
+        else:
+            values = _copied(staged, values_name(block.table), block, chosen, spool)
         yield _row_chunk(
             staged,
             block,
             number=number,
             scheme="exact",
-            ids=_chosen(ids, block, chosen),
+            ids=_chosen(table, ids, block, chosen),
             rows=len(positions),
             arrays=[
                 _Array("values", table.spec.dtype, (len(positions), table.spec.dim), (values,)),
@@ -230,8 +247,8 @@ def _row_chunk(
     rows: int,
     arrays: list[_Array],
     spool: SpoolFile,
-) -> tuple[str, ChunkMeta, list[_Array]]:
-    """`ids` is the first of a range, or all of them."""
+) -> _Planned:
+    """`ids` is the first of a range, or all of them: positions in the whole table."""
     job, table = staged.job, staged.job.tables[block.table]
     coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
     if coding is None:
@@ -257,11 +274,12 @@ def _row_chunk(
     key = row_chunk_key(
         job.step, job.generation, job.attempt, rank=job.rank, table=block.table, number=number
     )
-    return key, meta, arrays
+    ends = (ids, ids + rows - 1) if isinstance(ids, int) else (int(ids[0]), int(ids[-1]))
+    return _Planned(key, meta, arrays, ends)
 
 
 def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
-    """The block's row ids; None if all rows of the table are staged, in order."""
+    """The block's row ids in the whole table; None if all rows of the shard are staged."""
     table = staged.job.tables[block.table]
     if table.all_rows:
         return None
@@ -272,20 +290,21 @@ def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
     )
     ids = _read_array(extent, np.int64)
     ascending = bool(np.all(ids[1:] > ids[:-1]))
-    if not ascending or ids[0] < 0 or ids[-1] >= table.spec.rows:
+    if not ascending or ids[0] < 0 or ids[-1] >= table.shard_rows:
         raise MalformedObject(
             f"{staged.slot} ({ids_name(block.table)})",
             found=f"ids from {ids[0]} to {ids[-1]}, {'' if ascending else 'not '}ascending",
-            expected=f"ascending ids below {table.spec.rows}",
+            expected=f"ascending ids below {table.shard_rows}",
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
         )
-    return ids[before:]
+    return ids[before:] + table.first_row
 
 
-def _chosen(ids: _Ids | None, block: RowBlock, mask: _Mask) -> int | _Ids:
+def _chosen(table: StagedTable, ids: _Ids | None, block: RowBlock, mask: _Mask) -> int | _Ids:
     if ids is not None:
         return ids[mask]
-    return block.first if bool(mask.all()) else block.first + np.flatnonzero(mask)
+    first = table.first_row + block.first
+    return first if bool(mask.all()) else first + np.flatnonzero(mask)
 
 
 def _states(
@@ -346,10 +365,10 @@ def _read_array(extent: Extent, dtype: type[np.generic]) -> np.ndarray[Any, Any]
     return array
 
 
-# --- state ---------------------------------------------------------------------------------------
+# --- state and samples ---------------------------------------------------------------------------
 
 
-def _state_chunk(staged: StagedJob, block: StateBlock) -> tuple[str, ChunkMeta, list[_Array]]:
+def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
     job = staged.job
     arrays = []
     for piece in block.pieces:
@@ -362,8 +381,9 @@ def _state_chunk(staged: StagedJob, block: StateBlock) -> tuple[str, ChunkMeta, 
         step=job.step,
         generation=job.generation,
         attempt=job.attempt,
-        content="state",
+        content=block.content,
         rank=job.rank,
     )
-    key = state_chunk_key(job.step, job.generation, job.attempt, rank=job.rank, number=block.number)
-    return key, meta, arrays
+    name = state_chunk_key if block.content == "state" else sample_chunk_key
+    key = name(job.step, job.generation, job.attempt, rank=job.rank, number=block.number)
+    return _Planned(key, meta, arrays)

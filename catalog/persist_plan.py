@@ -7,9 +7,11 @@ having been killed writes the same bytes under the same keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from recpoint.catalog.staged_job import StagedJob
+from recpoint.catalog.staged_job import StagedJob, sample_name
 from recpoint.errors import MalformedObject
+from recpoint.format.chunk import sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Segment, StagedTable
 from recpoint.format.manifest import MAX_CHUNK_BYTES
@@ -23,7 +25,6 @@ __all__ = [
     "StateBlock",
     "StatePiece",
     "exact_row_bytes",
-    "is_quantized",
     "plan_groups",
 ]
 
@@ -38,7 +39,7 @@ GROUP_BYTES = 512 << 20
 #: one would cost each of the others four bytes.
 PARAMETER_DTYPES: tuple[Dtype, ...] = ("F16", "F32")
 
-#: Most tensors of a state chunk: their names and shapes have to fit its header.
+#: Most tensors of a chunk of state or samples: their names and shapes have to fit its header.
 _TENSORS_EACH = 4_000
 
 #: Room for one row id in a row set: 8 bytes of a delta and what zstd adds to what it cannot shrink.
@@ -77,8 +78,9 @@ class StatePiece:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBlock:
-    """One state chunk."""
+    """One chunk of state, or of the tables' samples."""
 
+    content: Literal["state", "sample"]
     number: int
     pieces: tuple[StatePiece, ...]
 
@@ -93,11 +95,6 @@ class Group:
     blocks: tuple[RowBlock | StateBlock, ...]
     quantized: bool
     staged_bytes: int
-
-
-def is_quantized(table: StagedTable) -> bool:
-    """Whether the table's rows are to be stored with fewer bits than they have."""
-    return table.bits < 8 * item_bytes(table.spec.dtype)
 
 
 def exact_row_bytes(table: StagedTable) -> int:
@@ -142,12 +139,15 @@ def plan_groups(staged: StagedJob) -> list[Group]:
 def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, bool]]:
     found: list[tuple[RowBlock | StateBlock, int, bool]] = []
     # The state first: it is small, and what it needs goes wrong early if it does.
-    for state in _state_blocks(staged):
+    whole = [[piece] for piece in _state_pieces(staged)]
+    blocks = _tensor_blocks(staged, "state", whole)
+    blocks += _tensor_blocks(staged, "sample", _sample_pieces(staged))
+    for state in blocks:
         found.append((state, sum(_piece_bytes(staged, piece) for piece in state.pieces), False))
     for index, table in enumerate(staged.job.tables):
         each = exact_row_bytes(table)
         for block in _row_blocks(staged, index, table):
-            found.append((block, block.rows * each, is_quantized(table)))
+            found.append((block, block.rows * each, table.is_quantized))
     return found
 
 
@@ -156,7 +156,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
     exact = exact_row_bytes(table)
     exact_stored = table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
     stored = exact_stored
-    if is_quantized(table):
+    if table.is_quantized:
         stored = (table.spec.dim * table.bits + 7) // 8 + 8 + _state_bytes(table)
     if exact + _ID_BYTES > MAX_CHUNK_BYTES - (1 << 20):
         raise MalformedObject(
@@ -168,7 +168,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
     rows_each = max(1, min(CHUNK_BYTES // (stored + ids), GROUP_BYTES // exact))
     exact_rows_each = max(1, CHUNK_BYTES // (exact_stored + _ID_BYTES))
     numbers = 1
-    if is_quantized(table):
+    if table.is_quantized:
         # Should none of the rows be quantizable, they fill as many exact chunks.
         numbers = len(PARAMETER_DTYPES) + -(-rows_each // exact_rows_each)
     return [
@@ -183,19 +183,38 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
     ]
 
 
-def _state_blocks(staged: StagedJob) -> list[StateBlock]:
+def _tensor_blocks(
+    staged: StagedJob, content: Literal["state", "sample"], together: list[list[StatePiece]]
+) -> list[StateBlock]:
+    """Chunks of pieces; those of one list come into one chunk."""
     blocks: list[StateBlock] = []
     pieces: list[StatePiece] = []
     total = 0
-    for piece in _state_pieces(staged):
-        size = _piece_bytes(staged, piece)
-        if pieces and (total + size > CHUNK_BYTES or len(pieces) == _TENSORS_EACH):
-            blocks.append(StateBlock(number=len(blocks), pieces=tuple(pieces)))
+
+    def close() -> None:
+        blocks.append(StateBlock(content=content, number=len(blocks), pieces=tuple(pieces)))
+
+    for some in together:
+        size = sum(_piece_bytes(staged, piece) for piece in some)
+        if pieces and (total + size > CHUNK_BYTES or len(pieces) + len(some) > _TENSORS_EACH):
+            close()
             pieces, total = [], 0
-        pieces.append(piece)
+        pieces += some
         total += size
-    blocks.append(StateBlock(number=len(blocks), pieces=tuple(pieces)))
+    if pieces:
+        close()
     return blocks
+
+
+def _sample_pieces(staged: StagedJob) -> list[list[StatePiece]]:
+    """Of each table that has one: the parts of its sample."""
+    found = []
+    for index, table in enumerate(staged.job.tables):
+        names = [sample_name(index, part) for part in sample_arrays(table.spec, 1)]
+        parts = [_whole(name, staged.segments[name]) for name in names if name in staged.segments]
+        if parts:
+            found.append(parts)
+    return found
 
 
 def _state_pieces(staged: StagedJob) -> list[StatePiece]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.persist_choice import choose_quantizer
-from recpoint.catalog.persist_plan import PARAMETER_DTYPES, Group, RowBlock, is_quantized
+from recpoint.catalog.persist_codes import exact_span, staged_codes
+from recpoint.catalog.persist_plan import PARAMETER_DTYPES, Group, RowBlock
 from recpoint.catalog.persist_spool import (
     SpoolFile,
     extent_list,
@@ -22,7 +23,7 @@ from recpoint.catalog.staged_job import Extent, StagedJob, read_into, values_nam
 from recpoint.format.dtypes import Dtype, item_bytes, torch_dtype
 from recpoint.format.manifest import Quantizer
 from recpoint.kernels.implementation import on_cpu
-from recpoint.kernels.quantize import Method, quantize_packed
+from recpoint.kernels.quantize import Method, PackedRows, quantize_packed
 
 __all__ = ["Quantization", "quantization_of", "quantize_group"]
 
@@ -44,12 +45,13 @@ def quantize_group(staged: StagedJob, group: Group) -> str:
     """Quantize and pack the group's rows into the spool.
 
     Rows that are not quantizable are left out and their positions written down: the next step
-    stores them exactly.
+    stores them exactly. What the trainer has quantized is only checked and sorted.
 
     Returns:
         Path of the result, which names extents of the spool.
 
     Raises:
+        MalformedObject: the slot has codes that no quantization gives.
         StagingError: the slot cannot be read.
     """
     path = result_path(staged, group.index, "quantized")
@@ -57,7 +59,7 @@ def quantize_group(staged: StagedJob, group: Group) -> str:
         blocks = [
             block
             for block in group.blocks
-            if isinstance(block, RowBlock) and is_quantized(staged.job.tables[block.table])
+            if isinstance(block, RowBlock) and staged.job.tables[block.table].is_quantized
         ]
         tables = sorted({block.table for block in blocks})
         chosen = {table: choose_quantizer(staged, table) for table in tables}
@@ -68,7 +70,7 @@ def quantize_group(staged: StagedJob, group: Group) -> str:
         result = {
             "blocks": quantized,
             "quantizers": [quantizer.model_dump() for quantizer, _ in chosen.values()],
-            "implementation": on_cpu(),
+            "implementation": _implementation(staged, tables),
         }
         save_result(path, staged, result)
     return str(path)
@@ -102,6 +104,40 @@ def _quantize_block(
     exact_at: list[Tensor] = []
     wide_at: list[Tensor] = []
     rows_each = max(1, _PASS_BYTES // row_bytes)
+    if table.codes:
+        passes = staged_codes(staged, block, rows_each)
+    else:
+        passes = _quantized(staged, block, method, rows_each)
+    first = 0
+    for codes, scale, offset, exact, wide in passes:
+        wide = wide & ~exact
+        for dtype, chosen in zip(PARAMETER_DTYPES, (~(exact | wide), wide), strict=True):
+            arrays = _chosen(chosen, codes, scale, offset, torch_dtype(dtype))
+            for name, array in zip(_ARRAYS, arrays, strict=True):
+                parts[dtype][name].append(spool.append(array.contiguous().numpy()))
+        exact_at.append(first + torch.nonzero(exact).flatten())
+        wide_at.append(first + torch.nonzero(wide).flatten())
+        first += exact.numel()
+    return {
+        "table": block.table,
+        "number": block.number,
+        "exact_first": exact_span(staged, block)[0] if table.codes else 0,
+        "exact": _positions(exact_at, spool),
+        "wide": _positions(wide_at, spool),
+        **{
+            dtype: {name: extent_list(tuple(extents)) for name, extents in arrays.items()}
+            for dtype, arrays in parts.items()
+        },
+    }
+
+
+def _quantized(
+    staged: StagedJob, block: RowBlock, method: Method, rows_each: int
+) -> Iterator[PackedRows]:
+    """The block's rows, some at a time, quantized from their values."""
+    table = staged.job.tables[block.table]
+    dim = table.spec.dim
+    row_bytes = dim * item_bytes(table.spec.dtype)
     buffer = bytearray(min(rows_each, block.rows) * row_bytes)
     for first in range(0, block.rows, rows_each):
         count = min(rows_each, block.rows - first)
@@ -111,29 +147,20 @@ def _quantize_block(
         )
         stored = torch.frombuffer(view, dtype=torch_dtype(table.spec.dtype)).reshape(count, dim)
         rows = stored.to(torch.float32)
-        codes, scale, offset, exact, wide = quantize_packed(
-            rows, table.bits, method, half_parameters=True
-        )
+        found = quantize_packed(rows, table.bits, method, half_parameters=True)
         if table.spec.dtype == "F64":
             # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
-            exact = exact | (rows.to(torch.float64) != stored).any(dim=1)
-        wide = wide & ~exact
-        for dtype, chosen in zip(PARAMETER_DTYPES, (~(exact | wide), wide), strict=True):
-            arrays = _chosen(chosen, codes, scale, offset, torch_dtype(dtype))
-            for name, array in zip(_ARRAYS, arrays, strict=True):
-                parts[dtype][name].append(spool.append(array.contiguous().numpy()))
-        exact_at.append(first + torch.nonzero(exact).flatten())
-        wide_at.append(first + torch.nonzero(wide).flatten())
-    return {
-        "table": block.table,
-        "number": block.number,
-        "exact": _positions(exact_at, spool),
-        "wide": _positions(wide_at, spool),
-        **{
-            dtype: {name: extent_list(tuple(extents)) for name, extents in arrays.items()}
-            for dtype, arrays in parts.items()
-        },
-    }
+            found = found._replace(
+                exact=found.exact | (rows.to(torch.float64) != stored).any(dim=1)
+            )
+        yield found
+
+
+def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
+    """What has quantized the rows of these tables: here, or where they were trained."""
+    job = staged.job
+    found = {job.quantized_by if job.tables[table].codes else on_cpu() for table in tables}
+    return "; ".join(sorted(found))
 
 
 def _chosen(

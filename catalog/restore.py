@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from recpoint.catalog.chain import Chain, resolve_chain
-from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.chunk_reader import (
-    DecodedRows,
-    check_entry,
-    check_stored,
-    read_rows,
-    read_state,
-)
+from recpoint.catalog.chain import Chain, PassedOver, read_with_chain
+from recpoint.catalog.chain_reading import ChainReading
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.memory_target import MemoryTarget
+from recpoint.catalog.reshard import TablePart
 from recpoint.catalog.restore_target import (
-    MemoryTarget,
     RestoreTarget,
     StateCheckingTarget,
     TableTarget,
-    check_targets,
 )
-from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
+from recpoint.catalog.validations import Doubts, Verdict, verdict_of
 from recpoint.errors import (
     ChainError,
     FormatError,
@@ -38,10 +28,7 @@ from recpoint.errors import (
     SettingsError,
     UnsupportedVersion,
 )
-from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import attempt_prefix, manifest_key, parse_chunk_key
 from recpoint.format.records import CheckpointRef
-from recpoint.kernels import row_gather
 
 __all__ = [
     "MemoryTarget",
@@ -49,6 +36,7 @@ __all__ = [
     "RestoreTarget",
     "Skipped",
     "StateCheckingTarget",
+    "TablePart",
     "TableTarget",
     "restore",
 ]
@@ -63,11 +51,29 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreReport:
-    """What was restored, and what that took; `skipped` is newest first."""
+    """What was restored, and what that took.
+
+    Attributes:
+        restored: the checkpoint.
+        full: the checkpoint whose full the chain starts with; `restored` itself, if it is one.
+        full_stored_bytes: of that full's chunks.
+        validation: what validations of `restored` said when the restore began; None: it was never
+            validated. Its digests were compared in either case.
+        skipped: newer ones that could not be restored, newest first.
+        passed_over: damaged manifests that a shorter chain would have used.
+        chain_length: how many manifests were read.
+        quantized: whether any rows of the chain had been quantized.
+        chunks_read, bytes_read, seconds: of the chain that was restored.
+    """
 
     restored: CheckpointRef
+    full: CheckpointRef
+    full_stored_bytes: int
+    validation: Verdict | None
     skipped: tuple[Skipped, ...]
+    passed_over: tuple[PassedOver, ...]
     chain_length: int
+    quantized: bool
     chunks_read: int
     bytes_read: int
     seconds: float
@@ -80,13 +86,23 @@ def restore(
     step: int | None = None,
     generation: int | None = None,
     before: int | None = None,
+    validated_only: bool = False,
     threads: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport:
     """Restore the newest good checkpoint of the live line, or the one that is named.
 
-    Memory beyond the target's: `threads` + 2 chunks, one rank's state, and at most one bit a row
-    of a table that is stored in several sets of rows.
+    One whose validation has failed, or that needs one whose validation has, counts as damaged: it
+    is restored if it is named. One that was never validated is as good as one that was: all bytes
+    that are read are compared with their digests anyway, and training that was committed would be
+    lost. The report says which of the two was restored.
+
+    Rows are decoded once: a row that a newer checkpoint of the chain has brought is passed over in
+    the older ones.
+
+    Memory beyond the target's: `threads` + 3 chunks with their row ids, the state of all ranks,
+    8 MiB of rows a few times over, and two bits a row of the table that is being read, or of the
+    rows of it that are wanted.
 
     Args:
         run: the run.
@@ -94,7 +110,8 @@ def restore(
         step: this checkpoint and no other.
         generation: with `step`: also one that is not on the live line.
         before: leave out this generation and later ones (`Run.claim_from_newest`).
-        threads: chunks read at once.
+        validated_only: pass over checkpoints that were not validated either.
+        threads: chunks read at once, not counting those of up to 2 MiB.
         on_progress: called with bytes read so far and bytes to read, from this thread.
 
     Raises:
@@ -110,11 +127,22 @@ def restore(
     started = time.monotonic()
     skipped: list[Skipped] = []
     damaged: dict[str, RecpointError] = {}
+
+    def read(chain: Chain) -> ChainReading:
+        reading = ChainReading(run, chain, damaged, on_progress)
+        reading.run(target, threads)
+        return reading
+
+    doubts = Doubts(run, validated_only=validated_only) if step is None and names else None
     for name in names:
+        doubt = None if doubts is None else doubts.about(name)
+        if doubt is not None:
+            skipped.append(Skipped(name, f"{doubt}; it is restored if its step is named"))
+            continue
+        # Before anything is read: what was restored is not given up for a listing that fails.
+        known = verdict_of(run, name) if doubts is None else doubts.known(name)
         try:
-            chain = resolve_chain(run, name)
-            reading = _Reading(run, chain, damaged, on_progress)
-            reading.run(target, threads)
+            reading, chain = read_with_chain(run, name, read, line=names)
         except (FormatError, ChainError, ObjectNotFound) as error:
             if step is not None or isinstance(error, UnsupportedVersion):
                 raise
@@ -122,8 +150,13 @@ def restore(
             continue
         return RestoreReport(
             restored=chain.newest.ref,
+            full=chain.full.ref,
+            full_stored_bytes=chain.full.stored_bytes,
+            validation=known,
             skipped=tuple(skipped),
+            passed_over=chain.passed_over,
             chain_length=len(chain.manifests),
+            quantized=_quantized(chain),
             chunks_read=reading.chunks_read,
             bytes_read=reading.bytes_read,
             seconds=time.monotonic() - started,
@@ -141,6 +174,10 @@ def restore(
         expected="at least one",
         next_step=f"recpoint list {run.url}; superseded ones are restored by step and generation",
     )
+
+
+def _quantized(chain: Chain) -> bool:
+    return any(c.scheme == "asymmetric" for m in chain.manifests for c in m.chunks)
 
 
 def _candidates(
@@ -167,134 +204,3 @@ def _candidates(
         expected="a checkpoint of this step on the live line",
         next_step="name its generation too" if others else f"recpoint list {run.url}",
     )
-
-
-class _Reading:
-    """One chain on its way into a target."""
-
-    def __init__(
-        self,
-        run: Run,
-        chain: Chain,
-        damaged: dict[str, RecpointError],
-        on_progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._store = run.store
-        self._chain = chain
-        self._damaged = damaged  # what is known of chunks that other chains of the run share
-        self._on_progress = on_progress
-        self._bytes_to_read = 0
-        self.bytes_read = 0
-        self.chunks_read = 0
-
-    def run(self, target: RestoreTarget, threads: int) -> None:
-        newest = self._chain.newest
-        self._check_stored()
-        targets = tuple(target.begin(newest))
-        check_targets(newest, targets)
-        wanted = [
-            (manifest, entry)
-            for manifest in self._chain.manifests
-            for entry in manifest.chunks
-            if entry.table is not None and targets[entry.table] is not None
-        ]
-        states = [entry for entry in newest.chunks if entry.content == "state"]
-        self._bytes_to_read = sum(entry.bytes for _, entry in wanted)
-        self._bytes_to_read += sum(entry.bytes for entry in states)
-        with ChunkPool(threads) as pool:
-            # The state first: when it is damaged, no table has been touched yet.
-            state = read_state(self._store, newest, pool, self._account)
-            if isinstance(target, StateCheckingTarget):
-                target.check_state(newest, state)
-            with torch.no_grad():
-                self._write_rows(pool, wanted, targets)
-        target.finish(newest, state)
-
-    def _check_stored(self) -> None:
-        """Find missing and truncated objects before anything is read or written."""
-        needed = [
-            (manifest, entry)
-            for manifest in self._chain.manifests
-            for entry in manifest.chunks
-            if entry.content == "rows" or manifest is self._chain.newest
-        ]
-        prefixes = {
-            attempt_prefix(*attempt)
-            for _, entry in needed
-            if (attempt := parse_chunk_key(entry.key)) is not None
-        }
-        sizes: dict[str, int] = {}
-        for prefix in sorted(prefixes):
-            sizes.update((info.key, info.size_bytes) for info in self._store.list(prefix))
-        for manifest, entry in needed:
-            if entry.key in self._damaged:
-                raise self._damaged[entry.key]
-            check_entry(manifest, entry)
-            check_stored(manifest, entry, sizes)
-
-    def _write_rows(
-        self,
-        pool: ChunkPool,
-        wanted: Iterable[tuple[Manifest, ChunkEntry]],
-        targets: Sequence[TableTarget | None],
-    ) -> None:
-        """Decode in threads, write here: in the order of the chain, so that the last one wins."""
-        by_table = _by_table(wanted)
-        jobs = (job for jobs in by_table.values() for job in jobs)
-        last = {id(jobs[-1][1]) for jobs in by_table.values()}
-        coverage: RowCoverage | None = None
-        for (manifest, entry), outcome in pool.in_order(
-            jobs, lambda job: read_rows(self._store, *job)
-        ):
-            if entry.table is None:
-                continue
-            spec, into = manifest.tables[entry.table], targets[entry.table]
-            try:
-                rows = outcome.result()
-                if coverage is None:
-                    entries = [other for _, other in by_table[manifest.step, entry.table]]
-                    counts = [other.row_count or 0 for other in entries]
-                    coverage = RowCoverage(rows=spec.rows, row_counts=counts)
-                coverage.add(rows.rows)
-                if id(entry) in last:
-                    key = manifest_key(manifest.step, manifest.generation)
-                    coverage.finish(key=key, table=spec.name)
-                    coverage = None
-            except (FormatError, ObjectNotFound) as error:
-                self._damaged[entry.key] = error
-                raise
-            if into is not None:
-                _write(rows, into)
-            self._account(entry)
-
-    def _account(self, entry: ChunkEntry) -> None:
-        self.chunks_read += 1
-        self.bytes_read += entry.bytes
-        if self._on_progress is not None:
-            self._on_progress(self.bytes_read, self._bytes_to_read)
-
-
-def _by_table(
-    wanted: Iterable[tuple[Manifest, ChunkEntry]],
-) -> Mapping[tuple[int, int], list[tuple[Manifest, ChunkEntry]]]:
-    """Chunks by step and table, in the order of the chain (steps ascend in it)."""
-    by_table: dict[tuple[int, int], list[tuple[Manifest, ChunkEntry]]] = {}
-    for manifest, entry in wanted:
-        if entry.table is not None:
-            by_table.setdefault((manifest.step, entry.table), []).append((manifest, entry))
-    return by_table
-
-
-def _write(rows: DecodedRows, into: TableTarget) -> None:
-    """Put decoded rows in their places; ids and shapes have been checked against the table."""
-    pairs = zip((rows.values, *rows.row_states), (into.values, *into.row_states), strict=True)
-    ids: Tensor | None = None
-    for part, dest in pairs:
-        if dest is None:
-            continue
-        if isinstance(rows.rows, range):
-            dest[rows.rows.start : rows.rows.stop].copy_(part)
-            continue
-        if ids is None or ids.device != dest.device:
-            ids = rows.rows.to(dest.device)
-        row_gather.scatter(part.to(dest.device), ids, dest)

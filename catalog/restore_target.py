@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,34 +12,83 @@ from torch import Tensor
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest, TableSpec
+from recpoint.kernels import dirty_bitmap
+
+if TYPE_CHECKING:
+    from recpoint.catalog.chunk_reader import StoredRows
 
 __all__ = [
-    "MemoryTarget",
     "RestoreTarget",
+    "RowSink",
     "StateCheckingTarget",
     "TableTarget",
     "check_targets",
+    "mark_rows",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableTarget:
-    """Where one table's rows go, in place, on any device.
+    """Where one table's rows go, in place, on any device: all of them, or a range.
 
     Attributes:
-        values: [rows, dim], of the table's dtype, contiguous.
-        row_states: one [rows, *shape] for each row state of the table, of its dtype, contiguous;
-            None for a state that is not wanted.
+        values: [n, dim], of the table's dtype, contiguous: rows first_row … first_row + n − 1.
+        row_states: one [n, *shape] for each row state of the table, of its dtype, contiguous; None
+            for a state that is not wanted.
+        changed: if given, a dirty bitmap of the n rows on the CPU, all zero: the rows that come
+            from increments are marked in it, those that come from the chain's full are not.
+        first_row: the table's row that is row 0 of `values`.
     """
 
     values: Tensor
     row_states: tuple[Tensor | None, ...]
+    changed: Tensor | None = None
+    first_row: int = 0
+
+    @property
+    def wanted(self) -> range:
+        """The rows of the table that go here."""
+        return range(self.first_row, self.first_row + len(self.values))
+
+    def mark(self, rows: range | Tensor) -> None:
+        """See `RowSink.mark`."""
+        mark_rows(self.changed, rows, of=len(self.values))
+
+
+def mark_rows(changed: Tensor | None, rows: range | Tensor, *, of: int) -> None:
+    """Mark rows in a dirty bitmap of so many, if there is one."""
+    if changed is not None:
+        ids = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+        dirty_bitmap.mark(changed, ids, rows=of)
+
+
+class RowSink(Protocol):
+    """Takes one table's rows as they are stored, undecoded.
+
+    Attributes:
+        wanted: the rows of the table that it takes; None: all. Ids are counted from its start.
+    """
+
+    @property
+    def wanted(self) -> range | None:
+        """See the class."""
+
+    def take(self, stored: StoredRows, positions: Tensor | None) -> None:
+        """Take rows of a chunk, checked against the table; each row of it comes once.
+
+        Args:
+            stored: the chunk; it must not be kept.
+            positions: which of its rows, int64 [m], ascending; None: all.
+        """
+
+    def mark(self, rows: range | Tensor) -> None:
+        """Note that an increment holds these rows, which have been taken if nothing newer has."""
 
 
 class RestoreTarget(Protocol):
     """What a checkpoint is restored into."""
 
-    def begin(self, manifest: Manifest) -> Sequence[TableTarget | None]:
+    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Say where the tables go, one for each of `manifest.tables`; None: not wanted.
 
         Called after everything that can be checked without reading chunks has been, and again for
@@ -67,26 +116,33 @@ class StateCheckingTarget(Protocol):
         """
 
 
-def check_targets(manifest: Manifest, targets: Sequence[TableTarget | None]) -> None:
-    """Whether every row of the checkpoint has its place, before one is written.
+def check_targets(manifest: Manifest, targets: Sequence[TableTarget | RowSink | None]) -> None:
+    """Whether every row that is wanted has its place, before one is written.
 
     Raises:
-        IncompatibleModel: a tensor of another shape or dtype than its table or row state.
+        IncompatibleModel: a tensor of another shape or dtype than its table or row state, or for
+            rows that the table does not have.
         ValueError: not one target for each table.
     """
     if len(targets) != len(manifest.tables):
         raise ValueError(f"{len(targets)} targets for {len(manifest.tables)} tables")
     for spec, target in zip(manifest.tables, targets, strict=True):
-        if target is None:
+        if isinstance(target, TableTarget):
+            rows = target.values.shape[0] if target.values.dim() else 0
+            _check_tensor(spec, "values", target.values, (rows, spec.dim), torch_dtype(spec.dtype))
+        wanted = None if target is None else target.wanted
+        if wanted is not None and not 0 <= wanted.start <= wanted.stop <= spec.rows:
+            found = f"rows {wanted.start} … {wanted.stop - 1} wanted"
+            raise _does_not_fit(spec, found, f"rows of 0 … {spec.rows - 1}")
+        if not isinstance(target, TableTarget):
             continue
-        _check_tensor(spec, "values", target.values, (spec.rows, spec.dim), torch_dtype(spec.dtype))
         if len(target.row_states) != len(spec.row_states):
             raise _does_not_fit(
                 spec, f"{len(target.row_states)} row states", f"{len(spec.row_states)}"
             )
         for state, tensor in zip(spec.row_states, target.row_states, strict=True):
             if tensor is not None:
-                shape = (spec.rows, *state.shape)
+                shape = (rows, *state.shape)
                 _check_tensor(spec, state.name, tensor, shape, torch_dtype(state.dtype))
 
 
@@ -107,49 +163,3 @@ def _does_not_fit(spec: TableSpec, found: str, expected: str) -> IncompatibleMod
         expected=expected,
         next_step="build the model as it was when the checkpoint was taken",
     )
-
-
-class MemoryTarget:
-    """Restores into fresh CPU tensors, without a model.
-
-    Args:
-        tables: names of the tables wanted; None: all.
-
-    Attributes:
-        manifest: the checkpoint that was restored.
-        tables: by name.
-        state: the state tree of each rank.
-    """
-
-    def __init__(self, tables: Iterable[str] | None = None) -> None:
-        self._wanted = None if tables is None else frozenset(tables)
-        self.manifest: Manifest | None = None
-        self.tables: dict[str, TableTarget] = {}
-        self.state: dict[int, object] = {}
-
-    def begin(self, manifest: Manifest) -> Sequence[TableTarget | None]:
-        """See `RestoreTarget.begin`."""
-        known = {spec.name for spec in manifest.tables}
-        for name in sorted((self._wanted or frozenset()) - known):
-            raise IncompatibleModel(
-                f"table {name!r}",
-                found=f"no such table in {manifest.ref}",
-                expected=f"one of {', '.join(sorted(known))[:500]}",
-                next_step="name a table of the checkpoint",
-            )
-        self.tables = {
-            spec.name: TableTarget(
-                values=torch.empty(spec.rows, spec.dim, dtype=torch_dtype(spec.dtype)),
-                row_states=tuple(
-                    torch.empty(spec.rows, *state.shape, dtype=torch_dtype(state.dtype))
-                    for state in spec.row_states
-                ),
-            )
-            for spec in manifest.tables
-            if self._wanted is None or spec.name in self._wanted
-        }
-        return [self.tables.get(spec.name) for spec in manifest.tables]
-
-    def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `RestoreTarget.finish`."""
-        self.manifest, self.state = manifest, state

@@ -7,13 +7,20 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.create_only import create_or_read
-from recpoint.catalog.lineage import LINEAGE_NEXT_STEP, ManifestName, live_line
+from recpoint.catalog.lineage import (
+    LINEAGE_NEXT_STEP,
+    ManifestName,
+    Representation,
+    by_checkpoint,
+    live_line,
+    restarts,
+)
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
@@ -25,11 +32,13 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
+    CONSOLIDATED_PREFIX,
     GENERATIONS_PREFIX,
     MANIFESTS_PREFIX,
     RUN_KEY,
+    consolidated_prefix,
     generation_key,
-    manifest_key,
+    parse_consolidated_key,
     parse_generation_key,
     parse_manifest_key,
 )
@@ -168,9 +177,35 @@ class Run:
     # --- manifests -----------------------------------------------------------------------------
 
     def manifest_names(self) -> list[ManifestName]:
-        """All manifests there are, live or superseded, ascending; one listing, no reads."""
-        found = (parse_manifest_key(info.key) for info in self.store.list(MANIFESTS_PREFIX))
-        return sorted(ManifestName(*name) for name in found if name is not None)
+        """All checkpoints there are, live or superseded, ascending; two listings, no reads."""
+        return list(self.representations())
+
+    def representations(self) -> dict[ManifestName, list[Representation]]:
+        """Every manifest there is, by checkpoint, ascending; of each those that read least first.
+
+        Two listings, no reads.
+        """
+        # In this order: a checkpoint whose own manifest is removed in between has been
+        # consolidated before, and is found by the second listing (format §6.3 R3).
+        own = (parse_manifest_key(info.key) for info in self.store.list(MANIFESTS_PREFIX))
+        found = [Representation(ManifestName(*name)) for name in own if name is not None]
+        return by_checkpoint([*found, *self._consolidated(CONSOLIDATED_PREFIX)])
+
+    def consolidated(self) -> dict[ManifestName, list[Representation]]:
+        """The consolidated manifests alone, as `representations`; one listing."""
+        return by_checkpoint(self._consolidated(CONSOLIDATED_PREFIX))
+
+    def _consolidated(self, prefix: str) -> list[Representation]:
+        found = (parse_consolidated_key(info.key) for info in self.store.list(prefix))
+        return [
+            Representation(
+                ManifestName(name.step, name.generation),
+                "full" if name.after is None else "after",
+                name.after,
+            )
+            for name in found
+            if name is not None
+        ]
 
     def live_line(self, *, before: int | None = None) -> list[ManifestName]:
         """The checkpoints that count, newest first (format §5).
@@ -182,12 +217,15 @@ class Run:
             FormatError: a generation record on the way is damaged; its key is the subject.
             MissingLink: one is not there.
         """
-        # Generations first: a manifest that appears in between belongs to a generation that is
+        # Generations first: a checkpoint that appears in between belongs to a generation that is
         # already known, or is left for the next look.
         numbers = [
             number for number in self.generation_numbers() if before is None or number < before
         ]
-        names = self.manifest_names()
+        return self.line_of(numbers, self.manifest_names())
+
+    def line_of(self, numbers: Sequence[int], names: Iterable[ManifestName]) -> list[ManifestName]:
+        """As `live_line`, of generations and checkpoints that have been listed, in this order."""
         read = self.read_generations(numbers)
         usable = {
             number: record
@@ -204,35 +242,56 @@ class Run:
                     raise outcome from error
             raise
 
+    def restarts(self, newest: int) -> int:
+        """See `lineage.restarts`: of the line that generation `newest` is on."""
+        numbers = [number for number in self.generation_numbers() if number <= newest]
+        read = self.read_generations(numbers)
+        return restarts(newest, {n: r for n, r in read.items() if isinstance(r, GenerationRecord)})
+
     def superseded(self) -> list[ManifestName]:
-        """Manifests that are not on the live line, newest first; see `live_line` for errors."""
+        """Checkpoints that are not on the live line, newest first; see `live_line` for errors."""
         live = set(self.live_line())
         return [name for name in reversed(self.manifest_names()) if name not in live]
 
     def manifest(self, step: int, generation: int) -> Manifest:
+        """A checkpoint's own manifest; once that is gone, one of its consolidated manifests.
+
+        Raises:
+            ObjectNotFound: there is no such checkpoint.
+            FormatError: the manifest is damaged, or of another checkpoint than its key says.
+        """
+        name = ManifestName(step, generation)
+        try:
+            return self.read_manifest(Representation(name))
+        except ObjectNotFound:
+            left = self._consolidated(consolidated_prefix(step, generation))
+            if not left:
+                raise
+            return self.read_manifest(min(left, key=lambda one: one.cost))
+
+    def read_manifest(self, representation: Representation) -> Manifest:
         """One manifest, fully checked.
 
         Raises:
             ObjectNotFound: there is none.
             FormatError: it is damaged, or says it is another one than its key says.
         """
+        return read_checked(
+            self.store,
+            representation.key,
+            max_bytes=MAX_RECORD_BYTES,
+            parse=lambda data: self.parse_manifest(data, representation),
+        )
 
-        def parse(data: bytes) -> Manifest:
-            return self.parse_manifest(data, step, generation)
-
-        key = manifest_key(step, generation)
-        return read_checked(self.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
-
-    def parse_manifest(self, data: bytes, step: int, generation: int) -> Manifest:
-        """The manifest in `data`, which was read from the key of this step and generation."""
-        key = manifest_key(step, generation)
+    def parse_manifest(self, data: bytes, representation: Representation) -> Manifest:
+        """The manifest in `data`, which was read from the key of this representation."""
+        key = representation.key
         manifest = unpack_record(Manifest, data, name=key, next_step=_MANIFEST_NEXT_STEP)
-        if (manifest.run, manifest.step, manifest.generation) != (self.id, step, generation):
+        if manifest.run != self.id or Representation.of(manifest) != representation:
             raise ForeignObject(
                 key,
-                found=f"the manifest of run {manifest.run}, step {manifest.step}, "
-                f"generation {manifest.generation}",
-                expected=f"run {self.id}, step {step}, generation {generation}",
+                found=f"a manifest of run {manifest.run}, {Representation.of(manifest)}",
+                expected=f"run {self.id}, {representation}",
                 next_step=_MANIFEST_NEXT_STEP,
             )
         return manifest

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from recpoint.errors import SettingsError
 
-__all__ = ["RunUrl", "parse_run_url"]
+__all__ = ["RunUrl", "naming_run", "parse_run_url"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
 _FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
+_PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
 
 _NEXT = "give a local path, file:///path, s3://bucket/prefix, or another fsspec URL"
 
@@ -115,3 +117,16 @@ def _refused(url: str, found: str) -> SettingsError:
         expected="where the run's objects are, credentials coming from the environment",
         next_step=_NEXT,
     )
+
+
+def naming_run(text: str, url: object) -> str:
+    """`text` with the run's URL in the commands that it proposes, ready to be copied.
+
+    Where such an error is made, only the key of an object is known. A URL that is refused may
+    carry a credential, and is not repeated.
+    """
+    try:
+        there = parse_run_url(url).url if isinstance(url, str) else "URL"
+    except SettingsError:
+        return text
+    return _PROPOSED.sub(lambda found: f"{found[1]} {shlex.quote(there)}", text)

@@ -92,7 +92,7 @@ class S3Store(Store):
         """See `Store.put`."""
         durable.step(f"put {key}")
         self._write(key, data, {})
-        durable.step(f"put done {key}")
+        durable.step(f"stored {key}")
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`."""

@@ -23,7 +23,9 @@ from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
 __all__ = [
     "AgentLock",
     "agent_lock_path",
+    "answer_given",
     "clean",
+    "consolidated_run",
     "default_staging_root",
     "finish",
     "finish_answered",
@@ -34,6 +36,7 @@ __all__ = [
     "outcomes_directory",
     "read_job",
     "read_outcome",
+    "remember_consolidated_run",
     "run_directories",
     "run_directory",
     "slot_path",
@@ -42,6 +45,7 @@ __all__ = [
     "staged_attempts",
     "staged_jobs",
     "status_path",
+    "trainer_is_running",
     "trainer_lock_path",
     "write_status",
 ]
@@ -49,6 +53,10 @@ __all__ = [
 MAX_SLOT = 9_999
 
 _RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
+#: Answers of this process that nobody has asked for yet, by job file; a trainer removes the files.
+_answers: dict[str, Outcome] = {}
+_MOST_ANSWERS = 64
+
 _REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
 
 
@@ -142,9 +150,14 @@ def status_path(run_dir: Path | str) -> Path:
     return Path(run_dir) / "status.json"
 
 
-def trainer_lock_path(run_dir: Path | str) -> Path:
-    """Locked by the training process."""
-    return Path(run_dir) / "trainer.lock"
+def trainer_lock_path(run_dir: Path | str, rank: int = 0) -> Path:
+    """Locked by the training process of a rank."""
+    return Path(run_dir) / ("trainer.lock" if rank == 0 else f"trainer-r{rank:05d}.lock")
+
+
+def trainer_is_running(run_dir: Path | str) -> bool:
+    """Whether a training process of any rank holds its lock."""
+    return any(host_lock.is_held(path) for path in Path(run_dir).glob("trainer*.lock"))
 
 
 def agent_lock_path(staging: Path | str) -> Path:
@@ -248,6 +261,7 @@ def finish(job_file: Path | str, outcome: Outcome) -> None:
     durable.make_directory(answer.parent)
     durable.write_atomically(answer, pack_record(outcome))
     shutil.rmtree(spool_directory(job_file.parent.parent) / job_file.stem, ignore_errors=True)
+    _note_answer(job_file, outcome)
     durable.remove(job_file)
 
 
@@ -261,8 +275,20 @@ def finish_answered(job_file: Path | str) -> bool:
         return False
     if outcome.attempt != job.attempt:
         return False  # the answer to an earlier job of this name, not fetched yet
+    _note_answer(job_file, outcome)
     durable.remove(job_file)
     return True
+
+
+def answer_given(job_file: Path | str) -> Outcome | None:
+    """What this process has answered a job, once: its trainer may have removed the file already."""
+    return _answers.pop(str(job_file), None)
+
+
+def _note_answer(job_file: Path, outcome: Outcome) -> None:
+    while len(_answers) >= _MOST_ANSWERS:
+        _answers.pop(next(iter(_answers)), None)
+    _answers[str(job_file)] = outcome
 
 
 def clean(run_dir: Path | str) -> None:
@@ -271,6 +297,29 @@ def clean(run_dir: Path | str) -> None:
     for name in _listed(outcomes_directory(run_dir)):
         if name.startswith(".tmp-"):
             (outcomes_directory(run_dir) / name).unlink(missing_ok=True)
+
+
+def remember_consolidated_run(run_dir: Path | str, run_url: str | None) -> None:
+    """Note the URL of the run, whose chain is to be consolidated; None: it no longer is."""
+    path = _consolidated_path(run_dir)
+    if run_url is None:
+        path.unlink(missing_ok=True)
+    elif consolidated_run(run_dir) != run_url:
+        durable.write_atomically(path, json.dumps({"run_url": run_url}).encode())
+
+
+def consolidated_run(run_dir: Path | str) -> str | None:
+    """The URL that was noted; None if there is none that can be read."""
+    try:
+        found = json.loads(_read_record(_consolidated_path(run_dir)))
+        run_url = found["run_url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return run_url if isinstance(run_url, str) else None
+
+
+def _consolidated_path(run_dir: Path | str) -> Path:
+    return Path(run_dir) / "consolidate.json"
 
 
 def write_status(run_dir: Path | str, status: dict[str, object]) -> None:

@@ -6,31 +6,43 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self, cast
 
 import crc32c
 
 from recpoint.catalog.staged import read_job, slots_directory, spool_directory
 from recpoint.errors import DigestMismatch, MalformedObject, StagingError
+from recpoint.format.chunk import MAX_SAMPLE_ROWS, sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Job, Segment, StagedTable
+from recpoint.format.manifest import ChosenMethod
+from recpoint.kernels.bit_packing.widths import packed_width
+from recpoint.kernels.quantize import Method
+from recpoint.kernels.quantize.method import MethodName
 
 __all__ = [
+    "CodeArray",
     "Extent",
     "StagedJob",
     "assemble",
+    "code_name",
     "digest",
     "ids_name",
+    "kernel_method",
     "open_job",
     "read_into",
+    "sample_name",
     "state_name",
     "values_name",
 ]
+
+#: What a slot has of a table instead of values when the trainer has quantized it.
+CodeArray = Literal["codes", "scale", "offset", "wide", "exact_at", "exact"]
 
 _READ_BYTES = 4 << 20
 _NEXT = "nothing: the job is rejected, and the trainer stages its rows again"
@@ -54,9 +66,19 @@ def values_name(table: int) -> str:
     return f"t{table}.values"
 
 
+def code_name(table: int, array: CodeArray) -> str:
+    """Segment of one array of a table's codes (format §7)."""
+    return f"t{table}.{array}"
+
+
 def state_name(table: int, state: int) -> str:
     """Segment of one row state of a table's rows."""
     return f"t{table}.state.{state}"
+
+
+def sample_name(table: int, part: str) -> str:
+    """Segment of one part of a table's sample; it has the same name in a chunk (format §3.6)."""
+    return f"sample.{table}.{part}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +177,17 @@ def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
 
     for index, table in enumerate(job.tables):
         _check_table(path, table)
+        _take_sample(index, table, left, take)
         rows, spec = table.row_count, table.spec
-        if rows == 0 and values_name(index) not in left:
+        first = code_name(index, "codes") if table.codes else values_name(index)
+        if rows == 0 and first not in left:
             continue  # a table without a dirty row needs no segments
         if not table.all_rows:
             take(ids_name(index), "I64", (rows,))
-        take(values_name(index), spec.dtype, (rows, spec.dim))
+        if table.codes:
+            _take_codes(index, table, take, left)
+        else:
+            take(values_name(index), spec.dtype, (rows, spec.dim))
         for number, state in enumerate(spec.row_states):
             take(state_name(index, number), state.dtype, (rows, *state.shape))
     take("tree", "U8", None)
@@ -170,17 +197,74 @@ def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
         number += 1
 
 
+def _take_sample(
+    index: int,
+    table: StagedTable,
+    left: dict[str, Segment],
+    take: Callable[[str, Dtype, tuple[int, ...]], None],
+) -> None:
+    """A table's sample, which a trainer need not have taken (format §3.6)."""
+    ids = left.get(sample_name(index, "ids"))
+    if ids is None or table.shard_rows == 0:
+        return
+    rows = ids.shape[0] if len(ids.shape) == 1 else 0
+    # Of another number of rows, which no sample has, it does not fit what `take` expects.
+    rows = min(max(rows, 1), MAX_SAMPLE_ROWS)
+    for part, (dtype, shape) in sample_arrays(table.spec, rows).items():
+        if part != "digests" or sample_name(index, part) in left:
+            take(sample_name(index, part), dtype, shape)
+
+
+def _take_codes(
+    index: int,
+    table: StagedTable,
+    take: Callable[[str, Dtype | None, tuple[int, ...] | None], None],
+    left: Mapping[str, Segment],
+) -> None:
+    rows, spec = table.row_count, table.spec
+    take(code_name(index, "codes"), "U8", (rows, packed_width(spec.dim, table.bits)))
+    take(code_name(index, "scale"), "F32", (rows,))
+    take(code_name(index, "offset"), "F32", (rows,))
+    take(code_name(index, "wide"), "BOOL", (rows,))
+    exact_at = left.get(code_name(index, "exact_at"))
+    shape = (0,) if exact_at is None else exact_at.shape
+    # Whether they are in order and below `rows` is seen when they are read.
+    exact = (min(shape[0] if shape else 0, rows),)
+    take(code_name(index, "exact_at"), "I64", exact)
+    take(code_name(index, "exact"), spec.dtype, (*exact, spec.dim))
+
+
 def _check_table(path: Path, table: StagedTable) -> None:
     spec = table.spec
-    if table.row_count > spec.rows or (table.all_rows and table.row_count != spec.rows):
+    rows = table.shard_rows
+    if table.row_count > rows or (table.all_rows and table.row_count != rows):
         raise _malformed(
             path,
             f"{table.row_count} rows of {spec.name!r:.200}",
-            f"{'all' if table.all_rows else 'at most'} {spec.rows}",
+            f"{'all' if table.all_rows else 'at most'} {rows}",
         )
     exact_bits = 8 * item_bytes(spec.dtype)
     if table.bits not in (2, 3, 4, 8, exact_bits):
         raise _malformed(path, f"{table.bits} bits", f"2, 3, 4, 8 or {exact_bits} bits")
+    if table.method is not None:
+        try:
+            kernel_method(table.method)
+        except ValueError as error:
+            raise _malformed(path, f"method {error}", "a method of this version") from error
+
+
+def kernel_method(chosen: ChosenMethod) -> Method:
+    """A method as the kernels take it.
+
+    Raises:
+        ValueError: there is no such method, or it does not have these parameters.
+    """
+    return Method(
+        name=cast(MethodName, chosen.method),
+        bins=chosen.bins,
+        ratio_permille=chosen.ratio_permille,
+        refits=chosen.refits,
+    )
 
 
 def _malformed(path: Path, found: str, expected: str) -> MalformedObject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -37,7 +38,7 @@ from recpoint.catalog.store_errors import (
     too_large,
     too_short,
 )
-from recpoint.errors import ObjectNotFound, SettingsError
+from recpoint.errors import ObjectNotFound, RecpointError, SettingsError
 
 __all__ = ["ObjectInfo", "S3Timeouts", "Store", "open_store"]
 
@@ -116,6 +117,8 @@ class _S3Client:
         from botocore.handlers import add_expect_header
 
         try:
+            if self._file_system.session is None:
+                self._file_system.session = _session(self._file_system.kwargs)
             sdk = await self._file_system.set_session()
             if sdk is not self._prepared:
                 # With `Expect: 100-continue` a stalled server is waited for without a time-out.
@@ -143,6 +146,26 @@ class _S3Client:
         except TimeoutError as error:  # cancelled: fsspec's time-out is one
             raise S3Failure(f"no answer within {seconds:.0f} s") from error
         return result
+
+
+def _session(settings: Mapping[str, Any]) -> Any:
+    """A session as s3fs would make it, with credentials of its own; the SDK's files are read once.
+
+    Each session would list and parse them anew, which is most of what a client costs.
+    """
+    from aiobotocore.session import AioSession
+
+    session = AioSession(**settings)
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    return session
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    """What reads the SDK's descriptions of services; keeps them, and nothing of any user."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 def _s3_errors() -> tuple[type[Exception], ...]:
@@ -227,7 +250,7 @@ class _FsspecStore(Store):
         """See `Store.put`."""
         durable.step(f"put {check_key(key)}")
         self._run("writing", "pipe_file", key, bytes(data))
-        durable.step(f"put done {key}")
+        durable.step(f"stored {key}")
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`."""
@@ -297,27 +320,49 @@ class _FsspecStore(Store):
                     return getattr(file_system, method)(where, *arguments, **named)
             return getattr(file_system, method)(where, *arguments, **named)
         except OSError as error:
+            behind = _behind(error)
+            if behind is not None:
+                raise self._for_failure(behind, where, doing) from error
             raise for_os_error(error, where, doing=doing, writing="writing" in doing) from error
         except (NotImplementedError, TypeError) as error:
             raise no_create_only(
                 self, f"{type(error).__name__}: {error} (while {doing})"
             ) from error
         except Exception as error:  # SDKs of all makers, whose errors have no base in common
-            status = getattr(error, "status_code", None) or getattr(error, "code", None)
-            if not isinstance(status, int):
-                words = f"{type(error).__name__}: {error}"
-                raise for_no_answer(where, words=words, doing=doing, endpoint=self.url) from error
-            raise for_answer(
-                where,
-                status=status,
-                code=type(error).__name__,
-                message=str(error),
-                doing=doing,
-                bucket=self.url,
-            ) from error
+            raise self._for_failure(error, where, doing) from error
+
+    def _for_failure(self, error: Exception, where: str, doing: str) -> RecpointError:
+        """What an SDK's error means, by the status of the answer if there was one."""
+        status = next(
+            (
+                found
+                for name in ("status_code", "status", "code")
+                if isinstance(found := getattr(error, name, None), int)
+            ),
+            None,
+        )
+        if status is None:
+            words = f"{type(error).__name__}: {error}"
+            return for_no_answer(where, words=words, doing=doing, endpoint=self.url)
+        return for_answer(
+            where,
+            status=status,
+            code=type(error).__name__,
+            message=str(error),
+            doing=doing,
+            bucket=self.url,
+        )
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
+
+
+def _behind(error: OSError) -> Exception | None:
+    """The failure that a file system has made "not found" of, as that for HTTP does of each."""
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+        return None if isinstance(cause, FileNotFoundError | LookupError) else cause
+    return None
 
 
 def _connect(parsed: RunUrl) -> Any:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.lineage import Representation
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_facts import OnStep, unwatched
 from recpoint.catalog.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.naming import (
     RUN_KEY,
     AttemptName,
     attempt_prefix,
+    is_end_key,
     is_probe_key,
-    manifest_key,
+    is_retention_key,
     parse_chunk_key,
+    parse_consolidated_key,
     parse_generation_key,
     parse_manifest_key,
+    parse_part_key,
+    parse_validation_key,
+    part_prefix,
 )
 
 __all__ = ["KeptPrefix", "SweepPlan", "SweepResult", "SweptObject", "execute", "plan_sweep"]
+
+_READERS = 8
 
 
 class SweptObject(NamedTuple):
@@ -34,7 +43,7 @@ class SweptObject(NamedTuple):
 
 
 class KeptPrefix(NamedTuple):
-    """Chunks without a manifest that stay for now, and why."""
+    """Chunks that no manifest names and that stay for now, and why."""
 
     prefix: str
     reason: str
@@ -45,15 +54,16 @@ class SweepPlan:
     """What a sweep would do. Made by reading alone.
 
     Attributes:
-        prefixes: attempts to remove.
-        objects: their chunks, and what killed probes left behind.
+        prefixes: attempts with chunks or parts to remove.
+        objects: those, what killed probes left behind, and validations of no checkpoint.
         unfinished: temporary files and multipart uploads to remove.
-        kept: attempts without a manifest that stay.
+        kept: attempts whose unnamed chunks stay.
         unrecognised: keys that are not ours; never removed.
         blocked: manifests that cannot be read. What they name is unknown, so that no chunk is
             removed while there are any.
         grace_seconds: younger objects stay.
         keep: attempts that staged jobs name.
+        spare_newest: leave what the newest generation can still commit.
     """
 
     prefixes: tuple[AttemptName, ...]
@@ -64,6 +74,7 @@ class SweepPlan:
     blocked: tuple[str, ...]
     grace_seconds: float
     keep: frozenset[str]
+    spare_newest: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -84,14 +95,19 @@ class SweepResult:
         return sum(swept.size_bytes for swept in self.removed)
 
 
-def plan_sweep(run: Run, *, grace_seconds: float, keep: Collection[str] = ()) -> SweepPlan:
+def plan_sweep(
+    run: Run, *, grace_seconds: float, keep: Collection[str] = (), spare_newest: bool = False
+) -> SweepPlan:
     """Find what can go; nothing is changed.
 
     Args:
         run: the run.
         grace_seconds: what the store says was modified less long ago stays: it may belong to a
-            checkpoint that is being written. Must exceed the longest time a persist takes.
+            checkpoint that is being written. Must exceed the longest time that a persist or a
+            consolidation takes.
         keep: attempts that jobs in a staging area name: an agent will finish them.
+        spare_newest: leave what the newest generation can still commit, however old: for a sweep
+            on another host than the trainer's, where nobody knows what is staged.
 
     Raises:
         SettingsError: a negative grace.
@@ -108,30 +124,50 @@ def plan_sweep(run: Run, *, grace_seconds: float, keep: Collection[str] = ()) ->
     # listing, is seen to be named. The other order would take a fresh commit for an orphan.
     chunks: dict[AttemptName, list[ObjectInfo]] = {}
     objects: list[SweptObject] = []
+    parts: dict[AttemptName, list[ObjectInfo]] = {}
+    validations: list[ObjectInfo] = []
     unrecognised: list[str] = []
     now_ms = _now_ms()
     for info in run.store.list():
         attempt = parse_chunk_key(info.key)
         if attempt is not None:
             chunks.setdefault(attempt, []).append(info)
+        elif (part := parse_part_key(info.key)) is not None:
+            parts.setdefault(part.checkpoint, []).append(info)
         elif is_probe_key(info.key):
             if _is_old((info,), now_ms, grace_seconds):
                 objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
+        elif parse_validation_key(info.key) is not None:
+            validations.append(info)
         elif not _is_record(info.key):
             unrecognised.append(info.key)
-    named = _Named(run)
+    named = _Named(run, spare_newest=spare_newest)
     named.look()
+    there = {(name.step, name.generation) for name in run.representations()}
+    for info in validations:
+        of = parse_validation_key(info.key)
+        if of and of[:2] not in there and _is_old((info,), now_ms, grace_seconds):
+            why = "validates a checkpoint that has no manifest"
+            objects.append(SweptObject(info.key, info.size_bytes, why))
     doomed: list[AttemptName] = []
     kept: list[KeptPrefix] = []
-    for attempt, infos in chunks.items():
-        if attempt in named.attempts:
+    for attempt in {**parts, **chunks}:
+        all_infos = chunks.get(attempt, [])
+        infos = [info for info in all_infos if info.key not in named.chunks]
+        # Parts before chunks: one that is there says that its chunks are.
+        infos = parts.get(attempt, []) + infos
+        if not infos:
             continue
         reason = _reason_to_keep(attempt, infos, named, keep, now_ms, grace_seconds)
         if reason:
-            kept.append(KeptPrefix(attempt_prefix(*attempt), reason))
+            prefix_of = attempt_prefix if all_infos else part_prefix
+            kept.append(KeptPrefix(prefix_of(*attempt), reason))
             continue
         doomed.append(attempt)
-        why = f"no manifest names attempt {attempt.attempt} of step {attempt.step}"
+        more = " any more" if len(infos) < len(all_infos) else ""
+        why = f"no manifest names attempt {attempt.attempt} of step {attempt.step}{more}"
+        if attempt in named.attempts:
+            why = f"attempt {attempt.attempt} of step {attempt.step} is committed without it"
         objects.extend(SweptObject(info.key, info.size_bytes, why) for info in infos)
     return SweepPlan(
         prefixes=tuple(doomed),
@@ -146,29 +182,47 @@ def plan_sweep(run: Run, *, grace_seconds: float, keep: Collection[str] = ()) ->
         blocked=tuple(named.unreadable),
         grace_seconds=grace_seconds,
         keep=frozenset(keep),
+        spare_newest=spare_newest,
     )
 
 
-def execute(run: Run, plan: SweepPlan) -> SweepResult:
+def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepResult:
     """Do what a plan says. Killed anywhere, the next sweep finds and finishes the rest.
 
     Every attempt is looked at again right before it is removed: what has been committed, or
     written to, since the plan was made stays.
+
+    Args:
+        run: the run.
+        plan: of `plan_sweep`.
+        on_step: called after each object that was removed, from this thread.
 
     Raises:
         StoreError: the store refuses or cannot be reached; what was not yet removed stays.
     """
     removed: list[SweptObject] = []
     spared: list[KeptPrefix] = []
+    total = len(plan.objects) + len(plan.unfinished)
+
+    def note(swept: SweptObject) -> None:
+        removed.append(swept)
+        on_step("removing objects", len(removed), total)
+
     reasons = {swept.key: swept for swept in plan.objects}
-    named = _Named(run)
+    named = _Named(run, spare_newest=plan.spare_newest)
     for attempt in plan.prefixes:
         prefix = attempt_prefix(*attempt)
-        infos = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
+        there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
+        parts = [
+            info
+            for info in run.store.list(part_prefix(*attempt))
+            if parse_part_key(info.key) is not None
+        ]
         named.look()
+        infos = parts + [info for info in there if info.key not in named.chunks]
         reason = (
             "a manifest names it now"
-            if attempt in named.attempts
+            if there and not infos
             else _reason_to_keep(attempt, infos, named, plan.keep, _now_ms(), plan.grace_seconds)
         )
         if not reason and any(info.key not in reasons for info in infos):
@@ -178,47 +232,71 @@ def execute(run: Run, plan: SweepPlan) -> SweepResult:
             continue
         for info in infos:
             run.store.delete(info.key)
-            removed.append(reasons[info.key])
+            note(reasons[info.key])
     for swept in plan.objects:
-        if is_probe_key(swept.key):
+        if parse_chunk_key(swept.key) is None and parse_part_key(swept.key) is None:
             run.store.delete(swept.key)
-            removed.append(swept)
+            note(swept)
     for swept in plan.unfinished:
         run.store.delete_unfinished(swept.key)
-        removed.append(swept)
+        note(swept)
     return SweepResult(removed=tuple(removed), spared=tuple(spared))
 
 
 class _Named:
-    """The attempts that manifests name chunks of; each manifest is read once."""
+    """The chunks that manifests name; each manifest is read once."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, spare_newest: bool) -> None:
         self._run = run
-        self._known: set[ManifestName] = set()
+        self._spare_newest = spare_newest
+        self._known: set[Representation] = set()
+        self._newest = 0
+        self._newest_step = -1
+        self.chunks: set[str] = set()
         self.attempts: set[AttemptName] = set()
         self.unreadable: list[str] = []
 
     def look(self) -> None:
         """Read the manifests that have appeared since the last look."""
         self.unreadable.clear()
-        for name in self._run.manifest_names():
-            if name in self._known:
-                continue
-            try:
-                manifest = self._run.manifest(*name)
-            except ObjectNotFound:
-                continue  # removed between listing and reading
-            except FormatError:
-                self.unreadable.append(manifest_key(*name))
-                continue
-            self._known.add(name)
-            found = (parse_chunk_key(entry.key) for entry in manifest.chunks)
-            self.attempts.update(attempt for attempt in found if attempt is not None)
+        there = self._run.representations()
+        self._newest = max(self._run.generation_numbers(), default=0)
+        steps = (name.step for name in there if name.generation == self._newest)
+        self._newest_step = max(steps, default=-1)
+        left = [one for forms in there.values() for one in forms if one not in self._known]
+        with ThreadPoolExecutor(max_workers=_READERS) as readers:
+            for one, chunks in zip(left, readers.map(self._chunks_of, left), strict=True):
+                if chunks is None:
+                    self.unreadable.append(one.key)
+                elif chunks:
+                    self._known.add(one)
+                    self.chunks.update(chunks)
+                    self.attempts.update(filter(None, map(parse_chunk_key, chunks[:1])))
+
+    def _chunks_of(self, one: Representation) -> list[str] | None:
+        """Keys of its chunks; none if it was removed since it was listed; None: unreadable."""
+        try:
+            return [entry.key for entry in self._run.read_manifest(one).chunks]
+        except ObjectNotFound:
+            return []
+        except FormatError:
+            return None
+
+    def may_be_committed(self, attempt: AttemptName, infos: Iterable[ObjectInfo]) -> bool:
+        """Whether the newest trainer may still stage or have staged it, somewhere.
+
+        Of several ranks, as its parts tell, some are staged on other hosts, and waited for here.
+        """
+        return (
+            (self._spare_newest or any(parse_part_key(info.key) for info in infos))
+            and attempt.generation == self._newest
+            and attempt.step > self._newest_step
+        )
 
 
 def _reason_to_keep(
     attempt: AttemptName,
-    infos: Iterable[ObjectInfo],
+    infos: Sequence[ObjectInfo],
     named: _Named,
     keep: Collection[str],
     now_ms: int,
@@ -228,6 +306,8 @@ def _reason_to_keep(
         return f"{named.unreadable[0]} cannot be read and may name it"
     if attempt.attempt in keep:
         return "a staged job names it"
+    if named.may_be_committed(attempt, infos):
+        return "its trainer may still commit it"
     if not _is_old(infos, now_ms, grace_seconds):
         return f"younger than {grace_seconds:g} s"
     return ""
@@ -242,7 +322,10 @@ def _is_record(key: str) -> bool:
     return (
         key == RUN_KEY
         or parse_generation_key(key) is not None
+        or is_end_key(key)
         or parse_manifest_key(key) is not None
+        or parse_consolidated_key(key) is not None
+        or is_retention_key(key)
     )
 
 

@@ -2,6 +2,7 @@
 
 Two trainers run the same script on the same data. One is left alone. The other checkpoints, is
 killed, and is started again with another seed, so that whatever is equal at the end was restored.
+Each trainer is one process, or several ranks under torchrun, of which one is killed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from recpoint.catalog.store import open_store
 from recpoint.dashboards.demo_prefect import PrefectUI, persisted_by_prefect, wait_for_prefect
 from recpoint.dashboards.demo_processes import Child, ChildFailed, Trainer, ended
 from recpoint.dashboards.demo_progress import DemoProgress
+from recpoint.dashboards.demo_ranks import RanksTrainer
 from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
 
 __all__ = ["DemoResult", "DemoSettings", "example_script", "make_fresh", "run_demo"]
 
 BITS = ("lossless", "8", "4", "3", "2")
+MOST_RANKS = 16
 
 _SEED = 0
 _OTHER_SEED = 20_101_201
@@ -55,6 +58,7 @@ class DemoSettings:
         steps: batches to train.
         interval: batches between checkpoints.
         bits: "lossless", "8", "4", "3" or "2".
+        ranks: processes that train together; from 2 on torchrun starts them.
     """
 
     directory: Path
@@ -62,10 +66,13 @@ class DemoSettings:
     steps: int = 2000
     interval: int = 200
     bits: str = "lossless"
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise _refused("--bits", self.bits, f"one of {', '.join(BITS)}")
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise _refused("--ranks", str(self.ranks), f"1 to {MOST_RANKS} processes")
         if self.interval < 1:
             raise _refused("--interval", str(self.interval), "1 or more batches")
         if self.steps < 4 * self.interval:
@@ -128,12 +135,14 @@ class _Demo:
                 f"--staging={self.staging}",
                 "--max-staged=4",
             ]
-        trainer = Trainer(
-            name,
-            self.script,
-            arguments,
-            directory=self.settings.directory,
-            steps=self.settings.steps,
+        directory, steps = self.settings.directory, self.settings.steps
+        ranks = self.settings.ranks
+        trainer = (
+            Trainer(name, self.script, arguments, directory=directory, steps=steps)
+            if ranks == 1
+            else RanksTrainer(
+                name, self.script, arguments, directory=directory, steps=steps, ranks=ranks
+            )
         )
         self.children.append(trainer)
         return trainer
@@ -205,7 +214,9 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     run_url = open_store(f"{parent}/{name}").url
     staging = _make_staging(settings.directory)
     try:
-        with DemoProgress(console, settings.steps, settings.interval) as progress:
+        with DemoProgress(
+            console, settings.steps, settings.interval, ranks=settings.ranks
+        ) as progress:
             demo = _Demo(settings, script, run_url, staging, progress)
             with ended(demo.children):
                 return _run(demo, name)
@@ -248,7 +259,7 @@ def _run(demo: _Demo, name: str) -> DemoResult:
         and 0 < restored <= killed_at
         and report.ok
         and flows > 0
-        and document["steps"] == demo.settings.steps
+        and (document["steps"], document["ranks"]) == (demo.settings.steps, demo.settings.ranks)
     )
     return DemoResult(
         document=document, manifests=manifests, check=report, run_url=demo.run_url, ui=ui
@@ -273,6 +284,7 @@ def _document(
         "auc_uninterrupted": expected["auc"],
         "auc_last_tenth": found["auc_last_tenth"],
         "bits": settings.bits,
+        "ranks": found["ranks"],
         "checkpoints": len(manifests),
         "bytes_written": sum(manifest.stored_bytes for manifest in manifests),
         "bytes_full_fp32": sum(manifest.full_bytes for manifest in manifests),

@@ -13,9 +13,9 @@ from recpoint.flows import prefect_server
 
 __all__ = ["PrefectUI", "persisted_by_prefect", "wait_for_prefect"]
 
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
 _POLL_SECONDS = 0.2
-_ANSWER_SECONDS = 10.0
+_ANSWER_SECONDS = 60.0
 _PAGE = 200
 #: The agent's own words for "from now on persists are flows".
 _AGENT_IS_READY = "Prefect is at "

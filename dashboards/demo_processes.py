@@ -16,7 +16,7 @@ from typing import Any
 
 from recpoint.errors import RecpointError
 
-__all__ = ["Child", "ChildFailed", "Trainer", "ended"]
+__all__ = ["Child", "ChildFailed", "Trainer", "ended", "last_progress"]
 
 _PROGRESS_LINE_BYTES = 1 << 10
 _LAST_LINES_BYTES = 1 << 20
@@ -104,16 +104,33 @@ class Child:
 
 
 class Trainer(Child):
-    """One life of the example's training script."""
+    """One life of the example's training script.
+
+    Args:
+        name: for messages, and of its files.
+        script: the script.
+        arguments: of the script, beside those that follow from the others.
+        directory: for its files.
+        steps: batches to train.
+        launcher: what this Python runs in place of the script, which then starts the script.
+    """
 
     def __init__(
-        self, name: str, script: Path, arguments: Sequence[str], *, directory: Path, steps: int
+        self,
+        name: str,
+        script: Path,
+        arguments: Sequence[str],
+        *,
+        directory: Path,
+        steps: int,
+        launcher: Sequence[str] = (),
     ) -> None:
         self._progress = directory / f"{name}.progress.jsonl"
         self.steps = steps
+        own = [str(script), f"--steps={steps}", f"--progress-file={self._progress}", *arguments]
         super().__init__(
             name,
-            [str(script), f"--steps={steps}", f"--progress-file={self._progress}", *arguments],
+            [*launcher, *own],
             log=directory / f"{name}.log",
             # One thread: two trainers, an agent and a server share the machine, and the bits of
             # a sum must not depend on how many threads there happened to be.
@@ -123,13 +140,7 @@ class Trainer(Child):
     @property
     def step(self) -> int:
         """Batches done, as it said last; 0 before the first."""
-        # The last line may be half-read only while it is being appended: take the last whole one.
-        for line in reversed(_tail(self._progress, 4 * _PROGRESS_LINE_BYTES).split(b"\n")[:-1]):
-            try:
-                return int(json.loads(line)["step"])
-            except ValueError:
-                continue
-        return 0
+        return int(last_progress(self._progress).get("step", 0))
 
     def result(self) -> dict[str, Any]:
         """The object it printed last.
@@ -170,6 +181,17 @@ def ended(children: list[Child]) -> Iterator[None]:
                 child.terminate()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def last_progress(path: Path) -> dict[str, Any]:
+    """The last whole line of a file that is being appended to; {} before there is one."""
+    for line in reversed(_tail(path, 4 * _PROGRESS_LINE_BYTES).split(b"\n")[:-1]):
+        try:
+            parsed: dict[str, Any] = json.loads(line)
+            return parsed
+        except ValueError:
+            continue
+    return {}
 
 
 def _tail(path: Path, count_bytes: int) -> bytes:

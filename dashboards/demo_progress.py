@@ -26,8 +26,9 @@ __all__ = ["DemoProgress"]
 class DemoProgress:
     """A live display on a terminal; elsewhere one line an event."""
 
-    def __init__(self, console: Console, steps: int, interval: int) -> None:
+    def __init__(self, console: Console, steps: int, interval: int, *, ranks: int = 1) -> None:
         self._console = console
+        self._ranks = ranks
         self._interval = interval
         self._bars = Progress(
             SpinnerColumn(),
@@ -68,9 +69,10 @@ class DemoProgress:
         """It answers."""
         self._bars.update(self._prefect, total=1, completed=1, note="up")
         self._say(f"Prefect is up: {url}")
+        together = f" on {self._ranks} ranks under torchrun" if self._ranks > 1 else ""
         self._say(
-            f"training twice, {self._steps} batches each; one of the two is checkpointed every "
-            f"{self._interval} batches, and killed on the way"
+            f"training twice{together}, {self._steps} batches each; one of the two is checkpointed "
+            f"every {self._interval} batches, and killed on the way"
         )
 
     def show(self, trainers: Sequence[Trainer], committed: Sequence[ManifestName]) -> None:
@@ -92,9 +94,11 @@ class DemoProgress:
         """SIGKILL was sent."""
         self._bars.update(self._tasks["killed"], completed=step, note=f"SIGKILL at step {step}")
         self._bars.stop_task(self._tasks["killed"])
+        who = "the trainer" if self._ranks == 1 else f"rank {self._ranks - 1} of {self._ranks}"
+        again = "it" if self._ranks == 1 else "all ranks"
         self._say(
-            f"killed the trainer with SIGKILL at step {step}, {committed} checkpoints committed; "
-            "starting it again, with another seed"
+            f"killed {who} with SIGKILL at step {step}, {committed} checkpoints committed; "
+            f"starting {again} again, with another seed"
         )
 
     def _say(self, text: str) -> None:

@@ -48,7 +48,9 @@ def report_views(result: DemoResult, *, server_stopped: bool) -> list[Renderable
 def _proof(result: DemoResult) -> Text:
     document = result.document
     killed, restored = document["killed_at_step"], document["restored_step"]
-    story = f"killed with SIGKILL at step {killed}, restored at step {restored}: after "
+    ranks = document["ranks"]
+    who = f"rank {ranks - 1} of {ranks} " if ranks > 1 else ""
+    story = f"{who}killed with SIGKILL at step {killed}, restored at step {restored}: after "
     story += (
         f"{document['steps']} steps weights, optimizer state, random generators and next batch "
     )

@@ -16,8 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.validations import Verdict
 from recpoint.errors import RecpointError
-from recpoint.format.manifest import Manifest, Quantizer
+from recpoint.format.history import History, Precision
+from recpoint.format.manifest import Manifest, Quantizer, TableSpec
+from recpoint.format.naming import ValidationResult
+from recpoint.format.validation import ValidationFinding
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
     from recpoint.catalog.check import CheckReport, Severity
@@ -30,29 +34,45 @@ __all__ = [
     "check_views",
     "checkpoints_table",
     "chunks_table",
+    "decision_text",
     "error_text",
     "fields_table",
+    "history_text",
     "plain_table",
     "precision_text",
     "quantizer_text",
+    "result_text",
     "shown",
     "sweep_table",
     "tables_table",
     "time_text",
+    "validation_table",
+    "verdict_text",
 ]
 
 _SEVERITY_STYLES: dict[Severity, str] = {"error": "red", "warning": "yellow", "info": "dim"}
+
+#: Lines of a table of findings that anybody will read.
+_MOST_FINDINGS = 40
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """One line of a listing: a checkpoint, and its manifest or what is wrong with it."""
+    """One line of a listing: a checkpoint, and its manifest or what is wrong with it.
+
+    `merged` is what consolidations have made of it, `pins` are the names of its pins; `expires`:
+    retention has marked it to be deleted.
+    """
 
     name: ManifestName
     live: bool
     manifest: Manifest | RecpointError
+    merged: Sequence[str] = ()
+    pins: Sequence[str] = ()
+    expires: bool = False
+    verdict: Verdict | None = None
 
 
 def shown(value: object, *, limit: int = 300, style: str = "") -> Text:
@@ -96,22 +116,73 @@ def checkpoints_table(entries: Iterable[Listed], *, title: str) -> Table:
     # This one gives way in a narrow terminal, to two lines: a figure that is cut has lost its unit,
     # and with it its meaning.
     table.add_column("committed (UTC)", overflow="fold", min_width=len("2026-01-01"))
-    problems: list[Text] = []
+    below: list[Text] = []
+    policies: dict[str, None] = {}  # in order, each once
     for entry in entries:
         step, generation = entry.name
         if isinstance(entry.manifest, RecpointError):
             damaged = Text("damaged", style="red")
             table.add_row(str(step), str(generation), damaged)
             problem = shown(f"{entry.name}: {type(entry.manifest).__name__}: {entry.manifest}")
-            problems.append(problem)
+            below.append(problem)
         else:
             *figures, time = _figures(entry.manifest)
             when = Text(time)
-            if not entry.live:
-                when.append(" superseded", style="dim")
+            notes = ["superseded"] if not entry.live else []
+            notes += [f"merged: {', '.join(entry.merged)}"] if entry.merged else []
+            notes += ["expires"] if entry.expires else []
+            notes += [f"pinned: {', '.join(entry.pins)}"] if entry.pins else []
+            if notes:
+                when.append(f" {', '.join(notes)}", style="dim")
+            if entry.verdict is not None:
+                when.append(" ").append(verdict_text(entry.verdict))
             table.add_row(str(step), str(generation), *figures, when)
-    if problems:
-        table.caption = Text("\n").join(problems)
+            policies[entry.manifest.policy] = None
+    if policies:
+        below.append(shown(f"policy: {', '.join(policies)}"))
+    if below:
+        table.caption = Text("\n").join(below)
+        table.caption_justify = "left"
+    return table
+
+
+def verdict_text(verdict: Verdict | None) -> Text:
+    """What validations say of a checkpoint."""
+    if verdict is None:
+        return Text("not validated", style="dim")
+    if verdict.result == "passed":
+        return Text(f"validated ({verdict.level})", style="green")
+    return Text(f"validation {verdict}", style="red")
+
+
+def result_text(result: ValidationResult) -> Text:
+    """What came of a validation."""
+    texts: dict[ValidationResult, tuple[str, str]] = {
+        "passed": ("passed", "bold green"),
+        "failed": ("failed: rows are damaged or wrong", "bold red"),
+        "stateless": ("failed: the state of this checkpoint alone is damaged", "bold red"),
+    }
+    text, style = texts[result]
+    return Text(text, style=style)
+
+
+def validation_table(
+    findings: Sequence[ValidationFinding], notes: Sequence[ValidationFinding]
+) -> Table:
+    """One line a finding, the worst first."""
+    table = plain_table("Findings")
+    for heading in ("", "object", "row", "what", "found", "expected", "within"):
+        table.add_column(heading, overflow="fold")
+    marked = [("error", "red", finding) for finding in findings]
+    marked += [("note", "dim", finding) for finding in notes]
+    for word, style, finding in marked[:_MOST_FINDINGS]:
+        row = "" if finding.row is None else f"{finding.row:,}"
+        texts = (finding.what, finding.found, finding.expected, finding.bound)
+        table.add_row(
+            Text(word, style=style), shown(finding.subject), row, *(shown(text) for text in texts)
+        )
+    if len(marked) > _MOST_FINDINGS:
+        table.caption = Text(f"and {len(marked) - _MOST_FINDINGS} more: --json has them all")
         table.caption_justify = "left"
     return table
 
@@ -133,14 +204,17 @@ def tables_table(manifest: Manifest) -> Table:
     """One line an embedding table: its shape, its row states, and what this checkpoint holds."""
     table = plain_table("Tables")
     table.add_column("table")
-    for heading in ("rows", "dim"):
+    pieces = any(spec.columns is not None for spec in manifest.tables)
+    for heading in ("rows", "columns", "dim") if pieces else ("rows", "dim"):
         table.add_column(heading, justify="right")
     table.add_column("dtype")
     table.add_column("row states")
     for heading in ("rows stored", "chunks", "stored"):
         table.add_column(heading, justify="right")
     table.add_column("precision")
-    quantizers = {quantizer.table: quantizer_text(quantizer) for quantizer in manifest.quantizers}
+    quantizers: dict[int, set[str]] = {}
+    for quantizer in manifest.quantizers:
+        quantizers.setdefault(quantizer.table, set()).add(quantizer_text(quantizer))
     if quantizers:
         table.add_column("quantizer")
     for index, spec in enumerate(manifest.tables):
@@ -150,6 +224,7 @@ def tables_table(manifest: Manifest) -> Table:
         table.add_row(
             shown(spec.name),
             f"{spec.rows:,}",
+            *([_columns_text(spec)] if pieces else []),
             str(spec.dim),
             spec.dtype,
             shown(", ".join(states)),
@@ -157,9 +232,17 @@ def tables_table(manifest: Manifest) -> Table:
             str(len(chunks)),
             bytes_text(sum(chunk.bytes for chunk in chunks)),
             ", ".join(precisions),
-            *([shown(quantizers.get(index, ""))] if quantizers else []),
+            *([shown("; ".join(sorted(quantizers.get(index, ()))))] if quantizers else []),
         )
     return table
+
+
+def _columns_text(spec: TableSpec) -> str:
+    """Which columns of its table a piece has."""
+    columns = spec.columns
+    if columns is None:
+        return "all"
+    return f"{columns.first} … {columns.first + spec.dim - 1} of {columns.of}"
 
 
 def precision_text(scheme: str | None, bits: int | None) -> str:
@@ -177,6 +260,17 @@ def quantizer_text(quantizer: Quantizer) -> str:
     named = [f"{name} {value:g}" for name, value in values.items() if value]
     text = ", ".join([quantizer.method, *named])
     return f"{text} (chosen on {quantizer.sample_rows:,} rows)" if quantizer.sample_rows else text
+
+
+def history_text(history: History) -> str:
+    """How long the state has been trained, and what it has lost on the way."""
+    hours = history.trained_ms / 3_600_000
+    return f"{hours:.3g} h, {history.lossy_restores} restores from quantized rows"
+
+
+def decision_text(precision: Precision) -> str:
+    """The width that was chosen by the expected restores, and why."""
+    return f'{precision.bits} bits where bits="auto": {precision.reason}'
 
 
 def chunks_table(manifest: Manifest) -> Table:
@@ -209,7 +303,7 @@ def chain_table(chain: Sequence[Manifest]) -> Table:
         table.add_row(
             str(manifest.step),
             str(manifest.generation),
-            manifest.kind,
+            manifest.kind if manifest.stands_for is None else f"{manifest.kind}, consolidated",
             f"{manifest.dirty_rows:,}",
             bytes_text(manifest.stored_bytes),
         )

@@ -13,7 +13,7 @@ import torch
 
 from batches import Reader
 
-__all__ = ["ProgressFile", "digest", "digests"]
+__all__ = ["ProgressFile", "digest", "digests", "digests_of_all"]
 
 
 class ProgressFile:
@@ -21,9 +21,12 @@ class ProgressFile:
 
     Args:
         path: the file; None: nothing is written.
+        rank: of this process; each but the first has a file beside it, with its number in the name.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, rank: int = 0) -> None:
+        if path is not None and rank > 0:
+            path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
         self._path = path
 
     def write(self, **values: float) -> None:
@@ -49,6 +52,13 @@ def digests(
         "reader": digest(reader.state_dict()),
         "next_batch": digest(next(iter(reader), None)),
     }
+
+
+def digests_of_all(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
+    """One digest for each name, of those of all ranks; of a single rank its own."""
+    if len(of_ranks) == 1:
+        return of_ranks[0]
+    return {name: digest([one[name] for one in of_ranks]) for name in of_ranks[0]}
 
 
 def digest(value: object) -> str:

@@ -7,7 +7,7 @@ so that popularity, season and stock tell nothing. Lines stay in the order of ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +37,21 @@ class RetailReader:
         rows: rows of the two tables for crossed columns; other tables have a row for each id.
         seed: of the generator that draws negatives. Ids do not depend on it.
         path: the log.
+        rank, ranks: of this process, and how many train together: each takes each `ranks`-th batch.
+            What is left at the end, less than a whole batch for each, none of several reads.
     """
 
     dense_width = 0
 
     def __init__(
-        self, *, lines: int = 512, rows: int = 1 << 18, seed: int = 0, path: Path = DATA_PATH
+        self,
+        *,
+        lines: int = 512,
+        rows: int = 1 << 18,
+        seed: int = 0,
+        path: Path = DATA_PATH,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         with np.load(path) as log:
             bought = log["quantity"] > 0
@@ -70,22 +79,26 @@ class RetailReader:
             "customer_x_item": rows,
             "previous_x_item": rows,
         }
-        self.total_batches = -(-len(invoice) // lines)
+        self.total_batches = (
+            -(-len(invoice) // lines) if ranks == 1 else (len(invoice) // (ranks * lines))
+        )
         self._lines, self._rows, self._items = lines, rows, items
-        self._generator = np.random.Generator(np.random.PCG64(seed))
-        self._batches_done = 0
+        self._seed, self._rank, self._ranks = seed, rank, ranks
+        self._generator = _generator(seed, rank, ranks, 0)
+        self._lines_done = 0  # by all ranks; a life may have other batches than the one before
 
     def __iter__(self) -> Iterator[Batch]:
-        while self._batches_done < self.total_batches:
+        needed = 1 if self._ranks == 1 else self._ranks * self._lines
+        while self._lines_done + needed <= len(self._item):
             yield self._next()
 
     def _next(self) -> Batch:
-        start = self._batches_done * self._lines
+        start = self._lines_done + self._rank * self._lines
         at = np.arange(start, min(start + self._lines, len(self._item)))
         window = np.minimum(at, NEGATIVE_WINDOW_LINES)
         back = self._generator.integers(0, np.maximum(window, 1), dtype=np.int64) + (window > 0)
         # Counted before it is handed out: a state taken after training on it is the next one's.
-        self._batches_done += 1
+        self._lines_done = min(self._lines_done + self._ranks * self._lines, len(self._item))
         sparse = np.concatenate([self._columns(at, at), self._columns(at, at - back)])
         label = torch.zeros(len(sparse))
         label[: len(at)] = 1
@@ -109,19 +122,41 @@ class RetailReader:
     def state_dict(self) -> dict[str, object]:
         """Where the reader stands, between two batches."""
         return {
-            "batches_done": self._batches_done,
+            "lines_done": self._lines_done,
             "generator": self._generator.bit_generator.state,
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on right behind the batch that was the last one when `state` was taken."""
-        batches_done, generator = state["batches_done"], state["generator"]
-        if not isinstance(batches_done, int) or not 0 <= batches_done <= self.total_batches:
-            raise ValueError(f"batch {batches_done!r} of a log of {self.total_batches} batches")
+        lines_done, generator = state["lines_done"], state["generator"]
+        if not isinstance(lines_done, int) or not 0 <= lines_done <= len(self._item):
+            raise ValueError(f"line {lines_done!r} of a log of {len(self._item)} purchases")
         if not isinstance(generator, dict):
             raise ValueError("the generator's state is not a dictionary")
         self._generator.bit_generator.state = generator
-        self._batches_done = batches_done
+        self._lines_done = lines_done
+
+    def load_state_dicts(self, states: Sequence[dict[str, object]], rank: int, ranks: int) -> None:
+        """Go on behind what all ranks of a checkpoint have read, now as one of another number.
+
+        No purchase is lost, and none read twice; negatives are drawn anew.
+        """
+        done = {state["lines_done"] for state in states}
+        if len(done) != 1:
+            raise ValueError(f"ranks stood at different lines: {sorted(map(str, done))}")
+        if (rank, ranks) != (self._rank, self._ranks):
+            raise ValueError(
+                f"the reader of rank {self._rank} of {self._ranks}, not {rank} of {ranks}"
+            )
+        (lines_done,) = done
+        assert isinstance(lines_done, int)
+        generator = _generator(self._seed, rank, ranks, lines_done)
+        self.load_state_dict({**states[0], "generator": generator.bit_generator.state})
+
+
+def _generator(seed: int, rank: int, ranks: int, lines_done: int) -> np.random.Generator:
+    alone = ranks == 1 and lines_done == 0
+    return np.random.Generator(np.random.PCG64(seed if alone else [seed, rank, lines_done]))
 
 
 def _permuted(ids: npt.NDArray[np.integer], count: int, *, column: int) -> _Ids:

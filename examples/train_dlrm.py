@@ -3,12 +3,16 @@
 python -m recpoint agent &                       # persists what trainers on this host stage
 python examples/train_dlrm.py --run ./runs/retail
 python examples/train_dlrm.py --data criteo-shape --rows 10000000 --run s3://bucket/shape
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else restarted ranks may look for dead ones
+torchrun --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nproc-per-node 2 --max-restarts 3 \\
+    -- examples/train_dlrm.py --run ./runs/retail
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +26,8 @@ from torch import nn
 from auc import PrequentialAUC
 from batches import Reader
 from criteo import CriteoReader, CriteoShapeReader
-from evidence import ProgressFile, digests
+from evidence import ProgressFile, digests, digests_of_all
+from many_ranks import gathered, join, of_all_ranks, replicated
 from recpoint import Checkpointer
 from retail import RetailReader
 
@@ -65,23 +70,26 @@ def arguments() -> argparse.Namespace:
     add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
     add("--data", default="retail", help="retail, criteo-shape, or a Criteo TSV file")
     add("--rows", type=int, default=1 << 18, help="most rows of one table")
-    add("--batch", type=int, default=512, help="samples a batch")
+    add("--batch", type=int, default=512, help="samples a batch, of all ranks together")
     add("--steps", type=int, help="batches to train; default: the whole log")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="torch threads; bits do not depend on it at 1")
     add("--run", help="URL of the run to checkpoint into; default: no checkpoints")
     add("--interval", type=int, default=200, help="batches between checkpoints")
-    add("--bits", default="lossless", help="lossless, 8, 4, 3 or 2")
+    add("--bits", default="lossless", help="lossless, auto, 8, 4, 3 or 2")
     add("--staging", type=Path, help="staging area; default: the agent's default")
     add("--max-staged", type=int, default=1, help="checkpoints that may wait for the agent")
-    add("--progress-file", type=Path, help="append one JSON line a batch")
+    add("--progress-file", type=Path, help="append one JSON line a batch; a file for each rank")
     return parser.parse_args()
 
 
-def open_reader(args: argparse.Namespace) -> Reader:
-    """The reader that `--data` names."""
+def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Reader:
+    """The reader that `--data` names, of this rank's part of each batch."""
     if args.data == "retail":
-        return RetailReader(lines=args.batch // 2, rows=args.rows, seed=args.seed)
+        lines = args.batch // 2 // ranks
+        return RetailReader(lines=lines, rows=args.rows, seed=args.seed, rank=rank, ranks=ranks)
+    if ranks > 1:
+        raise SystemExit(f"--data {args.data}: only retail is read by several ranks")
     if args.data == "criteo-shape":
         return CriteoShapeReader(
             lines=args.batch, rows=args.rows, batches=args.steps or 2000, seed=args.seed
@@ -93,11 +101,13 @@ def main() -> None:
     """Train, one pass; the last line printed is a JSON object with what came out."""
     args = arguments()
     torch.set_num_threads(args.threads)
+    rank, ranks = join()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(args.seed)
+        seed(args.seed + rank)  # of the weights rank 0's count; dropout is each rank's own
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
-    reader = open_reader(args)
+    reader = open_reader(args, rank, ranks)
     model = DLRM(reader.tables, reader.dense_width)
+    trained = replicated(model)
     dense_parameters = [p for n, p in model.named_parameters() if not n.startswith("tables.")]
     optimizers = [
         torch.optim.Adagrad(model.tables.parameters(), lr=0.1),
@@ -105,11 +115,11 @@ def main() -> None:
     ]
     steps = min(n for n in (args.steps, reader.total_batches, 10**12) if n is not None)
     auc = PrequentialAUC(tail_from_batch=steps * 9 // 10)
-    progress = ProgressFile(args.progress_file)
-    bits: Any = args.bits if args.bits == "lossless" else int(args.bits)
+    progress = ProgressFile(args.progress_file, rank=rank)
+    bits: Any = args.bits if args.bits in ("lossless", "auto") else int(args.bits)
 
     checkpointer = args.run and Checkpointer(
-        model,
+        trained,
         optimizers,
         reader=reader,
         extras={"auc": auc},
@@ -123,30 +133,32 @@ def main() -> None:
         restored = checkpointer.restore() if checkpointer else None
         step = first = restored.restored.step if restored else 0
         for batch in reader if step < steps else ():
-            logits = model(batch.dense, batch.sparse)
+            logits = trained(batch.dense, batch.sparse)
             loss = F.binary_cross_entropy_with_logits(logits, batch.label)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
-            auc.add(step, logits, batch.label)
+            auc.add(step, of_all_ranks(logits), of_all_ranks(batch.label))
             step += 1
             if checkpointer:
                 checkpointer.step()
-            progress.write(step=step, steps=steps, loss=loss.item())
+            progress.write(step=step, steps=steps, loss=loss.item(), pid=os.getpid())
             if step >= steps:
                 break
 
     result = {
         "auc": auc.whole,
         "auc_last_tenth": auc.tail,
-        "digests": digests(model, optimizers, reader),
+        "digests": digests_of_all(gathered(digests(model, optimizers, reader))),
+        "ranks": ranks,
         "restored_step": first if restored else None,
         "stalls_ms": list(checkpointer.stats.stalls_ms) if checkpointer else [],
         "steps": step,
     }
-    print(json.dumps(result))
+    if rank == 0:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The resident agent of a host: takes staged jobs to the store, whatever Prefect is doing.
 
 Jobs of one run are done strictly in order, since each increment needs the one before it; runs do
-not wait for each other. A job stays staged until it is committed or can never be: a store that is
-away for a week costs retries, not checkpoints.
+not wait for each other. A job that waits for other ranks has done its part: those after it go on.
+A job stays staged until it is committed or can never be: a store that is away for a week costs
+retries, not checkpoints.
 """
 
 from __future__ import annotations
@@ -10,19 +11,30 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from recpoint.catalog import persist, staged
-from recpoint.errors import FormatError, RecpointError, StagingError, StoreThrottled
+from recpoint.catalog.cancel import is_cancelled
+from recpoint.errors import (
+    FormatError,
+    RanksMissing,
+    RecpointError,
+    StagingError,
+    StoreThrottled,
+)
+from recpoint.flows.agent_end import leave_soon, stopped_by_signals
+from recpoint.flows.agent_observation import AgentObservation, observe_agent
+from recpoint.flows.agent_runs import RunState
+from recpoint.flows.agent_waiting import NAME_AFTER_SECONDS, WaitingJobs
+from recpoint.flows.background import BackgroundConsolidation, Which
 from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.flows.training_ends import tell_ended_trainings
+from recpoint.format.job import Job
 from recpoint.tasks.job_name import job_log
 
 __all__ = ["Agent", "run_agent"]
@@ -33,13 +45,7 @@ _POLL_SECONDS = 0.2
 _STATUS_SECONDS = 5.0
 _DRAIN_SECONDS = 25.0
 _TELL_SECONDS = 5.0
-_LEAVE_SECONDS = 3.0
 _RUNS_AT_ONCE = 4
-
-#: Pauses before a job is tried again: doubled from the first on. What no waiting heals (a missing
-#: permission) is asked for less often.
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = {True: 60.0, False: 300.0}
 
 
 def run_agent(
@@ -47,6 +53,10 @@ def run_agent(
     *,
     once: bool = False,
     prefect: Literal["auto", "off"] = "auto",
+    consolidate: Which = "auto",
+    consolidate_after: int | None = None,
+    name_ranks_after: float = NAME_AFTER_SECONDS,
+    watch: Callable[[Agent], AbstractContextManager[object]] | None = None,
 ) -> int:
     """Serve a staging area until SIGTERM or SIGINT, or, with `once`, until it is drained.
 
@@ -57,34 +67,36 @@ def run_agent(
         once: return when nothing is left that can be done now.
         prefect: `auto`: run flows when an API answers, and start a local server when none is
             configured; `off`: never.
+        consolidate: merge chains in the background, when nothing is staged: of runs of policy
+            `continuous` (`auto`), of all, or of none (`off`).
+        consolidate_after: from so many manifests in a chain on; the default if None.
+        name_ranks_after: seconds that a checkpoint of several ranks waits for the others' parts
+            before status, log and metrics name them.
+        watch: entered with the agent while it serves, for who exports what it observes.
 
     Returns:
         Number of jobs that are still staged.
 
     Raises:
         StagingError: another agent serves this staging area.
+        SettingsError: `consolidate_after` is less than 2.
     """
     root = staged.default_staging_root() if staging is None else Path(staging)
     with staged.AgentLock(root):
-        agent = Agent(root, gate=PrefectGate(enabled=prefect == "auto"))
-        with _stopped_by_signals(agent):
+        gate = PrefectGate(enabled=prefect == "auto")
+        agent = Agent(
+            root,
+            gate=gate,
+            consolidate=consolidate,
+            consolidate_after=consolidate_after,
+            name_ranks_after=name_ranks_after,
+        )
+        watched = nullcontext() if watch is None else watch(agent)
+        with watched, stopped_by_signals(agent.stop):
             left = agent.serve(once=once)
             if agent.was_stopped:
-                _leave_soon()
+                leave_soon()
             return left
-
-
-@dataclass
-class _RunState:
-    """What the agent knows about one run."""
-
-    thread: threading.Thread | None = None
-    job: str | None = None
-    jobs_done: int = 0
-    failures: int = 0
-    retry_at: float = 0.0
-    last_error: str | None = None
-    last_error_ms: int | None = None
 
 
 class Agent:
@@ -93,46 +105,78 @@ class Agent:
     Args:
         staging: the staging area.
         gate: says when Prefect can be used.
+        consolidate, consolidate_after, name_ranks_after: as for `run_agent`.
     """
 
-    def __init__(self, staging: Path, *, gate: PrefectGate) -> None:
+    def __init__(
+        self,
+        staging: Path,
+        *,
+        gate: PrefectGate,
+        consolidate: Which = "auto",
+        consolidate_after: int | None = None,
+        name_ranks_after: float = NAME_AFTER_SECONDS,
+    ) -> None:
         self._staging = staging
+        self._name_ranks_after = name_ranks_after
         self._gate = gate
         self.was_stopped = False
         self._stop = threading.Event()
-        self._runs: dict[Path, _RunState] = {}
+        self._runs: dict[Path, RunState] = {}
         self._telling: list[threading.Thread] = []
         self._unreadable: set[Path] = set()
         self._places = threading.BoundedSemaphore(_RUNS_AT_ONCE)
+        self._background = BackgroundConsolidation(
+            which=consolidate,
+            after_links=consolidate_after,
+            prefect_url=lambda: gate.api_url,
+            tell=self._tell,
+        )
 
     def stop(self) -> None:
         """Take no further job; `serve` returns when those at work are done."""
         self.was_stopped = True
         self._stop.set()
 
+    def observe(self) -> AgentObservation:
+        """What there is to be seen of it now; any thread may ask, and nothing waits."""
+        return observe_agent(
+            self._staging,
+            dict(self._runs),
+            prefect=self._gate.api_url is not None,
+            consolidations=self._background.done,
+        )
+
     def serve(self, *, once: bool = False) -> int:
         """Work until stopped, or until nothing is left to do now; number of jobs still staged."""
-        for run_dir in staged.run_directories(self._staging):
+        run_dirs = staged.run_directories(self._staging)
+        for run_dir in run_dirs:
             try:
                 staged.clean(run_dir)
             except OSError as error:
                 _LOG.warning("%s: cannot be cleaned: %s", run_dir.name, error)
         self._gate.start()
+        self._background.start(run_dirs)
         _LOG.info("serving %s", self._staging)
         told = 0.0
         try:
             while not self._stop.is_set():
                 self._look()
-                if once and not self._working() and not self._due():
+                busy = self._working() or any(self._is_due(*run) for run in self._runs.items())
+                self._background.give_way(busy)
+                if once and not busy and not self._due() and self._background.idle:
                     break
                 if time.monotonic() - told >= _STATUS_SECONDS:
                     told = time.monotonic()
                     for run_dir in list(self._runs):
                         self._tell(run_dir)
+                    if self._gate.api_url is not None:
+                        tell_ended_trainings(self._runs)
                 self._stop.wait(_POLL_SECONDS)
         finally:
             self._stop.set()
             self._gate.stop()
+            self._background.stop()
             self._drain()
         return sum(len(self._jobs(run)) for run in staged.run_directories(self._staging))
 
@@ -146,10 +190,13 @@ class Agent:
             _LOG.warning("cannot look into %s: %s", self._staging, error)
             return
         for gone in self._runs.keys() - set(run_dirs):
-            if not self._works(self._runs[gone]):
+            if not self._runs[gone].works:
                 del self._runs[gone]
         for run_dir in run_dirs:
-            state = self._runs.setdefault(run_dir, _RunState())
+            state = self._runs.get(run_dir)
+            if state is None:
+                state = RunState(waiting=WaitingJobs(self._name_ranks_after))
+                self._runs[run_dir] = state
             if self._is_due(run_dir, state) and self._places.acquire(blocking=False):
                 state.thread = threading.Thread(
                     target=self._serve_run, args=(run_dir, state), name=run_dir.name, daemon=True
@@ -168,23 +215,30 @@ class Agent:
         self._unreadable.discard(run_dir)
         return jobs
 
-    def _works(self, state: _RunState) -> bool:
-        return state.thread is not None and state.thread.is_alive()
+    def _is_due(self, run_dir: Path, state: RunState) -> bool:
+        if state.works:
+            return False
+        job_file = self._next_job(run_dir, state)
+        if job_file is None:
+            return False
+        return time.monotonic() >= state.retry_at or _is_cancelled(job_file)
 
-    def _is_due(self, run_dir: Path, state: _RunState) -> bool:
-        return (
-            not self._works(state)
-            and time.monotonic() >= state.retry_at
-            and bool(self._jobs(run_dir))
-        )
+    def _next_job(self, run_dir: Path, state: RunState) -> Path | None:
+        """The first job that something can be done about now, as far as one knows."""
+        for job_file in self._jobs(run_dir):
+            if state.waiting.is_due(job_file) or _is_cancelled(job_file):
+                return job_file
+        return None
 
     def _working(self) -> bool:
-        return any(self._works(state) for state in self._runs.values())
+        return any(state.works for state in self._runs.values())
 
     def _due(self) -> bool:
-        """Whether a run has jobs that have not failed yet (`once` does not wait for what has)."""
+        """Whether a run has jobs that have not failed yet (`once` does not wait for what has, nor
+        for other ranks)."""
         return any(
-            state.failures == 0 and self._jobs(run_dir) for run_dir, state in self._runs.items()
+            state.failures == 0 and not all(map(state.waiting.holds, self._jobs(run_dir)))
+            for run_dir, state in self._runs.items()
         )
 
     def _drain(self) -> None:
@@ -196,38 +250,65 @@ class Agent:
         for thread in self._telling:
             thread.join(max(0.0, deadline - time.monotonic()))
         for run_dir, state in self._runs.items():
-            if self._works(state):
+            if state.works:
                 _LOG.warning("%s: %s stays staged", run_dir.name, state.job)
             self._tell(run_dir)
 
     # --- one run -------------------------------------------------------------------------------
 
-    def _serve_run(self, run_dir: Path, state: _RunState) -> None:
+    def _serve_run(self, run_dir: Path, state: RunState) -> None:
         try:
             while not self._stop.is_set():
-                jobs = self._jobs(run_dir)
-                if not jobs or not self._serve_job(run_dir, state, jobs[0]):
+                job_file = self._next_job(run_dir, state)
+                if job_file is None or not self._serve_job(run_dir, state, job_file):
                     break
         finally:
             state.job = None
+            state.waiting.keep(self._jobs(run_dir))
             self._places.release()
         self._tell(run_dir)
 
-    def _serve_job(self, run_dir: Path, state: _RunState, job_file: Path) -> bool:
+    def _serve_job(self, run_dir: Path, state: RunState, job_file: Path) -> bool:
         """Do one job; False if it has to wait, and with it the run."""
         log = job_log(str(job_file))
+        if state.waiting.holds(job_file) and not _is_cancelled(job_file):
+            try:
+                ranks = persist.look_again(job_file)
+            except (RecpointError, OSError, MemoryError) as error:
+                if persist.classify(error) == "deferred":
+                    self._postpone(state, error, log)
+                    return False
+                ranks = ()  # persisting finds the same, and rejects the job
+            if ranks:
+                self._wait(state, job_file, ranks, log)
+                return True
         state.job = job_file.stem
         self._tell(run_dir)
+        job = self._readable(job_file)
+        if job is not None:
+            state.run_url, state.run_id = job.run_url, job.run
+            state.saw_cut(job.snapshot_ms)
         try:
             if not staged.finish_answered(job_file):
                 self._persist(job_file, log)
             state.failures = 0
+            if job_file.exists():  # a flow has ended without an answer: its part is stored
+                self._wait(state, job_file, persist.look_again(job_file), log)
+                return True
             state.jobs_done += 1
-            state.last_error = self._rejection(job_file) or None
+            state.waiting.look_soon()
+            state.last_error = self._answered(state, job_file, job)
+            if job is not None and job.rank == 0 and state.last_error is None:
+                self._background.committed(run_dir, job)
             return True
         except Exception as error:
             # Whatever it is, it is this job's: the agent goes on with the other runs.
             if not job_file.exists():
+                self._answered(state, job_file, job)
+                return True
+            if isinstance(error, RanksMissing):
+                state.failures = 0
+                self._wait(state, job_file, error.ranks, log)
                 return True
             if isinstance(error, RecpointError | OSError | MemoryError):
                 self._postpone(state, error, log)
@@ -250,7 +331,7 @@ class Agent:
     def _persist_with_prefect(
         self, call: Callable[[str], Any], job_file: Path
     ) -> BaseException | None:
-        """Run the flow; None if the job has been answered, else what kept it from that."""
+        """Run the flow; None if the job is answered, or waits for other ranks; else what failed."""
         results: list[Any] = []
 
         def run() -> None:
@@ -271,25 +352,40 @@ class Agent:
             return None
         # None: an exit, or a cancellation, which is none of the job's faults.
         failed = results[0] if results else "the flow ended without a state"
+        if getattr(failed, "name", None) == "Waiting":
+            return None
         return failed if isinstance(failed, BaseException) else RuntimeError(str(failed))
 
+    def _wait(
+        self,
+        state: RunState,
+        job_file: Path,
+        ranks: tuple[int, ...],
+        log: logging.LoggerAdapter[logging.Logger],
+    ) -> None:
+        late = state.waiting.waits(job_file, ranks)
+        if late is not None:
+            log.warning("%s", late)
+
     def _postpone(
-        self, state: _RunState, error: BaseException, log: logging.LoggerAdapter[logging.Logger]
+        self, state: RunState, error: BaseException, log: logging.LoggerAdapter[logging.Logger]
     ) -> None:
         heals = not isinstance(error, RecpointError) or error.retryable
-        pause = min(_FIRST_PAUSE_SECONDS * 2.0**state.failures, _LONGEST_PAUSE_SECONDS[heals])
+        pause = state.pause_seconds(heals=heals)
         if isinstance(error, StoreThrottled):
             pause *= 2
         pause *= random.uniform(0.75, 1.25)
         state.failures += 1
+        state.facts.failed(error)
         state.retry_at = time.monotonic() + pause
-        state.last_error = str(error)
+        # The kind of error says what to do about it: docs/operations.md goes by its name.
+        state.last_error = f"{type(error).__name__}: {error}"
         state.last_error_ms = _now_ms()
-        log.warning("stays staged, next try in %.0f s: %s", pause, error)
+        log.warning("stays staged, next try in %.0f s: %s", pause, state.last_error)
 
     def _reject(
         self,
-        state: _RunState,
+        state: RunState,
         job_file: Path,
         error: Exception,
         log: logging.LoggerAdapter[logging.Logger],
@@ -307,68 +403,48 @@ class Agent:
         except OSError as failed:
             self._postpone(state, failed, log)
             return False
+        self._answered(state, job_file, None)
         return True
 
-    def _rejection(self, job_file: Path) -> str:
-        """Why the job was rejected; empty if it was not, or the trainer has read it already."""
-        answer = staged.outcomes_directory(job_file.parent.parent) / job_file.name
+    def _readable(self, job_file: Path) -> Job | None:
         try:
-            return staged.read_outcome(answer).error
+            return staged.read_job(job_file)
         except (OSError, FormatError):
-            return ""
+            return None  # it is rejected, or tried again, by who persists it
+
+    def _answered(self, state: RunState, job_file: Path, job: Job | None) -> str | None:
+        """Count what became of a job; why it was rejected, if it was."""
+        outcome = staged.answer_given(job_file)
+        if outcome is None:
+            return None
+        state.facts.answered(job, outcome)
+        return outcome.error or None
 
     def _tell(self, run_dir: Path) -> None:
         state = self._runs.get(run_dir)
         if state is None:
             return
-        pause = state.retry_at - time.monotonic()
         try:
             staged.write_status(
                 run_dir,
                 {
                     "pid": os.getpid(),
                     "alive_ms": _now_ms(),
-                    "job": state.job,
-                    "jobs_done": state.jobs_done,
-                    "failures": state.failures,
-                    "next_try_seconds": round(pause, 1) if pause > 0 else 0,
-                    "last_error": state.last_error,
-                    "last_error_ms": state.last_error_ms,
+                    **state.status(),
                     "prefect_ui": self._gate.ui_url,
+                    "consolidation": self._background.status(run_dir),
                 },
             )
         except OSError as error:
             _LOG.warning("%s: no status could be written: %s", run_dir.name, error)
 
 
-@contextmanager
-def _stopped_by_signals(agent: Agent) -> Iterator[None]:
-    """Have SIGTERM and SIGINT stop the agent; only the main thread can be told of signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        agent.stop()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+def _is_cancelled(job_file: Path) -> bool:
+    """Whether a job is to be dropped, so that it need not wait for the store to come back."""
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave_soon() -> None:
-    """End the process in a few seconds, unless it ends by itself.
-
-    Python waits at its end for the threads of an upload, which may take hours, and Prefect for an
-    API that hangs. Both may be stopped anywhere: what is not committed stays staged.
-    """
-    if threading.current_thread() is threading.main_thread():
-        leave = threading.Timer(_LEAVE_SECONDS, os._exit, (0,))
-        leave.daemon = True
-        leave.start()
+        return is_cancelled(job_file)
+    except (FormatError, OSError):
+        return False  # what is wrong with it is told when its turn comes
 
 
 def _now_ms() -> int:

@@ -61,6 +61,11 @@ class PrefectGate:
         """Where a person can look, once that is known."""
         return None if self._url is None else prefect_server.ui_url(self._url)
 
+    @property
+    def api_url(self) -> str | None:
+        """Where Prefect answers now; its settings are in this process's environment then."""
+        return self._url if self._open else None
+
     def start(self) -> None:
         """Begin to look for an API, in the background."""
         if self._enabled:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
+    "RETENTION",
     "LocalServer",
     "configured_url",
     "is_healthy",
@@ -37,6 +39,24 @@ _ASK_SECONDS = 60.0
 
 #: Given to every process that uses Prefect here.
 OFFLINE = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+
+
+#: What the server keeps, unless the user's environment says otherwise. A persist leaves some 100 KB
+#: in its database, so that a trainer that checkpoints every 10 s leaves 1 GB a day. Artifacts go
+#: with their flow run.
+RETENTION = {
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": "P3D",
+    "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P3D",
+}
+
+#: Leases of concurrency slots on disk. In memory, as by default, they are gone when the server is
+#: killed, while its database counts the slots as taken: scheduled flows would wait for ever.
+_LEASES = {
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
+        "prefect.server.concurrency.lease_storage.filesystem"
+    ),
+}
 
 
 class LocalServer(NamedTuple):
@@ -123,15 +143,17 @@ def start_server() -> LocalServer:
         running = running_server()
         if running is not None:
             return running
-        port = _free_port(directory)
+        port, claim = _free_port(directory)
         environment = {
+            **RETENTION,
+            **_LEASES,
             **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
             **OFFLINE,
             "PREFECT_HOME": str(directory),
-            # What is only looked at is not kept for ever.
-            "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+            # Else its pages ask port 4200, whoever listens there.
+            "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api",
         }
-        with (directory / "server.log").open("wb") as log:
+        with claim, (directory / "server.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "prefect", "server", "start"]
                 + ["--host", "127.0.0.1", "--port", str(port)],
@@ -140,6 +162,7 @@ def start_server() -> LocalServer:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 cwd=directory,
+                pass_fds=(claim.fileno(),),  # which holds the port's name as long as it lives
                 # Its own group: it does not hear the signals meant for the agent, and can be
                 # stopped with its child.
                 start_new_session=True,
@@ -185,7 +208,8 @@ def _signal(server: LocalServer, number: signal.Signals) -> None:
 
 def _start_time(pid: int) -> str | None:
     """When the process started, in a form that only that process has; None if it is not alive."""
-    if pid in _started and _started[pid].poll() is not None:
+    child = _started.get(pid)
+    if child is not None and child.poll() is not None:
         return None
     try:
         # The name may hold anything, also blanks and parentheses; what follows it does not.
@@ -194,7 +218,9 @@ def _start_time(pid: int) -> str | None:
         return _start_time_elsewhere(pid) if not Path("/proc/self/stat").exists() else None
     except ProcessLookupError:
         return None
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+    # A child that ends is a zombie before its last thread has let go of the port: poll() tells.
+    ended = child is None and fields[0] in (b"Z", b"X")
+    return None if ended else fields[19].decode()
 
 
 def _start_time_elsewhere(pid: int) -> str | None:
@@ -204,21 +230,48 @@ def _start_time_elsewhere(pid: int) -> str | None:
     return answer.stdout.strip() or None
 
 
-def _free_port(directory: Path) -> int:
-    """The port of last time, so that bookmarks stay good; another one if it is taken."""
+def _free_port(directory: Path) -> tuple[int, socket.socket]:
+    """The port of last time, so that bookmarks stay good, or another one if it is taken; its claim.
+
+    The first time it is `RECPOINT_SERVER_PORT`, or 4200.
+    """
     try:
         before = int(json.loads((directory / "server.json").read_text(encoding="utf-8"))["port"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        before = 4200
-    for port in (before, 0):
+        before = int(os.environ.get("RECPOINT_SERVER_PORT") or 4200)
+    # Then one near it, outside of what the system gives to connections; several may be looking.
+    others = random.SystemRandom().sample(range(4201, 4300), 8)
+    for port in (before, *others, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
+                found = int(probe.getsockname()[1])
+                return found, _claim(found)
             except OSError:
                 continue
-            return int(probe.getsockname()[1])
     raise OSError("no free port on 127.0.0.1")
+
+
+def _claim(port: int) -> socket.socket:
+    """A socket that no other server of ours can have for this port while a process holds it.
+
+    A server listens many seconds after its port was chosen; until then another one, of another
+    home or user, would find the port free, and one of the two would be given the other's runs.
+
+    Raises:
+        OSError: somebody has it.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    # An abstract name, of the same network as the port, and gone with the last process that has
+    # it. Only Linux has such names: elsewhere the look at the port has to do.
+    if sys.platform == "linux":
+        try:
+            claim.bind(f"\0recpoint-prefect-server-{port}")
+        except OSError:
+            claim.close()
+            raise
+    return claim
 
 
 @contextmanager

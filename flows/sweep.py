@@ -16,7 +16,8 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
 from recpoint.errors import StagingError
-from recpoint.tasks.job_name import slug
+from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
+from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.persist_task import RETRIES, may_heal
 
 __all__ = ["sweep"]
@@ -34,8 +35,10 @@ def _run_name() -> str:
     persist_result=False,
     **RETRIES,
 )
-async def sweep_store(run_url: str, grace_seconds: float, keep: list[str], dry_run: bool) -> str:
-    """Plan a sweep of the store and, unless it is a dry run, execute it; what it found, as text."""
+async def sweep_store(
+    run_url: str, grace_seconds: float, keep: list[str], dry_run: bool
+) -> tuple[str, str]:
+    """Plan a sweep and, unless it is a dry run, execute it; the run's id, and the findings."""
     return await asyncio.to_thread(_sweep_store, run_url, grace_seconds, keep, dry_run)
 
 
@@ -47,9 +50,9 @@ async def sweep_store(run_url: str, grace_seconds: float, keep: list[str], dry_r
     result_storage=Path(tempfile.gettempdir()),
 )
 async def sweep(
-    run_url: str,
-    staging: str | None = None,
-    grace_seconds: float = 24 * 3600.0,
+    run_url: RunUrl,
+    staging: StagingArea | None = None,
+    grace_seconds: GraceSeconds = 24 * 3600.0,
     dry_run: bool = False,
 ) -> None:
     """Remove chunks that no manifest names, unfinished uploads, and what dead agents left here.
@@ -68,24 +71,26 @@ async def sweep(
     root = staged.default_staging_root() if staging is None else Path(staging)
     run_dir = staged.run_directory(root, open_store(run_url).url)
     keep = await asyncio.to_thread(staged.staged_attempts, run_dir)
-    found = await sweep_store(run_url, grace_seconds, sorted(keep), dry_run)
+    run_id, found = await sweep_store(run_url, grace_seconds, sorted(keep), dry_run)
     if not dry_run:
         found += await asyncio.to_thread(_sweep_staging, root, run_dir)
     await Artifact(
         type="markdown",
-        key=f"recpoint-{slug(run_dir.name[:-13])}-sweep",
+        key=artifact_key(run_url, run_id, "sweep"),
         description="What the last sweeps found" + (" (dry run)" if dry_run else ""),
         data=found,
     ).acreate()
 
 
-def _sweep_store(run_url: str, grace_seconds: float, keep: list[str], dry_run: bool) -> str:
+def _sweep_store(
+    run_url: str, grace_seconds: float, keep: list[str], dry_run: bool
+) -> tuple[str, str]:
     run = Run.open(open_store(run_url))
     plan = plan_sweep(run, grace_seconds=grace_seconds, keep=keep)
     if dry_run:
-        return f"Would remove:\n\n{_lines(plan)}"
+        return run.id, f"Would remove:\n\n{_lines(plan)}"
     result = execute(run, plan)
-    return (
+    return run.id, (
         f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes; "
         f"{len(result.spared)} turned out to be needed.\n\n{_lines(plan)}"
     )

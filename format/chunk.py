@@ -1,4 +1,4 @@
-"""Chunks: the stored objects that hold rows of one table, or part of a rank's state (format §3)."""
+"""Chunks: the stored objects that hold rows, parts of a rank's state, or samples (format §3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from pydantic import Field, model_validator
 from recpoint.errors import DigestMismatch, ForeignObject, MalformedObject
 from recpoint.format import naming
 from recpoint.format.dtypes import Dtype, item_bytes
-from recpoint.format.manifest import MAX_TABLE_ROWS, ChunkEntry, Manifest, RowCount, Scheme, Size
+from recpoint.format.manifest import (
+    MAX_TABLE_ROWS,
+    ChunkEntry,
+    Manifest,
+    RowCount,
+    Scheme,
+    Size,
+    TableSpec,
+)
 from recpoint.format.records import (
     Generation,
     HexToken,
@@ -34,6 +42,7 @@ from recpoint.format.untrusted_json import brief, parse_json
 from recpoint.format.version import FORMAT_VERSION
 
 __all__ = [
+    "MAX_SAMPLE_ROWS",
     "Chunk",
     "ChunkMeta",
     "RowSetCoding",
@@ -41,11 +50,16 @@ __all__ = [
     "build_chunk",
     "chunk_header",
     "parse_chunk",
+    "sample_arrays",
     "section_tensor",
     "tensor_section",
 ]
 
+#: Rows of one table that a sample chunk may hold.
+MAX_SAMPLE_ROWS = 1 << 16
+
 _METADATA_KEY = "recpoint"
+_SAMPLE_IDS = re.compile(r"sample\.(0|[1-9][0-9]{0,4})\.ids\Z")
 _STATE_SECTION = re.compile(r"tensor\.(?:0|[1-9][0-9]{0,8})(\.(?:0|[1-9][0-9]{0,8}))?\Z")
 
 
@@ -64,7 +78,7 @@ class ChunkMeta(Part):
     step: Step
     generation: Generation
     attempt: HexToken
-    content: Literal["rows", "state"]
+    content: naming.Content
     rank: Annotated[int, Field(ge=0, le=naming.MAX_RANK)]
     table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)] | None = None
     row_count: RowCount | None = None
@@ -151,8 +165,10 @@ def parse_chunk(
     _check_belongs(meta, key, entry, manifest, next_step)
     if meta.content == "rows":
         _check_rows(meta, sections, key, entry, manifest, next_step)
-    else:
+    elif meta.content == "state":
         _check_state(sections, key, entry, next_step)
+    else:
+        _check_sample(sections, key, manifest, next_step)
     for section in sections.values():
         if section.dtype == "BOOL" and bytes(section.data_view).strip(b"\x00\x01"):
             raise MalformedObject(
@@ -279,6 +295,44 @@ def _check_state(sections: dict[str, Section], key: str, entry: ChunkEntry, next
             refuse(f"the section {brief(section.name)}", "tree, tensor.<i>, tensor.<i>.<piece>")
         if match[1] and len(section.shape) != 1:
             refuse(f"{section.name}: {_shape(section.shape)}", "pieces of one dimension")
+
+
+def _check_sample(
+    sections: dict[str, Section], key: str, manifest: Manifest, next_step: str
+) -> None:
+    def refuse(found: str, expected: str) -> NoReturn:
+        raise MalformedObject(key, found=found, expected=expected, next_step=next_step)
+
+    left = dict(sections)
+    for name, ids in sections.items():
+        match = _SAMPLE_IDS.match(name)
+        if match is None:
+            continue
+        table, n = int(match[1]), ids.shape[0] if len(ids.shape) == 1 else 0
+        if table >= len(manifest.tables) or not 1 <= n <= MAX_SAMPLE_ROWS:
+            refuse(f"{name}: {_shape(ids.shape)}", f"1 to {MAX_SAMPLE_ROWS} rows of a table")
+        for part, (dtype, shape) in sample_arrays(manifest.tables[table], n).items():
+            section = left.pop(f"sample.{table}.{part}", None)
+            if section is None:
+                if part != "digests":
+                    refuse(f"no sample.{table}.{part}", "each part of a table's sample")
+            elif (section.dtype, section.shape) != (dtype, shape):
+                found = f"sample.{table}.{part}: {section.dtype} {_shape(section.shape)}"
+                refuse(found, f"{dtype} {_shape(shape)}")
+    if left:
+        refuse(f"the section {brief(next(iter(left)))}", "samples of the manifest's tables")
+
+
+def sample_arrays(spec: TableSpec, rows: int) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
+    """Dtype and shape of each part of a table's sample of `rows` rows (format §3.6)."""
+    arrays: dict[str, tuple[Dtype, tuple[int, ...]]] = {
+        "ids": ("I64", (rows,)),
+        "values": (spec.dtype, (rows, spec.dim)),
+    }
+    for index, state in enumerate(spec.row_states):
+        arrays[f"state.{index}"] = (state.dtype, (rows, *state.shape))
+    arrays["digests"] = ("I64", (2 + len(spec.row_states),))
+    return arrays
 
 
 def _shape(shape: tuple[Any, ...]) -> str:

@@ -7,7 +7,20 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import FailFast, Field, model_validator
 
 from recpoint.format.dtypes import MAX_DIMS, Dtype, array_bytes, item_bytes
-from recpoint.format.manifest import CODE_BITS, Kind, TableSpec, check_links
+from recpoint.format.history import History
+from recpoint.format.manifest import (
+    CODE_BITS,
+    MAX_CHAIN_LENGTH,
+    ChainLength,
+    ChosenMethod,
+    Kind,
+    Quantizer,
+    RankCount,
+    TableSpec,
+    Word,
+    check_links,
+    check_tables,
+)
 from recpoint.format.naming import MAX_RANK, job_stem
 from recpoint.format.records import (
     CheckpointRef,
@@ -19,7 +32,7 @@ from recpoint.format.records import (
     Step,
 )
 
-__all__ = ["QUANTIZERS", "Job", "Outcome", "QuantizerName", "Segment", "StagedTable"]
+__all__ = ["QUANTIZERS", "Cancel", "Job", "Outcome", "QuantizerName", "Segment", "StagedTable"]
 
 #: What a trainer asks for; "auto" leaves it to the agent (format §7).
 QuantizerName = Literal["auto", "asymmetric", "symmetric", "greedy", "refit"]
@@ -46,23 +59,48 @@ class Segment(Part):
 
 
 class StagedTable(Part):
-    """One table's rows in the slot, and how they are to be stored."""
+    """One table's rows in the slot, and how they are to be stored.
+
+    A rank holds the rows `first_row` … `first_row + shard_rows - 1` of the table: its shard. Ids in
+    the slot are positions in the shard.
+    """
 
     spec: TableSpec
+    first_row: _Bytes
+    shard_rows: _Bytes  # 0: the rank holds nothing of the table
     row_count: _Bytes
-    all_rows: bool  # every row is there, in order: there is no ids segment
+    all_rows: bool  # every row of the shard is there, in order: there is no ids segment
     bits: Annotated[int, Field(ge=2, le=64)]  # 2, 3, 4, 8; or the dtype's own width: exact
     quantizer: QuantizerName  # means nothing for a table that is stored exactly
     state_bits: Literal[16] | None  # 16: row states that may be are rounded to bfloat16
+    method: ChosenMethod | None  # to quantize with; None: the agent chooses if anything is to be
+    codes: bool  # the slot has the rows quantized with it, not their values
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
-        rows = self.spec.rows
-        if self.row_count > rows or (self.all_rows and self.row_count != rows):
+        rows = self.shard_rows
+        if self.row_count > rows or (self.all_rows and (self.row_count != rows or not rows)):
             raise ValueError(f"{self.row_count} rows of {rows} are staged")
+        if self.first_row + rows > self.spec.rows or (self.first_row and not rows):
+            raise ValueError(f"a shard of {rows} rows from {self.first_row} of {self.spec.rows}")
         if self.bits not in (*CODE_BITS, 8 * item_bytes(self.spec.dtype)):
             raise ValueError(f"{self.bits} bits for a table of {self.spec.dtype}")
+        if self.codes and (self.method is None or not self.is_quantized):
+            raise ValueError("codes of a table without a method, or that is stored exactly")
+        if self.codes and self.spec.dtype == "F64":
+            raise ValueError("codes of a table of F64")
         return self
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its rows are to be stored with fewer bits than they have."""
+        return self.bits < 8 * item_bytes(self.spec.dtype)
+
+    @property
+    def rounds_states(self) -> bool:
+        """Whether any row state that is staged is stored as something narrower."""
+        exact = tuple(state.dtype for state in self.spec.row_states)
+        return self.row_count > 0 and self.state_dtypes != exact
 
     @property
     def state_dtypes(self) -> tuple[Dtype, ...]:
@@ -83,9 +121,10 @@ class Job(Record):
     kind: Kind
     base: CheckpointRef | None
     parent: CheckpointRef | None
-    chain_length: Annotated[int, Field(ge=1, le=10_000)]
+    chain_length: ChainLength
+    policy: Word
     rank: Annotated[int, Field(ge=0, le=MAX_RANK)]
-    ranks: Annotated[int, Field(ge=1, le=100_000)]
+    ranks: RankCount
     tables: Annotated[tuple[StagedTable, ...], Field(max_length=100_000, strict=False), FailFast()]
     slot: Annotated[str, Field(pattern=r"\Ar[0-9]{5}-[0-9]{1,4}\.bin\z")]
     slot_bytes: _Bytes
@@ -94,7 +133,9 @@ class Job(Record):
     staged_ms: Milliseconds
     stall_us: _Bytes
     full_bytes: _Bytes
+    quantized_by: Annotated[str, Field(max_length=255)]  # what quantized staged codes; "": none are
     interval_batches: _Bytes  # batches since the checkpoint before, for the lag
+    history: History
 
     @property
     def ref(self) -> CheckpointRef:
@@ -123,9 +164,9 @@ class Job(Record):
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
         if self.rank >= self.ranks:
             raise ValueError(f"rank {self.rank} of {self.ranks}")
-        names = [table.spec.name for table in self.tables]
-        if len(set(names)) != len(names):
-            raise ValueError("two tables have one name")
+        check_tables([table.spec for table in self.tables])
+        if self.ranks == 1 and any(table.shard_rows != table.spec.rows for table in self.tables):
+            raise ValueError("the only rank holds all rows of each table")
         return self
 
     @model_validator(mode="after")
@@ -152,5 +193,19 @@ class Outcome(Record):
     result: Literal["committed", "rejected"]
     error_type: str  # name of the class in recpoint.errors; "" when committed
     error: str
-    stored_bytes: _Bytes
+    stored_bytes: _Bytes  # of all chunks of the checkpoint
+    rank_bytes: _Bytes  # of those of this rank
+    links_to_read: Annotated[int, Field(ge=0, le=MAX_CHAIN_LENGTH)]  # by a restore; 0: rejected
+    quantizers: Annotated[
+        tuple[Quantizer, ...], Field(max_length=100_000, strict=False), FailFast()
+    ]
     finished_ms: Milliseconds
+
+
+class Cancel(Record):
+    """The trainer's wish that a job be dropped: a newer checkpoint takes its place."""
+
+    format: Literal["recpoint/cancel"] = "recpoint/cancel"
+    step: Step
+    generation: Generation
+    attempt: HexToken

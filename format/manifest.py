@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import FailFast, Field, model_validator
 
 from recpoint.format import naming
 from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.history import History
 from recpoint.format.records import (
     CheckpointRef,
     Generation,
@@ -20,24 +22,39 @@ from recpoint.format.records import (
 
 __all__ = [
     "CODE_BITS",
+    "ChainLength",
+    "ChosenMethod",
     "ChunkEntry",
+    "Columns",
     "Dtype",
     "Kind",
+    "Links",
+    "MAX_CHAIN_LENGTH",
+    "MAX_CHUNKS",
     "MAX_CHUNK_BYTES",
     "MAX_TABLE_ROWS",
     "Manifest",
     "Quantizer",
+    "RankCount",
     "RowCount",
     "RowStateSpec",
     "Scheme",
     "Size",
+    "StandsFor",
     "TableSpec",
+    "Word",
+    "check_chunks",
     "check_links",
+    "check_quantizers",
+    "check_tables",
 ]
 
 MAX_CHUNK_BYTES = 2**32 - 1
+#: Of a manifest.
+MAX_CHUNKS = 4_000_000
 MAX_TABLE_ROWS = 2**48
 MAX_DIM = 2**20
+MAX_CHAIN_LENGTH = 1_000_000
 
 #: Bits of one quantized value.
 CODE_BITS = (2, 3, 4, 8)
@@ -46,10 +63,16 @@ Kind = Literal["full", "increment"]
 Scheme = Literal["asymmetric", "exact"]
 
 Size = Annotated[int, Field(ge=1, le=MAX_DIM)]
+ChainLength = Annotated[int, Field(ge=1, le=MAX_CHAIN_LENGTH)]
 RowCount = Annotated[int, Field(ge=1, lt=2**31)]
+RankCount = Annotated[int, Field(ge=1, le=naming.MAX_RANK + 1)]
 _Name = Annotated[str, Field(min_length=1, max_length=1024)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
+_RowId = Annotated[int, Field(ge=0, lt=MAX_TABLE_ROWS)]
 _Parameter = Annotated[int, Field(ge=0, lt=2**31)]
+
+#: A word for people and for tuning: readers accept those that they do not know.
+Word = Annotated[str, Field(pattern=r"\A[a-z][a-z0-9_]{0,31}\z")]
 
 
 def check_links(
@@ -88,14 +111,60 @@ class RowStateSpec(Part):
         return "BF16" if self.dtype == "F32" and several else self.dtype
 
 
+class Columns(Part):
+    """Which columns of a table a piece of it holds: those from `first` on, of `of`."""
+
+    first: Annotated[int, Field(ge=0, lt=MAX_DIM)]
+    of: Size
+
+
 class TableSpec(Part):
-    """One embedding table: its name in the model, its shape, its row states."""
+    """One embedding table, or a piece of one: its name in the model, its shape, its row states.
+
+    `columns`: of which columns of its table a piece has its `dim`; None: all of them.
+    """
 
     name: _Name
     rows: Annotated[int, Field(ge=1, le=MAX_TABLE_ROWS)]
     dim: Size
     dtype: Literal["F64", "F32", "F16", "BF16"]
     row_states: Annotated[tuple[RowStateSpec, ...], Field(max_length=64, strict=False), FailFast()]
+    columns: Columns | None = None
+
+    @model_validator(mode="after")
+    def _piece(self) -> Self:
+        columns, dim = self.columns, self.dim
+        if columns is not None and (dim == columns.of or columns.first + dim > columns.of):
+            raise ValueError(f"{dim} columns from {columns.first} are no piece of {columns.of}")
+        return self
+
+
+def check_tables(tables: Sequence[TableSpec]) -> None:
+    """That no two tables have one name, but for pieces, which make up one table.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    by_name: dict[str, list[TableSpec]] = {}
+    for table in tables:
+        by_name.setdefault(table.name, []).append(table)
+    for name, found in by_name.items():
+        pieces = [(table.columns, table) for table in found if table.columns is not None]
+        if not pieces and len(found) == 1:
+            continue
+        if len(pieces) != len(found):
+            raise ValueError("two tables have one name")
+        end, first = 0, found[0]
+        for columns, piece in sorted(pieces, key=lambda pair: pair[0].first):
+            if columns.first != end or pieces[0][0].of != columns.of:
+                raise ValueError(
+                    f"columns from {columns.first} of {columns.of} of {name!r:.80}, not from {end}"
+                )
+            if (piece.rows, piece.dtype) != (first.rows, first.dtype):
+                raise ValueError(f"pieces of {name!r:.80} differ in rows or dtype")
+            end += piece.dim
+        if end != pieces[0][0].of:
+            raise ValueError(f"{end} columns of {pieces[0][0].of} of {name!r:.80}")
 
 
 class ChunkEntry(Part):
@@ -104,10 +173,12 @@ class ChunkEntry(Part):
     key: Annotated[str, Field(max_length=200)]
     bytes: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
     crc32c: Annotated[int, Field(ge=0, lt=2**32)]
-    content: Literal["rows", "state"]
+    content: naming.Content
     rank: Annotated[int, Field(ge=0, le=naming.MAX_RANK)]
     table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)] | None = None
     row_count: RowCount | None = None
+    first_row: _RowId | None = None
+    last_row: _RowId | None = None
     bits: Annotated[int, Field(ge=1, le=64)] | None = None
     scheme: Scheme | None = None
 
@@ -116,26 +187,59 @@ class ChunkEntry(Part):
         name = naming.parse_chunk_name(self.key)
         if name is None:
             raise ValueError("key does not have the form of a chunk's key")
-        content = "state" if name.table is None else "rows"
-        if (self.rank, self.table, self.content) != (name.rank, name.table, content):
+        if (self.rank, self.table, self.content) != (name.rank, name.table, name.content):
             raise ValueError("content, rank and table differ from those in the key")
-        about_rows = (self.row_count, self.bits, self.scheme)
-        if any((field is None) != (content == "state") for field in about_rows):
-            raise ValueError("table, row_count, bits and scheme are for chunks of rows")
+        first, last, rows = self.first_row, self.last_row, self.row_count
+        about_rows = (rows, first, last, self.bits, self.scheme)
+        if any((field is None) != (name.content != "rows") for field in about_rows):
+            raise ValueError("table, rows, bits and scheme are for chunks of rows")
+        if first is not None and last is not None and rows is not None and rows > last - first + 1:
+            raise ValueError(f"{rows} rows from {first} to {last}")
         if self.scheme == "asymmetric" and self.bits not in CODE_BITS:
             raise ValueError(f"codes have {', '.join(map(str, CODE_BITS))} bits")
         return self
 
 
-class Quantizer(Part):
-    """How the scales and offsets of a table's quantized rows were found; no reader needs it.
+def check_chunks(
+    chunks: Sequence[ChunkEntry], tables: Sequence[TableSpec], ranks: int
+) -> list[int]:
+    """That chunks are named once, and are of tables and ranks that there are.
 
-    Parameters that the method does not have are 0. `sample_rows` is how many of the table's staged
+    Returns:
+        How many rows of each table they hold.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    keys = [chunk.key for chunk in chunks]
+    if len(set(keys)) != len(keys):
+        raise ValueError("one chunk is named twice")
+    rows = [0] * len(tables)
+    for chunk in chunks:
+        if chunk.rank >= ranks:
+            raise ValueError(f"{chunk.key} is of rank {chunk.rank} of {ranks}")
+        if chunk.table is None or chunk.row_count is None or chunk.last_row is None:
+            continue
+        if chunk.table >= len(rows):
+            raise ValueError(f"{chunk.key} is for table {chunk.table} of {len(rows)}")
+        table = tables[chunk.table]
+        exact_bits = 8 * item_bytes(table.dtype)
+        if chunk.scheme == "exact" and chunk.bits != exact_bits:
+            raise ValueError(f"{chunk.key} has {chunk.bits} exact bits, not {exact_bits}")
+        if chunk.last_row >= table.rows:
+            raise ValueError(f"{chunk.key} has row {chunk.last_row} of {table.rows}")
+        rows[chunk.table] += chunk.row_count
+    return rows
+
+
+class ChosenMethod(Part):
+    """How scales and offsets of quantized rows are found; no reader needs it.
+
+    Parameters that the method does not have are 0. `sample_rows` is how many of a table's staged
     rows they were chosen on, drawn with `seed`; 0 when the setting left nothing to choose.
     """
 
-    table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)]
-    method: Annotated[str, Field(pattern=r"\A[a-z][a-z0-9_]{0,31}\z")]
+    method: Word
     bins: _Parameter
     ratio_permille: _Parameter
     refits: _Parameter
@@ -149,8 +253,49 @@ class Quantizer(Part):
         return self
 
 
+class Quantizer(ChosenMethod):
+    """How those that one rank stored of one table of a checkpoint were found."""
+
+    table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)]
+    rank: Annotated[int, Field(ge=0, le=naming.MAX_RANK)]
+
+    @property
+    def chosen(self) -> ChosenMethod:
+        """The same of no table."""
+        return ChosenMethod(**self.model_dump(exclude={"table", "rank"}))
+
+
+def check_quantizers(quantizers: Sequence[Quantizer], tables: int, ranks: int) -> None:
+    """That they ascend by table and rank, one at most for each.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    found = [(quantizer.table, quantizer.rank) for quantizer in quantizers]
+    if found != sorted(set(found)) or any(at[0] >= tables or at[1] >= ranks for at in found):
+        raise ValueError("quantizers ascend by table and rank, one at most for each")
+
+
+class Links(NamedTuple):
+    """A checkpoint's place in its chain as it was taken; a consolidation does not change it."""
+
+    kind: Kind
+    base: CheckpointRef | None
+    parent: CheckpointRef | None
+    chain_length: int
+
+
+class StandsFor(Part):
+    """The links of the checkpoint that a consolidated manifest stands for; a full has none."""
+
+    kind: Literal["increment"] = "increment"
+    base: CheckpointRef
+    parent: CheckpointRef
+    chain_length: ChainLength
+
+
 class Manifest(Record):
-    """One committed checkpoint."""
+    """One committed checkpoint, or a consolidation of one, which has its step and attempt."""
 
     format: Literal["recpoint/manifest"] = "recpoint/manifest"
     run: HexToken
@@ -160,12 +305,14 @@ class Manifest(Record):
     kind: Kind
     base: CheckpointRef | None
     parent: CheckpointRef | None
-    chain_length: Annotated[int, Field(ge=1, le=10_000)]
-    ranks: Annotated[int, Field(ge=1, le=100_000)]
+    chain_length: ChainLength
+    stands_for: StandsFor | None
+    policy: Word
+    ranks: RankCount
     tables: Annotated[tuple[TableSpec, ...], Field(max_length=100_000, strict=False), FailFast()]
     chunks: Annotated[
         tuple[ChunkEntry, ...],
-        Field(min_length=1, max_length=4_000_000, strict=False),
+        Field(min_length=1, max_length=MAX_CHUNKS, strict=False),
         FailFast(),  # else a list of a million bad entries becomes ten million errors
     ]
     quantizers: Annotated[
@@ -179,12 +326,19 @@ class Manifest(Record):
     stall_us: _Count
     dirty_rows: _Count
     full_bytes: _Count
+    history: History
     writer: Annotated[str, Field(max_length=255)]
 
     @property
     def ref(self) -> CheckpointRef:
         """The reference by which increments name this checkpoint."""
         return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
+
+    @property
+    def links(self) -> Links:
+        """Those of the checkpoint as it was taken, by which its children name it."""
+        of = self.stands_for or self
+        return Links(of.kind, of.base, of.parent, of.chain_length)
 
     @property
     def stored_bytes(self) -> int:
@@ -194,31 +348,41 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _links(self) -> Self:
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
+        if self.stands_for is not None:
+            taken = self.links
+            check_links(taken.kind, self.step, taken.base, taken.parent, taken.chain_length)
+            self._check_shorter(self.stands_for)
         return self
+
+    def _check_shorter(self, taken: StandsFor) -> None:
+        if self.parent is None:
+            return
+        if self.base != taken.base:
+            raise ValueError("a consolidated increment has the base of what it stands for")
+        if self.parent.step >= taken.parent.step or self.chain_length >= taken.chain_length:
+            raise ValueError("a consolidated increment is on a parent further back")
 
     @model_validator(mode="after")
     def _contents(self) -> Self:
-        names = [table.name for table in self.tables]
-        if len(set(names)) != len(names):
-            raise ValueError("two tables have one name")
-        keys = [chunk.key for chunk in self.chunks]
-        if len(set(keys)) != len(keys):
-            raise ValueError("one chunk is named twice")
-        quantized = [quantizer.table for quantizer in self.quantizers]
-        if quantized != sorted(set(quantized)) or max(quantized, default=-1) >= len(self.tables):
-            raise ValueError("quantizers ascend by table, one at most for each table")
-        rows = [0] * len(self.tables)
-        for chunk in self.chunks:
-            if chunk.rank >= self.ranks:
-                raise ValueError(f"{chunk.key} is of rank {chunk.rank} of {self.ranks}")
-            if chunk.table is not None and chunk.row_count is not None:
-                if chunk.table >= len(rows):
-                    raise ValueError(f"{chunk.key} is for table {chunk.table} of {len(rows)}")
-                exact_bits = 8 * item_bytes(self.tables[chunk.table].dtype)
-                if chunk.scheme == "exact" and chunk.bits != exact_bits:
-                    raise ValueError(f"{chunk.key} has {chunk.bits} exact bits, not {exact_bits}")
-                rows[chunk.table] += chunk.row_count
+        check_tables(self.tables)
+        check_quantizers(self.quantizers, len(self.tables), self.ranks)
+        rows = check_chunks(self.chunks, self.tables, self.ranks)
         for table, stored in zip(self.tables, rows, strict=True):
             if stored > table.rows or (self.kind == "full" and stored != table.rows):
                 raise ValueError(f"table {table.name!r} has {table.rows} rows, {stored} are stored")
+        return self
+
+    @model_validator(mode="after")
+    def _of_one_consolidation(self) -> Self:
+        """That a consolidated manifest names chunks of one consolidation alone (format §4, I1)."""
+        if self.stands_for is None:
+            return self
+        found = naming.parse_chunk_key(self.chunks[0].key)
+        assert found is not None  # ChunkEntry lets no other key through
+        if found[:2] != (self.step, self.generation) or found.attempt == self.attempt:
+            raise ValueError(f"{self.chunks[0].key} is of no consolidation of this checkpoint")
+        prefix = naming.attempt_prefix(*found)
+        for chunk in self.chunks:
+            if not chunk.key.startswith(prefix):
+                raise ValueError(f"{chunk.key} is not under {prefix}")
         return self

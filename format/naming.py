@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
 __all__ = [
     "AttemptName",
     "ChunkName",
+    "ConsolidatedName",
+    "Content",
     "GENERATIONS_PREFIX",
     "CHUNKS_PREFIX",
+    "CONSOLIDATED_PREFIX",
+    "DELETION_KEY",
+    "EXPIRED_PREFIX",
+    "LEASES_PREFIX",
     "MANIFESTS_PREFIX",
     "MAX_GENERATION",
+    "MAX_PUBLICATION",
     "MAX_STEP",
+    "METRICS_PREFIX",
+    "PINS_PREFIX",
+    "PLAN_KEY",
+    "PUBLISHED_PREFIX",
     "RUN_KEY",
+    "NamedCheckpoint",
+    "PARTS_PREFIX",
+    "PartName",
+    "VALIDATIONS_PREFIX",
+    "ValidationLevel",
+    "ValidationName",
+    "ValidationResult",
     "attempt_prefix",
+    "consolidated_key",
+    "consolidated_prefix",
+    "end_key",
+    "expired_key",
     "generation_key",
     "is_chunk_key",
+    "is_end_key",
+    "is_label",
     "is_probe_key",
+    "is_retention_key",
     "job_stem",
+    "lease_key",
     "manifest_key",
+    "metric_key",
     "parse_attempt_prefix",
     "parse_chunk_key",
     "parse_chunk_name",
+    "parse_expired_key",
+    "parse_consolidated_key",
     "parse_generation_key",
     "parse_job_stem",
+    "parse_lease_key",
     "parse_manifest_key",
+    "parse_metric_key",
+    "parse_part_key",
+    "parse_part_prefix",
+    "parse_pin_key",
+    "parse_publication_key",
+    "part_key",
+    "part_prefix",
+    "pin_key",
+    "publication_key",
+    "parse_validation_key",
     "row_chunk_key",
+    "sample_chunk_key",
+    "shared_attempt",
     "state_chunk_key",
+    "validation_key",
 ]
 
 MAX_STEP = 10**12 - 1
@@ -35,21 +79,64 @@ MAX_GENERATION = 10**8 - 1
 MAX_RANK = 10**5 - 1
 MAX_TABLE = 10**5 - 1
 MAX_CHUNK = 10**6 - 1
+MAX_VALIDATION = 10**6 - 1
+MAX_PUBLICATION = 10**8 - 1
 
 RUN_KEY = "run.json"
 GENERATIONS_PREFIX = "generations/"
 CHUNKS_PREFIX = "chunks/"
+PARTS_PREFIX = "parts/"
 MANIFESTS_PREFIX = "manifests/"
+PINS_PREFIX = "pins/"
+METRICS_PREFIX = "metrics/"
+EXPIRED_PREFIX = "expired/"
+LEASES_PREFIX = "leases/"
+DELETION_KEY = "deletion.json"
+PLAN_KEY = "retention.json"
+CONSOLIDATED_PREFIX = "consolidated/"
+VALIDATIONS_PREFIX = "validations/"
+PUBLISHED_PREFIX = "published/"
 
 # [0-9] and \Z, not \d and $: the latter let other digits and a final newline through.
 _GENERATION = re.compile(r"generations/([0-9]{8})\.json\Z")
+_END = re.compile(r"ends/(?!00000000)[0-9]{8}\.json\Z")
 _MANIFEST = re.compile(r"manifests/([0-9]{12})-([0-9]{8})\.json\Z")
+_CONSOLIDATED = re.compile(
+    r"consolidated/([0-9]{12})-([0-9]{8})-(?:full|after-([0-9]{12}))\.json\Z"
+)
 _ATTEMPT = re.compile(r"chunks/([0-9]{12})-([0-9]{8})-([0-9a-f]{32})/")
 _CHUNK = re.compile(
-    _ATTEMPT.pattern + r"r([0-9]{5})-(?:t([0-9]{5})|state)-([0-9]{6})\.safetensors\Z"
+    _ATTEMPT.pattern + r"r([0-9]{5})-(?:t([0-9]{5})|(state|sample))-([0-9]{6})\.safetensors\Z"
+)
+_PART_PREFIX = re.compile(r"parts/([0-9]{12})-([0-9]{8})-([0-9a-f]{32})/")
+_PART = re.compile(_PART_PREFIX.pattern + r"r([0-9]{5})\.json\Z")
+_VALIDATION = re.compile(
+    r"validations/([0-9]{12})-([0-9]{8})-([0-9]{6})-(metadata|sample|full)-"
+    r"(passed|failed|stateless)\.json\Z"
 )
 _PROBE = re.compile(r"probe/[0-9a-f]{32}\Z")
+_LABEL = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}\Z")
+_NAMED = re.compile(r"(?:pins|metrics)/([0-9]{12})-([0-9]{8})-([a-z0-9][a-z0-9_.-]{0,63})\.json\Z")
+_EXPIRED = re.compile(r"expired/([0-9]{12}-[0-9]{8})(-full|-after-[0-9]{12})?\.json\Z")
+_PUBLISHED = re.compile(r"published/([0-9]{8})\.json\Z")
+_LEASE = re.compile(r"leases/([0-9a-f]{32})\.json\Z")
 _JOB = re.compile(r"([0-9]{8})-([0-9]{12})-r([0-9]{5})\Z")
+
+
+#: What a chunk holds (format §3).
+Content = Literal["rows", "state", "sample"]
+
+#: How much a validation looked at, and what came of it (format §10).
+ValidationLevel = Literal["metadata", "sample", "full"]
+ValidationResult = Literal["passed", "failed", "stateless"]
+
+
+class ConsolidatedName(NamedTuple):
+    """What a consolidated manifest's key says; `after` is its parent's step, None for a full."""
+
+    step: int
+    generation: int
+    after: int | None
 
 
 class AttemptName(NamedTuple):
@@ -61,11 +148,44 @@ class AttemptName(NamedTuple):
 
 
 class ChunkName(NamedTuple):
-    """What the last part of a chunk's key says; `table` is None for a state chunk."""
+    """What the last part of a chunk's key says; `table` is None where it holds no rows of one."""
 
+    content: Content
     rank: int
     table: int | None
     number: int
+
+
+class PartName(NamedTuple):
+    """What the key of a rank's part says."""
+
+    step: int
+    generation: int
+    attempt: str
+    rank: int
+
+    @property
+    def checkpoint(self) -> AttemptName:
+        """Of which attempt it is a part."""
+        return AttemptName(self.step, self.generation, self.attempt)
+
+
+class NamedCheckpoint(NamedTuple):
+    """What the key of a pin or of a metric says: of which checkpoint, and what it is called."""
+
+    step: int
+    generation: int
+    name: str
+
+
+class ValidationName(NamedTuple):
+    """What the key of a validation record says."""
+
+    step: int
+    generation: int
+    number: int
+    level: ValidationLevel
+    result: ValidationResult
 
 
 def _within(name: str, value: int, lowest: int, highest: int) -> int:
@@ -85,6 +205,16 @@ def parse_generation_key(key: str) -> int | None:
     return int(match[1]) if match and int(match[1]) > 0 else None
 
 
+def end_key(generation: int) -> str:
+    """Key of the word that a generation's trainer has ended."""
+    return f"ends/{_within('generation', generation, 1, MAX_GENERATION):08d}.json"
+
+
+def is_end_key(key: str) -> bool:
+    """Whether `key` is that of an end record."""
+    return _END.match(key) is not None
+
+
 def manifest_key(step: int, generation: int) -> str:
     """Key of a manifest."""
     _within("step", step, 0, MAX_STEP)
@@ -98,6 +228,142 @@ def parse_manifest_key(key: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match and int(match[2]) > 0 else None
 
 
+def consolidated_prefix(step: int, generation: int) -> str:
+    """What the keys of all consolidated manifests of one checkpoint start with."""
+    _within("step", step, 0, MAX_STEP)
+    _within("generation", generation, 1, MAX_GENERATION)
+    return f"consolidated/{step:012d}-{generation:08d}-"
+
+
+def consolidated_key(step: int, generation: int, after: int | None) -> str:
+    """Key of a consolidated manifest: a full, or an increment on the parent at step `after`."""
+    prefix = consolidated_prefix(step, generation)
+    if after is None:
+        return f"{prefix}full.json"
+    return f"{prefix}after-{_within('parent step', after, 0, step - 1):012d}.json"
+
+
+def parse_consolidated_key(key: str) -> ConsolidatedName | None:
+    """What a consolidated manifest's key says; None if `key` is not one."""
+    match = _CONSOLIDATED.match(key)
+    if not match or not int(match[2]):
+        return None
+    name = ConsolidatedName(int(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+    return name if name.after is None or name.after < name.step else None
+
+
+def is_label(name: str) -> bool:
+    """Whether `name` may be that of a pin or of a metric."""
+    return _LABEL.match(name) is not None
+
+
+def pin_key(step: int, generation: int, name: str) -> str:
+    """Key of a pin."""
+    return _named_key(PINS_PREFIX, step, generation, name)
+
+
+def metric_key(step: int, generation: int, name: str) -> str:
+    """Key of a metric."""
+    return _named_key(METRICS_PREFIX, step, generation, name)
+
+
+def _named_key(prefix: str, step: int, generation: int, name: str) -> str:
+    _within("step", step, 0, MAX_STEP)
+    _within("generation", generation, 1, MAX_GENERATION)
+    if not is_label(name):
+        raise ValueError(f"{name[:80]!r} is not 1 to 64 of a-z, 0-9, _, ., -")
+    return f"{prefix}{step:012d}-{generation:08d}-{name}.json"
+
+
+def parse_pin_key(key: str) -> NamedCheckpoint | None:
+    """What a pin's key says; None if `key` is not one."""
+    return _parse_named(PINS_PREFIX, key)
+
+
+def parse_metric_key(key: str) -> NamedCheckpoint | None:
+    """What a metric's key says; None if `key` is not one."""
+    return _parse_named(METRICS_PREFIX, key)
+
+
+def _parse_named(prefix: str, key: str) -> NamedCheckpoint | None:
+    match = _NAMED.match(key)
+    if not match or not key.startswith(prefix) or not int(match[2]):
+        return None
+    return NamedCheckpoint(int(match[1]), int(match[2]), match[3])
+
+
+def expired_key(manifest: str) -> str:
+    """Key of the mark of the manifest under the key `manifest`."""
+    key = EXPIRED_PREFIX + manifest.rpartition("/")[2]
+    if parse_expired_key(key) != manifest:
+        raise ValueError(f"{manifest[:80]!r} is not the key of a manifest")
+    return key
+
+
+def parse_expired_key(key: str) -> str | None:
+    """Key of the manifest that a mark is of; None if `key` is not a mark's."""
+    match = _EXPIRED.match(key)
+    if not match or match[1].endswith("-00000000"):
+        return None
+    folder = "consolidated" if match[2] else "manifests"
+    return f"{folder}/{key.removeprefix(EXPIRED_PREFIX)}"
+
+
+def lease_key(owner: str) -> str:
+    """Key of the lease of `owner`."""
+    key = f"{LEASES_PREFIX}{owner}.json"
+    if parse_lease_key(key) is None:
+        raise ValueError(f"owner {owner!r} is not 32 lower-case hexadecimal digits")
+    return key
+
+
+def parse_lease_key(key: str) -> str | None:
+    """Owner of a lease; None if `key` is not a lease's."""
+    match = _LEASE.match(key)
+    return match[1] if match else None
+
+
+def publication_key(number: int) -> str:
+    """Key of a publication record."""
+    return f"published/{_within('publication', number, 1, MAX_PUBLICATION):08d}.json"
+
+
+def parse_publication_key(key: str) -> int | None:
+    """Number of a publication record; None if `key` is not one's."""
+    match = _PUBLISHED.match(key)
+    return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def is_retention_key(key: str) -> bool:
+    """Whether `key` is that of a pin, metric, mark, lease, plan, deletion or publication."""
+    parsers = (parse_pin_key, parse_metric_key, parse_expired_key, parse_lease_key)
+    known = any(parse(key) is not None for parse in parsers)
+    return known or key in (DELETION_KEY, PLAN_KEY) or parse_publication_key(key) is not None
+
+
+def validation_key(name: ValidationName) -> str:
+    """Key of a validation record."""
+    _within("step", name.step, 0, MAX_STEP)
+    _within("generation", name.generation, 1, MAX_GENERATION)
+    _within("validation", name.number, 1, MAX_VALIDATION)
+    checkpoint = f"{name.step:012d}-{name.generation:08d}"
+    return f"validations/{checkpoint}-{name.number:06d}-{name.level}-{name.result}.json"
+
+
+def parse_validation_key(key: str) -> ValidationName | None:
+    """What a validation record's key says; None if `key` is not one."""
+    match = _VALIDATION.match(key)
+    if match is None or int(match[2]) == 0 or int(match[3]) == 0:
+        return None
+    return ValidationName(
+        int(match[1]),
+        int(match[2]),
+        int(match[3]),
+        cast(ValidationLevel, match[4]),
+        cast(ValidationResult, match[5]),
+    )
+
+
 def attempt_prefix(step: int, generation: int, attempt: str) -> str:
     """Prefix, ending in a slash, of all chunks of one attempt."""
     _within("step", step, 0, MAX_STEP)
@@ -106,6 +372,43 @@ def attempt_prefix(step: int, generation: int, attempt: str) -> str:
     if not _ATTEMPT.fullmatch(prefix):
         raise ValueError(f"attempt {attempt!r} is not 32 lower-case hexadecimal digits")
     return prefix
+
+
+def shared_attempt(token: str, step: int, *, cut: int) -> str:
+    """The attempt that all ranks of a checkpoint call it by, without asking each other.
+
+    Args:
+        token: of the record of their generation.
+        step: of the checkpoint.
+        cut: how many checkpoints they have cut together since that generation began, this one
+            counted: a step that is cut again is another attempt.
+    """
+    said = f"recpoint attempt|{token}|{_within('step', step, 0, MAX_STEP)}|{cut}"
+    return hashlib.sha256(said.encode("ascii")).hexdigest()[:32]
+
+
+def part_prefix(step: int, generation: int, attempt: str) -> str:
+    """Prefix, ending in a slash, of the parts of one attempt."""
+    return PARTS_PREFIX + attempt_prefix(step, generation, attempt).removeprefix(CHUNKS_PREFIX)
+
+
+def part_key(step: int, generation: int, attempt: str, *, rank: int) -> str:
+    """Key of the part of one rank."""
+    return f"{part_prefix(step, generation, attempt)}r{_within('rank', rank, 0, MAX_RANK):05d}.json"
+
+
+def parse_part_key(key: str) -> PartName | None:
+    """What the key of a part says; None if `key` is not one."""
+    match = _PART.match(key)
+    if match is None or not int(match[2]):
+        return None
+    return PartName(int(match[1]), int(match[2]), match[3], int(match[4]))
+
+
+def parse_part_prefix(key: str) -> AttemptName | None:
+    """The attempt under whose parts `key` lies; None if it is not such a key."""
+    match = _PART_PREFIX.match(key)
+    return AttemptName(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def row_chunk_key(
@@ -121,13 +424,26 @@ def row_chunk_key(
 
 def state_chunk_key(step: int, generation: int, attempt: str, *, rank: int, number: int) -> str:
     """Key of state chunk `number`."""
+    return _tableless_key(step, generation, attempt, rank, number, "state")
+
+
+def sample_chunk_key(step: int, generation: int, attempt: str, *, rank: int, number: int) -> str:
+    """Key of sample chunk `number`."""
+    return _tableless_key(step, generation, attempt, rank, number, "sample")
+
+
+def _tableless_key(
+    step: int, generation: int, attempt: str, rank: int, number: int, content: Content
+) -> str:
+    """Key of a chunk that is not of one table."""
     _within("rank", rank, 0, MAX_RANK)
     _within("chunk number", number, 0, MAX_CHUNK)
-    return f"{attempt_prefix(step, generation, attempt)}r{rank:05d}-state-{number:06d}.safetensors"
+    prefix = attempt_prefix(step, generation, attempt)
+    return f"{prefix}r{rank:05d}-{content}-{number:06d}.safetensors"
 
 
 def is_chunk_key(key: str) -> bool:
-    """Whether `key` is the key of a row or state chunk."""
+    """Whether `key` is a chunk's key."""
     return _CHUNK.match(key) is not None
 
 
@@ -147,7 +463,10 @@ def parse_chunk_name(key: str) -> ChunkName | None:
     match = _CHUNK.match(key)
     if not match:
         return None
-    return ChunkName(int(match[4]), int(match[5]) if match[5] else None, int(match[6]))
+    content: Content = "rows"
+    if match[6]:
+        content = "state" if match[6] == "state" else "sample"
+    return ChunkName(content, int(match[4]), int(match[5]) if match[5] else None, int(match[7]))
 
 
 def parse_attempt_prefix(key: str) -> AttemptName | None:

@@ -16,6 +16,7 @@ from recpoint.format.version import FORMAT_VERSION
 __all__ = [
     "MAX_RECORD_BYTES",
     "CheckpointRef",
+    "EndRecord",
     "GenerationRecord",
     "HexToken",
     "Record",
@@ -82,6 +83,20 @@ class GenerationRecord(Record):
     host: Annotated[str, Field(max_length=255)]
     pid: Annotated[int, Field(ge=0, lt=2**32)]
     created_ms: Milliseconds
+
+
+class EndRecord(Record):
+    """Word of a trainer that it has ended by itself, and after how many batches (format §5).
+
+    `step`: of the checkpoint that makes this end lose nothing, if it is there.
+    """
+
+    format: Literal["recpoint/end"] = "recpoint/end"
+    run: HexToken
+    generation: Generation
+    step: Step
+    reason: Literal["finished", "terminated"]
+    ended_ms: Milliseconds
 
 
 def pack_record(record: Record) -> bytes:

@@ -7,7 +7,15 @@ Triton is imported on the first call with a tensor on a GPU, never before.
 
 from __future__ import annotations
 
-from recpoint.kernels import bit_packing, dirty_bitmap, dirty_rows, quantize, row_gather, row_set
+from recpoint.kernels import (
+    bit_packing,
+    dirty_bitmap,
+    dirty_rows,
+    quantize,
+    row_digest,
+    row_gather,
+    row_set,
+)
 from recpoint.kernels.warm import warm_up
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "dirty_bitmap",
     "dirty_rows",
     "quantize",
+    "row_digest",
     "row_gather",
     "row_set",
     "warm_up",

@@ -6,6 +6,7 @@ A kernel chooses by the device of its tensors and by nothing else, so this can b
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 
@@ -13,17 +14,30 @@ import llvmlite.binding as llvm
 import numba
 import torch
 
-__all__ = ["KERNELS", "Implementation", "implementations", "on_cpu", "vector_extension"]
+__all__ = [
+    "KERNELS",
+    "Implementation",
+    "implementations",
+    "on_cpu",
+    "on_devices",
+    "vector_extension",
+]
 
 KERNELS: Final = (
     "bit_packing",
     "dirty_bitmap",
     "dirty_rows",
     "quantize",
+    "row_digest",
     "row_gather",
     "row_set",
 )
 
+#: Kernels without a version for a GPU, and why.
+_ON_CPU_ONLY: Final = {
+    "dirty_rows": "rows on a GPU go through dirty_bitmap and row_gather",
+    "row_digest": "rows are digested where they are staged or decoded, in host memory",
+}
 
 #: Widest first.
 _VECTOR_EXTENSIONS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
@@ -44,9 +58,8 @@ def implementations() -> list[Implementation]:
     found: list[Implementation] = []
     for kernel in KERNELS:
         found.append(Implementation(kernel, "cpu", "numba", on_cpu()))
-        if kernel == "dirty_rows":
-            elsewhere = "rows on a GPU go through dirty_bitmap and row_gather"
-            found.append(Implementation(kernel, "cuda", None, elsewhere))
+        if kernel in _ON_CPU_ONLY:
+            found.append(Implementation(kernel, "cuda", None, _ON_CPU_ONLY[kernel]))
         else:
             found.append(Implementation(kernel, "cuda", name, why))
     return found
@@ -57,6 +70,12 @@ def on_cpu() -> str:
     threads = torch.get_num_threads()
     plural = "" if threads == 1 else "s"
     return f"numba {numba.__version__}, {threads} thread{plural}, {vector_extension()}"
+
+
+def on_devices(kinds: Iterable[str]) -> str:
+    """What runs on devices of these kinds, "cpu" and "cuda"; "" for none."""
+    found = [on_cpu() if kind == "cpu" else _on_cuda()[1] for kind in sorted(kinds)]
+    return "; ".join(found)
 
 
 def vector_extension() -> str:

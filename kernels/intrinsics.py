@@ -57,6 +57,7 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
+@cache
 def entry_point(kernel: Any, arguments: int) -> Callable[..., Any]:
     """The machine code of a kernel that takes that many integers, without the choice by types.
 

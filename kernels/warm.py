@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from recpoint.kernels import bit_packing, dirty_bitmap, dirty_rows, quantize, row_gather, row_set
+from recpoint.kernels import (
+    bit_packing,
+    dirty_bitmap,
+    dirty_rows,
+    quantize,
+    row_digest,
+    row_gather,
+    row_set,
+)
 
 __all__ = ["warm_up"]
 
@@ -23,6 +31,7 @@ def warm_up() -> None:
     dirty_bitmap.swap(bitmap, other)
     dirty_bitmap.clear(other)
     dirty_bitmap.mark_all(other, rows=rows)
+    dirty_bitmap.mark_new(other, ids, rows=rows)
     dirty_bitmap.mark_nonzero(other, torch.zeros(rows), rows=rows)
     dirty_bitmap.count(bitmap)
     found = dirty_bitmap.collect(bitmap, rows=rows)
@@ -31,8 +40,12 @@ def warm_up() -> None:
     part = torch.empty(found.numel(), 3)
     row_gather.gather(table, found, part)
     row_gather.scatter(part, found, table)
+    row_gather.move(part, torch.arange(found.numel()), table, found)
     to = dirty_rows.Destination(torch.empty_like(found), ((table, torch.empty_like(part)),))
     dirty_rows.count([bitmap], rows=[rows]).copy([to])
+
+    row_digest.digest(torch.zeros(2, 2), found[:2])
+    row_digest.digest(part, 0)
 
     for bits in bit_packing.BITS:
         packed, scale, offset, _, _ = quantize.quantize_packed(part, bits)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.persist import Committed, commit_job
+from recpoint.catalog.committed import Committed
+from recpoint.catalog.persist import commit_job
+from recpoint.catalog.ranks_text import ranks_text
+from recpoint.errors import RanksMissing
 from recpoint.tasks.persist_task import RETRIES, may_heal, run_name
 
-__all__ = ["commit"]
+__all__ = ["Waiting", "commit"]
+
+
+class Waiting(NamedTuple):
+    """Its part is stored; the checkpoint is not committed, since other ranks' are missing."""
+
+    text: str
 
 
 @task(
@@ -21,6 +31,10 @@ __all__ = ["commit"]
     persist_result=False,
     **RETRIES,
 )
-async def commit(job_path: str) -> Committed:
+async def commit(job_path: str) -> Committed | Waiting:
     """Commit the checkpoint; its bytes, chunks and time."""
-    return await asyncio.to_thread(commit_job, job_path)
+    try:
+        return await asyncio.to_thread(commit_job, job_path)
+    except RanksMissing as error:
+        # Nothing has failed: with several ranks all but one come here.
+        return Waiting(f"waits for {ranks_text(error.ranks)}")

@@ -1,4 +1,4 @@
-"""What people call a job: run, step and rank, in log lines, names and keys of artifacts."""
+"""What people call a job: run, step and rank, in log lines and names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from recpoint.format.naming import parse_job_stem
 
-__all__ = ["JobName", "job_log", "job_name", "slug"]
+__all__ = ["JobName", "job_log", "job_name"]
 
 #: The hash at the end of a run's directory, which tells runs of one name apart but nobody reads.
 _HASH = re.compile(r"-[0-9a-f]{12}\Z")
@@ -24,11 +24,6 @@ class JobName(NamedTuple):
     step: int
     rank: int
 
-    @property
-    def slug(self) -> str:
-        """The run's name in artifact keys."""
-        return slug(self.run)
-
     def __str__(self) -> str:
         return f"{self.run} step {self.step} rank {self.rank}"
 
@@ -40,11 +35,6 @@ def job_name(job_path: str) -> JobName:
     if named is None:
         raise ValueError(f"{path.name!r} is not the name of a job file")
     return JobName(_HASH.sub("", path.parent.parent.name), *named)
-
-
-def slug(name: str) -> str:
-    """`name` in lower-case letters, digits and single dashes, as artifact keys are."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80] or "run"
 
 
 class _JobLog(logging.LoggerAdapter[logging.Logger]):

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from prefect.runtime import task_run
-from prefect.tasks import exponential_backoff
 
 from recpoint.errors import RecpointError
 from recpoint.tasks.job_name import job_name
 
 __all__ = ["RETRIES", "may_heal", "run_name"]
 
-#: Tries again of a task, after about 1, 2 and 4 seconds; what takes longer to heal is for the
-#: agent, which keeps the job staged and starts the whole flow again.
+#: Tries again of a task, after about 1, 1 and 2 seconds; what takes longer to heal is for the
+#: agent, which keeps the job staged and starts the whole flow again, sooner for short intervals.
 RETRIES: dict[str, Any] = {
     "retries": 3,
-    "retry_delay_seconds": exponential_backoff(backoff_factor=1),
+    "retry_delay_seconds": [1, 1, 2],
     "retry_jitter_factor": 0.5,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import NamedTuple
 from uuid import UUID
 
@@ -13,8 +14,9 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import ObjectNotFound
 
-from recpoint.catalog.persist import Committed
+from recpoint.catalog.committed import Committed
 from recpoint.format.job import Job
+from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.job_name import job_name
 from recpoint.tasks.persist_task import run_name
 
@@ -29,6 +31,7 @@ class Checkpoint(NamedTuple):
     """What is told about a checkpoint; times in milliseconds since the epoch."""
 
     run_url: str
+    run_id: str
     kind: str
     chain_length: int
     rows: int
@@ -46,6 +49,7 @@ def checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
     """What there is to tell once `job` is committed."""
     return Checkpoint(
         run_url=job.run_url,
+        run_id=job.run,
         kind=job.kind,
         chain_length=job.chain_length,
         rows=job.dirty_rows,
@@ -71,12 +75,13 @@ async def report(job_path: str, checkpoint: Checkpoint) -> None:
     name = job_name(job_path)
     # A backtick would end the code span, and what follows would be taken for markup.
     url = checkpoint.run_url.replace("`", "'")
+    key = partial(artifact_key, checkpoint.run_url, checkpoint.run_id)
     async with get_client() as client:
         await asyncio.gather(
             # Made once: a job is reported after it has been removed, so never a second time.
             Artifact(
                 type="table",
-                key=f"recpoint-{name.slug}-g{name.generation}-step-{name.step}-r{name.rank}",
+                key=key(f"g{name.generation}-step-{name.step}-r{name.rank}"),
                 description=f"Checkpoint {name.step} of `{url}`",
                 data=[
                     {"what": what, "value": value}
@@ -85,7 +90,7 @@ async def report(job_path: str, checkpoint: Checkpoint) -> None:
             ).acreate(client),
             _update(
                 client,
-                f"recpoint-{name.slug}-r{name.rank}-lag",
+                key(f"r{name.rank}-lag"),
                 f"`{url}`, step {name.step}: a trainer that dies now loses "
                 f"**{_lag_seconds(checkpoint):.1f} s** and the {checkpoint.interval_batches} "
                 "batches of an interval, and what it has trained since.",

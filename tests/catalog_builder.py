@@ -20,14 +20,16 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store_contract import Store
 from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import dtype_name, item_bytes
+from recpoint.format.history import History
 from recpoint.format.job import QuantizerName
-from recpoint.format.manifest import ChunkEntry, Manifest, RowStateSpec, TableSpec
+from recpoint.format.manifest import ChunkEntry, Columns, Manifest, RowStateSpec, TableSpec
 from recpoint.format.naming import row_chunk_key, state_chunk_key
 from recpoint.format.records import CheckpointRef
 from recpoint.format.state_tree import flatten
 from recpoint.kernels import quantize, row_set
 
 __all__ = [
+    "UNTRAINED",
     "Checkpoint",
     "Table",
     "build",
@@ -39,6 +41,9 @@ __all__ = [
 ]
 
 _TIME_MS = 1_750_000_000_000
+
+#: Of a run whose width nobody chose.
+UNTRAINED = History(trained_ms=0, lossy_restores=0, precision=None)
 
 
 @dataclass
@@ -52,6 +57,7 @@ class Table:
     quantizer: QuantizerName = "asymmetric"  # of staged jobs; what is built here is asymmetric
     state_bits: Literal[16] | None = None  # of staged jobs; what is built here is exact
     state_names: tuple[str, ...] = field(default=())
+    columns: Columns | None = None  # of a piece
 
     @property
     def rows(self) -> int:
@@ -80,7 +86,30 @@ class Table:
                 )
                 for name, state in zip(names, self.states, strict=True)
             ),
+            columns=self.columns,
         )
+
+    def cut(self, edges: Sequence[int], *, averaged: Sequence[int] = ()) -> list[Table]:
+        """Its pieces between the columns `edges`, in memory of their own; none: itself.
+
+        States of one value a column are cut too. Others are given to each piece as they are, but
+        for those whose numbers are in `averaged`: they are the pieces' own, which differ.
+        """
+        ends = [0, *edges, self.dim]
+        if len(ends) == 2:
+            return [self.clone()]
+        pieces = []
+        for number, (first, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+            states = tuple(
+                state[:, first:stop].clone() if state.shape[1:] == (self.dim,) else state.clone()
+                for state in self.states
+            )
+            for k in averaged:
+                states[k].mul_(number + 1)
+            columns = Columns(first=first, of=self.dim)
+            values = self.values[:, first:stop].clone()
+            pieces.append(replace(self, values=values, states=states, columns=columns))
+        return pieces
 
     def clone(self) -> Table:
         return replace(
@@ -142,10 +171,13 @@ def build(
     parent: Manifest | None = None,
     dirty: Sequence[Tensor | None] | None = None,
     state: object = None,
+    states: Sequence[object] | None = None,
     rows_per_chunk: int = 16,
     attempt: str | None = None,
     ranks: int = 1,
     tensor_elements: int = 1 << 20,
+    history: History = UNTRAINED,
+    owners: Sequence[Tensor | None] | None = None,
 ) -> Checkpoint:
     """A full when there is no parent, else an increment with the rows `dirty` of each table.
 
@@ -157,10 +189,13 @@ def build(
         parent: the checkpoint before it.
         dirty: ids int64 ascending for each table; None: all rows.
         state: the state tree of every rank.
+        states: the state tree of each rank, instead; as many ranks as there are.
         rows_per_chunk: rows in a chunk, at most.
         attempt: its name; random when not given.
         ranks: how many ranks write a state.
         tensor_elements: larger state tensors are split into pieces, over several chunks.
+        history: what the state has been through.
+        owners: of each table the rank that stores each row, int64 [rows]; None: the first.
     """
     attempt = attempt or secrets.token_hex(16)
     meta = ChunkMeta(
@@ -169,9 +204,11 @@ def build(
     stored: list[tuple[ChunkEntry, bytes]] = []
     for number, table in enumerate(tables):
         ids = dirty[number] if dirty is not None else None
-        stored.extend(_row_chunks(meta, number, table, ids, rows_per_chunk))
-    for rank in range(ranks):
-        stored.extend(_state_chunks(meta, rank, state, tensor_elements))
+        owner = owners[number] if owners is not None else None
+        stored.extend(_row_chunks(meta, number, table, ids, rows_per_chunk, owner))
+    states = states or [state] * ranks
+    for rank, tree in enumerate(states):
+        stored.extend(_state_chunks(meta, rank, tree, tensor_elements))
     manifest = Manifest(
         run=run.id,
         step=step,
@@ -181,7 +218,9 @@ def build(
         base=(parent.base or parent.ref) if parent else None,
         parent=parent.ref if parent else None,
         chain_length=parent.chain_length + 1 if parent else 1,
-        ranks=ranks,
+        policy="consecutive",
+        stands_for=None,
+        ranks=len(states),
         tables=tuple(table.spec for table in tables),
         chunks=tuple(entry for entry, _ in stored),
         snapshot_ms=_TIME_MS,
@@ -190,6 +229,7 @@ def build(
         stall_us=100,
         dirty_rows=sum(entry.row_count or 0 for entry, _ in stored),
         full_bytes=sum(table.values.nbytes for table in tables),
+        history=history,
         quantizers=(),
         quantized_by="",
         state_bits=None,
@@ -212,25 +252,34 @@ def publish(run: Run, checkpoint: Checkpoint) -> Manifest:
 
 
 def _row_chunks(
-    meta: ChunkMeta, number: int, table: Table, dirty: Tensor | None, rows_per_chunk: int
+    meta: ChunkMeta,
+    number: int,
+    table: Table,
+    dirty: Tensor | None,
+    rows_per_chunk: int,
+    owners: Tensor | None,
 ) -> Iterator[tuple[ChunkEntry, bytes]]:
     ids = torch.arange(table.rows) if dirty is None else dirty
-    if table.bits is None:
-        groups = [(ids, True)]
-    else:
-        refused = quantize.quantize_packed(table.values[ids].float(), table.bits).exact
-        groups = [(ids[~refused], False), (ids[refused], True)]
-    pieces = [
-        (piece, exact)
-        for group, exact in groups
-        if group.numel()
-        for piece in group.split(rows_per_chunk)
-    ]
-    for index, (piece, exact) in enumerate(pieces):
-        key = row_chunk_key(
-            meta.step, meta.generation, meta.attempt, rank=0, table=number, number=index
-        )
-        yield _row_chunk(meta, key, number, table, piece, exact)
+    ranks = torch.zeros(table.rows, dtype=torch.int64) if owners is None else owners
+    for rank in ranks[ids].unique().tolist():
+        of_rank = ids[ranks[ids] == rank]
+        about = meta.model_copy(update={"rank": rank})
+        if table.bits is None:
+            groups = [(of_rank, True)]
+        else:
+            refused = quantize.quantize_packed(table.values[of_rank].float(), table.bits).exact
+            groups = [(of_rank[~refused], False), (of_rank[refused], True)]
+        pieces = [
+            (piece, exact)
+            for group, exact in groups
+            if group.numel()
+            for piece in group.split(rows_per_chunk)
+        ]
+        for index, (piece, exact) in enumerate(pieces):
+            key = row_chunk_key(
+                meta.step, meta.generation, meta.attempt, rank=rank, table=number, number=index
+            )
+            yield _row_chunk(about, key, number, table, piece, exact)
 
 
 def _row_chunk(
@@ -250,7 +299,7 @@ def _row_chunk(
     if coded.payload is not None:
         sections.append(Section("row_set", "U8", (len(coded.payload),), coded.payload))
     fields = {
-        "rank": 0,
+        "rank": meta.rank,
         "content": "rows",
         "table": number,
         "row_count": ids.numel(),
@@ -259,7 +308,8 @@ def _row_chunk(
     }
     about = {"dim": table.dim, "row_set": {"coding": coded.coding, "first": coded.first}}
     meta = ChunkMeta.model_validate(meta.model_dump() | fields | about)
-    return _entry(key, build_chunk(meta, sections), fields)
+    ends = {"first_row": int(ids[0]), "last_row": int(ids[-1])}
+    return _entry(key, build_chunk(meta, sections), fields | ends)
 
 
 def _state_chunks(

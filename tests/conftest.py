@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,11 @@ import pytest
 pytest.register_assert_rewrite("recpoint.testing.store_suite")
 
 from recpoint.testing.seaweed import SeaweedServer  # noqa: E402  (after the rewriting is set up)
+
+# A shell has what it starts in the background ignore Ctrl-C, and that is inherited: processes that
+# tests interrupt would never hear of it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _FOREIGN_SETTINGS = (
     "AWS_ENDPOINT_URL_S3",
@@ -20,6 +27,11 @@ _FOREIGN_SETTINGS = (
     "FSSPEC_S3_KEY",
     "FSSPEC_S3_SECRET",
 )
+
+# Each worker's local Prefect servers have a port of their own, where a test that stops one finds it
+# again. The thousands above it are for other servers of this worker.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+os.environ["RECPOINT_SERVER_PORT"] = str(4200 + 100 * _WORKER)
 
 
 @pytest.fixture(scope="session")
@@ -61,10 +73,18 @@ def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of flows last.
+    """Tests of flows last, and of those the ones that take longest first.
 
     Prefect's client leaves threads in the process that draw from python's generator now and then.
     A training process never has them (`test_structure`); tests of bit-identical resumption, which
-    compare that generator, must not have them either.
+    compare that generator, must not have them either. A group is done by one worker, which nobody
+    can help: begun last, it would have the others wait for it.
     """
-    items.sort(key=lambda item: "flows" in item.path.parts)
+
+    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
+        if "flows" not in item.path.parts:
+            return (False, False, False)
+        grouped, slow = (item.get_closest_marker(name) for name in ("xdist_group", "slow"))
+        return (True, grouped is None, slow is None)
+
+    items.sort(key=order)

@@ -12,13 +12,17 @@ import crc32c
 import torch
 from torch import Tensor
 
-from recpoint.catalog import durable, staged
+from recpoint.catalog import durable, staged, staged_job
 from recpoint.catalog.run import Run
 from recpoint.format.dtypes import dtype_name, item_bytes
+from recpoint.format.history import History
 from recpoint.format.job import Job, Segment, StagedTable
+from recpoint.format.manifest import ChosenMethod
 from recpoint.format.records import CheckpointRef, pack_record
 from recpoint.format.state_tree import flatten
-from tests.catalog_builder import Table
+from recpoint.kernels import quantize
+from recpoint.kernels.row_digest import reference
+from tests.catalog_builder import UNTRAINED, Table
 
 __all__ = ["Links", "rewrite", "stage"]
 
@@ -51,6 +55,15 @@ def stage(
     state: object = None,
     slot: int = 0,
     run_url: str | None = None,
+    history: History = UNTRAINED,
+    samples: int = 0,
+    method: ChosenMethod | None = None,
+    codes: bool = False,
+    attempt: str | None = None,
+    policy: str = "consecutive",
+    rank: int = 0,
+    ranks: int = 1,
+    shards: Sequence[tuple[int, int]] | None = None,
 ) -> Path:
     """Stage a snapshot; returns the job file.
 
@@ -65,34 +78,63 @@ def stage(
         state: the state tree.
         slot: index of the slot.
         run_url: the run URL in the job, if not the store's.
+        history: what the state has been through.
+        samples: rows of each table to record as they are, with digests of what is staged.
+        method: of the tables that are to be quantized; None: the agent chooses.
+        codes: stage those as codes.
+        attempt: of the job, if not a new one.
+        policy: of the trainer.
+        rank, ranks: whose job it is.
+        shards: first row and rows of each table that this rank holds; None: all. Ids are of rows
+            of the whole table everywhere.
     """
     url = run_url or run.url
     directory = staged.run_directory(staging, url)
     for sub in (staged.slots_directory, staged.jobs_directory, staged.outcomes_directory):
         sub(directory).mkdir(parents=True, exist_ok=True)
-    slot_file = staged.slot_path(directory, 0, slot)
+    slot_file = staged.slot_path(directory, rank, slot)
     segments: list[Segment] = []
     end = 0
     staged_tables: list[StagedTable] = []
     arrays: list[tuple[str, Tensor]] = []
     for number, table in enumerate(tables):
+        first, rows = (0, table.rows) if shards is None else shards[number]
         ids = dirty[number] if dirty is not None else None
         if ids is not None:
-            arrays.append((f"t{number}.ids", ids))
-        chosen = slice(None) if ids is None else ids
-        arrays.append((f"t{number}.values", table.values[chosen]))
-        for k, row_state in enumerate(table.states):
+            ids = ids[(ids >= first) & (ids < first + rows)]
+        elif not rows:
+            ids = torch.empty(0, dtype=torch.int64)
+        if ids is not None and rows:
+            arrays.append((f"t{number}.ids", ids - first))
+        chosen = slice(first, first + rows) if ids is None else ids
+        quantized = method is not None and table.bits is not None
+        if not rows:
+            pass  # nothing of it is here
+        elif codes and quantized:
+            assert shards is None
+            arrays += _codes(number, table, ids, method)
+        else:
+            arrays.append((f"t{number}.values", table.values[chosen]))
+        for k, row_state in enumerate(table.states if rows else ()):
             arrays.append((f"t{number}.state.{k}", row_state[chosen]))
         staged_tables.append(
             StagedTable(
                 spec=table.spec,
-                row_count=table.rows if ids is None else ids.numel(),
+                first_row=first,
+                shard_rows=rows,
+                row_count=rows if ids is None else ids.numel(),
                 all_rows=ids is None,
                 bits=table.bits or 8 * item_bytes(table.spec.dtype),
                 quantizer=table.quantizer,
                 state_bits=table.state_bits,
+                method=method if quantized else None,
+                codes=codes and quantized,
             )
         )
+        if samples and rows:
+            stored = torch.arange(first, first + rows) if ids is None else ids
+            drawn = (torch.randperm(rows, generator=torch.Generator().manual_seed(step))) + first
+            arrays.extend(_sample(number, table, stored, drawn[:samples].sort().values))
     tree, tensors = flatten(state)
     arrays.append(("tree", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
     arrays.extend((f"tensor.{index}", tensor) for index, tensor in enumerate(tensors))
@@ -122,13 +164,14 @@ def stage(
         run=run.id,
         step=step,
         generation=generation,
-        attempt=secrets.token_hex(16),
+        attempt=attempt or secrets.token_hex(16),
         kind="increment" if links.parent else "full",
         base=links.base,
         parent=links.parent,
         chain_length=links.length + 1,
-        rank=0,
-        ranks=1,
+        policy=policy,
+        rank=rank,
+        ranks=ranks,
         tables=tuple(staged_tables),
         slot=slot_file.name,
         slot_bytes=end,
@@ -137,12 +180,46 @@ def stage(
         staged_ms=now_ms,
         stall_us=1000,
         full_bytes=sum(table.values.nbytes for table in tables),
+        quantized_by="the builder" if codes else "",
         interval_batches=10,
+        history=history,
     )
     links.add(job.ref)
-    path = staged.job_path(directory, generation, step, 0)
+    path = staged.job_path(directory, generation, step, rank)
     durable.write_atomically(path, pack_record(job))
     return path
+
+
+def _sample(number: int, table: Table, stored: Tensor, ids: Tensor) -> list[tuple[str, Tensor]]:
+    """The arrays of format §3.6: of the rows `ids`, with digests of the rows `stored`."""
+    arrays = {"ids": ids, "values": table.values[ids]}
+    arrays |= {f"state.{k}": state[ids] for k, state in enumerate(table.states)}
+    if len(stored):
+        parts = [table.values[stored][:, :0], table.values[stored]]
+        parts += [state[stored] for state in table.states]
+        digests = [reference.digest(part.contiguous(), stored) for part in parts]
+        signed = [value - 2**64 if value >= 2**63 else value for value in digests]
+        arrays["digests"] = torch.tensor(signed)
+    return [(f"sample.{number}.{part}", array) for part, array in arrays.items()]
+
+
+def _codes(
+    number: int, table: Table, ids: Tensor | None, method: ChosenMethod | None
+) -> list[tuple[str, Tensor]]:
+    assert method is not None and table.bits is not None
+    kernel_method = staged_job.kernel_method(method)
+    found = quantize.quantize_rows(
+        table.values, ids, table.bits, kernel_method, half_parameters=True
+    )
+    exact = quantize.exact_rows(table.values, ids, found.exact)
+    return [
+        (f"t{number}.codes", found.packed),
+        (f"t{number}.scale", found.scale),
+        (f"t{number}.offset", found.offset),
+        (f"t{number}.wide", found.wide),
+        (f"t{number}.exact_at", exact.positions),
+        (f"t{number}.exact", exact.values),
+    ]
 
 
 def rewrite(path: Path, **changes: object) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from recpoint.catalog import persist_plan
 from recpoint.catalog.persist import persist_job
 from recpoint.testing.die_at import install
-from tests.forked import forked
+from tests.forked import ForkedProcess
+from tests.polling import PATIENCE_SECONDS
 
 __all__ = ["persist_in_process"]
 
@@ -23,12 +23,12 @@ def persist_in_process(job_file: Path, *, die_at: int | None = None) -> int | No
     Returns:
         The exit code; −9 for SIGKILL.
     """
-    process: BaseProcess = forked().Process(target=_persist, args=(job_file, die_at))
+    process = ForkedProcess(target=_persist, args=(job_file, die_at))
     process.start()
-    process.join(120)
+    process.join(PATIENCE_SECONDS)
     if process.is_alive():
         process.kill()
-        raise TimeoutError(f"{job_file} was not persisted in 120 s")
+        raise TimeoutError(f"{job_file} was not persisted in {PATIENCE_SECONDS:.0f} s")
     return process.exitcode
 
 

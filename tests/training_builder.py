@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,12 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer
 from recpoint.catalog import persist, staged
+from recpoint.errors import RanksMissing
 from recpoint.format import state_tree
+from tests.polling import PATIENCE_SECONDS
+from tests.polling import until as until
 
 ROWS, DIM, BATCH = 203, 6, 8
-
-
-def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
-    """Poll until `condition()` holds; an assertion error when it never does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.005)
 
 
 class Recommender(nn.Module):
@@ -133,33 +128,41 @@ class InlineAgent:
     def __init__(self, staging: Path) -> None:
         self.staging = staging
         self.errors: list[BaseException] = []
+        self._has_lock = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> InlineAgent:
         self._thread.start()
-        until(lambda: staged.agent_lock_path(self.staging).exists())
+        until(lambda: self._has_lock.is_set() or bool(self.errors))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        self._thread.join(30)
+        self._thread.join(PATIENCE_SECONDS)
         assert not self._thread.is_alive()
         assert not self.errors, self.errors
 
     def _run(self) -> None:
         try:
             with staged.AgentLock(self.staging):
-                while not self._stop.is_set():
-                    persist_all(self.staging)
-                    self._stop.wait(0.01)
+                self._has_lock.set()
+                while not self._stop.wait(0.01):
+                    for job in _staged_jobs(self.staging):
+                        # Other ranks may come later, and a trainer that takes over clears away.
+                        with suppress(RanksMissing, FileNotFoundError):
+                            persist.persist_job(job)
         except BaseException as error:
             self.errors.append(error)
 
 
+def _staged_jobs(staging: Path) -> list[Path]:
+    return [job for run in staged.run_directories(staging) for job in staged.staged_jobs(run)]
+
+
 def persist_all(staging: Path) -> int:
     """Persist every staged job; how many there were."""
-    jobs = [job for run in staged.run_directories(staging) for job in staged.staged_jobs(run)]
+    jobs = _staged_jobs(staging)
     for job in jobs:
         persist.persist_job(job)
     return len(jobs)
@@ -201,8 +204,8 @@ def checkpointer(training: Training, place: Place, **settings: Any) -> Checkpoin
             "reader": training.reader,
             "schedulers": training.schedulers,
             "interval_batches": 2,
-            "close_wait_seconds": 20.0,
-            "drain_seconds": 20.0,
+            "close_wait_seconds": 120.0,
+            "drain_seconds": 120.0,
             "handle_sigterm": False,
             **settings,
         },

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,19 +19,27 @@ from recpoint.catalog.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin import rng_state, takeover
+from recpoint.trainer_plugin.agreed_end import AgreedEnd
 from recpoint.trainer_plugin.cutter import Cutter
+from recpoint.trainer_plugin.deleted_rows import held_ids, zero_rows
+from recpoint.trainer_plugin.failures import ExpectedFailures
+from recpoint.trainer_plugin.host_memory import HostShare, host_share
+from recpoint.trainer_plugin.layout import lay_out
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
+from recpoint.trainer_plugin.pace import Pace
+from recpoint.trainer_plugin.parts import Seed
 from recpoint.trainer_plugin.pipeline import Pipeline
-from recpoint.trainer_plugin.reader import Stateful, announce
-from recpoint.trainer_plugin.restore_target import ModelTarget, check_partial
-from recpoint.trainer_plugin.schedule import new_schedule
-from recpoint.trainer_plugin.settings import Bits, OnError, Settings, StateBits, several
+from recpoint.trainer_plugin.policy import PolicyName
+from recpoint.trainer_plugin.rank_agreement import agree_on_settings
+from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.reader import Stateful
+from recpoint.trainer_plugin.settings import Bits, OnError, Settings, StateBits, WhenBusy, Where
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics, Stats
-from recpoint.trainer_plugin.tables import find_tables, table_widths
-from recpoint.trainer_plugin.termination import TerminationNotice
+from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.tables import find_tables, optimizer_list
 from recpoint.trainer_plugin.tracking import Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
 
@@ -70,6 +77,7 @@ class Checkpointer:
     Attributes:
         batches_done: batches whose updates the model holds.
         memory_bound_bytes: most that slots take in the staging area, known once training starts.
+        host_memory_bound_bytes: the same of all ranks whose staging areas share a file system.
 
     Raises:
         SettingsError: a setting that cannot work; its name is in the message.
@@ -85,18 +93,24 @@ class Checkpointer:
         schedulers: Sequence[Stateful] = (),
         extras: Mapping[str, Stateful] | None = None,
         interval_batches: int | None = None,
-        interval_seconds: float | None = None,
+        interval_seconds: float | Literal["auto"] | None = None,
         bits: Bits = "lossless",
         table_bits: Mapping[str, Bits] | None = None,
+        failures: ExpectedFailures | None = None,
         quantizer: QuantizerName = "auto",
+        quantize_on: Where = "auto",
         state_bits: StateBits = "lossless",
-        full_every: int = 16,
+        policy: PolicyName = "consecutive",
+        full_every: int | None = None,
         max_staged_jobs: int = 1,
+        when_busy: WhenBusy = "skip",
+        busy_wait_seconds: float = 60.0,
         staging: str | Path | None = None,
         on_error: OnError = "continue",
         row_local_optimizers: Sequence[type] = (),
         close_wait_seconds: float = 60.0,
         drain_seconds: float = 30.0,
+        ranks_wait_seconds: float = 600.0,
         handle_sigterm: bool = True,
     ) -> None:
         self._settings = settings = Settings(
@@ -104,54 +118,66 @@ class Checkpointer:
             interval_seconds=interval_seconds,
             bits=bits,
             table_bits={} if table_bits is None else table_bits,
+            failures=failures,
             quantizer=quantizer,
+            quantize_on=quantize_on,
             state_bits=state_bits,
+            policy=policy,
             full_every=full_every,
             max_staged_jobs=max_staged_jobs,
+            when_busy=when_busy,
+            busy_wait_seconds=busy_wait_seconds,
             staging=staging,
             on_error=on_error,
             row_local_optimizers=row_local_optimizers,
             close_wait_seconds=close_wait_seconds,
             drain_seconds=drain_seconds,
+            ranks_wait_seconds=ranks_wait_seconds,
             handle_sigterm=handle_sigterm,
         )
         with rng_state.untouched():
             self._store = open_store(run)
-        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-        chosen = several("optimizers", given)
-        self._tables = find_tables(model, chosen)
-        widths = table_widths(self._tables, settings.bits, settings.table_bits)
+        found = find_tables(model, optimizer_list(optimizers))
+        self._tables, chosen, self._sources = found
+        self._ranks = Ranks(wait_seconds=settings.ranks_wait_seconds)
+        settings.check_ranks(self._ranks.count)
+        agree_on_settings(self._ranks, settings.common | {"run": self._store.url})
+        self._shards = lay_out(self._ranks, self._tables)
         self._reader = reader
         self._state = TrainingState(
-            model=ModelState(model, self._tables),
+            model=ModelState(model, self._tables, self._sources),
             optimizers=OptimizerState(model, chosen, self._tables),
             schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
             reader=reader,
             extras={} if extras is None else extras,
+            sources=self._sources,
+            rank=self._ranks.rank,
         )
-        self._trackers = {table.name: Tracker(table) for table in self._tables}
+        self._trackers = {
+            shard.key: Tracker(shard.table) for shard in self._shards if shard.table is not None
+        }
         row_local = tuple(settings.row_local_optimizers)
         self._watch = OptimizerWatch(chosen, self._trackers, row_local=row_local)
         self._cutter = Cutter(
-            tables=self._tables,
+            shards=self._shards,
             trackers=self._trackers,
             watch=self._watch,
             state=self._state,
-            widths=widths,
             settings=settings,
+            rank=self._ranks.rank,
         )
         self._area = StagingArea(
             Path(settings.staging) if settings.staging else staged.default_staging_root(),
             self._store.url,
+            rank=self._ranks.rank,
         )
-        self._schedule = new_schedule(settings.interval_batches, settings.interval_seconds)
-        self._termination = TerminationNotice()
+        self._end = AgreedEnd(self._ranks, wait_seconds=settings.ranks_wait_seconds)
         self._pipeline: Pipeline | None = None
+        self._pace: Pace | None = None
         self._closed = False
-        self._left = self._granted = self.batches_done = 0
+        self.batches_done = 0
         kernels.warm_up()
-        self.memory_bound_bytes = settings.max_staged_jobs * self._cutter.size_bytes()
-        self._area.warn_if_small(self.memory_bound_bytes)
+        self._area.warn_if_small(self._share_of_host())
         self._watch.warn()
 
     def restore(
@@ -160,6 +186,8 @@ class Checkpointer:
         *,
         fresh: bool = False,
         partial: Mapping[str, Sequence[str]] | None = None,
+        seed: Seed | None = None,
+        validated_only: bool = False,
     ) -> RestoreReport | None:
         """Restore the newest checkpoint and take the run over; call it once, before training.
 
@@ -169,6 +197,8 @@ class Checkpointer:
             partial: load only these values, and start a new line with a full:
                 `{"tables": [names], "dense": [names of dense parameters and buffers]}`. Optimizer
                 state, generators and reader stay as they are, and `batches_done` is 0.
+            seed: when the run has no checkpoint, begin with these parts of another run's.
+            validated_only: pass over newer checkpoints that nobody has validated.
 
         Returns:
             What was restored; None when there was nothing, or `fresh`.
@@ -178,37 +208,26 @@ class Checkpointer:
                 changed, unless a newer, damaged one was tried first: tables may hold its rows.
             NothingToRestore: `step` is not there; or all are damaged, and tables may hold their
                 rows: build the model anew before you start `fresh`.
-            StagingError: another process trains this run here, or the area cannot be used.
-            StoreError: the store cannot be read or written.
-            SettingsError: called twice, or with options that exclude each other.
+            StagingError, StoreError: area or store cannot be used; or another process trains here.
+            SettingsError: called twice, or options exclude each other.
         """
         if self._pipeline is not None or self._closed:
             raise _misuse("restore()", "a second call", "one call before training")
-        if fresh and (step is not None or partial is not None):
-            raise _misuse("restore(fresh=True)", "step or partial with it", "fresh alone")
-        wanted = None if partial is None else check_partial(partial)
-        self._area.create()
-        self._area.lock()
+        wanted = takeover.Wanted(step, fresh, partial, seed, validated_only)
+        wanted.check()
         generators = rng_state.capture()
         try:
-            waiting = self._area.wait_until_drained(self._settings.drain_seconds)
-            if waiting:
-                _log.warning(
-                    "%d checkpoint(s) of an earlier trainer are staged and not stored; they are "
-                    "left behind. Next: keep an agent running: %s",
-                    waiting,
-                    self._area.agent_command(),
-                )
-            run = Run.create(self._store)
-            if fresh:
-                start = takeover.start_fresh(run)
-            elif wanted is not None:
-                start = takeover.start_from_parts(run, self._tables, self._state, wanted, step=step)
-            else:
-                start = takeover.start_restored(
-                    run, lambda: ModelTarget(self._tables, self._state), step=step
-                )
-            if start.report is None or wanted is not None:
+            drain_seconds = self._settings.drain_seconds
+            run = takeover.open_run(self._store, self._area, self._ranks, drain_seconds)
+            policy = self._settings.chosen_policy
+            job = takeover.Job(
+                ranks=self._ranks,
+                tables=self._tables,
+                names=frozenset(shard.name for shard in self._shards),
+                state=self._state,
+            )
+            start = takeover.start(run, job, policy, wanted)
+            if not start.resumed:
                 rng_state.restore(generators)  # as in rng_state.untouched
             self._area.take_over(start.generation)
         except BaseException:
@@ -219,19 +238,24 @@ class Checkpointer:
 
     def _begin(self, run: Run, start: takeover.Start) -> None:
         self.batches_done = start.batches_done
-        for tracker in self._trackers.values():
-            tracker.forget()
+        for name, tracker in self._trackers.items():
+            tracker.forget(start.changed.get(name))
             tracker.install()
+        for source in self._sources:
+            source.track(self._trackers)
         self._watch.install()
-        full_bytes = self._cutter.size_bytes()
-        self.memory_bound_bytes = self._settings.max_staged_jobs * full_bytes
+        share = self._share_of_host()
+        self._area.clear_other_ranks(share.ranks, start.generation)
         _log.info(
-            "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s",
+            "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s"
+            "; those of all %d rank(s) of this host %d bytes",
             start.generation,
             run.url,
             start.batches_done,
             self.memory_bound_bytes,
             self._area.root,
+            len(share.ranks),
+            share.bound_bytes,
         )
         self._pipeline = pipeline = Pipeline(
             run=run,
@@ -240,11 +264,29 @@ class Checkpointer:
             cutter=self._cutter,
             trackers=self._trackers,
             settings=self._settings,
+            ends=lambda: self._end.is_due,
+            ranks=self._ranks,
         )
-        pipeline.prepare(full_bytes)
+        pipeline.prepare()
         if self._settings.handle_sigterm:
-            self._termination.install()
-        self._grant(pipeline, self._schedule.restart(time.monotonic()))
+            self.take_sigterm()
+        self._pace = Pace(self._reader, pipeline)
+        self._pace.restart()
+
+    def take_sigterm(self) -> None:
+        """Take SIGTERM from now on, as `restore` does unless `handle_sigterm=False`.
+
+        For frameworks that put a handler of their own in place later: it is the one that the signal
+        is handed on to after the last checkpoint.
+        """
+        self._end.watch()
+
+    def _share_of_host(self) -> HostShare:
+        """What slots take at most, here and with the other ranks of this host. Collective."""
+        self.memory_bound_bytes = self._settings.max_staged_jobs * self._cutter.size_bytes()
+        share = host_share(self._ranks, self._area.root, self.memory_bound_bytes)
+        self.host_memory_bound_bytes = share.bound_bytes
+        return share
 
     def step(self) -> None:
         """One more batch is done; take a checkpoint when one is due. Call after the optimizers.
@@ -253,27 +295,27 @@ class Checkpointer:
             SettingsError: `restore` was not called.
             RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
         """
-        pipeline = self._running("step()")
+        pipeline, pace = self._running("step()")
         self.batches_done += 1
-        self._left -= 1
-        pipeline.fetch()
-        if self._left <= 0:
-            self._decide(pipeline)
-        if self._termination.requested:
-            self._terminate(pipeline)
-        pipeline.raise_noted()
+        pace.left -= 1
+        pipeline.outcomes.fetch()
+        if pace.left <= 0:
+            pace.decide(self.batches_done)
+        if self._end.is_due:
+            self._end.come(self.batches_done, pipeline.finish)
+        pipeline.outcomes.raise_noted()
 
     def checkpoint(self) -> bool:
         """Take a checkpoint now, whatever the interval says.
 
         Returns:
-            Whether it was cut: not while earlier ones wait, after an error, or twice at one batch.
+            Whether it was cut: not while earlier ones wait (see `when_busy`), after an error, or
+            twice at one batch.
         """
-        pipeline = self._running("checkpoint()")
-        pipeline.fetch()
-        cut = pipeline.take(self.batches_done)
-        self._grant(pipeline, self._schedule.restart(time.monotonic()))
-        pipeline.raise_noted()
+        pipeline, pace = self._running("checkpoint()")
+        pipeline.outcomes.fetch()
+        cut = pace.take(self.batches_done)
+        pipeline.outcomes.raise_noted()
         return cut
 
     def mark(self, table: str, ids: Tensor) -> None:
@@ -281,17 +323,30 @@ class Checkpointer:
 
         Args:
             table: name of the embedding module.
-            ids: int32 or int64, any shape.
+            ids: int32 or int64, any shape; positions in the whole table, of which this process
+                marks those that it holds.
 
         Raises:
             SettingsError: no such table.
             IndexError: an id is out of range.
+            ValueError: ids are not int32 or int64.
         """
-        self._tracker(table).mark(ids)
+        for one, tracker in self._named(table):
+            tracker.mark(ids if one.rows == one.table_rows else held_ids(one, ids))
 
     def mark_all(self, table: str) -> None:
         """All rows of `table`, or of its row states, changed or may have: reset, or decayed."""
-        self._tracker(table).mark_all()
+        for _, tracker in self._named(table):
+            tracker.mark_all()
+
+    def delete_rows(self, table: str, ids: Tensor) -> None:
+        """Rows that are not in use any more: they and their row states become zeros, here and in
+        checkpoints, until they are trained again. Call it after a step; arguments as for `mark`.
+        """
+        for one, tracker in self._named(table):
+            held = held_ids(one, ids)
+            zero_rows(one, self._state.optimizers.row_states(one).tensors.values(), held)
+            tracker.mark(held)
 
     @property
     def stats(self) -> Stats:
@@ -299,7 +354,7 @@ class Checkpointer:
         if self._pipeline is None:
             return Statistics().read(self.batches_done)
         if not self._closed:
-            self._pipeline.fetch()
+            self._pipeline.outcomes.fetch()
         return self._pipeline.statistics.read(self.batches_done)
 
     def close(self, *, final: bool = True) -> None:
@@ -312,11 +367,13 @@ class Checkpointer:
         Raises:
             RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
         """
-        self._end(final=final)
+        if not final and self._pipeline is not None and not self._closed:
+            self._pipeline.say_ended()  # else once the last one is cut
+        self._stop(final=final)
         if self._pipeline is not None:
-            self._pipeline.raise_noted()
+            self._pipeline.outcomes.raise_noted()
 
-    def _end(self, *, final: bool) -> None:
+    def _stop(self, *, final: bool) -> None:
         if self._closed:
             return
         pipeline = self._pipeline
@@ -328,12 +385,13 @@ class Checkpointer:
             if pipeline is not None:
                 pipeline.close()
             self._watch.remove()
+            for source in self._sources:
+                source.untrack()
             for tracker in self._trackers.values():
                 tracker.remove()
             self._area.close()
-            if self._termination.requested:
-                self._termination.redeliver()
-            self._termination.remove()
+            self._ranks.close()
+            self._end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -348,49 +406,33 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            self._end(final=False)
+            self._stop(final=False)
 
-    def _running(self, call: str) -> Pipeline:
-        if self._pipeline is None or self._closed:
-            found = "closed" if self._closed else "not started"
+    def _running(self, call: str) -> tuple[Pipeline, Pace]:
+        if self._pipeline is None or self._pace is None or self._closed:
             raise SettingsError(
                 call,
-                found=f"a Checkpointer that is {found}",
+                found=f"a Checkpointer that is {'closed' if self._closed else 'not started'}",
                 expected="one that restore() has started",
                 next_step="call restore() once before training; it is fine when there is nothing",
             )
-        return self._pipeline
+        return self._pipeline, self._pace
 
-    def _tracker(self, table: str) -> Tracker:
-        if table not in self._trackers:
+    def _named(self, table: str) -> list[tuple[Table, Tracker]]:
+        """The pieces of a table that this process holds."""
+        found = [
+            (shard.table, self._trackers[shard.key])
+            for shard in self._shards
+            if shard.name == table and shard.table is not None
+        ]
+        if not any(shard.name == table for shard in self._shards):
             raise SettingsError(
                 f"table {table!r}",
                 found="no such table",
-                expected=f"one of {sorted(self._trackers)!r:.400}",
+                expected=f"one of {sorted({shard.name for shard in self._shards})!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
-        return self._trackers[table]
-
-    def _grant(self, pipeline: Pipeline, batches: int) -> None:
-        self._left = self._granted = batches
-        try:
-            announce(self._reader, batches)
-        except Exception as error:
-            # The reader is the user's code, called for the checkpoint's sake: its failure here is
-            # one of the checkpoint path and must not end training.
-            pipeline.note_failure(error)
-
-    def _decide(self, pipeline: Pipeline) -> None:
-        more = self._schedule.extend(time.monotonic(), batches=self._granted)
-        if more <= 0:
-            pipeline.take(self.batches_done)
-            more = self._schedule.restart(time.monotonic())
-        self._grant(pipeline, more)
-
-    def _terminate(self, pipeline: Pipeline) -> None:
-        _log.warning("SIGTERM at batch %d: taking a final checkpoint", self.batches_done)
-        pipeline.finish(self.batches_done)
-        self._termination.redeliver()
+        return found
 
 
 def _misuse(call: str, found: str, expected: str) -> SettingsError:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from recpoint.format import state_tree
-from recpoint.format.dtypes import dtype_name
-from recpoint.format.manifest import RowStateSpec, TableSpec
+from recpoint.format.dtypes import dtype_name, item_bytes
+from recpoint.format.history import History, Precision
+from recpoint.format.manifest import Quantizer, RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin import huge_pages
+from recpoint.trainer_plugin.base_history import BaseHistory
+from recpoint.trainer_plugin.layout import Shard
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
-from recpoint.trainer_plugin.policy import Tip, next_link
+from recpoint.trainer_plugin.policy import Link, Tip, next_link
+from recpoint.trainer_plugin.precision import in_bits, table_widths
+from recpoint.trainer_plugin.sample import Sampler
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.slot import Slot
 from recpoint.trainer_plugin.snapshot import (
@@ -24,11 +30,11 @@ from recpoint.trainer_plugin.snapshot import (
     TablePart,
     fill,
     full_bytes,
-    new_attempt,
     now_ms,
     place,
 )
-from recpoint.trainer_plugin.tables import Table
+from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.table_codes import TableQuantizer
 from recpoint.trainer_plugin.tracking import Dirty, Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
 
@@ -36,41 +42,53 @@ __all__ = ["Cut", "Cutter"]
 
 
 class Cut(NamedTuple):
-    """A finished cut: the bytes, what they are good for, and the chain after it."""
+    """A finished cut: the bytes, and what they are good for."""
 
     snapshot: Snapshot
     pending: Pending
-    tip: Tip
 
 
 class Cutter:
-    """Cuts snapshots of one model.
+    """Cuts snapshots of one model, or of the part of it that this rank holds.
 
     Args:
-        tables: all tables, in the order in which they are stored.
-        trackers: table name -> its dirty rows.
+        shards: all tables of the job, in the order in which they are stored.
+        trackers: `Table.key` -> its dirty rows; of those that this rank stores.
         watch: the optimizers' steps.
         state: everything else.
-        widths: table name -> bits of a stored value.
         settings: how rows and row states are to be stored, and how long a chain may be.
+        rank: of this process.
+
+    Attributes:
+        rule: whether the width of any table is chosen anew for each cut.
+
+    Raises:
+        SettingsError: `table_bits` names a table that there is not, or that is not trained.
     """
 
     def __init__(
         self,
         *,
-        tables: Sequence[Table],
+        shards: Sequence[Shard],
         trackers: Mapping[str, Tracker],
         watch: OptimizerWatch,
         state: TrainingState,
-        widths: Mapping[str, int],
         settings: Settings,
+        rank: int = 0,
     ) -> None:
-        self._tables = tuple(tables)
+        self._shards = tuple(shards)
+        self._tables = tuple(shard.table for shard in shards if shard.table is not None)
         self._trackers = trackers
         self._watch = watch
         self._state = state
-        self._widths = widths
+        self._rank = rank
+        names = {shard.name for shard in shards}
+        self._widths = table_widths(self._tables, settings.bits, settings.table_bits, names)
+        self.rule = None in self._widths.values()
         self._settings = settings
+        self._policy = settings.chosen_policy
+        self._sampler = Sampler()
+        self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
         self._specs: dict[str, tuple[object, TableSpec]] = {}
 
     def settle(self) -> None:
@@ -82,6 +100,12 @@ class Cutter:
             states = self._state.optimizers.row_states(table).tensors
             huge_pages.advise([table.weight, *states.values()])
         self._follow_row_states()
+        self._quantizer.prepare(self._widths)
+
+    def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
+        """A checkpoint is stored: this is what its tables were quantized with."""
+        own = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
+        self._quantizer.learn(stored.base, stored.bits, own)
 
     def size_bytes(self) -> int:
         """Bytes that a full of the state as it is now takes in a slot.
@@ -92,72 +116,116 @@ class Cutter:
             SettingsError: something in the state cannot be stored; its path is named.
         """
         tree, tensors = state_tree.flatten(self._state.capture_fixed())
-        parts = [self._part(table, self._spec(table), table.rows) for table in self._tables]
-        return place(parts, tree, tensors)[1]
+        parts = [
+            self._part(shard, self._spec(shard, None), shard.held_rows) for shard in self._shards
+        ]
+        sample_bytes = self._sampler.size_bytes([part.spec for part in parts], self._held())
+        return place(parts, tree, tensors)[1] + sample_bytes
+
+    def link(
+        self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
+    ) -> tuple[Link, tuple[TableSpec, ...]]:
+        """Where a checkpoint that is cut now stands in its chain, and the tables it holds."""
+        for tracker in self._trackers.values():
+            tracker.follow_weight()
+        self._watch.follow_groups()
+        self._follow_row_states()
+        specs = tuple(self._spec(shard, tip) for shard in self._shards)
+        link = next_link(tip, base_history, step=step, tables=specs, policy=self._policy)
+        return link, specs
 
     def cut(
-        self, slot: Slot, *, step: int, generation: int, tip: Tip | None, interval_batches: int
+        self,
+        slot: Slot,
+        *,
+        ref: CheckpointRef,
+        link: Link,
+        specs: tuple[TableSpec, ...],
+        tip: Tip | None,
+        interval_batches: int,
+        history: History,
+        started_ns: int,
     ) -> Cut:
-        """Copy one consistent state into `slot`; nothing is dirty afterwards.
+        """Copy one consistent state into `slot`.
 
-        When it fails, everything is as dirty as it was.
+        Nothing is dirty afterwards, but after a cumulative increment, or when it fails: then
+        everything is as dirty as it was.
+
+        Args:
+            slot: a free one.
+            ref: what it becomes.
+            link: as `link` returned it, or a full.
+            specs: as `link` returned them, in this same stall.
+            tip: of the chain, before it.
+            interval_batches: since the checkpoint before.
+            history: of the state.
+            started_ns: `time.perf_counter_ns` when the stall began.
 
         Raises:
             StagingFull: no room for it.
             StagingError: the slot cannot be used.
             SettingsError: something in the state cannot be stored.
         """
-        started_ns = time.perf_counter_ns()
         snapshot_ms, cut_seconds = now_ms(), time.monotonic()
-        for tracker in self._trackers.values():
-            tracker.follow_weight()
-        self._watch.follow_groups()
-        self._follow_row_states()
-        specs = tuple(self._spec(table) for table in self._tables)
-        link = next_link(tip, step=step, tables=specs, full_every=self._settings.full_every)
-        dirty = {name: tracker.take() for name, tracker in self._trackers.items()}
+        keep = link.kind == "increment" and self._policy.cumulative
+        dirty = {n: t.marked() if keep else t.take() for n, t in self._trackers.items()}
+        taken = {} if keep else dirty
         try:
-            tree, tensors = state_tree.flatten(self._state.capture(step))
+            tree, tensors = state_tree.flatten(self._state.capture(ref.step))
             marked = self._marked(dirty if link.kind == "increment" else {})
             parts = [
-                self._part(table, spec, count, dirty[table.name])
-                for table, spec, count in zip(self._tables, specs, marked.counts, strict=True)
+                self._part(shard, spec, count, dirty.get(shard.key), history.precision)
+                for shard, spec, count in zip(self._shards, specs, marked.counts, strict=True)
             ]
+            if self._quantizer.wanted:
+                each = zip(self._shards, parts, strict=True)
+                parts = [self._quantized(shard.table, part, link) for shard, part in each]
             placed, slot_bytes = place(parts, tree, tensors)
-            slot.reserve(slot_bytes)
-            device = fill(placed, slot.data, parts, marked, tree, tensors)
+            sample = self._sampler.draw(specs, self._held(), ref.attempt)
+            slot.reserve(slot_bytes + sample.size_bytes)
+            device = fill(placed, slot.data, parts, marked, tree, tensors, sample)
         except BaseException:
-            for name, tracker in self._trackers.items():
-                tracker.merge_back(dirty[name])
+            for name, rows in taken.items():
+                self._trackers[name].merge_back(rows)
             raise
-        ref = CheckpointRef(step=step, generation=generation, attempt=new_attempt())
         snapshot = Snapshot(
             ref=ref,
             link=link,
+            policy=self._policy.name,
             tables=tuple(part.staged for part in parts),
             slot=slot,
             placed=placed,
             slot_bytes=slot_bytes,
             device=device,
+            sample=sample,
+            quantized_on=frozenset(
+                part.values.device.type for part in parts if part.codes is not None
+            ),
             snapshot_ms=snapshot_ms,
             stall_us=(time.perf_counter_ns() - started_ns) // 1_000,
-            full_bytes=full_bytes(specs, tree, tensors),
+            full_bytes=full_bytes(parts, tree, tensors),
             interval_batches=interval_batches,
+            history=history,
         )
         pending = Pending(
             ref=ref,
             link=link,
-            dirty=dirty,
+            dirty=taken,
             tip_before=tip,
+            tip_after=link.tip(ref, specs, before=tip, policy=self._policy),
             slot=slot.path.name,
             cut_seconds=cut_seconds,
+            bits=tuple(part.bits for part in parts),
         )
-        return Cut(snapshot, pending, link.tip(ref, specs))
+        return Cut(snapshot, pending)
+
+    def _held(self) -> list[range]:
+        return [shard.held for shard in self._shards]
 
     def _follow_row_states(self) -> None:
         for table in self._tables:
             states = self._state.optimizers.row_states(table).tensors
-            self._trackers[table.name].follow_row_states(list(states.values()))
+            self._trackers[table.key].follow_row_states(list(states.values()))
 
     def _marked(self, dirty: Mapping[str, Dirty]) -> MarkedRows:
         """Counts the rows to store; all of a table that is not in `dirty`, or is dirty as a whole.
@@ -165,32 +233,54 @@ class Cutter:
         Waits for the devices of the tables.
         """
         bitmaps: list[Tensor | None] = []
-        for table in self._tables:
-            taken = dirty.get(table.name)
+        for shard in self._shards:
+            taken = dirty.get(shard.key)
             bitmaps.append(None if taken is None or taken.all_rows else taken.bitmap)
-        return MarkedRows(bitmaps, [table.rows for table in self._tables])
+        return MarkedRows(bitmaps, [shard.held_rows for shard in self._shards])
 
     def _part(
-        self, table: Table, spec: TableSpec, row_count: int, dirty: Dirty | None = None
+        self,
+        shard: Shard,
+        spec: TableSpec,
+        row_count: int,
+        dirty: Dirty | None = None,
+        precision: Precision | None = None,
     ) -> TablePart:
-        states = self._state.optimizers.row_states(table).tensors
+        table = shard.table
+        states: tuple[Tensor, ...] = ()
+        width: int = 8 * item_bytes(spec.dtype)
+        if table is not None:
+            states = tuple(self._state.optimizers.row_states(table).tensors.values())
+            width = in_bits(self._widths[table.key], precision)
         return TablePart(
             spec=spec,
-            values=table.weight,
-            row_states=tuple(states.values()),
-            bitmap=dirty.bitmap if dirty is not None and row_count < table.rows else None,
+            held=shard.held,
+            values=shard.weight,
+            row_states=states,
+            bitmap=dirty.bitmap if dirty is not None and row_count < shard.held_rows else None,
             row_count=row_count,
-            bits=self._widths[table.name],
+            bits=width,
             quantizer=self._settings.quantizer,
             state_bits=None if self._settings.state_bits == "lossless" else 16,
         )
 
-    def _spec(self, table: Table) -> TableSpec:
+    def _quantized(self, table: Table | None, part: TablePart, link: Link) -> TablePart:
+        """The part with codes in place of its values, where it is to have them."""
+        if table is None:
+            return part
+        rows = (part.bitmap, part.row_count)
+        codes = self._quantizer.codes(table, part.bits, *rows, base=link.base)
+        return part if codes is None else replace(part, codes=codes)
+
+    def _spec(self, shard: Shard, tip: Tip | None) -> TableSpec:
         """Built anew only when something differs: checked models take long in a stall."""
+        table = shard.table
+        if table is None:
+            return self._foreign_spec(shard, tip)
         found = self._state.optimizers.row_states(table)
         form = [(name, t.dtype, tuple(t.shape[1:])) for name, t in found.tensors.items()]
-        key = (table.rows, table.dim, table.dtype, found.optimizer, tuple(form))
-        known = self._specs.get(table.name)
+        key = (shard.rows, shard.dim, shard.dtype, found.optimizer, tuple(form))
+        known = self._specs.get(shard.key)
         if known is not None and known[0] == key:
             return known[1]
         states = tuple(
@@ -199,12 +289,30 @@ class Cutter:
             )
             for name, dtype, shape in form
         )
-        spec = TableSpec(
-            name=table.name,
-            rows=table.rows,
-            dim=table.dim,
-            dtype=table.dtype,
-            row_states=states,
-        )
-        self._specs[table.name] = (key, spec)
+        spec = _spec_of(shard, states)
+        self._specs[shard.key] = (key, spec)
         return spec
+
+    def _foreign_spec(self, shard: Shard, tip: Tip | None) -> TableSpec:
+        """Of a table of which this rank stores no row: which row states it has, others know.
+
+        Those of the tip count as unchanged here; a rank that holds rows says when they are not.
+        """
+        known = self._specs.get(shard.key)
+        spec = _spec_of(shard, ()) if known is None else known[1]
+        self._specs[shard.key] = (None, spec)
+        for there in () if tip is None else tip.tables:
+            if there.model_copy(update={"row_states": ()}) == spec:
+                return there
+        return spec
+
+
+def _spec_of(shard: Shard, row_states: tuple[RowStateSpec, ...]) -> TableSpec:
+    return TableSpec(
+        name=shard.name,
+        rows=shard.rows,
+        dim=shard.dim,
+        dtype=shard.dtype,
+        row_states=row_states,
+        columns=shard.columns,
+    )

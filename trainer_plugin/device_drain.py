@@ -7,10 +7,13 @@ from torch import Tensor
 
 from recpoint.kernels import row_gather
 
-__all__ = ["DeviceDrain"]
+__all__ = ["DeviceDrain", "spare_bytes"]
 
 #: Size of a pinned bounce buffer, and of a piece when there is no spare device memory.
 PIECE_BYTES = 32 << 20
+
+#: So much is tried without asking the device what it has.
+SMALL_BYTES = 64 << 10
 
 
 class DeviceDrain:
@@ -33,7 +36,7 @@ class DeviceDrain:
         """
         if out.nbytes == 0:
             return
-        if out.nbytes <= _spare_bytes(source.device):
+        if out.nbytes <= SMALL_BYTES or out.nbytes <= spare_bytes(source.device):
             try:
                 buffer = torch.empty(out.shape, dtype=out.dtype, device=source.device)
             except torch.OutOfMemoryError:
@@ -54,6 +57,11 @@ class DeviceDrain:
                 piece = torch.empty(part.shape, dtype=out.dtype, device=source.device)
                 row_gather.gather(source, ids[start : start + rows], piece)
                 part.copy_(piece)
+
+    def take(self, buffer: Tensor, out: Tensor) -> None:
+        """Have `buffer`, contiguous and not written any more, arrive in `out`, on the host."""
+        if out.nbytes:
+            self._waiting.append((buffer, out))
 
     def release_training(self) -> None:
         """Gather, and mark on each device's current stream the point when all has been copied."""
@@ -98,7 +106,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _spare_bytes(device: torch.device) -> int:
+def spare_bytes(device: torch.device) -> int:
     """Half of what the device has free, and what the allocator holds without using it."""
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -6,6 +6,7 @@ comes back as events, which the training thread fetches; it changes nothing that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -16,10 +17,12 @@ from pathlib import Path
 import crc32c
 
 from recpoint.catalog import durable, staged
+from recpoint.catalog.cancel import remove_mark, write_mark
 from recpoint.errors import FormatError, StagingError
 from recpoint.format.job import Job, Outcome, Segment
 from recpoint.format.records import CheckpointRef, pack_record
-from recpoint.trainer_plugin.snapshot import Snapshot, now_ms
+from recpoint.kernels import implementation
+from recpoint.trainer_plugin.snapshot import Snapshot, now_ms, place_sample
 from recpoint.trainer_plugin.staging import StagingArea
 
 __all__ = ["Answered", "Event", "Failed", "Handoff", "Staged"]
@@ -74,6 +77,8 @@ class Handoff:
         self._queue: deque[Snapshot] = deque()
         self._current: Snapshot | None = None
         self._awaited: dict[CheckpointRef, Snapshot] = {}
+        self._unwanted: set[CheckpointRef] = set()  # the agent is to be asked to drop them
+        self._marked: set[CheckpointRef] = set()  # it has been
         self._events: deque[Event] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -82,6 +87,13 @@ class Handoff:
         """Take charge of a snapshot."""
         with self._changed:
             self._queue.append(snapshot)
+            self._changed.notify_all()
+        self.ensure_alive()
+
+    def cancel(self, ref: CheckpointRef) -> None:
+        """Ask the agent to drop a checkpoint; what it answers is an event, as always."""
+        with self._changed:
+            self._unwanted.add(ref)
             self._changed.notify_all()
         self.ensure_alive()
 
@@ -143,7 +155,7 @@ class Handoff:
     def _run_thread(self) -> None:
         while True:
             with self._changed:
-                if not self._queue:
+                if not self._queue and not self._to_mark():
                     if self._closing:
                         return
                     self._changed.wait(_POLL_SECONDS if self._awaited else None)
@@ -151,6 +163,7 @@ class Handoff:
                     self._current = self._queue.popleft()
             if self._current is not None:
                 self._stage_current(self._current)
+            self._mark_unwanted()
             self._look_for_outcomes()
 
     def _stage_current(self, snapshot: Snapshot) -> None:
@@ -173,6 +186,7 @@ class Handoff:
                 self._awaited[ref] = snapshot
                 self._events.append(Staged(ref=ref))
             else:
+                self._unwanted.discard(ref)
                 self._events.append(Failed(ref=ref, error=failure))
             self._current = None
             self._changed.notify_all()
@@ -180,8 +194,9 @@ class Handoff:
     def _stage(self, snapshot: Snapshot) -> None:
         snapshot.device.drain()
         data = snapshot.slot.data.numpy()
+        sampled, slot_bytes = place_sample(snapshot)
         segments = []
-        for spot in snapshot.placed:
+        for spot in (*snapshot.placed, *sampled):
             part = data[spot.offset : spot.offset + spot.size_bytes]
             segments.append(
                 Segment(
@@ -205,27 +220,55 @@ class Handoff:
             base=link.base,
             parent=link.parent,
             chain_length=link.chain_length,
+            policy=snapshot.policy,
             rank=self._area.rank,
             ranks=self._ranks,
             tables=snapshot.tables,
             slot=snapshot.slot.path.name,
-            slot_bytes=snapshot.slot_bytes,
+            slot_bytes=slot_bytes,
             segments=tuple(segments),
             snapshot_ms=snapshot.snapshot_ms,
             staged_ms=now_ms(),
             stall_us=snapshot.stall_us,
             full_bytes=snapshot.full_bytes,
+            quantized_by=implementation.on_devices(snapshot.quantized_on)[:255],
             interval_batches=snapshot.interval_batches,
+            history=snapshot.history,
         )
         self._area.create()  # here, and not in the stall: somebody may have cleared it
         # An answer to an earlier attempt at this step would be taken for the answer to this one.
         durable.remove(self._outcome_path(ref))
         durable.write_atomically(self._job_path(ref), pack_record(job))
 
+    def _to_mark(self) -> set[CheckpointRef]:
+        """Those that the agent is to be told of: staged ones, for only a job can be cancelled."""
+        return self._unwanted & self._awaited.keys()
+
+    def _mark_unwanted(self) -> None:
+        with self._changed:
+            wanted = self._to_mark()
+            self._unwanted -= wanted
+        for ref in wanted:
+            self._marked.add(ref)
+            try:
+                write_mark(self._area.run_directory, ref, self._area.rank)
+            except OSError as error:
+                _log.warning("checkpoint of %s cannot be cancelled, and goes on: %s", ref, error)
+
+    def _forget_mark(self, ref: CheckpointRef) -> None:
+        with self._changed:
+            self._unwanted.discard(ref)
+        if ref in self._marked:
+            self._marked.discard(ref)
+            # The answer is there; a mark that stays means nothing for any other job.
+            with contextlib.suppress(OSError):
+                remove_mark(self._area.run_directory, ref, self._area.rank)
+
     def _look_for_outcomes(self) -> None:
         for ref in list(self._awaited):
             event = self._answer(ref)
             if event is not None:
+                self._forget_mark(ref)
                 with self._changed:
                     del self._awaited[ref]
                     self._events.append(event)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from recpoint.trainer_plugin.tables import Table
+from recpoint.trainer_plugin.dense_pieces import Stored, form_of, is_piece, piece_of, write_into
+from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.table_source import TableSource
+from recpoint.trainer_plugin.tables import modules_of
 
 __all__ = ["ModelState"]
 
@@ -16,33 +18,51 @@ __all__ = ["ModelState"]
 class ModelState:
     """Dense parameters, buffers (also those that are not persistent) and extra state, by name.
 
-    Names are the full ones of `named_parameters` and `named_buffers`; a tied parameter appears
-    once, under its first name.
+    Names are canonical (`names.canonical_name`); a tied parameter appears once, under its first
+    name.
+
+    Args:
+        model: whose.
+        tables: of it, which are no part of this.
+        sources: answer for modules of it, which are none either.
     """
 
-    def __init__(self, model: nn.Module, tables: Sequence[Table]) -> None:
+    def __init__(
+        self, model: nn.Module, tables: Sequence[Table], sources: Sequence[TableSource] = ()
+    ) -> None:
         self._model = model
         self._tables = tables
+        self._sources = sources
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name."""
-        tables = {id(table.weight) for table in self._tables}
-        found: dict[str, Tensor] = {
-            name: parameter
-            for name, parameter in self._model.named_parameters()
-            if id(parameter) not in tables
-        }
-        found.update(self._model.named_buffers())
-        return found
+        seen = {id(table.weight) for table in self._tables}
+        parameters: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for prefix, module in self._modules():
+            for found, named in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, tensor in named.items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        found[f"{prefix}.{name}" if prefix else name] = tensor
+        return parameters | buffers
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return modules_of(self._model, self._sources)
 
     def capture(self) -> dict[str, Any]:
-        """The state; its tensors are the live ones."""
+        """The state; its tensors are the live ones, and of those that ranks share the pieces."""
         extra = {
             name: module.get_extra_state()
-            for name, module in self._model.named_modules()
+            for name, module in self._modules()
             if _has_extra_state(module)
         }
-        return {"tensors": self.tensors(), "extra": extra}
+        tensors: dict[str, Any] = self.tensors()
+        for name in [name for name, tensor in tensors.items() if is_piece(tensor)]:
+            tensors[name] = piece_of(tensors[name])
+            if tensors[name] is None:
+                del tensors[name]
+        return {"tensors": tensors, "extra": extra}
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """What does not fit, one sentence each; [] when `restore` will work."""
@@ -53,32 +73,29 @@ class ModelState:
             model, stored = _form(here[name]), _form(there[name])
             if model != stored:
                 found.append(f"{name!r} is {model} in the model and {stored} in the checkpoint")
-        extra = {name for name, module in self._model.named_modules() if _has_extra_state(module)}
+        extra = {name for name, module in self._modules() if _has_extra_state(module)}
         for name in sorted(extra ^ saved["extra"].keys()):
             found.append(f"the extra state of module {name!r} is only in one of the two")
         return sorted(found)
 
-    def restore(self, saved: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
-        """Write the saved state into the model, in place.
-
-        Args:
-            saved: as `capture` returned it.
-            names: only these tensors, and no extra state; None: everything.
-        """
-        with torch.no_grad():
-            for name, tensor in self.tensors().items():
-                if names is None or name in names:
-                    tensor.copy_(saved["tensors"][name])
-        if names is not None:
-            return
-        for name, module in self._model.named_modules():
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Write what `capture` returned into the model, in place."""
+        self.restore_some({name: saved["tensors"][name] for name in self.tensors()})
+        for name, module in self._modules():
             if name in saved["extra"]:
                 module.set_extra_state(saved["extra"][name])
+
+    def restore_some(self, saved: Mapping[str, Stored]) -> None:
+        """Write these tensors into those of the same names, in place."""
+        here = self.tensors()
+        for name, stored in saved.items():
+            write_into(here[name], stored, name=name)
 
 
 def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _form(tensor: Stored) -> str:
+    shape, dtype = form_of(tensor)
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -9,6 +9,7 @@ earlier gradients (momentum, moments), or adds +0.0 (maximize), which turns -0.0
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from recpoint.format.dtypes import dtype_name
 __all__ = [
     "AllRows",
     "FullyDirtyTables",
+    "Watched",
     "all_rows_changed",
     "changes_gradient_rows",
     "counts_one_change",
     "row_states",
-    "watched",
 ]
 
 _WATCHED = ("momentum", "weight_decay", "maximize", "eps")
@@ -45,9 +46,27 @@ class AllRows(NamedTuple):
     change: str
 
 
-def watched(group: Mapping[str, Any]) -> tuple[Any, ...]:
+class Watched:
     """The hyperparameters that `all_rows_changed` looks at: when they change, ask it again."""
-    return tuple([group.get(name) for name in _WATCHED])
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        there = [name for name in _WATCHED if name in group]
+        # One call into C for all of them: this is compared after each step.
+        self._read = itemgetter(*there) if there else _nothing
+        self._values = self._read(group)
+        self._size = len(group)
+
+    def differ(self, group: Mapping[str, Any]) -> bool:
+        """Whether they are others now."""
+        try:
+            changed: bool = len(group) != self._size or self._read(group) != self._values
+        except KeyError:
+            return True
+        return changed
+
+
+def _nothing(_group: Mapping[str, Any]) -> None:
+    return None
 
 
 def all_rows_changed(

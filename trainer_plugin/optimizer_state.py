@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recpoint.trainer_plugin.dense_pieces import is_piece, piece_of, restored_like
 from recpoint.trainer_plugin.optimizer_rows import row_states
-from recpoint.trainer_plugin.tables import Table, parameter_names
+from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.tables import parameter_names
 
 __all__ = ["OptimizerState", "RowState"]
 
@@ -38,6 +40,9 @@ class OptimizerState:
 
     def row_states(self, table: Table) -> RowState:
         """State with one entry for each row of `table`, as it is now."""
+        own = table.row_states
+        if own is not None:
+            return RowState(None, own)
         for number, optimizer in enumerate(self._optimizers):
             state = optimizer.state.get(table.weight)
             if state:
@@ -97,7 +102,7 @@ class OptimizerState:
             rows: parameter name -> its row states, restored already.
         """
         names = parameter_names(self._model)
-        by_name = {names[id(p)]: p for p in self._model.parameters() if id(p) in names}
+        by_name = {names[id(p)]: p for p in self._model.parameters()}
         for optimizer, there in zip(self._optimizers, saved, strict=True):
             for group, stored in zip(optimizer.param_groups, there["groups"], strict=True):
                 _restore_group(group, stored)
@@ -105,6 +110,60 @@ class OptimizerState:
             for name, entry in there["state"].items():
                 optimizer.state[by_name[name]] = _restored(by_name[name], entry, rows.get(name, {}))
             optimizer.state.update(there["other"])
+
+    def carry_differences(
+        self, saved: Sequence[Mapping[str, Any]], parameters: Mapping[str, str]
+    ) -> list[str]:
+        """Why the state of these parameters (name here -> there) cannot come along."""
+        here = {name: _class_name(optimizer) for name, optimizer in self._trained_by().items()}
+        there = {name: str(one["class"]) for name, one in _trained_by(saved).items()}
+        return [
+            f"{old!r} was trained by {there[old]}, and here {new!r} is by "
+            f"{here.get(new, 'no optimizer')}, so that its state cannot be carried"
+            for new, old in parameters.items()
+            if old in there and here.get(new) != there[old]
+        ]
+
+    def carry(
+        self,
+        saved: Sequence[Mapping[str, Any]],
+        parameters: Mapping[str, str],
+        rows: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Give parameters the state that others had; hyperparameters stay what they are here.
+
+        Args:
+            saved: as `capture` returned it.
+            parameters: name here -> name there.
+            rows: parameter name here -> its row states, restored already.
+        """
+        here, there = self._trained_by(), _trained_by(saved)
+        names = parameter_names(self._model)
+        by_name = {names[id(p)]: p for p in self._model.parameters()}
+        for new, old in parameters.items():
+            entry = there[old]["state"].get(old) if old in there else None
+            if entry is not None:
+                # Two parameters may come from one, and never share what they train.
+                values = {key: _copied(value) for key, value in entry["values"].items()}
+                own = {**entry, "values": values}
+                here[new].state[by_name[new]] = _restored(by_name[new], own, rows.get(new, {}))
+
+    def _trained_by(self) -> dict[str, Optimizer]:
+        names = parameter_names(self._model)
+        return {
+            names[id(parameter)]: optimizer
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+
+def _trained_by(saved: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {name: one for one in saved for group in one["groups"] for name in group["params"]}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _class_name(optimizer: Optimizer) -> str:
@@ -135,7 +194,11 @@ def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dic
     rest = {key: value for key, value in state.items() if key not in by_row}
     return {
         "keys": list(state),
-        "values": rest,
+        "values": {
+            key: value
+            for key, whole in rest.items()
+            if (value := piece_of(whole) if is_piece(whole) else whole) is not None
+        },
         # Step counts stay on the host unless the optimizer is capturable; moments do not.
         "on_host": [
             key
@@ -152,6 +215,8 @@ def _restored(
     for key in entry["keys"]:
         if key in entry["values"]:
             value = entry["values"][key]
+            if isinstance(value, list) or (isinstance(value, Tensor) and is_piece(parameter)):
+                value = restored_like(parameter, value, name=str(key))
             if isinstance(value, Tensor) and key not in entry["on_host"]:
                 value = value.to(parameter.device)
             state[key] = value

@@ -13,12 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from recpoint.trainer_plugin.optimizer_rows import (
     AllRows,
     FullyDirtyTables,
+    Watched,
     all_rows_changed,
     changes_gradient_rows,
     counts_one_change,
-    watched,
 )
-from recpoint.trainer_plugin.tracking import Tracker, mark_together
+from recpoint.trainer_plugin.step_marks import after_steps, mark_together
+from recpoint.trainer_plugin.tracking import Tracker
 
 __all__ = ["OptimizerWatch"]
 
@@ -38,22 +39,22 @@ class _Group:
         self.checked_before: list[Tracker] = []
         self.whole: list[Tracker] = []
         self.reasons: dict[str, AllRows] = {}
-        self.key: tuple[Any, ...] | None = None
+        self.watched = Watched(group)
 
     def evaluate(self) -> None:
-        self.key = watched(self.group)
+        self.watched = Watched(self.group)
         self.whole, self.reasons = [], {}
         for tracker in self.trackers:
             reason = all_rows_changed(
                 self.optimizer,
                 self.group,
-                sparse=tracker.table.module.sparse,
+                sparse=tracker.table.sparse,
                 dtype=tracker.weight.dtype,
                 row_local=self.row_local,
             )
             if reason is not None:
                 self.whole.append(tracker)
-                self.reasons[tracker.table.name] = reason
+                self.reasons[tracker.table.key] = reason
 
 
 class _Owner(NamedTuple):
@@ -187,7 +188,7 @@ class OptimizerWatch:
                     tracker = by_weight.get(id(parameter))
                     if tracker is not None:
                         group.trackers.append(tracker)
-                        self._owners[tracker.table.name] = _Owner(number, position)
+                        self._owners[tracker.table.key] = _Owner(number, position)
                 if group.trackers:
                     group.evaluate()
                     self._groups[number].append(group)
@@ -217,21 +218,14 @@ class OptimizerWatch:
         self._stepping[number] = False
         found = []
         for group in self._groups[number]:
-            if watched(group.group) != group.key:
+            if group.watched.differ(group.group):
                 group.evaluate()
                 self._tell(group)
             for tracker in group.whole:
                 # Without a gradient, as that of a frozen table, an optimizer passes a table over.
                 if tracker.weight.requires_grad or tracker.weight.grad is not None:
                     tracker.all_rows = True
-            for tracker in group.trackers:
-                try:
-                    rows = tracker.after_step()
-                except Exception as error:
-                    tracker.give_up(error)  # it must not stop training
-                    continue
-                if rows is not None:
-                    found.append((tracker, rows))
+            found += after_steps(group.trackers)
         if found:
             mark_together(found)
 

@@ -1,24 +1,46 @@
-"""From a due checkpoint to its outcome: cutting, handing over, learning what became of it.
+"""From a due checkpoint to its hand-over: whether there is room for it, cutting, the last one.
 
-Nothing here raises for what goes wrong with a checkpoint: it is noted, and raised by
-`raise_noted` only when the settings ask for that.
+Nothing here raises for what goes wrong with a checkpoint: it is noted, see `outcomes`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
-import recpoint.errors
 from recpoint.catalog.run import Run
-from recpoint.errors import RecpointError, StagingError
+from recpoint.catalog.run_end import tell_ended
+from recpoint.errors import StagingError
+from recpoint.format.manifest import TableSpec
+from recpoint.format.naming import shared_attempt
 from recpoint.format.records import CheckpointRef
-from recpoint.trainer_plugin.cutter import Cutter
-from recpoint.trainer_plugin.handoff import Answered, Event, Failed, Handoff, Staged
+from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin.cutter import Cut, Cutter
+from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.ledger import Ledger
-from recpoint.trainer_plugin.policy import superseded
+from recpoint.trainer_plugin.outcomes import Outcomes
+from recpoint.trainer_plugin.outlook import Outlook
+from recpoint.trainer_plugin.policy import FULL, Link
+from recpoint.trainer_plugin.rank_agreement import (
+    LOST_AT_ONCE,
+    AgreedSchedule,
+    Lost,
+    agree_on_cut,
+    agree_on_lost,
+    failed_on,
+    incomplete,
+)
+from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.schedule import (
+    AutoInterval,
+    BatchInterval,
+    Schedule,
+    SecondsInterval,
+)
 from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.snapshot import new_attempt
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics
 from recpoint.trainer_plugin.takeover import Start
@@ -28,16 +50,25 @@ __all__ = ["Pipeline"]
 
 _log = logging.getLogger("recpoint")
 
-#: How long the end of training waits for an agent to appear when none is there.
-_AGENT_GRACE_SECONDS = 2.0
-_WAIT_SLICE_SECONDS = 0.2
-
 #: So many due checkpoints without one in between are no longer a matter of a short interval.
 _MANY_SKIPPED = 8
 
 
+class Plan(NamedTuple):
+    """What a checkpoint is to be, found in the stall that cuts it."""
+
+    link: Link
+    specs: tuple[TableSpec, ...]
+
+
 class Pipeline:
-    """The checkpoints of one trainer, from its start on. Used by the training thread only."""
+    """The checkpoints of one trainer, from its start on. Used by the training thread only.
+
+    Attributes:
+        outcomes: what became of those that were cut.
+        statistics: what happened to them.
+        schedule: when they are due.
+    """
 
     def __init__(
         self,
@@ -48,77 +79,247 @@ class Pipeline:
         cutter: Cutter,
         trackers: Mapping[str, Tracker],
         settings: Settings,
+        ends: Callable[[], bool],
+        ranks: Ranks,
     ) -> None:
+        self._run = run
+        self._ranks = ranks
         self._generation = start.generation
+        self._token = start.token
         self._area = area
         self._cutter = cutter
         self._trackers = trackers
         self._settings = settings
-        self._ledger = Ledger(trackers, start.tip)
-        self._handoff = Handoff(area, run=run.id, run_url=run.url)
+        self._ledger = Ledger(trackers, start.tip, start.base_history)
+        self._handoff = Handoff(area, run=run.id, run_url=run.url, ranks=ranks.count)
         self._last_cut = start.batches_done
-        self._last_safe = start.batches_done
-        self._superseded = False
+        self._cuts = 0
+        self._ends = ends
+        self._due_until: float | None = None  # monotonic; a checkpoint is due and waits for room
+        self._cancelled_at: int | None = None  # the newest stored batch when one was cancelled
         self._skipped_in_row = 0
-        self._unraised: BaseException | None = None
         self.statistics = Statistics()
-        self.statistics.start(start.batches_done)
+        self.statistics.start(start.batches_done, restored=start.report is not None)
+        self.outcomes = Outcomes(
+            handoff=self._handoff,
+            ledger=self._ledger,
+            area=area,
+            cutter=cutter,
+            settings=settings,
+            statistics=self.statistics,
+            ends=ends,
+            batches_done=start.batches_done,
+        )
+        self._outlook = Outlook(
+            settings.failures, start.past, rule=cutter.rule, statistics=self.statistics
+        )
+        self.schedule = self._new_schedule()
 
-    def prepare(self, full_bytes: int) -> None:
+    def _new_schedule(self) -> Schedule:
+        batches, seconds = self._settings.interval_batches, self._settings.interval_seconds
+        if batches is not None:
+            return BatchInterval(batches)
+        assert seconds is not None  # the settings have been checked
+        own: Schedule = (
+            AutoInterval(self._outlook.interval_seconds)
+            if seconds == "auto"
+            else SecondsInterval(seconds)
+        )
+        return AgreedSchedule(own, self._ranks) if self._ranks.several else own
+
+    def prepare(self) -> None:
         """What no stall is to pay for: pages of the tables, a reserved slot, the thread."""
         self._cutter.settle()
         try:
-            self._area.free_slot(set()).reserve(full_bytes)
+            self._area.free_slot(set()).reserve(self._cutter.size_bytes())
         except StagingError as error:
-            self.note_failure(error)
+            self.outcomes.note_failure(error)
         self._handoff.ensure_alive()
 
-    def take(self, batches_done: int) -> bool:
-        """Cut a checkpoint and hand it over; False when that was not possible."""
+    def take(self, batches_done: int, *, late: bool = False) -> bool:
+        """Cut a checkpoint and hand it over; False when that was not possible.
+
+        Args:
+            batches_done: so far.
+            late: it has been skipped already: take it if there is room now, and do nothing else.
+        """
         if self._handoff.ensure_alive():
-            self.fetch()
-        tip = self._ledger.tip
-        if tip is not None and (tip.ref.step, tip.ref.generation) == (
-            batches_done,
-            self._generation,
-        ):
+            self.outcomes.fetch()
+        again = self._ledger.newest_step == batches_done
+        if self.outcomes.superseded:
+            self._due_until = None
+        room = not again and not self.outcomes.superseded
+        room = room and (self._is_free() if late else self._has_room())
+        started_ns = time.perf_counter_ns()
+        plan = self._plan(batches_done) if room else None
+        if self._ranks.several:
+            plan, again = self._agreed(plan, batches_done, again=again)
+        elif room and plan is None:
+            return False  # noted
+        if again:
             # A second attempt could only be refused as a conflict with the first, and its rows
             # would cost a full. What was marked by hand since then is in the next one.
             _log.info("no checkpoint at batch %d: there is one already", batches_done)
             return False
-        # With the earlier ones unfinished, these rows stay dirty and are in the next one.
-        if self._superseded or len(self._ledger) >= self._settings.max_staged_jobs:
-            self.statistics.skipped += 1
-            self._skipped_in_row += 1
-            self._tell_skipped(batches_done)
+        if plan is None:
+            if not self.is_due and not late:
+                # With the earlier ones unfinished, these rows stay dirty and are in the next one.
+                self.statistics.skipped += 1
+                self._skipped_in_row += 1
+                self._tell_skipped(batches_done)
             return False
-        started = time.perf_counter()
+        self._due_until = None
+        return self._cut(batches_done, plan, started_ns)
+
+    def _plan(self, batches_done: int) -> Plan | None:
+        """What a checkpoint at this batch would be; None: that cannot be told, and is noted."""
         try:
             for tracker in self._trackers.values():
                 tracker.report_surprise()
             self._area.create_if_cleared()
-            snapshot, pending, tip = self._cutter.cut(
+            link, specs = self._cutter.link(
+                step=batches_done, tip=self._ledger.tip, base_history=self._ledger.base_history
+            )
+        except Exception as error:
+            # As in _cut.
+            self.outcomes.note_failure(error)
+            return None
+        return Plan(link, specs)
+
+    def _agreed(
+        self, plan: Plan | None, batches_done: int, *, again: bool
+    ) -> tuple[Plan | None, bool]:
+        """The same with what all ranks need; None: one of them cannot, so that none does.
+
+        Also whether one of them has a checkpoint of this batch.
+        """
+        heard = agree_on_cut(
+            self._ranks,
+            batches_done,
+            link=None if plan is None else plan.link,
+            tip=self._ledger.tip,
+            again=again,
+            cuts=self._cuts,
+            lost=self._ledger.take_lost(LOST_AT_ONCE),
+        )
+        self._drop(heard.lost)
+        if plan is None or not heard.cut:
+            return None, heard.again
+        self._cuts = heard.number
+        return plan if heard.increment else plan._replace(link=FULL), heard.again
+
+    def _drop(self, lost: Lost) -> bool:
+        """Have the agent drop this rank's parts of them; whether there are any."""
+        dropped = [ref for ref in self._ledger.pending if ref in lost]
+        for ref in dropped:
+            self._handoff.cancel(ref)
+        return bool(dropped)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint is to be taken as soon as the agent has dropped the earlier one."""
+        return self._due_until is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the last due checkpoint was skipped, and may be taken late."""
+        # Ranks learn at different times that they are superseded, and have to grant the same.
+        return self._skipped_in_row > 0 and (self._ranks.several or not self.outcomes.superseded)
+
+    @property
+    def pending(self) -> int:
+        """Checkpoints that were cut and are not stored yet; any thread may ask."""
+        return len(self._ledger)
+
+    def _has_room(self) -> bool:
+        """Whether a checkpoint can be cut now; what `when_busy` says is done about it."""
+        if self._is_free():
+            return True
+        if self._settings.when_busy == "wait":
+            self.statistics.waited += 1
+            deadline = time.monotonic() + self._settings.busy_wait_seconds
+            self.outcomes.wait(
+                deadline, until_below=self._settings.max_staged_jobs, for_agent_seconds=0.0
+            )
+            return self._is_free()
+        if self._due_until is not None:
+            if time.monotonic() >= self._due_until:
+                self._due_until = None
+        elif self._settings.when_busy == "cancel" and self._cancelled_at != self.outcomes.last_safe:
+            self._cancel()
+        return False
+
+    def _is_free(self) -> bool:
+        return not self.outcomes.superseded and len(self._ledger) < self._settings.max_staged_jobs
+
+    def _cancel(self) -> None:
+        """Ask the agent to drop the checkpoint that is on its way; once until one is stored.
+
+        Else, with a store slower than the interval, each would be dropped for the next.
+        """
+        if not self._area.agent_is_running():
+            return
+        for ref in self._ledger.pending:
+            _log.info("checkpoint of %s is to be dropped for a newer one", ref)
+            self._handoff.cancel(ref)
+        self._cancelled_at = self.outcomes.last_safe
+        self._due_until = time.monotonic() + self._settings.busy_wait_seconds
+
+    def _cut(self, batches_done: int, plan: Plan, started_ns: int) -> bool:
+        """Copy everything into a slot and hand it over; False when that failed."""
+        self._skipped_in_row = 0
+        cut: Cut | None = None
+        failure: Exception | None = None
+        try:
+            cut = self._cutter.cut(
                 self._area.free_slot(self._ledger.busy_slots),
-                step=batches_done,
-                generation=self._generation,
+                ref=CheckpointRef(
+                    step=batches_done,
+                    generation=self._generation,
+                    attempt=self._attempt(batches_done),
+                ),
+                link=plan.link,
+                specs=plan.specs,
                 tip=self._ledger.tip,
                 interval_batches=batches_done - self._last_cut,
+                history=self._outlook.history(
+                    interval_seconds=self._settings.interval_seconds,
+                    interval_batches=self._settings.interval_batches,
+                ),
+                started_ns=started_ns,
             )
         except Exception as error:
             # Disk, driver, a user's state_dict: none of it may stop training. Noted, not lost.
-            self.note_failure(error)
+            failure = error
+        try:
+            failed = failed_on(self._ranks, failure is not None, step=batches_done)
+        except BaseException:
+            self._take_back(cut)
+            raise
+        if failed and failure is None:
+            failure = incomplete(batches_done, failed, self._ranks.count)
+        if cut is None or failure is not None:
+            self._take_back(cut)  # a part of a checkpoint that another rank has no part of
+            assert failure is not None
+            self.outcomes.note_failure(failure)
             return False
         self._last_cut = batches_done
-        self._skipped_in_row = 0
-        self._ledger.add(pending, tip)
-        self.statistics.stalled((time.perf_counter() - started) * 1e3)
-        self._handoff.submit(snapshot)
+        self._ledger.add(cut.pending)
+        self.statistics.stalled((time.perf_counter_ns() - started_ns) / 1e6)
+        self._handoff.submit(cut.snapshot)
         return True
 
-    def fetch(self) -> None:
-        """Act on what has happened since the last call; costs nothing when nothing has."""
-        if self._handoff.has_events():
-            self._apply(self._handoff.events())
+    def _take_back(self, cut: Cut | None) -> None:
+        """What was cut is not handed over: its rows are dirty again."""
+        if cut is not None:
+            for name, rows in cut.pending.dirty.items():
+                self._trackers[name].merge_back(rows)
+
+    def _attempt(self, step: int) -> str:
+        """All ranks find the same without asking; alone, a name that nobody has had before."""
+        if not self._ranks.several:
+            return new_attempt()
+        return shared_attempt(self._token, step, cut=self._cuts)
 
     def finish(self, batches_done: int) -> None:
         """A last checkpoint when there are new batches, and wait for every outcome.
@@ -127,11 +328,22 @@ class Pipeline:
         no agent. That what was cut is staged is always waited for: the process may end after this.
         """
         deadline = time.monotonic() + self._settings.close_wait_seconds
-        self._wait(deadline, until_below=self._settings.max_staged_jobs)
-        if batches_done > self._last_safe and not self._is_on_its_way(batches_done):
+        self._due_until = None  # the last one is waited for
+        if self._ranks.several:
+            # A part that others wait for in vain, of this very batch perhaps, goes first.
+            self.outcomes.wait_until_staged()
+            lost = self._ledger.take_lost(LOST_AT_ONCE)
+            if self._drop(agree_on_lost(self._ranks, lost, step=batches_done)):
+                self.outcomes.wait(deadline, until_below=1)
+        self.outcomes.wait(deadline, until_below=self._settings.max_staged_jobs)
+        on_its_way = len(self._ledger) > 0 and self._ledger.newest_step == batches_done
+        wanted = batches_done > self.outcomes.last_safe and not on_its_way
+        said = self._ranks.exchange("the end of training", [wanted], batches_done=batches_done)
+        if any(one for (one,) in said):
             self.take(batches_done)
-        self._wait(deadline, until_below=1)
-        self._wait_until_staged()
+        self.outcomes.wait(deadline, until_below=1)
+        self.outcomes.wait_until_staged()
+        self.say_ended(batches_done)
         if len(self._ledger):
             agent = self._area.agent_is_running()
             _log.warning(
@@ -142,24 +354,24 @@ class Pipeline:
                 "leave the agent running" if agent else self._area.agent_command(),
             )
 
+    def say_ended(self, batches_done: int | None = None) -> None:
+        """Leave word, on this host and in the store, that training has ended and was not killed.
+
+        Args:
+            batches_done: that are worth keeping; None: only those of the newest checkpoint.
+        """
+        self._area.say_ended()
+        if self.outcomes.superseded or self._ranks.rank:
+            return
+        step = self._last_cut if batches_done is None else batches_done
+        reason: Literal["finished", "terminated"] = "terminated" if self._ends() else "finished"
+        with rng_state.untouched():
+            tell_ended(self._run, self._generation, step=step, reason=reason)
+
     def close(self) -> None:
         """End the thread; everything that was cut is staged by then."""
         self._handoff.close()
-        self.fetch()
-
-    def note_failure(self, error: BaseException) -> None:
-        """Count and log what went wrong; with `on_error="raise"` keep it for `raise_noted`."""
-        self.statistics.failed += 1
-        self.statistics.last_error = f"{type(error).__name__}: {error}"
-        _log.error("a checkpoint failed: %s: %s", type(error).__name__, error)
-        if self._settings.on_error == "raise" and self._unraised is None:
-            self._unraised = error
-
-    def raise_noted(self) -> None:
-        """Raise what `note_failure` kept, once."""
-        if self._unraised is not None:
-            error, self._unraised = self._unraised, None
-            raise error
+        self.outcomes.fetch()
 
     def _tell_skipped(self, batches_done: int) -> None:
         """Say that a due checkpoint was not cut; loudly when it looks as if none will be.
@@ -168,7 +380,7 @@ class Pipeline:
         needs somebody, who may see warnings only: told at growing distances, not at each.
         """
         in_row = self._skipped_in_row
-        if self._superseded:
+        if self.outcomes.superseded:
             _log.info("no checkpoint at batch %d: another trainer owns the run", batches_done)
             return
         agent = self._area.agent_is_running()
@@ -186,63 +398,3 @@ class Pipeline:
             self.statistics.read(batches_done).lag_batches,
             "see the agent's log and status.json there" if agent else self._area.agent_command(),
         )
-
-    def _is_on_its_way(self, batches_done: int) -> bool:
-        tip = self._ledger.tip
-        return len(self._ledger) > 0 and tip is not None and tip.ref.step == batches_done
-
-    def _wait(self, deadline: float, *, until_below: int) -> None:
-        """Wait until fewer than `until_below` checkpoints are on their way."""
-        agent_seen = time.monotonic()
-        while True:
-            self.fetch()
-            now = time.monotonic()
-            if len(self._ledger) < until_below or now >= deadline:
-                return
-            if self._area.agent_is_running():
-                agent_seen = now
-            elif now - agent_seen > _AGENT_GRACE_SECONDS and not self._handoff.is_staging():
-                return
-            if self._handoff.ensure_alive():
-                continue
-            self._handoff.wait_for_event(min(_WAIT_SLICE_SECONDS, deadline - now))
-
-    def _wait_until_staged(self) -> None:
-        while self._handoff.is_staging():
-            if not self._handoff.ensure_alive():
-                self._handoff.wait_for_event(_WAIT_SLICE_SECONDS)
-            self.fetch()
-
-    def _apply(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, Staged):
-                self.statistics.staged += 1
-            elif isinstance(event, Failed):
-                self._ledger.lost(event.ref, type(event.error).__name__)
-                self.note_failure(event.error)
-            elif event.outcome.result == "committed":
-                pending = self._ledger.committed(event.ref)
-                if pending is not None:
-                    self._last_safe = event.ref.step
-                    self.statistics.safe(event.ref.step, pending.cut_seconds)
-            else:
-                self._rejected(event)
-
-    def _rejected(self, event: Answered) -> None:
-        outcome = event.outcome
-        self._ledger.lost(event.ref, outcome.error_type)
-        self._superseded = self._superseded or superseded(outcome.error_type)
-        self.note_failure(_rejection(event.ref, outcome.error_type, outcome.error))
-
-
-def _rejection(ref: CheckpointRef, error_type: str, text: str) -> RecpointError:
-    """The agent's error as one of ours, of the class that it had there if there is such a one."""
-    found = getattr(recpoint.errors, error_type, None)
-    if not (isinstance(found, type) and issubclass(found, RecpointError)):
-        found = RecpointError
-    return found(
-        f"checkpoint of {ref}",
-        found=f"rejected by the agent: {text}",
-        expected="a commit",
-        next_step="see the message; the next checkpoint holds these rows too",
-    )

@@ -6,9 +6,10 @@ draws at random inside a worker is not part of its state, so seed such draws by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["BatchBudget", "Stateful", "announce"]
+__all__ = ["BatchBudget", "Divisible", "Stateful", "announce"]
 
 
 @runtime_checkable
@@ -36,6 +37,23 @@ class BatchBudget(Protocol):
         Called when training starts, after each checkpoint, and when more batches are granted
         before the next one. A reader with workers stops after `n` batches, so that none is in
         flight when its state is taken.
+        """
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A reader of one rank that can go on where readers of another number of ranks have stopped."""
+
+    def load_state_dicts(self, states: Sequence[Any], rank: int, ranks: int, /) -> None:
+        """Go on from what the readers of all ranks of a checkpoint returned, now as one of several.
+
+        What the `ranks` readers then read, together, MUST be what the earlier ones had left: no
+        sample lost, none twice.
+
+        Args:
+            states: of each rank of the checkpoint, in their order.
+            rank: of this process.
+            ranks: how many there are now; another number than of states.
         """
 
 

@@ -2,200 +2,331 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recpoint.catalog.restore import TableTarget
-from recpoint.errors import IncompatibleModel, SettingsError
-from recpoint.format.dtypes import torch_dtype
-from recpoint.format.manifest import Manifest, TableSpec
+from recpoint.catalog.logical_tables import LogicalState, LogicalTable, logical_tables
+from recpoint.catalog.reshard import TablePart, map_parts
+from recpoint.catalog.restore_target import RowSink, TableTarget
+from recpoint.catalog.restored_model import dense_tensors, weight_name
+from recpoint.errors import IncompatibleModel
+from recpoint.format.dtypes import dtype_name, torch_dtype
+from recpoint.format.manifest import Manifest
+from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
 from recpoint.trainer_plugin.policy import Tip
-from recpoint.trainer_plugin.tables import Table
+from recpoint.trainer_plugin.rank_trees import tree_for
+from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import TrainingState
 
-__all__ = ["ModelTarget", "PartialTarget", "check_partial", "tip_of"]
+__all__ = ["ModelTarget", "PartialTarget", "tip_of"]
 
 _NEXT = (
     "build model and optimizers as they were, or load parts of the checkpoint by name: "
     'restore(partial={"tables": [...], "dense": [...]})'
 )
-_PARTS = ("tables", "dense")
+_NEXT_PARTS = "name other parts, or build the model to fit; recpoint seed URL lists what is there"
 
 
 class ModelTarget:
     """Model, optimizers, schedulers, reader, extras and generators of this process.
 
+    Args:
+        tables: of the model.
+        state: everything else.
+        since_full: whether to find out which rows differ from the full of the chain.
+        rank, count: of this process, and how many ranks there are.
+        elsewhere: names of tables that other ranks hold; those that are not here are passed over.
+
     Attributes:
         manifest: what was restored; None before.
         batches_done: of the restored checkpoint.
+        changed: with `since_full`: table name -> the rows that increments held, a dirty bitmap.
     """
 
-    def __init__(self, tables: Sequence[Table], state: TrainingState) -> None:
-        self._tables = {table.name: table for table in tables}
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        state: TrainingState,
+        *,
+        since_full: bool = False,
+        rank: int = 0,
+        count: int = 1,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        self._tables = tuple(tables)
+        self._rank, self._count = rank, count
+        self._elsewhere = frozenset(elsewhere)
         self._state = state
         self._rows: dict[str, dict[str, Tensor]] = {}
+        self._since_full = since_full
+        self.changed: dict[str, Tensor] = {}
         self.manifest: Manifest | None = None
         self.batches_done = 0
 
-    def begin(self, manifest: Manifest) -> Sequence[TableTarget]:
+    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """See `catalog.restore.RestoreTarget.begin`."""
-        _refuse(manifest, table_differences(self._tables, manifest.tables))
+        there = logical_tables(manifest.tables)
+        found = table_differences(self._tables, there, elsewhere=self._elsewhere)
+        found += _row_state_differences(self._tables, there)
+        _refuse(manifest, found)
         self._rows.clear()
-        return [self._target(spec) for spec in manifest.tables]
+        self.changed.clear()
+        parts = [self._part(table, there[table.name]) for table in self._tables]
+        return map_parts(manifest, parts)
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.StateCheckingTarget.check_state`."""
-        found = self._state.differences(state.get(0))
-        if manifest.ranks != 1:
-            found.append(f"the checkpoint is of {manifest.ranks} ranks, this process is the only")
-        _refuse(manifest, found)
+        _refuse(manifest, self._state.differences(self._tree(state)))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.RestoreTarget.finish`."""
-        saved = state[0]
-        assert isinstance(saved, dict)  # check_state has looked at it
-        self.batches_done = self._state.restore(saved, self._rows)
+        saved = self._tree(state)
+        assert saved is not None  # check_state has looked at it
+        self.batches_done = self._state.restore(
+            saved, self._rows, ranks=self._count, attempt=manifest.attempt
+        )
         self.manifest = manifest
 
-    def _target(self, spec: TableSpec) -> TableTarget:
-        table = self._tables[spec.name]
+    def _tree(self, state: dict[int, object]) -> dict[str, Any] | None:
+        return tree_for(state, self._rank, self._count)
+
+    def _part(self, table: Table, stored: LogicalTable) -> TablePart:
         current = self._state.optimizers.row_states(table).tensors
         rows = self._rows[table.parameter_name] = {}
-        for state in spec.row_states:
+        for state in stored.row_states:
             # Optimizers create state at the first step, so a fresh one has none yet.
-            shape, dtype = (spec.rows, *state.shape), torch_dtype(state.dtype)
+            shape, dtype = (table.rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
             tensor = current.get(state.name)
             if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 tensor = torch.empty(shape, dtype=dtype, device=table.weight.device)
             rows[state.name] = tensor
-        return TableTarget(values=table.weight.detach(), row_states=tuple(rows.values()))
+        if self._since_full:
+            self.changed[table.key] = dirty_bitmap.new(table.rows)
+        return TablePart(
+            table=table.name,
+            values=table.weight.detach(),
+            row_states=rows,
+            first_row=table.first_row,
+            first_column=0 if table.columns is None else table.columns.first,
+            changed=self.changed.get(table.key),
+        )
 
 
 class PartialTarget:
-    """Values of tables and of dense tensors that were asked for by name, and nothing else."""
+    """Tables and dense tensors that were asked for by name, and nothing else.
 
-    def __init__(
-        self, tables: Sequence[Table], state: TrainingState, wanted: Mapping[str, Sequence[str]]
-    ) -> None:
-        self._tables = {table.name: table for table in tables}
+    Args:
+        tables: of the model.
+        state: everything else here.
+        parts: what to load.
+
+    Attributes:
+        manifest: of the checkpoint they come from; None before.
+    """
+
+    def __init__(self, tables: Sequence[Table], state: TrainingState, parts: Parts) -> None:
+        self._tables: dict[str, list[Table]] = {}  # the pieces of each that are here
+        for table in tables:
+            self._tables.setdefault(table.name, []).append(table)
         self._state = state
-        self._wanted_tables = tuple(wanted.get("tables", ()))
-        self._wanted_dense = tuple(wanted.get("dense", ()))
+        self._parts = parts
+        self._rows: dict[str, dict[str, Tensor]] = {}  # of a table of the checkpoint
+        self._dense: dict[str, str] = {}
+        self.manifest: Manifest | None = None
 
-    def begin(self, manifest: Manifest) -> Sequence[TableTarget | None]:
+    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """See `catalog.restore.RestoreTarget.begin`."""
-        there = {spec.name for spec in manifest.tables}
-        found = [f"table {name!r} is not in the checkpoint" for name in self._missing(there)]
-        chosen = {n: self._tables[n] for n in self._wanted_tables if n in self._tables}
-        found += [f"table {n!r} is not in the model" for n in self._missing(chosen.keys())]
-        found += table_differences(
-            {name: table for name, table in chosen.items() if name in there},
-            [spec for spec in manifest.tables if spec.name in chosen],
-        )
-        _refuse(manifest, found)
-        return [
-            TableTarget(
-                values=chosen[spec.name].weight.detach(), row_states=(None,) * len(spec.row_states)
+        there = logical_tables(manifest.tables)
+        found = []
+        for new, old in self._parts.tables.items():
+            if old not in there:
+                found.append(f"table {old!r} is not in the checkpoint{near(old, there)}")
+            elif new not in self._tables:
+                found.append(f"table {new!r} is not in the model{near(new, self._tables)}")
+            else:
+                found += _shape_differences(self._tables[new][0], there[old])
+                found += self._sharded_differences(new, old)
+        _refuse(manifest, found, next_step=_NEXT_PARTS)
+        self._rows.clear()
+        into = {old: self._tables[new] for new, old in reversed(list(self._parts.tables.items()))}
+        parts = [self._part(there[old], piece) for old, pieces in into.items() for piece in pieces]
+        return map_parts(manifest, parts)
+
+    def _sharded_differences(self, new: str, old: str) -> list[str]:
+        """What is possible for a table that is here as a whole only."""
+        pieces = self._tables[new]
+        whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
+        if whole and not pieces[0].fused:
+            return []
+        found = []
+        if self._parts.optimizer_states == "carry":
+            found.append(f"table {new!r} is sharded or fused: its state cannot be carried")
+        if list(self._parts.tables.values()).count(old) > 1:
+            found.append(
+                f"table {new!r} is sharded or fused, and {old!r} goes to another table too"
             )
-            if spec.name in chosen
-            else None
-            for spec in manifest.tables
-        ]
+        return found
+
+    def _part(self, stored: LogicalTable, table: Table) -> TablePart:
+        rows: dict[str, Tensor] = {}
+        if self._parts.optimizer_states == "carry":
+            device = table.weight.device
+            rows = self._rows[stored.name] = {
+                state.name: torch.empty(
+                    (stored.rows, *state.shape), dtype=torch_dtype(state.dtype), device=device
+                )
+                for state in stored.row_states
+            }
+        return TablePart(
+            table=stored.name,
+            values=table.weight.detach(),
+            row_states=rows,
+            first_row=table.first_row,
+            first_column=0 if table.columns is None else table.columns.first,
+        )
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.StateCheckingTarget.check_state`."""
         here, there = self._state.model.tensors(), _dense(state)
-        found = []
-        for name in self._wanted_dense:
-            if name not in there or name not in here:
-                where = "checkpoint" if name not in there else "model"
-                found.append(f"{name!r} is not in the {where}")
-            elif here[name].shape != there[name].shape or here[name].dtype != there[name].dtype:
+        self._dense, found = resolve_dense(self._parts.dense, here, there)
+        for new, old in self._dense.items():
+            if here[new].shape != there[old].shape or here[new].dtype != there[old].dtype:
                 found.append(
-                    f"{name!r} is {here[name].dtype} {list(here[name].shape)} in the model and "
-                    f"{there[name].dtype} {list(there[name].shape)} in the checkpoint"
+                    f"{_renamed(new, old)} is {here[new].dtype} {list(here[new].shape)} in the "
+                    f"model and {there[old].dtype} {list(there[old].shape)} in the checkpoint"
                 )
-        _refuse(manifest, found)
+        if self._parts.optimizer_states == "carry":
+            found += self._state.optimizers.carry_differences(
+                _optimizers(state), self._parameters()
+            )
+        _refuse(manifest, found, next_step=_NEXT_PARTS)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.RestoreTarget.finish`."""
-        self._state.model.restore({"tensors": _dense(state)}, self._wanted_dense)
+        there = _dense(state)
+        self._state.model.restore_some({new: there[old] for new, old in self._dense.items()})
+        first: dict[str, Table] = {}
+        rows: dict[str, dict[str, Tensor]] = {}
+        for new, old in self._parts.tables.items():
+            table = self._tables[new][0]  # the only one, where more than values are wanted
+            rows[table.parameter_name] = self._rows.get(old, {})
+            if old in first:  # a second table from it, with tensors of its own
+                with torch.no_grad():
+                    table.weight.copy_(first[old].weight)
+                carried = self._rows.get(old, {})
+                rows[table.parameter_name] = {k: state.clone() for k, state in carried.items()}
+            first.setdefault(old, table)
+        if self._parts.optimizer_states == "carry":
+            self._state.optimizers.carry(_optimizers(state), self._parameters(), rows)
+        self.manifest = manifest
 
-    def _missing(self, there: Any) -> list[str]:
-        return [name for name in self._wanted_tables if name not in there]
-
-
-def check_partial(wanted: object) -> Mapping[str, Sequence[str]]:
-    """What `restore(partial=...)` may be: names of tables, of dense tensors, or of both.
-
-    Raises:
-        SettingsError: something else.
-    """
-    fits = (
-        isinstance(wanted, Mapping)
-        and any(wanted.values())
-        and all(
-            part in _PARTS
-            and isinstance(names, list | tuple)
-            and all(type(n) is str for n in names)
-            for part, names in wanted.items()
-        )
-    )
-    if not fits:
-        raise SettingsError(
-            "partial",
-            found=f"{wanted!r:.200}",
-            expected='{"tables": [names], "dense": [names]}, one of the two or both',
-            next_step="name what to load: recpoint show lists what a checkpoint holds",
-        )
-    assert isinstance(wanted, Mapping)
-    return wanted
+    def _parameters(self) -> dict[str, str]:
+        """Everything that is loaded: name of the parameter here -> there."""
+        tables = {
+            self._tables[new][0].parameter_name: weight_name(old)
+            for new, old in self._parts.tables.items()
+        }
+        return tables | self._dense
 
 
 def tip_of(manifest: Manifest) -> Tip:
-    """The chain's tip once `manifest` has been restored."""
+    """The tip of a chain whose next increment is taken after `manifest`."""
     return Tip(
         ref=manifest.ref,
-        base=manifest.base or manifest.ref,
-        chain_length=manifest.chain_length,
+        base=manifest.links.base or manifest.ref,
+        chain_length=manifest.links.chain_length,
         tables=manifest.tables,
     )
 
 
-def table_differences(tables: Mapping[str, Table], specs: Sequence[TableSpec]) -> list[str]:
+def table_differences(
+    tables: Sequence[Table],
+    there: Mapping[str, LogicalTable],
+    *,
+    elsewhere: Collection[str] = (),
+) -> list[str]:
     """How the tables of a model and of a checkpoint differ, one sentence each."""
-    there = {spec.name: spec for spec in specs}
-    found = [f"table {name!r} is not in the checkpoint" for name in tables if name not in there]
-    found += [f"table {name!r} is not in the model" for name in there if name not in tables]
-    for name in tables.keys() & there.keys():
-        table, spec = tables[name], there[name]
-        for what, here, stored in (
-            ("rows", table.rows, spec.rows),
-            ("values a row", table.dim, spec.dim),
-            ("dtype", table.dtype, spec.dtype),
-        ):
-            if here != stored:
-                found.append(
-                    f"table {name!r}: {what} {here} in the model, {stored} in the checkpoint"
-                )
-    return sorted(found)
+    names = {table.name for table in tables}
+    found = [f"table {name!r} is not in the checkpoint" for name in names if name not in there]
+    found += [
+        f"table {name!r} is not in the model"
+        for name in there
+        if name not in names and name not in elsewhere
+    ]
+    for table in tables:
+        if table.name in there:
+            found += _shape_differences(table, there[table.name])
+    return sorted(dict.fromkeys(found))
+
+
+def _shape_differences(table: Table, stored: LogicalTable) -> list[str]:
+    dim = table.dim if table.columns is None else table.columns.of
+    return [
+        f"table {_renamed(table.name, stored.name)}: {what} {here} in the model, {there} in the "
+        "checkpoint"
+        for what, here, there in (
+            ("rows", table.table_rows, stored.rows),
+            ("values a row", dim, stored.dim),
+            ("dtype", table.dtype, stored.dtype),
+        )
+        if here != there
+    ]
+
+
+def _row_state_differences(
+    tables: Sequence[Table], stored: Mapping[str, LogicalTable]
+) -> list[str]:
+    """Of tables that bring their own, which are written in place."""
+    found = []
+    for table in tables:
+        own = table.row_states
+        if own is None or table.name not in stored:
+            continue
+        here = {name: _form(dtype_name(t.dtype), tuple(t.shape[1:])) for name, t in own.items()}
+        there = {
+            state.name: _form(state.dtype, _entry_shape(state, table))
+            for state in stored[table.name].row_states
+        }
+        if here != there:
+            found.append(
+                f"table {table.name!r} has the row states {here} here and {there} in the checkpoint"
+            )
+    return found
+
+
+def _entry_shape(state: LogicalState, table: Table) -> tuple[int, ...]:
+    """Of a row's entry here: a value for each column is cut as the columns are."""
+    return (table.dim,) if state.by_column else state.shape
+
+
+def _form(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _renamed(new: str, old: str) -> str:
+    return f"{new!r}" if new == old else f"{new!r} (from {old!r})"
+
+
+def _optimizers(state: dict[int, object]) -> Sequence[Mapping[str, Any]]:
+    saved = state.get(0)
+    found = saved.get("optimizers") if isinstance(saved, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def _dense(state: dict[int, object]) -> dict[str, Tensor]:
-    saved = state.get(0)
-    model = saved.get("model") if isinstance(saved, dict) else None
-    return dict(model["tensors"]) if isinstance(model, dict) else {}
+    return dense_tensors(state)
 
 
-def _refuse(manifest: Manifest, differences: Sequence[str]) -> None:
+def _refuse(manifest: Manifest, differences: Sequence[str], *, next_step: str = _NEXT) -> None:
     if differences:
         raise IncompatibleModel(
             f"checkpoint of {manifest.ref}",
             found="; ".join(differences),
             # Not "and nothing was loaded": rows of a newer, damaged checkpoint may have been.
-            expected="the model, optimizers and state that were saved",
-            next_step=_NEXT,
+            expected="the same here as was saved",
+            next_step=next_step,
         )

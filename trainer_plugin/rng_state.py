@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "restore", "untouched"]
+__all__ = ["capture", "restore", "seed", "untouched"]
 
 _log = logging.getLogger("recpoint")
 
@@ -33,6 +34,14 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": list(cuda),
     }
+
+
+def seed(name: str) -> None:
+    """Seed all generators: the same for one name, another for each."""
+    words = hashlib.sha256(name.encode()).digest()
+    random.seed(words)
+    np.random.seed(np.frombuffer(words, np.uint32))
+    torch.manual_seed(int.from_bytes(words[:8], "little") >> 1)
 
 
 @contextmanager

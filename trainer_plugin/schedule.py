@@ -5,9 +5,10 @@ Pure: the clock's readings are arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["BatchInterval", "Schedule", "SecondsInterval", "new_schedule"]
+__all__ = ["AutoInterval", "BatchInterval", "Schedule", "SecondsInterval"]
 
 _FIRST_GRANT = 1
 _MAX_GRANT = 10**9
@@ -21,15 +22,6 @@ class Schedule(Protocol):
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """`batches` were trained since the last call: more batches, or 0: checkpoint now."""
-
-
-def new_schedule(interval_batches: int | None, interval_seconds: float | None) -> Schedule:
-    """The schedule of the one of the two that is given."""
-    if interval_batches is not None:
-        return BatchInterval(interval_batches)
-    if interval_seconds is not None:
-        return SecondsInterval(interval_seconds)
-    raise ValueError("no interval")
 
 
 class BatchInterval:
@@ -84,3 +76,25 @@ class SecondsInterval:
         if self._batch_seconds * _MAX_GRANT <= left:
             return _MAX_GRANT
         return round(left / self._batch_seconds)
+
+
+class AutoInterval(SecondsInterval):
+    """A checkpoint whenever `seconds()` have passed, asked again at each decision.
+
+    A longer interval takes effect within the current one; a shorter one at the end of the grant
+    that the reader already has.
+    """
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        super().__init__(0.0)  # asked for before it counts
+        self._ask = seconds
+
+    def restart(self, now_seconds: float) -> int:
+        """The first grant of an interval that starts now."""
+        self._seconds = self._ask()
+        return super().restart(now_seconds)
+
+    def extend(self, now_seconds: float, *, batches: int) -> int:
+        """What still fits into the interval as it is seen now."""
+        self._seconds = self._ask()
+        return super().extend(now_seconds, batches=batches)

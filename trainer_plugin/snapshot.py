@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, torch_dtype
+from recpoint.format.history import History
 from recpoint.format.job import QuantizerName, StagedTable
 from recpoint.format.manifest import TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
 from recpoint.trainer_plugin.device_drain import DeviceDrain
-from recpoint.trainer_plugin.policy import Link
+from recpoint.trainer_plugin.policy import Link, PolicyName
+from recpoint.trainer_plugin.sample import Sample, StagedRows, live_rows
 from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES, Slot, array_view
+from recpoint.trainer_plugin.table_codes import Codes
 
 __all__ = [
     "MarkedRows",
@@ -31,6 +34,7 @@ __all__ = [
     "new_attempt",
     "now_ms",
     "place",
+    "place_sample",
 ]
 
 
@@ -70,16 +74,19 @@ class TablePart:
     """What one snapshot holds of one table.
 
     Attributes:
-        values: the live weight [rows, dim].
+        held: which rows of the table this rank stores; positions count from its start.
+        values: the live weight [len(held), dim].
         row_states: live row states, in the order of `spec.row_states`.
         bitmap: the rows to store, on the weight's device; None: all rows.
         row_count: how many that are.
         bits: how they are to be stored.
         quantizer: how they are to be quantized, if they are.
         state_bits: 16: element-wise row states are to be rounded.
+        codes: the rows, quantized already; None: `values` are staged.
     """
 
     spec: TableSpec
+    held: range
     values: Tensor
     row_states: tuple[Tensor, ...]
     bitmap: Tensor | None
@@ -87,17 +94,22 @@ class TablePart:
     bits: int
     quantizer: QuantizerName
     state_bits: Literal[16] | None
+    codes: Codes | None = None
 
     @property
     def staged(self) -> StagedTable:
         """The table as the job describes it."""
         return StagedTable(
             spec=self.spec,
+            first_row=self.held.start,
+            shard_rows=len(self.held),
             row_count=self.row_count,
-            all_rows=self.bitmap is None,
+            all_rows=self.bitmap is None and len(self.held) > 0,
             bits=self.bits,
             quantizer=self.quantizer,
             state_bits=self.state_bits,
+            method=None if self.codes is None else self.codes.method,
+            codes=self.codes is not None,
         )
 
 
@@ -118,19 +130,26 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """A cut that lies in its slot, or is on its way there from a device."""
+    """A cut that lies in its slot, or is on its way there from a device.
+
+    `quantized_on`: types of the devices on which rows were quantized.
+    """
 
     ref: CheckpointRef
     link: Link
+    policy: PolicyName
     tables: tuple[StagedTable, ...]
     slot: Slot
     placed: tuple[Placed, ...]
     slot_bytes: int
     device: DeviceDrain
+    sample: Sample
+    quantized_on: frozenset[str]
     snapshot_ms: int
     stall_us: int
     full_bytes: int
     interval_batches: int
+    history: History
 
 
 def new_attempt() -> str:
@@ -138,13 +157,14 @@ def new_attempt() -> str:
     return secrets.token_hex(16)
 
 
-def full_bytes(specs: Sequence[TableSpec], tree: bytes, tensors: Sequence[Tensor]) -> int:
-    """Bytes of a full, exact checkpoint."""
+def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor]) -> int:
+    """Bytes of a full, exact checkpoint; of this rank's part of it."""
     total = len(tree) + sum(tensor.nbytes for tensor in tensors)
-    for spec in specs:
+    for part in parts:
+        spec = part.spec
         row = spec.dim * item_bytes(spec.dtype)
         row += sum(array_bytes(state.dtype, state.shape) for state in spec.row_states)
-        total += spec.rows * row
+        total += len(part.held) * row
     return total
 
 
@@ -157,10 +177,9 @@ def place(
 
     def add(name: str, dtype: Dtype, shape: tuple[int, ...]) -> None:
         nonlocal end
-        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        size = array_bytes(dtype, shape)
-        placed.append(Placed(name=name, dtype=dtype, shape=shape, offset=offset, size_bytes=size))
-        end = offset + size
+        spot = _placed(name, dtype, shape, end)
+        placed.append(spot)
+        end = spot.offset + spot.size_bytes
 
     for index, part in enumerate(parts):
         rows = part.row_count
@@ -168,7 +187,11 @@ def place(
             continue
         if part.bitmap is not None:
             add(f"t{index}.ids", "I64", (rows,))
-        add(f"t{index}.values", part.spec.dtype, (rows, part.spec.dim))
+        if part.codes is None:
+            add(f"t{index}.values", part.spec.dtype, (rows, part.spec.dim))
+        else:
+            for name, dtype, array in part.codes.arrays():
+                add(f"t{index}.{name}", dtype or part.spec.dtype, tuple(array.shape))
         for number, state in enumerate(part.spec.row_states):
             add(f"t{index}.state.{number}", state.dtype, (rows, *state.shape))
     add("tree", "U8", (len(tree),))
@@ -184,13 +207,15 @@ def fill(
     marked: MarkedRows,
     tree: bytes,
     tensors: Sequence[Tensor],
+    sample: Sample,
 ) -> DeviceDrain:
-    """Copy everything to its place. On return training may go on.
+    """Copy everything to its place. On return training may go on, and bitmaps may change.
 
     Args:
         placed: as `place` returned it for the same parts, tree and tensors.
         data: the slot's bytes, reserved.
         marked: the parts' dirty rows, counted.
+        sample: rows to remember, which are copied too, but not into the slot.
 
     Returns:
         What is still on a device and has to be drained.
@@ -202,7 +227,12 @@ def fill(
         for index, part in enumerate(parts):
             if part.row_count == 0:
                 continue
-            arrays = [(part.values.detach(), by_name[f"t{index}.values"])]
+            arrays = []
+            if part.codes is None:
+                arrays.append((part.values.detach(), by_name[f"t{index}.values"]))
+            else:
+                for name, _, array in part.codes.arrays():
+                    _codes(array, by_name[f"t{index}.{name}"], data, device)
             for number, state in enumerate(part.row_states):
                 arrays.append((state.detach(), by_name[f"t{index}.state.{number}"]))
             if part.bitmap is None:
@@ -214,34 +244,73 @@ def fill(
                 continue
             ids = by_name[f"t{index}.ids"].view(data)
             outs = tuple((source, spot.view(data)) for source, spot in arrays)
-            if part.bitmap.is_cpu and all(source.is_cpu for source, _ in outs):
+            if part.codes is not None and part.codes.ids is not None:
+                _rows(part.codes.ids, ids, outs, device)
+            elif part.bitmap.is_cpu and all(source.is_cpu for source, _ in outs):
                 together[index] = dirty_rows.Destination(ids, outs)
             else:
-                _marked_rows(part.bitmap, part.spec.rows, ids, outs, device)
+                found = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
+                _rows(found, ids, outs, device)
         marked.copy(together)
         if tree:
             ctypes.memmove(data.data_ptr() + by_name["tree"].offset, tree, len(tree))
         for number, tensor in enumerate(tensors):
             _copy(tensor, by_name[f"tensor.{number}"], data)
+        sample.copy([live_rows(part.values, part.row_states) for part in parts], device)
     device.release_training()
     return device
 
 
-def _marked_rows(
-    bitmap: Tensor,
-    rows: int,
-    ids_out: Tensor,
-    arrays: Sequence[tuple[Tensor, Tensor]],
-    device: DeviceDrain,
+def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
+    """Write the sample into the slot, behind the snapshot; where it is, and the end of it all.
+
+    For the background thread: everything on a device has been drained.
+    """
+    data = snapshot.slot.data
+    views = {spot.name: spot.view(data) for spot in snapshot.placed}
+    staged: list[StagedRows | None] = []
+    for index, table in enumerate(snapshot.tables):
+        names = [f"t{index}.values"]
+        names += [f"t{index}.state.{number}" for number in range(len(table.spec.row_states))]
+        if table.row_count == 0 or table.codes:  # no values to draw from and to digest
+            staged.append(None)
+            continue
+        arrays = tuple(views[name] for name in names)
+        staged.append(StagedRows(ids=views.get(f"t{index}.ids"), arrays=arrays))
+    placed: list[Placed] = []
+    end = snapshot.slot_bytes
+    for name, array in snapshot.sample.parts(staged):
+        spot = _placed(name, dtype_name(array.dtype), tuple(array.shape), end)
+        spot.view(data).copy_(array)
+        placed.append(spot)
+        end = spot.offset + spot.size_bytes
+    return tuple(placed), end
+
+
+def _placed(name: str, dtype: Dtype, shape: tuple[int, ...], end: int) -> Placed:
+    """The next place for an array behind `end`."""
+    offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    size = array_bytes(dtype, shape)
+    return Placed(name=name, dtype=dtype, shape=shape, offset=offset, size_bytes=size)
+
+
+def _rows(
+    ids: Tensor, ids_out: Tensor, arrays: Sequence[tuple[Tensor, Tensor]], device: DeviceDrain
 ) -> None:
-    """Rows of a table that is on a device, or has row states on one."""
-    ids = dirty_bitmap.collect(bitmap, rows=rows)
+    """Rows of arrays that are on a device, or of which there are no values to copy."""
     ids_out.copy_(ids)
     for source, out in arrays:
         if source.is_cuda:
             device.gather(source, ids.to(source.device), out)
         else:
             row_gather.gather(source, ids.to(source.device), out)
+
+
+def _codes(array: Tensor, place: Placed, data: Tensor, device: DeviceDrain) -> None:
+    if array.is_cuda:
+        device.take(array, place.view(data))
+    else:
+        _copy(array, place, data)
 
 
 def _copy(source: Tensor, place: Placed, data: Tensor) -> None:

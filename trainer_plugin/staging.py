@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
 import shlex
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 from recpoint.catalog import durable, host_lock, staged
+from recpoint.catalog.cancel import cancels_directory
+from recpoint.catalog.trainer_note import NoteState, write_note
 from recpoint.errors import FormatError, StagingError
 from recpoint.format.naming import parse_job_stem
+from recpoint.trainer_plugin.host_memory import HostShare
 from recpoint.trainer_plugin.slot import Slot
 
 __all__ = ["SmallStagingArea", "StagingArea"]
 
+_log = logging.getLogger("recpoint")
+
 _POLL_SECONDS = 0.05
+_TEMPORARY = f"{durable.TEMPORARY_PREFIX}*"
+_SLOT_NAME = re.compile(r"r(\d{5})-\d+\.bin\Z")
 
 
 class SmallStagingArea(RuntimeWarning):
@@ -33,6 +44,7 @@ class StagingArea:
 
     def __init__(self, root: Path, run_url: str, *, rank: int = 0) -> None:
         self.root = root.absolute()  # a script may change its directory while it trains
+        self.run_url = run_url
         self.run_directory = staged.run_directory(self.root, run_url)
         self.rank = rank
         self._slots_directory = str(staged.slots_directory(self.run_directory))
@@ -69,14 +81,14 @@ class StagingArea:
             self.create()
 
     def lock(self) -> None:
-        """Become the one training process of this run here; released when the process ends.
+        """Become the one training process of this rank here; released when the process ends.
 
         Raises:
             StagingError: another process is; its number is in the message.
         """
         try:
             self._lock = host_lock.acquire(
-                staged.trainer_lock_path(self.run_directory),
+                staged.trainer_lock_path(self.run_directory, self.rank),
                 expected="no other trainer of this run on this staging area",
                 next_step="stop that process, or train under another run URL",
             )
@@ -102,22 +114,72 @@ class StagingArea:
             return "recpoint agent"
         return f"recpoint agent --staging {shlex.quote(str(self.root))}"
 
-    def wait_until_drained(self, seconds: float) -> int:
+    def parts_here(self) -> dict[tuple[int, int], dict[int, int]]:
+        """Checkpoints of which this host has parts, staged or answered.
+
+        Returns:
+            Generation and step -> rank -> how many ranks take part; 0: that cannot be told.
+        """
+        found: dict[tuple[int, int], dict[int, int]] = {}
+        answered = staged.outcomes_directory(self.run_directory).glob("*.json")
+        for path in [*answered, *staged.staged_jobs(self.run_directory)]:
+            name = parse_job_stem(path.stem)
+            if name is None:
+                continue
+            ranks = 0
+            if path.parent.name == "jobs":
+                with contextlib.suppress(FormatError, OSError):
+                    ranks = staged.read_job(path).ranks
+            found.setdefault((name[0], name[1]), {})[name[2]] = ranks
+        return found
+
+    def wait_until_drained(
+        self, seconds: float, incomplete: Collection[tuple[int, int]] = ()
+    ) -> int:
         """Wait for the agent to finish what an earlier trainer staged; jobs that are left.
 
         Ends early when there is no agent: nothing would change.
-        """
-        deadline = time.monotonic() + seconds
-        while self.jobs() and time.monotonic() < deadline and self.agent_is_running():
-            time.sleep(_POLL_SECONDS)
-        return len(self.jobs())
 
-    def jobs(self) -> list[Path]:
-        """Job files of this rank, oldest first."""
+        Args:
+            seconds: at most.
+            incomplete: generation and step of checkpoints that no agent can finish, since a rank
+                has never staged its part.
+        """
+
+        def left() -> int:
+            names = [parse_job_stem(path.stem) for path in self.jobs()]
+            return sum(name is not None and name[:2] not in incomplete for name in names)
+
+        deadline = time.monotonic() + seconds
+        while left() and time.monotonic() < deadline and self.agent_is_running():
+            time.sleep(_POLL_SECONDS)
+        return left()
+
+    def withdraw_cancels(self) -> None:
+        """Remove the cancel marks of an earlier trainer, and what it was writing.
+
+        It cannot take the newer checkpoint any more: the one it wanted dropped is better than none.
+
+        Raises:
+            StagingError: they cannot be removed.
+        """
+        try:
+            for path in cancels_directory(self.run_directory).glob("*.json"):
+                name = parse_job_stem(path.stem)
+                if name is not None and name[2] == self.rank:
+                    durable.remove(path)
+            for path in cancels_directory(self.run_directory).glob(_TEMPORARY):
+                durable.remove(path)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def jobs(self, rank: int | None = None) -> list[Path]:
+        """Job files of a rank, this one if None, oldest first."""
+        whose = self.rank if rank is None else rank
         return [
             path
             for path in staged.staged_jobs(self.run_directory)
-            if (name := parse_job_stem(path.stem)) is not None and name[2] == self.rank
+            if (name := parse_job_stem(path.stem)) is not None and name[2] == whose
         ]
 
     def take_over(self, generation: int) -> None:
@@ -138,14 +200,69 @@ class StagingArea:
                 self._foreign[_slot_index(staged.read_job(path).slot)] = path
             except (FormatError, FileNotFoundError):
                 continue  # it names no slot that anyone could read
+        self._remove_outcomes(self.rank, generation)
+        # A trainer killed while it wrote a job; this process has the lock, so none is writing now:
+        # ranks write one only once all of them have come further than this.
+        jobs = staged.jobs_directory(self.run_directory)
+        for path in jobs.glob(_TEMPORARY):
+            durable.remove(path)
+        self._note("training")
+
+    def clear_other_ranks(self, ranks: Collection[int], generation: int) -> None:
+        """Remove what ranks that are not on this host any more have left: nobody else would.
+
+        Their jobs and outcomes of trainers before `generation`, as in `take_over`, and all slots
+        but those that a job still names. Nothing of a rank that has a training process here.
+
+        Args:
+            ranks: of this job, those that share this host.
+            generation: of this job.
+        """
+        try:
+            slots = staged.slots_directory(self.run_directory).glob("r*-*.bin")
+            named = (_SLOT_NAME.match(path.name) for path in slots)
+            for rank in sorted({int(name[1]) for name in named if name} - set(ranks)):
+                self._clear_rank(rank, generation)
+        except OSError as error:
+            _log.warning("slots of ranks that are gone could not be removed: %s", error)
+
+    def _clear_rank(self, rank: int, generation: int) -> None:
+        try:
+            lock = host_lock.acquire(
+                staged.trainer_lock_path(self.run_directory, rank),
+                expected=f"no trainer of rank {rank}, which is none of this job here",
+                next_step="stop that process",
+            )
+        except StagingError:
+            return  # it trains, or another rank of this job is here first
+        try:
+            agent = self.agent_is_running()
+            needed = set()
+            for path in self.jobs(rank):
+                name = parse_job_stem(path.stem)
+                if not agent and name is not None and name[0] < generation:
+                    durable.remove(path)
+                    continue
+                with contextlib.suppress(FormatError, FileNotFoundError):
+                    needed.add(staged.read_job(path).slot)
+            self._remove_outcomes(rank, generation)
+            slots = staged.slots_directory(self.run_directory)
+            for path in slots.glob(f"r{rank:05d}-*.bin"):
+                if path.name not in needed:
+                    path.unlink(missing_ok=True)
+        finally:
+            host_lock.release(lock)
+
+    def _remove_outcomes(self, rank: int, generation: int) -> None:
         for path in staged.outcomes_directory(self.run_directory).glob("*.json"):
             name = parse_job_stem(path.stem)
-            if name is not None and name[0] < generation and name[2] == self.rank:
+            if name is not None and name[0] < generation and name[2] == rank:
                 durable.remove(path)
-        # A trainer killed while it wrote a job; this process has the lock, so none is writing now.
-        jobs = staged.jobs_directory(self.run_directory)
-        for path in jobs.glob(f"{durable.TEMPORARY_PREFIX}*"):
-            durable.remove(path)
+
+    def say_ended(self) -> None:
+        """Leave word that training has ended and was not killed; only while the lock is held."""
+        if self._lock is not None:
+            self._note("ended")
 
     def free_slot(self, busy: set[str]) -> Slot:
         """The first slot that no staged job uses.
@@ -160,28 +277,46 @@ class StagingArea:
             self._slots[index] = Slot(staged.slot_path(self.run_directory, self.rank, index))
         return self._slots[index]
 
-    def free_bytes(self) -> int | None:
-        """Space that slots may take: what is free, and what slots have already; None: unknown."""
+    def free_bytes(self, *, all_ranks: bool = False) -> int | None:
+        """Space that slots may take: what is free, and what slots have already; None: unknown.
+
+        Args:
+            all_ranks: slots of all ranks of this run here; else of this one.
+        """
         place = self.run_directory
         while not place.exists() and place != place.parent:
             place = place.parent
         try:
             system = os.statvfs(place)
-            slots = staged.slots_directory(self.run_directory).glob(f"r{self.rank:05d}-*.bin")
+            whose = "r*-*.bin" if all_ranks else f"r{self.rank:05d}-*.bin"
+            slots = staged.slots_directory(self.run_directory).glob(whose)
             return system.f_bavail * system.f_frsize + sum(path.stat().st_size for path in slots)
         except OSError:
             return None  # creating the area will say what is wrong with it
 
-    def warn_if_small(self, bound_bytes: int) -> None:
-        """Warn when `bound_bytes` do not fit: before training, while it is easy to change."""
-        free = self.free_bytes()
-        if free is not None and free < bound_bytes:
+    def warn_if_small(self, share: HostShare) -> None:
+        """Warn when the slots of a host do not fit: before training, while it is easy to change.
+
+        The first of its ranks does.
+        """
+        free = self.free_bytes(all_ranks=True)
+        if free is not None and free < share.bound_bytes and self.rank == share.ranks[0]:
+            several = f" of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
             warnings.warn(
-                f"staging area {self.root}: {free} bytes are free, and staged checkpoints may take "
-                f"{bound_bytes} bytes; those that do not fit are left out. "
+                f"staging area {self.root}: {free} bytes are free, and staged checkpoints{several} "
+                f"may take {share.bound_bytes} bytes; those that do not fit are left out. "
                 "Next: staging= or RECPOINT_STAGING with a larger directory",
                 SmallStagingArea,
                 stacklevel=3,
+            )
+
+    def _note(self, state: NoteState) -> None:
+        try:
+            write_note(self.run_directory, self.run_url, state)
+        except OSError as error:
+            # Nothing but what people are told depends on it.
+            _log.warning(
+                "%s: no note for the agent could be written: %s", self.run_directory, error
             )
 
     def _unusable(self, error: OSError) -> StagingError:

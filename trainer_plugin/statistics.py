@@ -6,9 +6,18 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from recpoint.catalog.failure_causes import CAUSES, cause_of
+from recpoint.catalog.histogram import Histogram
+from recpoint.format.history import Precision
+from recpoint.format.manifest import Kind
+from recpoint.trainer_plugin.interval import Interval
+
 __all__ = ["Statistics", "Stats"]
 
 _KEPT_STALLS = 1_000
+
+#: What a checkpoint costs now follows from so many of the last.
+_RECENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,46 +29,121 @@ class Stats:
         committed: of those, how many are in the store.
         skipped: checkpoints that were due while earlier ones still waited; their rows are in the
             next one.
-        failed: checkpoints that came to nothing, in the trainer or in the agent.
+        waited: times that training waited for room for a checkpoint that was due.
+        cancelled: checkpoints that were dropped for a newer one; their rows are in that.
+        failed: checkpoints that came to nothing in another way, in the trainer or in the agent.
         stalls_ms: how long training waited for each, the last 1,000.
         lag_batches: batches that would be lost if the host died now.
         lag_seconds: age of the newest committed checkpoint, or of training when there is none.
         last_error: the newest error, None when there was none.
+        precision: with `bits="auto"`: the width of the newest checkpoint, and why.
+        interval: with `interval_seconds="auto"`: the interval now, and why.
     """
 
     staged: int
     committed: int
     skipped: int
+    waited: int
+    cancelled: int
     failed: int
     stalls_ms: tuple[float, ...]
     lag_batches: int
     lag_seconds: float
     last_error: str | None
+    precision: Precision | None
+    interval: Interval | None
 
 
 class Statistics:
-    """The counters; changed by the training thread only."""
+    """The counters; changed by the training thread only, read by any.
+
+    Attributes:
+        restores: restores that training has gone on from.
+        failures: of those that failed, how many by cause; each cause is there from the start, so
+            that who reads never meets a dictionary that grows.
+        stored_bytes: bytes of chunks of committed checkpoints, by kind.
+        stalls: seconds that training waited for each.
+        last_commit_ms: when the newest was committed, on this host's clock; None: none was.
+        interval_seconds: how long the last interval between checkpoints took; None: the first.
+        started_batches: batches done when training started.
+    """
 
     def __init__(self) -> None:
         self.staged = self.committed = self.skipped = self.failed = 0
+        self.waited = self.cancelled = self.restores = self.started_batches = 0
+        self.failures = dict.fromkeys(CAUSES, 0)
+        self.stored_bytes: dict[Kind, int] = {"full": 0, "increment": 0}
+        self.stalls = Histogram()
+        self.last_commit_ms: int | None = None
+        self.interval_seconds: float | None = None
+        self._interval_began: float | None = None
         self.last_error: str | None = None
+        self.precision: Precision | None = None
+        self.interval: Interval | None = None
         self._stalls_ms: deque[float] = deque(maxlen=_KEPT_STALLS)
+        self._persists_seconds: deque[float] = deque(maxlen=_RECENT)
         self._safe_batches = 0
         self._safe_seconds = time.monotonic()
 
-    def start(self, batches_done: int) -> None:
+    def start(self, batches_done: int, *, restored: bool = False) -> None:
         """Training starts with these batches done, all of them safe."""
         self._safe_batches, self._safe_seconds = batches_done, time.monotonic()
+        self.started_batches, self.restores = batches_done, int(restored)
+
+    def interval_begins(self, now_seconds: float) -> None:
+        """A checkpoint was due at this monotonic time, taken or skipped; or training begins."""
+        if self._interval_began is not None:
+            self.interval_seconds = now_seconds - self._interval_began
+        self._interval_began = now_seconds
 
     def stalled(self, milliseconds: float) -> None:
         """Training waited for a snapshot."""
         self._stalls_ms.append(milliseconds)
+        self.stalls.add(milliseconds / 1e3)
 
-    def safe(self, batches: int, cut_seconds: float) -> None:
+    def lost(self, error: BaseException) -> None:
+        """A checkpoint came to nothing."""
+        self.failed += 1
+        self.failures[cause_of(error)] += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+
+    def safe(
+        self,
+        batches: int,
+        cut_seconds: float,
+        *,
+        kind: Kind,
+        stored_bytes: int,
+        committed_ms: int,
+    ) -> None:
         """A checkpoint cut at monotonic time `cut_seconds` is committed."""
         self.committed += 1
+        self.stored_bytes[kind] += stored_bytes
+        self.last_commit_ms = committed_ms
+        self._persists_seconds.append(time.monotonic() - cut_seconds)
         if batches >= self._safe_batches:
             self._safe_batches, self._safe_seconds = batches, cut_seconds
+
+    @property
+    def stall_seconds(self) -> float | None:
+        """Mean of the last stalls; None before the first."""
+        recent = list(self._stalls_ms)[-_RECENT:]
+        return sum(recent) / len(recent) / 1_000 if recent else None
+
+    @property
+    def persist_seconds(self) -> float | None:
+        """The longest that one of the last checkpoints took to be committed; None: none was."""
+        return max(self._persists_seconds, default=None)
+
+    @property
+    def safe_batches(self) -> int:
+        """Batches that the newest committed checkpoint holds; those of the start without one."""
+        return self._safe_batches
+
+    @property
+    def lag_seconds(self) -> float:
+        """Age of the newest committed checkpoint, or of training when there is none."""
+        return time.monotonic() - self._safe_seconds
 
     def read(self, batches_done: int) -> Stats:
         """The counters now."""
@@ -67,9 +151,13 @@ class Statistics:
             staged=self.staged,
             committed=self.committed,
             skipped=self.skipped,
+            waited=self.waited,
+            cancelled=self.cancelled,
             failed=self.failed,
             stalls_ms=tuple(self._stalls_ms),
             lag_batches=batches_done - self._safe_batches,
-            lag_seconds=time.monotonic() - self._safe_seconds,
+            lag_seconds=self.lag_seconds,
             last_error=self.last_error,
+            precision=self.precision,
+            interval=self.interval,
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,75 +12,48 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from recpoint.errors import SettingsError
-from recpoint.format.dtypes import item_bytes
-from recpoint.trainer_plugin.settings import Bits
+from recpoint.trainer_plugin.dense_pieces import is_piece
+from recpoint.trainer_plugin.names import canonical_name
+from recpoint.trainer_plugin.settings import several
+from recpoint.trainer_plugin.table import TABLE_DTYPES, Lookup, ModuleTable, Table
+from recpoint.trainer_plugin.table_source import TableSource, find_sources
 
-__all__ = ["Lookup", "Table", "TableDtype", "find_tables", "parameter_names", "table_widths"]
+__all__ = ["Found", "find_tables", "modules_of", "optimizer_list", "parameter_names"]
 
-Lookup = nn.Embedding | nn.EmbeddingBag
-
-TableDtype = Literal["F64", "F32", "F16", "BF16"]
-
-_TABLE_DTYPES: dict[torch.dtype, TableDtype] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 _MAX_NAME = 1024
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Table:
-    """One embedding weight [rows, dim]; `name` is the full name of its module in the model."""
+class Found(NamedTuple):
+    """What a model and its optimizers are made of.
 
-    name: str
-    parameter_name: str
-    module: Lookup
+    Attributes:
+        tables: plain modules in the order of the model, then those of sources.
+        optimizers: without those that train tables of sources alone.
+        sources: what supplies tables of another kind.
+    """
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight as it is now: `model.to(device)` may have replaced its storage."""
-        return self.module.weight
-
-    @property
-    def rows(self) -> int:
-        """Rows of the weight."""
-        return self.module.weight.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """Values of a row."""
-        return self.module.weight.shape[1]
-
-    @property
-    def dtype(self) -> TableDtype:
-        """The weight's dtype by its stored name."""
-        return _TABLE_DTYPES[self.module.weight.dtype]
-
-    @property
-    def trained(self) -> bool:
-        """Whether gradients reach it now."""
-        return self.module.weight.requires_grad
-
-    @property
-    def changes(self) -> bool:
-        """Whether anything changes its rows: max_norm does so at each lookup, trained or not."""
-        return self.trained or self.module.max_norm is not None
+    tables: tuple[Table, ...]
+    optimizers: tuple[Optimizer, ...]
+    sources: tuple[TableSource, ...]
 
 
-def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Table, ...]:
-    """All tables of `model`, in the order of its modules.
+def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
+    """All tables of `model`.
 
     Raises:
         SettingsError: two names for one table, a table that is trained by no optimizer, a
-            parameter in two optimizers or outside the model, or a weight that cannot be stored.
+            parameter in two optimizers or outside the model, a weight that cannot be stored, or
+            state of which ranks hold different parts without saying which.
     """
     if not isinstance(model, nn.Module):
         raise _refused("model", f"{model!r:.200}", "a torch.nn.Module", "pass the model itself")
+    _refuse_unnamed_shards(model, optimizers)
+    sources = tuple(find_sources(model))
+    for source in sources:
+        optimizers = source.optimizers(optimizers)
     tables: list[Table] = []
     owners: dict[int, str] = {}
-    for name, module in model.named_modules():
+    for name, module in modules_of(model, sources):
         for parameter_name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -96,55 +69,85 @@ def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Tabl
                 )
             if is_table:
                 assert isinstance(module, Lookup)
-                tables.append(Table(name=name or "weight", parameter_name=full_name, module=module))
+                tables.append(
+                    ModuleTable(name=name or "weight", parameter_name=full_name, module=module)
+                )
+    theirs = [table for source in sources for table in source.tables]
+    owners |= {id(table.weight): table.parameter_name for table in theirs if not table.fused}
     _refuse_unknown_parameters(optimizers, owners)
+    tables += theirs
     for table in tables:
         _check(table, optimizers)
+    _refuse_one_key(tables)
     _refuse_overlaps(tables)
-    return tuple(tables)
+    return Found(tuple(tables), tuple(optimizers), sources)
+
+
+def _refuse_unnamed_shards(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what gives each rank other values in a tensor that looks whole.
+
+    Its values would be stored as those that all ranks have, and restored to ranks that had others.
+    """
+    # Who has one has imported it, which takes a while.
+    flat: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, module in model.named_modules():
+        if isinstance(module, flat):
+            raise _refused(
+                f"module {name!r}" if name else "the model",
+                "FullyShardedDataParallel, whose flat parameters do not say which part is where",
+                "torch.distributed.fsdp.fully_shard (FSDP2), DDP, or no wrapper",
+                "use fully_shard on the dense layers",
+            )
+    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    for number, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, zero):
+            raise _refused(
+                f"optimizers[{number}]",
+                "ZeroRedundancyOptimizer, of which each rank has the state of other parameters",
+                "an optimizer whose state each rank has for what it holds",
+                "use fully_shard on the dense layers, which divides their optimizer's state too",
+            )
+
+
+def modules_of(
+    model: nn.Module, sources: Sequence[TableSource] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Canonical name and module of all that no source answers for; each module once."""
+    theirs = tuple(name for source in sources for name in source.modules)
+    below = tuple(f"{name}." if name else "" for name in theirs)
+    for name, module in model.named_modules():
+        if name not in theirs and not name.startswith(below):
+            yield canonical_name(model, name), module
+
+
+def optimizer_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimizer or several as a list.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    return several("optimizers", given)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """id of each parameter -> its full name in the model; a tied one has its first name."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def table_widths(
-    tables: Sequence[Table], bits: Bits, table_bits: Mapping[str, Bits]
-) -> dict[str, int]:
-    """Table name -> bits of a stored value; the dtype's own width: stored exactly.
-
-    Raises:
-        SettingsError: `table_bits` names a table that there is not, or that is not trained.
-    """
-    known = {table.name: table for table in tables}
-    for name in table_bits:
-        if name not in known:
-            raise _refused(
-                f"table_bits[{name!r}]",
-                "no such table",
-                f"one of {sorted(known)!r:.400}",
-                "use the name of the embedding module, as in model.named_modules()",
-            )
-        if not known[name].changes:
-            raise _refused(
-                f"table_bits[{name!r}]",
-                "a table that is not trained (requires_grad=False)",
-                "a table whose rows change",
-                "take it out of table_bits: it is stored once, in fulls",
-            )
-    widths = {}
-    for table in tables:
-        # A frozen table is stored seldom and cannot recover from a rounding: keep its bytes.
-        wanted = table_bits.get(table.name, bits if table.changes else "lossless")
-        widths[table.name] = 8 * item_bytes(table.dtype) if wanted == "lossless" else wanted
-    return widths
+    """id of each parameter -> its canonical name in the model; a tied one has its first name."""
+    return {
+        id(parameter): canonical_name(model, name) for name, parameter in model.named_parameters()
+    }
 
 
 def _check(table: Table, optimizers: Sequence[Optimizer]) -> None:
     subject, weight = f"table {table.name!r}", table.weight
     if isinstance(weight, UninitializedParameter):
         raise _refused(subject, "a lazy weight", "a weight with a shape", "run one batch first")
+    if is_piece(weight):
+        raise _refused(
+            subject,
+            "a weight that fully_shard has cut",
+            "a table that is whole on each rank, or one that a library of sharded embeddings cuts",
+            "apply fully_shard to the dense layers and leave embeddings out of it",
+        )
     if weight.layout is not torch.strided or not weight.is_contiguous() or weight.dim() != 2:
         raise _refused(
             subject,
@@ -158,10 +161,14 @@ def _check(table: Table, optimizers: Sequence[Optimizer]) -> None:
         )
     if len(table.name) > _MAX_NAME:
         raise _refused(subject, f"{len(table.name)} characters", f"at most {_MAX_NAME}", "rename")
-    if weight.dtype not in _TABLE_DTYPES:
-        known = ", ".join(map(str, _TABLE_DTYPES))
+    if weight.dtype not in TABLE_DTYPES:
+        known = ", ".join(map(str, TABLE_DTYPES))
         raise _refused(subject, str(weight.dtype), known, "change its dtype")
-    if table.trained and not any(_holds(optimizer, weight) for optimizer in optimizers):
+    if (
+        table.trained
+        and not table.fused
+        and not any(_holds(optimizer, weight) for optimizer in optimizers)
+    ):
         raise _refused(
             subject,
             "a weight that requires gradients and is in no optimizer",
@@ -201,6 +208,19 @@ def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: dict[int,
                         "each parameter in one optimizer",
                         "take it out of one of the two",
                     )
+
+
+def _refuse_one_key(tables: Sequence[Table]) -> None:
+    seen: set[str] = set()
+    for table in tables:
+        if table.key in seen:
+            raise _refused(
+                f"table {table.key!r}",
+                "two tables of one name",
+                "one name for each table, whatever library it comes from",
+                "rename one of them",
+            )
+        seen.add(table.key)
 
 
 def _refuse_overlaps(tables: Sequence[Table]) -> None:

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from recpoint.catalog.leases import reading
+from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import RestoreReport, restore
 from recpoint.catalog.run import Run
-from recpoint.format.records import CheckpointRef
+from recpoint.catalog.run_url import naming_run
+from recpoint.catalog.store import open_store
+from recpoint.catalog.store_contract import Store
+from recpoint.errors import FormatError, ObjectNotFound, SettingsError
+from recpoint.format.history import MAX_COUNT, History
+from recpoint.format.manifest import Manifest
+from recpoint.format.records import CheckpointRef, GenerationRecord
 from recpoint.trainer_plugin import rng_state
-from recpoint.trainer_plugin.policy import Tip
+from recpoint.trainer_plugin.base_history import BaseHistory
+from recpoint.trainer_plugin.failures import Past
+from recpoint.trainer_plugin.parts import Seed, parts_of
+from recpoint.trainer_plugin.policy import Policy, Tip
+from recpoint.trainer_plugin.rank_agreement import incomplete_parts
+from recpoint.trainer_plugin.rank_restore import claim_together, restore_together
+from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.restore_target import ModelTarget, PartialTarget, tip_of
-from recpoint.trainer_plugin.tables import Table
+from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import TrainingState
 
-__all__ = ["Start", "start_fresh", "start_from_parts", "start_restored"]
+__all__ = ["Job", "Start", "Wanted", "open_run", "start"]
+
+_log = logging.getLogger("recpoint")
+
+_READERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +50,177 @@ class Start:
         generation: of this trainer; every earlier one is fenced off.
         batches_done: whose updates the model holds.
         tip: the chain that checkpoints may go on with; None: the first is a full.
+        base_history: of what stands on the base of the tip.
+        changed: `Table.key` -> rows that differ from the tip, a dirty bitmap; not given: none.
         report: of the restore, when there was one.
+        resumed: whether training goes on where it was, random generators included.
+        past: what the state has been through.
+        token: of the generation's record.
     """
 
     generation: int
+    token: str = ""
     batches_done: int = 0
     tip: Tip | None = None
+    base_history: BaseHistory | None = None
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
     report: RestoreReport | None = None
+    resumed: bool = False
+    past: Past = Past()
 
 
-def start_restored(run: Run, make: Callable[[], ModelTarget], *, step: int | None) -> Start:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """The model that is restored into, and who trains it.
+
+    Attributes:
+        ranks: all of them.
+        tables: what this rank holds.
+        names: of all tables, over all ranks.
+        state: everything else.
+    """
+
+    ranks: Ranks
+    tables: Sequence[Table]
+    names: Collection[str]
+    state: TrainingState
+
+    def target(self, *, since_full: bool) -> ModelTarget:
+        """What a checkpoint is restored into here."""
+        return ModelTarget(
+            self.tables,
+            self.state,
+            since_full=since_full,
+            rank=self.ranks.rank,
+            count=self.ranks.count,
+            elsewhere=self.names,
+        )
+
+
+class Wanted(NamedTuple):
+    """What a trainer asks for, see `Checkpointer.restore`."""
+
+    step: int | None
+    fresh: bool
+    partial: Mapping[str, Sequence[str]] | None
+    seed: Seed | None
+    validated_only: bool
+
+    def check(self) -> None:
+        """Whether it can be had at once.
+
+        Raises:
+            SettingsError: options that exclude each other.
+        """
+        for one, others in (
+            ("fresh", ("step", "partial", "seed")),
+            ("seed", ("step", "partial")),
+        ):
+            if not getattr(self, one):
+                continue
+            for other in others:
+                if getattr(self, other) is not None:
+                    raise SettingsError(
+                        f"restore({one}=...)",
+                        found=f"{other} with it",
+                        expected=f"{one} without {' or '.join(others)}",
+                        next_step="see the docstring of Checkpointer.restore",
+                    )
+        if self.partial is not None:
+            parts_of(self.partial)
+        if not isinstance(self.seed, Seed | None):
+            raise SettingsError(
+                "restore(seed=...)",
+                found=f"a {type(self.seed).__name__}",
+                expected="a recpoint.Seed",
+                next_step="seed=recpoint.Seed(URL, tables=..., dense=...)",
+            )
+
+
+def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float) -> Run:
+    """The run, with the staging area taken; on all ranks or on none.
+
+    Args:
+        store: where the run is, or is to be.
+        area: this rank's.
+        ranks: all of them.
+        drain_seconds: how long an agent may take for what an earlier trainer has staged.
+
+    Raises:
+        StagingError, StoreError: area or store cannot be used; or another process trains here.
+        RankLost: another rank cannot.
+    """
+    run: Run | None = None
+    failure: BaseException | None = None
+    try:
+        area.create()
+        area.lock()
+        area.withdraw_cancels()
+    except BaseException as error:
+        failure = error
+    ranks.agree(failure, doing="taking the staging area")
+    staged_parts = ranks.gather(area.parts_here())
+    try:
+        waiting = area.wait_until_drained(drain_seconds, incomplete_parts(staged_parts))
+        if waiting:
+            _log.warning(
+                "%d staged checkpoint(s) of an earlier trainer are left behind. Next: keep an "
+                "agent running: %s",
+                waiting,
+                area.agent_command(),
+            )
+        if ranks.rank == 0:
+            run = Run.create(store)
+    except BaseException as error:
+        failure = error
+    ranks.agree(failure, doing="opening the run and its staging area")
+    return Run.open(store) if run is None else run
+
+
+def start(
+    run: Run,
+    job: Job,
+    policy: Policy,
+    wanted: Wanted,
+) -> Start:
+    """Restore what is wanted, and take the run over; on all ranks together.
+
+    Raises:
+        NothingToRestore: the step is not there, or every checkpoint is damaged.
+        IncompatibleModel: it does not fit; the model is untouched.
+        StoreError: a store cannot be read or written.
+        SettingsError: several ranks are to start with parts of a checkpoint.
+        RankLost: a rank did not answer, or failed.
+    """
+    tables, state = job.tables, job.state
+    if job.ranks.several and (wanted.partial is not None or wanted.seed is not None):
+        raise SettingsError(
+            "restore(partial=...)" if wanted.partial is not None else "restore(seed=...)",
+            found=f"{job.ranks.count} ranks",
+            expected="one process",
+            next_step="load the parts in one process, take a checkpoint there, and restore it here",
+        )
+    if wanted.fresh:
+        # Also when the run has checkpoints: they are superseded.
+        return begun(claim_together(job.ranks, lambda: run.claim(None)))
+    if wanted.partial is not None:
+        target = PartialTarget(tables, state, parts_of(wanted.partial))
+        with reading(run, purpose="restore"):
+            report = restore(run, target, step=wanted.step, validated_only=wanted.validated_only)
+        _tell_restored(run, report)
+        return _begun_with(target, report, run.claim(None).generation)
+    started = _start_restored(run, job, policy, wanted)
+    if started.resumed or wanted.seed is None:
+        return started
+    return _start_seeded(tables, state, wanted.seed, started.generation)
+
+
+def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start:
     """Restore the newest checkpoint, or that of `step`, and go on from it.
 
-    With nothing to restore, training starts from nothing. With checkpoints that are all damaged
-    it does not: nobody should train for days before noticing.
+    With nothing to restore, training starts from nothing. With checkpoints that are all damaged,
+    or none of them validated with `validated_only`, it does not: nobody should train for days
+    before noticing.
 
     Raises:
         NothingToRestore: `step` is not there, or every checkpoint is damaged.
@@ -48,45 +229,149 @@ def start_restored(run: Run, make: Callable[[], ModelTarget], *, step: int | Non
     """
     last: list[tuple[ModelTarget, RestoreReport, dict[str, Any]]] = []
 
-    def restore_newest(before: int | None) -> CheckpointRef | None:
-        if step is None and not run.live_line(before=before):
+    def restore_into_model(
+        before: int | None, name: ManifestName | None = None
+    ) -> CheckpointRef | None:
+        if name is None and wanted.step is None and not run.live_line(before=before):
             return None
-        target = make()
-        report = restore(run, target, step=step, before=before)
+        target = job.target(since_full=policy.cumulative)
+        if name is None:
+            report = restore(
+                run, target, step=wanted.step, before=before, validated_only=wanted.validated_only
+            )
+        else:
+            report = restore(run, target, step=name.step, generation=name.generation)
         last[:] = [(target, report, rng_state.capture())]
         return report.restored
 
-    if step is None:
-        record = run.claim_from_newest(restore_newest)
-    else:
-        record = run.claim(restore_newest(None))
-    if not last:
-        return Start(generation=record.generation)
-    target, report, generators = last[0]
-    # The client of an object store draws from python's generator; claiming came after restoring.
+    # At least until the claim: from then on what was restored is the newest of the live line, and
+    # stays.
+    with reading(run, purpose="restore") if job.ranks.rank == 0 else nullcontext():
+        if job.ranks.several:
+            record = restore_together(
+                job.ranks,
+                run,
+                restore_into_model,
+                step=wanted.step,
+                validated_only=wanted.validated_only,
+            )
+        elif wanted.step is None:
+            record = run.claim_from_newest(restore_into_model)
+        else:
+            record = run.claim(restore_into_model(None))
+        if record.restored is None or not last:
+            return begun(record)
+        target, report, generators = last[0]
+        assert target.manifest is not None  # restore has finished it
+        tip: Tip | None = None
+        base_history: BaseHistory | None = None
+        if target.manifest.ranks == job.ranks.count:  # else no increment may stand on it
+            tip, base_history = _chain_to_go_on(
+                run, target.manifest, report, policy, record.generation
+            )
+    _tell_restored(run, report)
+    restarts = run.restarts(record.generation)
+    # The client of an object store draws from python's generator; claiming, and removing the lease,
+    # came after restoring.
     rng_state.restore(generators)
-    assert target.manifest is not None  # restore has finished it
     return Start(
         generation=record.generation,
+        token=record.token,
         batches_done=target.batches_done,
-        tip=tip_of(target.manifest),
+        tip=tip,
+        base_history=base_history,
+        changed=target.changed,
         report=report,
+        resumed=True,
+        past=past_of(target.manifest.history, report, restarts=restarts),
     )
 
 
-def start_from_parts(
-    run: Run,
-    tables: Sequence[Table],
-    state: TrainingState,
-    wanted: Mapping[str, Sequence[str]],
-    *,
-    step: int | None,
+def begun(record: GenerationRecord) -> Start:
+    """Training starts from nothing."""
+    return Start(generation=record.generation, token=record.token)
+
+
+def _chain_to_go_on(
+    run: Run, restored: Manifest, report: RestoreReport, policy: Policy, generation: int
+) -> tuple[Tip | None, BaseHistory | None]:
+    """What the first increment is taken after, and what stands on its base already.
+
+    A cumulative increment is taken after the full, as if training had never been interrupted: that
+    keeps restores at two manifests, and the policy's figures comparable. What increments of the
+    chain held is dirty again for that.
+    """
+    if not policy.cumulative:
+        tip = tip_of(restored)
+        return tip, BaseHistory(tip.base, links_to_read=report.chain_length)
+    full = restored
+    if report.full != restored.ref:
+        try:
+            full = run.manifest(report.full.step, report.full.generation)
+        except (FormatError, ObjectNotFound):
+            return None, None  # read in another representation: the first checkpoint is a full
+    tip = tip_of(full)
+    history = BaseHistory(tip.base, stored_bytes=report.full_stored_bytes)
+    # Oldest first. What is newer than the restored one is left behind by a roll-back, or damaged.
+    line = reversed(run.live_line(before=generation))
+    since = [name for name in line if tip.ref.step < name.step <= restored.step]
+
+    def read(name: ManifestName) -> Manifest | None:
+        try:
+            return run.manifest(*name)
+        except (FormatError, ObjectNotFound):
+            return None  # it is missed in the figures, and nowhere else
+
+    # Several at a time: with one_shot there may be thousands, and training waits.
+    with ThreadPoolExecutor(max_workers=_READERS) as readers:
+        for manifest in readers.map(read, since):
+            if manifest is not None and manifest.links.base == tip.base:
+                history.cut(manifest.ref)
+                history.stored(manifest.ref, manifest.stored_bytes, links_to_read=2)
+    return tip, history
+
+
+def _start_seeded(
+    tables: Sequence[Table], state: TrainingState, seed: Seed, generation: int
 ) -> Start:
-    """Load parts of a checkpoint, and start a line of checkpoints of its own from there."""
-    report = restore(run, PartialTarget(tables, state, wanted), step=step)
-    return Start(generation=run.claim(None).generation, report=report)
+    """Begin a run that has no checkpoint with parts of another's."""
+    target = PartialTarget(tables, state, seed.parts)
+    source = Run.open(open_store(seed.url))
+    with reading(source, purpose="restore"):
+        report = restore(
+            source,
+            target,
+            step=seed.step,
+            generation=seed.generation,
+            validated_only=seed.validated_only,
+        )
+    _tell_restored(source, report)
+    return _begun_with(target, report, generation)
 
 
-def start_fresh(run: Run) -> Start:
-    """Start from nothing, also when the run has checkpoints: they are superseded."""
-    return Start(generation=run.claim(None).generation)
+def _tell_restored(run: Run, report: RestoreReport) -> None:
+    """Log what was restored, and what without: newer checkpoints, damaged forms of this one."""
+    known = report.validation
+    state = known.in_words if known else "not validated"
+    _log.info("%s is restored: %s", report.restored, state)
+    for name, error in report.skipped:
+        _log.warning("%s is not restored: %s", name, naming_run(error, run.url))
+    for key, error in report.passed_over:
+        _log.warning("restored without %s: %s", key, naming_run(error, run.url))
+
+
+def _begun_with(target: PartialTarget, report: RestoreReport, generation: int) -> Start:
+    """Another job begins here: what the rows have lost stays with them, and nothing else does."""
+    assert target.manifest is not None  # restore has finished it
+    lossy = past_of(target.manifest.history, report, restarts=0).lossy_restores
+    return Start(generation=generation, report=report, past=Past(lossy_restores=lossy))
+
+
+def past_of(history: History, report: RestoreReport, *, restarts: int) -> Past:
+    """The past of a trainer that goes on from a checkpoint with this history."""
+    return Past(
+        trained_ms=history.trained_ms,
+        restarts=restarts,
+        lossy_restores=min(history.lossy_restores + report.quantized, MAX_COUNT),
+        precision=history.precision,
+    )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.tables import Table
+from recpoint.trainer_plugin.table import Table
 
-__all__ = ["Dirty", "Tracker", "mark_together"]
+__all__ = ["Dirty", "Tracker"]
 
 _log = logging.getLogger("recpoint")
 
@@ -73,26 +73,32 @@ class Tracker:
         by_gradient: rows are marked after steps, from the gradient; else at lookups.
         unapplied: rows were marked at a lookup and no optimizer step has followed yet.
         surprise: why `all_rows` was set although nothing announced it, for the log.
+        bitmap: the one that is marked now.
+        version: the weight's, as far as what changed it is known.
+        changes: of the weight in steps, since the row states were looked at.
+        quick: for `step_marks`, of a table on the CPU that is marked by gradient: weight, what
+            marks (`dirty_bitmap.compiled_mark`), address of the bitmap, rows.
     """
 
     # One compact object: between two steps its memory has left the caches.
     __slots__ = (
         "_address",
-        "_bitmap",
-        "_changes",
         "_hook",
         "_installed",
         "_known",
         "_mark",
         "_spare",
         "_states",
-        "_version",
         "all_rows",
+        "bitmap",
         "by_gradient",
+        "changes",
+        "quick",
         "rows",
         "surprise",
         "table",
         "unapplied",
+        "version",
         "weight",
     )
 
@@ -104,31 +110,38 @@ class Tracker:
         self.by_gradient = False
         self.unapplied = False
         self.surprise: str | None = None
-        self._version, self._address = _version(self.weight), self.weight.data_ptr()
+        self.version, self._address = self._version(), self.weight.data_ptr()
+        self.quick: tuple[Tensor, Callable[..., int], int, int] | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
         self._installed = False
-        self._changes = 0  # of the weight in steps since the row states were looked at
+        self.changes = 0
         self._states: list[tuple[weakref.ref[Tensor], int]] = []
         self._known = False  # by `choose`: its optimizer is one of those that are known
 
     def _use(self, bitmap: Tensor) -> None:
-        self._bitmap = bitmap
+        self.bitmap = bitmap
         self._mark = dirty_bitmap.marker(bitmap, rows=self.rows)
+        self._prepare_quick()
+
+    def _prepare_quick(self) -> None:
+        """Put at hand what `step_marks` needs."""
+        self.quick = None
+        if self.by_gradient and self.bitmap.is_cpu:
+            mark = dirty_bitmap.compiled_mark()
+            self.quick = self.weight, mark, self.bitmap.data_ptr(), self.rows
 
     @property
     def bitmap_bytes(self) -> int:
         """Bytes of one bitmap."""
-        return self._bitmap.nbytes
+        return self.bitmap.nbytes
 
     def install(self) -> None:
         """Hook into the module, if lookups are to be marked; `remove` undoes it."""
         self._installed = True
         if not self.by_gradient and self._hook is None:
-            self._hook = self.table.module.register_forward_pre_hook(
-                _LookupHook(self), with_kwargs=True
-            )
+            self._hook = self.table.before_lookup(_LookupHook(self))
 
     def remove(self) -> None:
         """Take the hook out of the module."""
@@ -144,17 +157,17 @@ class Tracker:
             by_gradient: the table's optimizer is watched, and with a sparse gradient changes the
                 rows of the gradient only.
         """
-        self._known = by_gradient
-        module = self.table.module
+        self._known = by_gradient and self.table.counts_changes
         wanted = (
             by_gradient
-            and module.sparse
-            and module.max_norm is None
+            and self.table.sparse
+            and not self.table.changed_by_lookup
             and not self.weight.is_inference()  # its version is not counted
         )
         if wanted == self.by_gradient:
             return
         self.by_gradient = wanted
+        self._prepare_quick()
         if self._installed:
             self.remove()
             self.install()
@@ -179,17 +192,26 @@ class Tracker:
             self._unexplained(f"a lookup could not be marked ({error})")
         self.unapplied = True
 
+    def looked_up(self, ids: Tensor) -> None:
+        """Rows that are about to be changed; see `table_source.Marker`."""
+        self._mark(ids)
+        self.unapplied = True
+
+    def applied(self) -> None:
+        """See `table_source.Marker`."""
+        self.unapplied = False
+
     def before_step(self) -> None:
         """A step begins of an optimizer that may count the version up by any number."""
         self._check_version()
 
     def _check_version(self) -> None:
         """Whatever changed the weight until now was no step of its optimizer."""
-        version = _version(self.weight)
-        if version != self._version:
-            self._version = version
+        version = self._version()
+        if version != self.version:
+            self.version = version
             # Lookups that were marked may have done it.
-            if not self.unapplied or self.table.module.max_norm is None:
+            if not self.unapplied or not self.table.changed_by_lookup:
                 self._unexplained("its weight was changed outside the steps of its optimizer")
 
     def after_step(self) -> Tensor | None:
@@ -204,8 +226,8 @@ class Tracker:
         gradient = weight.grad
         if self.by_gradient:
             version = weight._version
-            count, self._version = version - self._version, version
-            self._changes += count
+            count, self.version = version - self.version, version
+            self.changes += count
             # A step changes it once, and not at all without a gradient.
             if count > 1 or (count and gradient is None):
                 self._unexplained("more than steps with a gradient has changed its weight")
@@ -217,11 +239,11 @@ class Tracker:
             # Public for coalesced gradients only, but duplicates do no harm. If columns are sparse
             # too, their numbers are marked with the rows: more than has changed, never less.
             ids = gradient._indices()
-        elif self.by_gradient or self.table.module.sparse:
+        elif self.by_gradient or self.table.sparse:
             self._unexplained("a dense gradient arrived although the module is sparse")
             return None
         elif gradient.is_cpu:
-            dirty_bitmap.mark_nonzero(self._bitmap, gradient, rows=self.rows)
+            dirty_bitmap.mark_nonzero(self.bitmap, gradient, rows=self.rows)
             return None
         else:
             ids = _rows_not_zero(gradient)
@@ -231,11 +253,11 @@ class Tracker:
         return None
 
     def _after_lookups(self, has_gradient: bool) -> None:
-        version = _version(self.weight)
-        count, self._version = version - self._version, version
-        self._changes += count
+        version = self._version()
+        count, self.version = version - self.version, version
+        self.changes += count
         looked_up, self.unapplied = self.unapplied, False
-        if count > 1 and self._known and self.table.module.max_norm is None:
+        if count > 1 and self._known and not self.table.changed_by_lookup:
             # In hooks of the step or in its closure: known optimizers change a weight once.
             self._unexplained("more than its optimizer has changed its weight during a step")
         elif count and not (has_gradient or looked_up):
@@ -265,7 +287,7 @@ class Tracker:
             IndexError: an id is out of range; nothing is marked.
             ValueError: ids are not int32 or int64.
         """
-        self._mark(ids.to(self._bitmap.device))
+        self._mark(ids.to(self.bitmap.device))
         self._announced()
 
     def mark_all(self) -> None:
@@ -275,27 +297,32 @@ class Tracker:
 
     def _announced(self) -> None:
         """What has changed until now is marked."""
-        self._version = _version(self.weight)
+        self.version = self._version()
         self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
 
     def take(self) -> Dirty:
         """Everything dirty now; from here on nothing is, but rows whose update is still to come."""
         self._check_version()
-        taken = Dirty(bitmap=self._bitmap, all_rows=self.all_rows, rows=self.rows)
+        taken = Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
         self._use(self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap))
         self.all_rows = False
         if self.unapplied:
             # Looked up before the cut, changed after it: such rows belong to both checkpoints.
-            dirty_bitmap.merge(self._bitmap, taken.bitmap)
+            dirty_bitmap.merge(self.bitmap, taken.bitmap)
             self.all_rows = taken.all_rows
         return taken
+
+    def marked(self) -> Dirty:
+        """Everything dirty now; it stays dirty, and its bitmap goes on being marked."""
+        self._check_version()
+        return Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
 
     def merge_back(self, dirty: Dirty) -> None:
         """What `take` returned is dirty again."""
         if not self._fits(dirty):
             self.all_rows = True
             return
-        dirty_bitmap.merge(self._bitmap, dirty.bitmap)
+        dirty_bitmap.merge(self.bitmap, dirty.bitmap)
         self.all_rows = self.all_rows or dirty.all_rows
         self.release(dirty)
 
@@ -307,22 +334,25 @@ class Tracker:
 
     def _fits(self, dirty: Dirty) -> bool:
         """Whether the weight is still where, and as long as, it was when `take` returned this."""
-        return dirty.rows == self.rows and dirty.bitmap.device == self._bitmap.device
+        return dirty.rows == self.rows and dirty.bitmap.device == self.bitmap.device
 
-    def forget(self) -> None:
-        """Nothing is dirty: the table is exactly what a checkpoint holds."""
-        dirty_bitmap.clear(self._bitmap)
+    def forget(self, changed: Tensor | None = None) -> None:
+        """Nothing is dirty, or what is marked in `changed`, a bitmap on any device."""
+        dirty_bitmap.clear(self.bitmap)
+        if changed is not None:
+            dirty_bitmap.merge(self.bitmap, changed.to(self.bitmap.device))
         self.all_rows = self.unapplied = False
         self.surprise = None
-        self._version, self._address = _version(self.weight), self.weight.data_ptr()
+        self.version, self._address = self._version(), self.weight.data_ptr()
 
     def follow_weight(self) -> None:
         """Notice that the module got another weight, or its weight another place or length."""
         if self.table.weight is not self.weight or self.weight.data_ptr() != self._address:
             self.weight = self.table.weight
-            self._version, self._address = _version(self.weight), self.weight.data_ptr()
+            self.version, self._address = self._version(), self.weight.data_ptr()
+            self._prepare_quick()
             self._unexplained("its weight was replaced")
-        if self.weight.device != self._bitmap.device or self.table.rows != self.rows:
+        if self.weight.device != self.bitmap.device or self.table.rows != self.rows:
             self.rows = self.table.rows
             self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
             self._spare.clear()
@@ -338,14 +368,18 @@ class Tracker:
             if ref() is not tensor:
                 self._unexplained("its optimizer has other row states")
             # A step of a known optimizer changes them as often as the weight, or not at all.
-            elif self._known and _version(tensor) - version > self._changes:
+            elif self._known and _version(tensor) - version > self.changes:
                 self._unexplained("its row states were changed outside the steps of its optimizer")
         self._know_row_states(tensors)
 
     def _know_row_states(self, tensors: Sequence[Tensor]) -> None:
         # Weakly: what an optimizer let go of must not be kept.
         self._states = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
-        self._changes = 0
+        self.changes = 0
+
+    def _version(self) -> int:
+        """How often the weight was changed in place; where steps do not explain it, it is 0."""
+        return _version(self.weight) if self.table.counts_changes else 0
 
     def report_surprise(self) -> None:
         """Log, once, what made the whole table dirty unexpectedly."""
@@ -353,7 +387,7 @@ class Tracker:
             _log.warning(
                 "table %r: %s; all of it is stored in the next checkpoint. Next: train through "
                 "the module in training mode, or call mark() for rows changed otherwise",
-                self.table.name,
+                self.table.key,
                 self.surprise,
             )
             self.surprise = None
@@ -373,21 +407,3 @@ def _rows_not_zero(gradient: Tensor) -> Tensor:
     # How many they are, the device is not waited for to learn. An id below zero marks nothing.
     rows = torch.arange(found.numel(), device=gradient.device)
     return torch.where(found, rows, -1)
-
-
-def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:
-    """Mark what `Tracker.after_step` returned for several tables: a launch for each GPU."""
-    by_device: dict[torch.device, list[tuple[Tracker, Tensor]]] = {}
-    for tracker, ids in found:
-        by_device.setdefault(tracker._bitmap.device, []).append((tracker, ids))
-    for marks in by_device.values():
-        try:
-            # The allocator keeps the memory of ids for the stream that the launch is in.
-            dirty_bitmap.mark_many(
-                [tracker._bitmap for tracker, _ in marks],
-                [ids for _, ids in marks],
-                rows=[tracker.rows for tracker, _ in marks],
-            )
-        except Exception as error:
-            for tracker, _ in marks:
-                tracker.give_up(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +13,16 @@ from recpoint.errors import SettingsError
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.reader import Stateful
+from recpoint.trainer_plugin.rank_trees import own_part
+from recpoint.trainer_plugin.reader import Divisible, Stateful
 from recpoint.trainer_plugin.settings import several
+from recpoint.trainer_plugin.table_source import TableSource
 
 __all__ = ["TrainingState"]
 
-_KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras", "rng")
+_log = logging.getLogger("recpoint")
+
+_KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras", "sources", "rng")
 
 
 class TrainingState:
@@ -31,7 +36,10 @@ class TrainingState:
         schedulers: Sequence[Stateful],
         reader: Stateful | None,
         extras: Mapping[str, Stateful],
+        sources: Sequence[TableSource] = (),
+        rank: int = 0,
     ) -> None:
+        self._rank = rank
         self.model = model
         self.optimizers = optimizers
         if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -43,6 +51,7 @@ class TrainingState:
             )
         self._schedulers = tuple(several("schedulers", schedulers))
         self._reader = reader
+        self._sources = {source.name: source for source in sources}
         self._extras = dict(extras)
         for subject, thing in self._given():
             if not isinstance(thing, Stateful):
@@ -63,11 +72,13 @@ class TrainingState:
 
     def capture(self, batches_done: int) -> dict[str, Any]:
         """The tree right now; its tensors are the live ones: copy them before training goes on."""
-        return {
+        tree = {
             "batches_done": batches_done,
             "reader": None if self._reader is None else self._reader.state_dict(),
             **self.capture_fixed(),
         }
+        # What is the same everywhere is stored once.
+        return tree if self._rank == 0 else own_part(tree)
 
     def capture_fixed(self) -> dict[str, Any]:
         """The part that may be looked at outside a snapshot.
@@ -80,12 +91,17 @@ class TrainingState:
             "optimizers": self.optimizers.capture(),
             "schedulers": [_plain(scheduler.state_dict()) for scheduler in self._schedulers],
             "extras": {name: _plain(extra.state_dict()) for name, extra in self._extras.items()},
+            "sources": {name: source.state_dict() for name, source in self._sources.items()},
             "rng": rng_state.capture(),
         }
 
-    def differences(self, saved: object) -> list[str]:
-        """What does not fit this process, one sentence each; [] when `restore` will work."""
-        if not isinstance(saved, dict) or any(key not in saved for key in _KEYS):
+    def differences(self, saved: Mapping[str, Any] | None) -> list[str]:
+        """What does not fit this process, one sentence each; [] when `restore` will work.
+
+        Args:
+            saved: as `rank_trees.tree_for` returned it for this rank.
+        """
+        if saved is None or any(key not in saved for key in _KEYS):
             return ["the checkpoint holds no training state"]
         found = self.model.differences(saved["model"])
         found += self.optimizers.differences(saved["optimizers"])
@@ -94,31 +110,67 @@ class TrainingState:
                 f"{len(self._schedulers)} schedulers here, "
                 f"{len(saved['schedulers'])} in the checkpoint"
             )
-        if (saved["reader"] is None) != (self._reader is None):
+        stored = [state for state in saved["readers"] if state is not None]
+        if bool(stored) != (self._reader is not None):
             where = "here" if self._reader is not None else "in the checkpoint"
             found.append(f"there is a reader only {where}")
+        elif stored and saved["reader"] is None and not isinstance(self._reader, Divisible):
+            found.append(
+                f"the checkpoint has the readers of {len(stored)} ranks, and there are more or "
+                "fewer here: give the reader load_state_dicts(states, rank, ranks), or train on "
+                f"{len(stored)} ranks"
+            )
         for name in sorted(saved["extras"].keys() ^ self._extras.keys()):
             where = "here" if name in self._extras else "in the checkpoint"
             found.append(f"extra {name!r} is only {where}")
+        for name in sorted(saved["sources"].keys() ^ self._sources.keys()):
+            where = "here" if name in self._sources else "in the checkpoint"
+            found.append(f"the state of the tables of {name} is only {where}")
         return found
 
     def restore(
-        self, saved: Mapping[str, Any], row_states: Mapping[str, Mapping[str, Tensor]]
+        self,
+        saved: Mapping[str, Any],
+        row_states: Mapping[str, Mapping[str, Tensor]],
+        *,
+        ranks: int = 1,
+        attempt: str = "",
     ) -> int:
-        """Put everything back; the tables have been written. Returns the batches done."""
+        """Put everything back; the tables have been written. Returns the batches done.
+
+        Args:
+            saved: as `rank_trees.tree_for` returned it for this rank.
+            row_states: of the tables, see `OptimizerState.restore`.
+            ranks: how many there are.
+            attempt: of the checkpoint; what a generator is seeded from that was not there.
+        """
         self.model.restore(saved["model"])
         # Before the optimizers: a scheduler may set learning rates while it loads.
         for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(_like(scheduler.state_dict(), state))
         self.optimizers.restore(saved["optimizers"], row_states)
+        for name, source in self._sources.items():
+            source.load_state_dicts(saved["sources"][name])
         for name, extra in self._extras.items():
             extra.load_state_dict(_like(extra.state_dict(), saved["extras"][name]))
         if self._reader is not None:
-            self._reader.load_state_dict(saved["reader"])
+            if saved["reader"] is not None:
+                self._reader.load_state_dict(saved["reader"])
+            else:
+                assert isinstance(self._reader, Divisible)  # differences() has looked
+                self._reader.load_state_dicts(saved["readers"], self._rank, ranks)
             # A lazy reader (torchdata's loader) starts its iterator when it is first needed, and
             # draws random numbers then: let it do so before the generators are put back.
             self._reader.state_dict()
-        rng_state.restore(saved["rng"])
+        if saved["rng"] is not None:
+            rng_state.restore(saved["rng"])
+        else:
+            _log.warning(
+                "the checkpoint has no rank %d: its random generators are seeded anew, so that "
+                "results differ from those of an uninterrupted run",
+                self._rank,
+            )
+            rng_state.seed(f"{attempt}|{self._rank}")
         return int(saved["batches_done"])
 
 

@@ -14,15 +14,19 @@ from torch import Tensor
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.dirty_bitmap import cpu
 
+compiled_mark = cpu.compiled_mark
+
 __all__ = [
     "clear",
     "collect",
     "collect_many",
+    "compiled_mark",
     "count",
     "count_many",
     "mark",
     "mark_all",
     "mark_many",
+    "mark_new",
     "mark_nonzero",
     "marker",
     "merge",
@@ -97,6 +101,25 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
             triton.mark_many(bitmaps, ids, rows=rows)
     else:
         raise unsupported_device("bitmaps", bitmaps[0])
+
+
+def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
+    """Set the bits of `ids`, and say which of them were not set: positions in ids, int64 [m].
+
+    Positions ascend. Of an id that comes twice only the first is new.
+
+    Args:
+        bitmap: of a table of `rows` rows, on the CPU.
+        ids: int64 [n] on the CPU, or a range of step 1.
+        rows: rows of the table.
+
+    Raises:
+        IndexError: an id is negative or >= rows; the bitmap is then unchanged.
+        ValueError: the bitmap does not fit `rows`, or the ids are not as said.
+    """
+    if not bitmap.is_cpu:
+        raise ValueError(f"bitmap: device {bitmap.device}, expected cpu")
+    return cpu.mark_new(bitmap, ids, rows=rows)
 
 
 def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from recpoint.kernels.arguments import require
 from recpoint.kernels.dirty_bitmap.shapes import (
     require_bitmap,
     require_fit,
@@ -24,11 +25,13 @@ from recpoint.kernels.threads import over_rows
 __all__ = [
     "clear",
     "collect",
+    "compiled_mark",
     "count",
     "count_words",
     "mark",
     "mark_all",
     "mark_many",
+    "mark_new",
     "mark_nonzero",
     "marker",
     "merge",
@@ -183,10 +186,20 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
         raise IndexError(f"ids: {int(ids.reshape(-1)[wrong])}, expected 0 <= id < {rows}")
 
 
+def compiled_mark() -> Callable[[int, int, int, int, int], int]:
+    """What marks int64 ids, for callers that have checked everything but the ids.
+
+    Its arguments: address of a bitmap, address of the ids, how many, the stride between them in
+    entries, rows of the table. It returns -1, or the position of the first id out of range, and has
+    marked nothing then.
+    """
+    return entry_point(_mark64, 5)
+
+
 def marker(bitmap: Tensor, *, rows: int) -> Callable[[Tensor], None]:
     """`mark` for one bitmap and many batches: the bitmap is checked once, here."""
     require_fit(bitmap, rows)
-    address, kernel, int64 = bitmap.data_ptr(), entry_point(_mark64, 5), _INT64
+    address, kernel, int64 = bitmap.data_ptr(), compiled_mark(), _INT64
 
     def mark_ids(ids: Tensor) -> None:
         # Runs for each table of each step, after work that has filled the caches with other things:
@@ -203,6 +216,59 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
     """`mark` for several tables; at an id out of range, the tables before it are marked."""
     for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
         mark(bitmap, some, rows=length)
+
+
+@compiled(nogil=False)
+def _mark_new(bitmap: int, ids: int, first: int, n: int, rows: int, out: int) -> int:
+    """Mark n ids, or n rows from `first` where `ids` is 0; write the positions of the new ones.
+
+    How many are new, or -1 with nothing marked where an id is out of range.
+    """
+    words = carray(pointer(bitmap), (rows + 31) // 32, np.uint32)
+    positions = carray(pointer(out), n, np.int64)
+    values = carray(pointer(ids), n if ids else 0, np.int64)
+    largest = np.uint64(0)
+    for i in range(n if ids else 0):
+        largest = max(largest, np.uint64(values[i]))  # a negative id is a huge unsigned one
+    if ids and n > 0 and largest >= np.uint64(rows):
+        return -1
+    new = np.uint64(0)
+    for i in range(n):
+        row = np.uint64(values[i]) if ids else np.uint64(first) + np.uint64(i)
+        word = words[row >> np.uint64(5)]
+        bit = np.uint32(row & np.uint64(31))
+        # Each position is written, and overwritten by the next where it is not new: whether a
+        # row is, no branch prediction can tell.
+        positions[new] = i
+        new += np.uint64(1) - np.uint64((word >> bit) & np.uint32(1))
+        words[row >> np.uint64(5)] = word | (np.uint32(1) << bit)
+    return np.int64(new)  # type: ignore[return-value]  # an unsigned one and -1 would make a float
+
+
+def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
+    """Set the bits of `ids`; the positions of those that were not set."""
+    require_fit(bitmap, rows)
+    address, first, n = 0, 0, len(ids)
+    if isinstance(ids, range):
+        if ids.step != 1:
+            raise ValueError(f"ids: {ids}, expected a range of step 1")
+        first = ids.start
+        if n and (first < 0 or ids.stop > rows):
+            raise IndexError(f"ids: {ids}, expected 0 <= id < {rows}")
+    else:
+        require("ids", ids, torch.int64, 1)
+        if not ids.is_cpu:
+            raise ValueError(f"ids: device {ids.device}, expected cpu")
+        address = ids.data_ptr()
+    positions = torch.empty(n, dtype=torch.int64)
+    if n == 0:
+        return positions
+    new = _mark_new(bitmap.data_ptr(), address, first, n, rows, positions.data_ptr())
+    if new < 0:
+        assert not isinstance(ids, range)
+        wrong = ids[(ids < 0) | (ids >= rows)]
+        raise IndexError(f"ids: {int(wrong[0])}, expected 0 <= id < {rows}")
+    return positions[:new]
 
 
 def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:

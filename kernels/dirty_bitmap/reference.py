@@ -16,6 +16,7 @@ __all__ = [
     "mark",
     "mark_all",
     "mark_many",
+    "mark_new",
     "mark_nonzero",
     "merge",
     "swap",
@@ -50,6 +51,21 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
     """`mark` for several tables; at an id out of range, the tables before it are marked."""
     for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
         mark(bitmap, some, rows=length)
+
+
+def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
+    """Set the bits of `ids`; the positions of those that were not set."""
+    seen = _read(bitmap)
+    wanted = list(ids) if isinstance(ids, range) else ids.tolist()
+    new: list[int] = []
+    for position, row in enumerate(wanted):
+        if not 0 <= row < rows:
+            raise IndexError(f"ids: {row}, expected 0 <= id < {rows}")
+        if row not in seen:
+            new.append(position)
+            seen.add(row)
+    _write(bitmap, seen)
+    return torch.tensor(new, dtype=torch.int64)
 
 
 def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:

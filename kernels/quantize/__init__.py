@@ -21,6 +21,7 @@ __all__ = [
     "default_method",
     "dequantize",
     "dequantize_packed",
+    "dequantize_rows",
     "exact_rows",
     "quantize",
     "quantize_packed",
@@ -104,3 +105,32 @@ def dequantize_packed(
         with torch.cuda.device_of(packed):  # Triton launches on the current device
             return triton.dequantize_packed(packed, scale, offset, dim=dim, bits=bits)
     raise unsupported_device("packed", packed)
+
+
+def dequantize_rows(
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    table: Tensor,
+    ids: Tensor | None,
+    *,
+    bits: int,
+    positions: Tensor | None = None,
+) -> None:
+    """`dequantize_packed` straight to where the rows belong; the same values. On the CPU only.
+
+    Args:
+        packed: u8 [n, packed_width(dim, bits)].
+        scale: f32 [n].
+        offset: f32 [n].
+        table: f32 [R, dim], contiguous; written in place.
+        ids: int64, without duplicates: the row of the table for each row that is decoded; None:
+            its first rows.
+        bits: 2, 3, 4 or 8.
+        positions: int64: which of the n rows to decode, in this order; None: all.
+
+    Raises:
+        IndexError: a position or an id is out of range; nothing was written.
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    cpu.dequantize_rows(packed, scale, offset, table, ids, bits=bits, positions=positions)

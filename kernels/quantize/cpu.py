@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,59 +12,26 @@ from torch import Tensor
 from recpoint.kernels.arguments import require
 from recpoint.kernels.bit_packing.cpu import unpack_row
 from recpoint.kernels.bit_packing.widths import packed_width, require_packed
-from recpoint.kernels.intrinsics import compiled, pointer
+from recpoint.kernels.intrinsics import compiled, pointer, prefetch
 from recpoint.kernels.quantize import grid
 from recpoint.kernels.quantize.method import ASYMMETRIC, Method
-from recpoint.kernels.quantize.plain import plain_parameters, write_row
+from recpoint.kernels.quantize.plain_rows import quantize_plain
 from recpoint.kernels.quantize.search import search_rows
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
     require_parameters,
+    require_places,
     require_rows,
 )
-from recpoint.kernels.quantize.vectors import CODES_AT_ONCE, ends_of_row
 from recpoint.kernels.threads import over_rows
 
-__all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed"]
+__all__ = ["dequantize", "dequantize_packed", "dequantize_rows", "quantize", "quantize_packed"]
 
-_ZERO = np.float32(0.0)
-
-
-@compiled(nogil=True)
-def _quantize(
-    rows: int,
-    dim: int,
-    bits: int,
-    symmetric: bool,
-    half: bool,
-    packed: int,
-    code_bits: int,
-    width: int,
-    scales: int,
-    offsets: int,
-    exacts: int,
-    wides: int,
-    start: int,
-    stop: int,
-) -> None:
-    scale_of = carray(pointer(scales), stop, np.float32)
-    offset_of = carray(pointer(offsets), stop, np.float32)
-    exact_of = carray(pointer(exacts), stop, np.uint8)
-    wide_of = carray(pointer(wides), stop, np.uint8)
-    codes = np.empty(dim + CODES_AT_ONCE, np.uint8)
-    buffer = codes.ctypes.data
-    levels = np.float32((1 << bits) - 1)
-    for i in range(start, stop):
-        row = rows + 4 * dim * i
-        low_key, high_key = ends_of_row(row, dim)
-        scale, offset, exact, wide = plain_parameters(low_key, high_key, levels, symmetric, half)
-        scale_of[i] = scale
-        offset_of[i] = offset
-        exact_of[i] = np.uint8(exact)
-        wide_of[i] = np.uint8(wide)
-        to, room = packed + i * width, (stop - i) * width
-        write_row(row, dim, bits, code_bits, scale, offset, buffer, to, width, room)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+#: How far ahead a row's place is asked for, and at most how much of it (`row_gather`).
+_ROWS_AHEAD = np.uint64(32)
+_REACH_BYTES = 256
 
 
 @compiled(nogil=True)
@@ -77,18 +43,29 @@ def _dequantize(
     rows: int,
     dim: int,
     bits: int,
+    positions: int,
+    ids: int,
     start: int,
     stop: int,
 ) -> None:
-    scale_of = carray(pointer(scales), stop, np.float32)
-    offset_of = carray(pointer(offsets), stop, np.float32)
+    """Row positions[i] of the codes to row ids[i]; an address of 0 stands for 0, 1, 2, …"""
+    chosen = carray(pointer(positions + 8 * start), stop - start, np.int64)
+    places = carray(pointer(ids + 8 * start), stop - start, np.int64)
     codes = np.empty(dim, np.uint8)
-    for i in range(start, stop):
-        source = carray(pointer(packed + i * width), width, np.uint8)
-        values = carray(pointer(rows + 4 * dim * i), dim, np.float32)
+    last = np.uint64(max(stop - start, 1) - 1)
+    for i in range(stop - start):
+        if ids:
+            # Rows that lie apart: the processor does not see by itself which one comes next.
+            coming = places[min(np.uint64(i) + _ROWS_AHEAD, last)]
+            for at in range(0, min(4 * dim, _REACH_BYTES), 64):
+                prefetch(rows + 4 * dim * coming + at)
+        position = chosen[i] if positions else start + i
+        place = places[i] if ids else start + i
+        source = carray(pointer(packed + position * width), width, np.uint8)
+        values = carray(pointer(rows + 4 * dim * place), dim, np.float32)
         unpack_row(source, 0, codes, 0, dim, bits)
-        scale = scale_of[i]
-        offset = offset_of[i]
+        scale = carray(pointer(scales + 4 * position), 1, np.float32)[0]
+        offset = carray(pointer(offsets + 4 * position), 1, np.float32)[0]
         for k in range(dim):
             product = np.float32(np.float32(codes[k]) * scale)
             values[k] = np.float32(product + offset)
@@ -106,51 +83,63 @@ def _encode(
     offset = torch.empty(n, dtype=torch.float32)
     exact = torch.empty(n, dtype=torch.bool)
     wide = torch.empty(n, dtype=torch.bool)
-    codes = packed.data_ptr(), code_bits, width
-    outputs = scale.data_ptr(), offset.data_ptr(), exact.data_ptr(), wide.data_ptr()
-    kernel, settings = _kernel(dim, bits, method, half_parameters)
+    parameters = scale.data_ptr(), offset.data_ptr(), exact.data_ptr(), wide.data_ptr()
+    to = packed.data_ptr(), code_bits, width, *parameters
+    search = _search(dim, bits, method)
+    if search is None:
+        symmetric = method.name == "symmetric"
+        quantize_plain(n, rows.data_ptr(), dim, bits, symmetric, half_parameters, *to)
+        return PackedRows(packed, scale, offset, exact, wide)
 
     def part(start: int, stop: int) -> None:
-        kernel(rows.data_ptr(), dim, bits, *settings, *codes, *outputs, start, stop)
+        search_rows(rows.data_ptr(), dim, bits, half_parameters, *search, *to, start, stop)
 
     # A search takes as long as reading some thirty times as much.
-    weight = 1 if kernel is _quantize else 32
-    over_rows(part, n, row_bytes=weight * (4 * dim + width))
+    over_rows(part, n, row_bytes=32 * (4 * dim + width))
     return PackedRows(packed, scale, offset, exact, wide)
 
 
-def _kernel(
-    dim: int, bits: int, method: Method, half_parameters: bool
-) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The compiled loop of a method, and the arguments of its own."""
-    greedy = method.name == "greedy" and dim <= grid.LARGEST_DIM
-    places = grid.fraction_bits(dim, bits) if method.name == "refit" else 0
-    if not greedy and not places:
-        return _quantize, (method.name == "symmetric", half_parameters)
+def _search(dim: int, bits: int, method: Method) -> tuple[Any, ...] | None:
+    """What a search takes beside rows and outputs; None if there is to be none."""
     limits = np.float32(grid.error_unit(dim)), np.float32(grid.largest_error(dim))
     none = np.float32(0.0)
-    if greedy:
+    if method.name == "greedy" and dim <= grid.LARGEST_DIM:
         steps = grid.greedy_steps(method.bins, method.ratio_permille)
-        search = 0, 0, none, 0, none, method.bins, steps
-    else:
-        table = grid.candidates(dim, bits, method.bins)
-        nearby = np.float32(grid.half_spacing(dim, bits, method.bins))
-        fraction = np.float32(1 << places)
-        search = table.ctypes.data, len(table), nearby, method.refits, fraction, 0, 0
-    return search_rows, (half_parameters, *search, *limits)
+        return 0, 0, none, 0, none, method.bins, steps, *limits
+    places = grid.fraction_bits(dim, bits) if method.name == "refit" else 0
+    if not places:
+        return None
+    table = grid.candidates(dim, bits, method.bins)
+    nearby = np.float32(grid.half_spacing(dim, bits, method.bins))
+    fraction = np.float32(1 << places)
+    return table.ctypes.data, len(table), nearby, method.refits, fraction, 0, 0, *limits
 
 
 def _decode(packed: Tensor, scale: Tensor, offset: Tensor, dim: int, bits: int) -> Tensor:
-    n, width = packed.shape
+    rows = torch.empty(packed.shape[0], dim, dtype=torch.float32)
+    _decode_into(rows, packed, scale, offset, bits, None, None)
+    return rows
+
+
+def _decode_into(
+    rows: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    bits: int,
+    positions: Tensor | None,
+    ids: Tensor | None,
+) -> None:
+    (n, width), dim = packed.shape, rows.shape[1]
     require_parameters(n, packed.device, scale, offset)
-    rows = torch.empty(n, dim, dtype=torch.float32)
     inputs = packed.data_ptr(), width, scale.data_ptr(), offset.data_ptr(), rows.data_ptr()
+    chosen = [0 if some is None else some.data_ptr() for some in (positions, ids)]
 
     def part(start: int, stop: int) -> None:
-        _dequantize(*inputs, dim, bits, start, stop)
+        _dequantize(*inputs, dim, bits, *chosen, start, stop)
 
+    n = n if positions is None else positions.numel()
     over_rows(part, n, row_bytes=4 * dim + width)
-    return rows
 
 
 def quantize(
@@ -179,3 +168,18 @@ def dequantize_packed(
     """`unpack` and `dequantize` in one pass."""
     require_packed(packed, dim, bits)
     return _decode(packed, scale, offset, dim, bits)
+
+
+def dequantize_rows(
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    table: Tensor,
+    ids: Tensor | None,
+    *,
+    bits: int,
+    positions: Tensor | None = None,
+) -> None:
+    """`dequantize_packed` of chosen rows to their places in a table."""
+    require_places(packed, table, ids, bits, positions)
+    _decode_into(table, packed, scale, offset, bits, positions, ids)

@@ -30,6 +30,7 @@ _MINUS_ZERO_KEY = np.int32(-1)
 _TINY = np.float32(2.0**-126)
 _LARGE = np.float32(2.0**126)
 _ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
 _WIDEST_STEP = np.float32(WIDEST_STEP)
 
 
@@ -95,15 +96,16 @@ def write_row(
             place[b] = np.uint8(0)
         return
     top = np.float32((1 << bits) - 1)
+    inverse = np.float32(_ONE / scale)
     if dim + CODES_AT_ONCE <= room and code_bits != 3:
         if code_bits == 8:
-            codes_of_row(row, dim, scale, offset, top, to)
+            codes_of_row(row, dim, inverse, offset, top, to)
         elif code_bits == 4:
-            half_bytes_of_row(row, dim, scale, offset, top, to)
+            half_bytes_of_row(row, dim, inverse, offset, top, to)
         else:
-            quarter_bytes_of_row(row, dim, scale, offset, top, to)
+            quarter_bytes_of_row(row, dim, inverse, offset, top, to)
         return
-    codes_of_row(row, dim, scale, offset, top, buffer)
+    codes_of_row(row, dim, inverse, offset, top, buffer)
     if code_bits == 8:
         copy_row(to, buffer, dim)
     else:

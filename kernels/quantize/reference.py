@@ -16,7 +16,7 @@ from recpoint.kernels.quantize.shapes import (
     require_rows,
 )
 
-__all__ = ["dequantize", "dequantize_packed", "quantize", "quantize_packed"]
+__all__ = ["dequantize", "dequantize_packed", "dequantize_rows", "quantize", "quantize_packed"]
 
 
 def quantize(
@@ -67,8 +67,8 @@ def quantize(
 
 
 def _codes(rows: Tensor, scale: Tensor, offset: Tensor, levels: Tensor) -> Tensor:
-    divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-    steps = (rows - offset[:, None]) / divisor[:, None]
+    inverse = 1.0 / torch.where(scale > 0, scale, torch.ones_like(scale))
+    steps = (rows - offset[:, None]) * inverse[:, None]
     codes = (steps + 0.5).floor().clamp(0.0, float(levels))
     return torch.where((scale > 0)[:, None], codes, torch.zeros_like(codes)).to(torch.uint8)
 
@@ -107,3 +107,19 @@ def dequantize_packed(
 ) -> Tensor:
     """`unpack`, then `dequantize`."""
     return dequantize(packing.unpack(packed, dim=dim, bits=bits), scale, offset)
+
+
+def dequantize_rows(
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    table: Tensor,
+    ids: Tensor | None,
+    *,
+    bits: int,
+    positions: Tensor | None = None,
+) -> None:
+    """`dequantize_packed`, and a copy of the chosen rows to their places."""
+    rows = dequantize_packed(packed, scale, offset, dim=table.shape[1], bits=bits)
+    rows = rows if positions is None else rows[positions]
+    table[torch.arange(len(rows)) if ids is None else ids] = rows

@@ -48,7 +48,7 @@ def found_parameters(
 def cost(rows: Tensor, bits: int, scale: Tensor, offset: Tensor, step: Tensor) -> Tensor:
     """Squared errors in units of step² / `grid.error_unit`, each rounded, up to a largest sum."""
     dim, largest = rows.shape[1], float(grid.largest_error(rows.shape[1]))
-    places = (rows - offset[:, None]) / scale[:, None] + 0.5
+    places = (rows - offset[:, None]) * (1.0 / scale)[:, None] + 0.5
     codes = places.clamp(0.0, float(2**bits - 1)).trunc()
     product = codes * scale[:, None]
     steps = (rows - (product + offset[:, None])) * (1.0 / step)[:, None]

@@ -65,10 +65,11 @@ def error_sums(
     """Squared errors of rows that are decoded with these parameters, in whole units."""
     zero = spread(_ZERO)
     half = spread(_HALF)
+    inverse = spread(_ONE) / scale
     total = zero
     for k in range(dim):
         value = load(values + _LINE * k)
-        code = whole(maximum(minimum((value - offset) / scale + half, top), zero))
+        code = whole(maximum(minimum((value - offset) * inverse + half, top), zero))
         steps = (value - (code * scale + offset)) * per_step
         # An infinite error is the largest one; there is no NaN, since code · scale is finite.
         total = minimum(total + rounded(minimum(steps * steps * unit, largest)), largest)

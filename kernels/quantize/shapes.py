@@ -8,9 +8,16 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import require
-from recpoint.kernels.bit_packing.widths import require_bits
+from recpoint.kernels.bit_packing.widths import require_bits, require_packed
 
-__all__ = ["PackedRows", "Quantized", "require_parameters", "require_rows", "require_table"]
+__all__ = [
+    "PackedRows",
+    "Quantized",
+    "require_parameters",
+    "require_places",
+    "require_rows",
+    "require_table",
+]
 
 
 class Quantized(NamedTuple):
@@ -68,3 +75,31 @@ def require_parameters(n: int, device: torch.device, scale: Tensor, offset: Tens
             raise ValueError(
                 f"{name}: {parameter.shape[0]} on {parameter.device}, expected {n} on {device}"
             )
+
+
+def require_places(
+    packed: Tensor, table: Tensor, ids: Tensor | None, bits: int, positions: Tensor | None
+) -> None:
+    """Refuse codes, a table, positions among the codes and places in the table that do not fit.
+
+    Raises:
+        IndexError: a position or an id is out of range.
+        ValueError: names what does not fit.
+    """
+    require("table", table, torch.float32, 2)
+    require_packed(packed, table.shape[1], bits)
+    if not (table.is_cpu and packed.is_cpu):
+        raise ValueError(f"table on {table.device}, packed on {packed.device}, expected cpu")
+    n = packed.shape[0] if positions is None else positions.numel()
+    for name, some, limit in (("positions", positions, packed.shape[0]), ("ids", ids, len(table))):
+        if some is None:
+            continue
+        require(name, some, torch.int64, 1)
+        if some.numel() != n:
+            raise ValueError(f"{name}: {some.numel()}, expected one for each of {n} rows")
+        if n and (int(some.min()) < 0 or int(some.max()) >= limit):
+            raise IndexError(
+                f"{name}: {int(some.min())} … {int(some.max())}, below {limit} expected"
+            )
+    if ids is None and n > len(table):
+        raise ValueError(f"table: {len(table)} rows, expected {n} or more")

@@ -175,8 +175,7 @@ def store_codes(
     column = start + tl.arange(0, COLUMNS)
     live = (scale > 0.0)[:, None] & (column < DIM)[None, :]
     difference = tl.where(live, x - offset[:, None], 0.0)
-    # With the inverse in binary64 this is the quotient rounded to binary32 (README.md).
-    steps = (difference.to(tl.float64) * inverse[:, None]).to(tl.float32)
+    steps = difference * inverse[:, None]
     # Not negative, so dropping the fraction is floor.
     code = tl.minimum(tl.maximum(steps + 0.5, 0.0), LEVELS * 1.0).to(tl.int32)
     if CODE_BITS == 8:
@@ -232,7 +231,7 @@ def store_parameters(scale, offset, exact, wide, scales, offsets, exacts, wides,
     tl.store(offsets + i, offset, mask=inside)
     tl.store(exacts + i, exact.to(tl.uint8), mask=inside)
     tl.store(wides + i, wide.to(tl.uint8), mask=inside)
-    return 1.0 / tl.where(scale > 0.0, scale, 1.0).to(tl.float64)
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
 
 
 @triton.jit

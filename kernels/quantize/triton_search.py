@@ -34,10 +34,10 @@ def _cost(
     LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Squared errors in units, up to a largest sum: f32 [ROWS]."""
-    # The quotient by an inverse in binary64: README.md.
-    inverse = 1.0 / scale.to(tl.float64)
-    quotient = ((x - offset[:, None]).to(tl.float64) * inverse[:, None]).to(tl.float32)
-    place = tl.minimum(tl.maximum(quotient + 0.5, 0.0), LEVELS * 1.0)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    place = tl.minimum(
+        tl.maximum((x - offset[:, None]) * inverse[:, None] + 0.5, 0.0), LEVELS * 1.0
+    )
     product = place.to(tl.int32).to(tl.float32) * scale[:, None]
     steps = (x - (product + offset[:, None])) * per_step[:, None]
     units = _rounded(tl.minimum(steps * steps * UNIT, LARGEST * 1.0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -18,9 +18,15 @@ from recpoint.kernels.intrinsics import machine_operation
 
 __all__ = [
     "CODES_AT_ONCE",
+    "Row",
+    "coded",
     "codes_of_row",
     "ends_of_row",
+    "everywhere",
     "half_bytes_of_row",
+    "keys_of",
+    "lane_ends",
+    "packed_codes",
     "quarter_bytes_of_row",
 ]
 
@@ -38,16 +44,28 @@ def _splat(kind: ir.VectorType, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * CODES_AT_ONCE)
 
 
+def everywhere(builder: Any, value: Any) -> Any:
+    """A binary32 in every lane."""
+    return _everywhere(builder, _FLOATS, value)
+
+
 def _everywhere(builder: Any, kind: ir.VectorType, value: Any) -> Any:
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_WORD, 0))
     return builder.shuffle_vector(one, one, _splat(_WORDS, 0))
 
 
+class Row(NamedTuple):
+    """A row's address and how many values it has, as values of the function that is built."""
+
+    address: Any
+    dim: Any
+
+
 def _each_vector(
-    builder: Any, kind: ir.VectorType, address: Any, dim: Any, rest: Any,
-    visit: Callable[[Any, Any, Any], None],
-) -> None:  # fmt: skip
+    builder: Any, kind: ir.VectorType, row: Row, rest: Any, visit: Callable[[Any, Any, Any], None]
+) -> None:
     """Call `visit(vector, its first index, mask)` for all of a row; the mask is None when full."""
+    address, dim = row
     cell = address.type
     width = ir.Constant(cell, CODES_AT_ONCE)
 
@@ -73,33 +91,46 @@ def _each_vector(
         visit(found, index, mask)
 
 
+def keys_of(builder: Any, patterns: Any) -> Any:
+    """Integer keys of binary32 patterns: see `plain.py`."""
+    sign = builder.ashr(patterns, _splat(_WORDS, 31))
+    return builder.xor(patterns, builder.and_(sign, _splat(_WORDS, 0x7FFFFFFF)))
+
+
+def lane_ends(builder: Any, row: Row) -> tuple[Any, Any]:
+    """The smallest and the largest keys of a row, one in each lane."""
+    allocate: Any = cgutils.alloca_once
+    low, high = allocate(builder, _WORDS), allocate(builder, _WORDS)
+    ends = ((low, "<", 0x7FFFFFFF), (high, ">", -0x80000000))
+    for found, _, none in ends:
+        builder.store(_splat(_WORDS, none), found)  # each time, unlike what `alloca_once` can set
+
+    def visit(patterns: Any, index: Any, mask: Any) -> None:
+        keys = keys_of(builder, patterns)
+        for found, order, none in ends:
+            seen = builder.load(found)
+            mine = keys if mask is None else builder.select(mask, keys, _splat(_WORDS, none))
+            nearer = builder.icmp_signed(order, mine, seen)
+            builder.store(builder.select(nearer, mine, seen), found)
+
+    _each_vector(builder, _WORDS, row, _splat(_WORDS, 0), visit)
+    return builder.load(low), builder.load(high)
+
+
 @machine_operation
 def ends_of_row(typingctx: Any, address: Any, dim: Any) -> Any:
     """The smallest and the largest integer key of `dim` binary32 values: see `plain.py`."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        magnitude = _splat(_WORDS, 0x7FFFFFFF)
-        variable: Any = cgutils.alloca_once_value
-        low = variable(builder, magnitude)
-        high = variable(builder, _splat(_WORDS, -0x80000000))
-
-        def visit(patterns: Any, index: Any, mask: Any) -> None:
-            sign = builder.ashr(patterns, _splat(_WORDS, 31))
-            keys = builder.xor(patterns, builder.and_(sign, magnitude))
-            for found, order, none in ((low, "<", 0x7FFFFFFF), (high, ">", -0x80000000)):
-                seen = builder.load(found)
-                mine = keys if mask is None else builder.select(mask, keys, _splat(_WORDS, none))
-                nearer = builder.icmp_signed(order, mine, seen)
-                builder.store(builder.select(nearer, mine, seen), found)
-
-        _each_vector(builder, _WORDS, arguments[0], arguments[1], _splat(_WORDS, 0), visit)
         kind = ir.FunctionType(_WORD, [_WORDS])
         ends = [
             builder.call(
                 builder.module.declare_intrinsic(f"llvm.vector.reduce.{name}.v16i32", (), kind),
-                [builder.load(found)],
+                [found],
             )
-            for name, found in (("smin", low), ("smax", high))
+            for name, found in zip(
+                ("smin", "smax"), lane_ends(builder, Row(*arguments)), strict=True
+            )
         ]
         return context.make_tuple(builder, signature.return_type, ends)
 
@@ -109,7 +140,7 @@ def ends_of_row(typingctx: Any, address: Any, dim: Any) -> Any:
 
 def _codes_of_row(code_bits: int) -> Any:
     def operation(
-        typingctx: Any, address: Any, dim: Any, scale: Any, offset: Any, top: Any, to: Any
+        typingctx: Any, address: Any, dim: Any, inverse: Any, offset: Any, top: Any, to: Any
     ) -> Any:
         real = types.float32
         kinds = types.void(types.intp, types.intp, real, real, real, types.intp)
@@ -121,29 +152,40 @@ def _codes_of_row(code_bits: int) -> Any:
 def _code_and_pack(
     code_bits: int, context: Any, builder: Any, signature: Any, arguments: Any
 ) -> Any:
-    source, dim, scale, offset, top, to = arguments
-    scale, offset, top = (_everywhere(builder, _FLOATS, x) for x in (scale, offset, top))
-    half, zero = _splat(_FLOATS, 0.5), _splat(_FLOATS, 0.0)
+    source, dim, inverse, offset, top, to = arguments
+    inverse, offset = (everywhere(builder, x) for x in (inverse, offset))
 
     def visit(values: Any, index: Any, mask: Any) -> None:
-        place = builder.fadd(builder.fdiv(builder.fsub(values, offset), scale), half)
-        place = builder.select(builder.fcmp_ordered("<", place, top), place, top)
-        place = builder.select(builder.fcmp_ordered(">", place, zero), place, zero)
-        # Not negative: dropping the fraction is floor.
-        codes = builder.fptosi(place, _WORDS)
+        codes = coded(builder, values, inverse, offset, top)
         if mask is not None:
             codes = builder.select(mask, codes, _splat(_WORDS, 0))
-        packed = _joined(builder, builder.trunc(codes, _BYTES), code_bits)
+        packed = packed_codes(builder, codes, code_bits)
         shift = builder.udiv(builder.mul(index, index.type(code_bits)), index.type(8))
         target = builder.inttoptr(builder.add(to, shift), packed.type.as_pointer())
         builder.store(packed, target, align=1)
 
-    _each_vector(builder, _FLOATS, source, dim, zero, visit)
+    _each_vector(builder, _FLOATS, Row(source, dim), _splat(_FLOATS, 0.0), visit)
     return context.get_dummy_value()
 
 
-def _joined(builder: Any, codes: Any, code_bits: int) -> Any:
-    """Codes of sixteen bytes, each in `code_bits` bits, as 2 * code_bits bytes."""
+def coded(builder: Any, values: Any, inverse: Any, offset: Any, top: Any) -> Any:
+    """Codes of sixteen values, as words; 0 whatever the value is where the inverse is 0.
+
+    `inverse` and `offset` are vectors, `top` is one binary32.
+    """
+    top, zero = everywhere(builder, top), _splat(_FLOATS, 0.0)
+    place = builder.fmul(builder.fsub(values, offset), inverse)
+    place = builder.fadd(place, _splat(_FLOATS, 0.5))
+    # In this order, so that NaN, which is not quantized, is code 0.
+    place = builder.select(builder.fcmp_ordered(">", place, zero), place, zero)
+    place = builder.select(builder.fcmp_ordered("<", place, top), place, top)
+    # Not negative: dropping the fraction is floor.
+    return builder.fptosi(place, _WORDS)
+
+
+def packed_codes(builder: Any, codes: Any, code_bits: int) -> Any:
+    """Codes that are sixteen words, each in `code_bits` bits, as 2 * code_bits bytes."""
+    codes = builder.trunc(codes, _BYTES)
     together = 8 // code_bits  # codes in a byte
     if together == 1:
         return codes

@@ -10,7 +10,7 @@ from torch import Tensor
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.row_gather import cpu
 
-__all__ = ["gather", "gather_many", "scatter"]
+__all__ = ["gather", "gather_many", "move", "scatter"]
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
@@ -60,6 +60,24 @@ def gather_many(sources: Sequence[Tensor], ids: Sequence[Tensor], outs: Sequence
             triton.gather_many(sources, ids, outs)
     else:
         raise unsupported_device("sources", sources[0])
+
+
+def move(source: Tensor, positions: Tensor, dest: Tensor, ids: Tensor) -> None:
+    """dest[ids[i]] = source[positions[i]]: a gather and a scatter without what lies between.
+
+    Args:
+        source: [n, *e], contiguous, on the CPU.
+        positions: int64 [m], each 0 <= position < n.
+        dest: [R, *e], same dtype as source, contiguous, on the CPU, not overlapping source.
+        ids: int64 [m], each 0 <= id < R, without duplicates.
+
+    Raises:
+        IndexError: a position or an id is out of range; nothing was copied.
+        ValueError: shapes or dtypes do not fit, or a tensor is not contiguous or not on the CPU.
+    """
+    if not dest.is_cpu:
+        raise unsupported_device("dest", dest)
+    cpu.move(source, positions, dest, ids)
 
 
 def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:

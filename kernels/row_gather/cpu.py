@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import torch
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from recpoint.kernels.arguments import require
 from recpoint.kernels.intrinsics import compiled, copy_row, pointer, prefetch, stream_line
-from recpoint.kernels.row_gather.shapes import require_rows
+from recpoint.kernels.row_gather.shapes import require_rows, require_same_rows
 from recpoint.kernels.threads import over_rows
 
-__all__ = ["copy_rows", "gather", "lines_to_stream", "scatter"]
+__all__ = ["copy_rows", "gather", "lines_to_stream", "move", "scatter"]
 
 #: How far ahead of the copy rows are asked for: enough to hide the way to memory and the page walk.
 _AHEAD_BYTES: Final = 8192
@@ -70,6 +72,29 @@ def _scatter(rows: int, ids: int, dest: int, row_bytes: int, lines: int, n: int)
                 stream_line(to + 64 * line, row + 64 * line)
 
 
+@compiled(nogil=True)
+def _move(
+    source: int, positions: int, dest: int, ids: int, row_bytes: int, lines: int, n: int
+) -> None:
+    """Copy source[positions[i]] to dest[ids[i]]; `lines` as in `copy_rows`."""
+    chosen = carray(pointer(positions), n, np.int64)
+    places = carray(pointer(ids), n, np.int64)
+    last = np.uint64(n - 1)
+    ahead = np.uint64(max(1, _AHEAD_BYTES // max(row_bytes, 64)))
+    reach = min(row_bytes, _REACH_BYTES)
+    for i in range(n):
+        coming = source + chosen[min(np.uint64(i) + ahead, last)] * row_bytes
+        for at in range(0, reach, 64):
+            prefetch(coming + at)
+        row = source + chosen[i] * row_bytes
+        to = dest + places[i] * row_bytes
+        if lines == 0:
+            copy_row(to, row, row_bytes)
+        else:
+            for line in range(lines):
+                stream_line(to + 64 * line, row + 64 * line)
+
+
 def lines_to_stream(row_bytes: int, total_bytes: int, *addresses: int) -> int:
     """Lines of 64 bytes in a row where whole lines can be streamed and it pays; 0 elsewhere."""
     if row_bytes % 64 or any(address % 32 for address in addresses):
@@ -79,10 +104,14 @@ def lines_to_stream(row_bytes: int, total_bytes: int, *addresses: int) -> int:
 
 def _check(table: Tensor, ids: Tensor, part: Tensor) -> int:
     row_bytes = require_rows(table, ids, part)
-    wrong = _first_outside(ids.data_ptr(), ids.numel(), table.shape[0])
-    if wrong >= 0:
-        raise IndexError(f"ids: {int(ids[wrong])}, expected 0 <= id < {table.shape[0]}")
+    _check_ids("ids", ids, table.shape[0])
     return row_bytes
+
+
+def _check_ids(name: str, ids: Tensor, limit: int) -> None:
+    wrong = _first_outside(ids.data_ptr(), ids.numel(), limit)
+    if wrong >= 0:
+        raise IndexError(f"{name}: {int(ids[wrong])}, expected 0 <= id < {limit}")
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
@@ -96,6 +125,26 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
         copy_rows(table, listed + 8 * start, to + start * row_bytes, row_bytes, lines, stop - start)
 
     over_rows(part, ids.numel(), row_bytes=2 * row_bytes)
+
+
+def move(source: Tensor, positions: Tensor, dest: Tensor, ids: Tensor) -> None:
+    """dest[ids[i]] = source[positions[i]]; nothing is copied if one is out of range."""
+    require("positions", positions, torch.int64, 1)
+    if positions.numel() != ids.numel():
+        raise ValueError(f"positions: {positions.numel()}, expected {ids.numel()} as ids")
+    row_bytes = require_same_rows(dest, ids, source)
+    _check_ids("positions", positions, source.shape[0])
+    _check_ids("ids", ids, dest.shape[0])
+    n = ids.numel()
+    addresses = source.data_ptr(), dest.data_ptr()
+    lines = lines_to_stream(row_bytes, n * row_bytes, *addresses)
+
+    def part(start: int, stop: int) -> None:
+        at = 8 * start
+        listed = positions.data_ptr() + at, addresses[1], ids.data_ptr() + at
+        _move(addresses[0], *listed, row_bytes, lines, stop - start)
+
+    over_rows(part, n, row_bytes=2 * row_bytes)
 
 
 def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["gather", "gather_many", "scatter"]
+__all__ = ["gather", "gather_many", "move", "scatter"]
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
@@ -19,6 +19,12 @@ def gather_many(sources: Sequence[Tensor], ids: Sequence[Tensor], outs: Sequence
     """`gather` for each source."""
     for source, some, out in zip(sources, ids, outs, strict=True):
         gather(source, some, out)
+
+
+def move(source: Tensor, positions: Tensor, dest: Tensor, ids: Tensor) -> None:
+    """dest[ids[i]] = source[positions[i]]."""
+    for position, row in zip(positions.tolist(), ids.tolist(), strict=True):
+        dest[row] = source[position]
 
 
 def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:

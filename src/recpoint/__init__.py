@@ -7,9 +7,28 @@ from typing import TYPE_CHECKING, Any
 from recpoint import errors
 
 if TYPE_CHECKING:
+    from recpoint.catalog.reshard import TablePart
+    from recpoint.catalog.restore_parts import restore_parts
+    from recpoint.dashboards.trainer_metrics import export_metrics
+    from recpoint.serving.follower import Follower
     from recpoint.trainer_plugin.checkpointer import Checkpointer
+    from recpoint.trainer_plugin.failures import ExpectedFailures
+    from recpoint.trainer_plugin.integrations.lightning import LightningCallback
+    from recpoint.trainer_plugin.parts import Seed
+    from recpoint.trainer_plugin.resumable_loader import ResumableLoader
 
-__all__ = ["Checkpointer", "errors"]
+__all__ = [
+    "Checkpointer",
+    "ExpectedFailures",
+    "Follower",
+    "LightningCallback",
+    "ResumableLoader",
+    "Seed",
+    "TablePart",
+    "errors",
+    "export_metrics",
+    "restore_parts",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +37,38 @@ def __getattr__(name: str) -> Any:
         from recpoint.trainer_plugin.checkpointer import Checkpointer
 
         return Checkpointer
+    if name == "ExpectedFailures":
+        from recpoint.trainer_plugin.failures import ExpectedFailures
+
+        return ExpectedFailures
+    if name == "LightningCallback":
+        from recpoint.trainer_plugin.integrations.lightning import LightningCallback
+
+        return LightningCallback
+    if name == "ResumableLoader":
+        from recpoint.trainer_plugin.resumable_loader import ResumableLoader
+
+        return ResumableLoader
+    if name == "Seed":
+        from recpoint.trainer_plugin.parts import Seed
+
+        return Seed
+    if name == "Follower":
+        from recpoint.serving.follower import Follower
+
+        return Follower
+    if name == "export_metrics":
+        from recpoint.dashboards.trainer_metrics import export_metrics
+
+        return export_metrics
+    if name == "TablePart":
+        from recpoint.catalog.reshard import TablePart
+
+        return TablePart
+    if name == "restore_parts":
+        from recpoint.catalog.restore_parts import restore_parts
+
+        return restore_parts
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -10,20 +10,26 @@ from typing import ClassVar
 
 __all__ = [
     "ChainError",
+    "CheckpointCancelled",
     "CommitConflict",
     "CommitError",
     "DigestMismatch",
+    "EvaluationFailed",
     "ForeignObject",
     "FormatError",
     "IncompatibleModel",
     "MalformedObject",
     "MissingLink",
     "NonFiniteValue",
+    "NotServing",
     "NothingToRestore",
     "ObjectExists",
     "ObjectNotFound",
+    "RankLost",
+    "RanksMissing",
     "RecpointError",
     "RestoreError",
+    "RetentionRefused",
     "SettingsError",
     "StaleWriter",
     "StagingError",
@@ -166,6 +172,40 @@ class StaleWriter(CommitError):
     """A newer trainer has taken over the run; this one may not commit any more."""
 
 
+class RanksMissing(RecpointError):
+    """Other ranks have not stored their part of a checkpoint yet, so that it stays staged.
+
+    Args:
+        ranks: which, ascending; the others as for `RecpointError`.
+    """
+
+    retryable = False  # in this process: the agent looks again
+
+    def __init__(
+        self,
+        subject: str,
+        *,
+        found: str,
+        expected: str,
+        next_step: str,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(subject, found=found, expected=expected, next_step=next_step)
+        self.ranks = ranks
+
+
+class RetentionRefused(RecpointError):
+    """A deletion or a pin that would contradict what is kept, or what is already being deleted."""
+
+
+class RankLost(RecpointError):
+    """Another process that trains the same model did not answer, or failed where all had to act."""
+
+
+class CheckpointCancelled(RecpointError):
+    """The trainer has asked for this checkpoint to be dropped; its rows are in the next one."""
+
+
 # --- restoring -----------------------------------------------------------------------------------
 
 
@@ -179,6 +219,14 @@ class NothingToRestore(RestoreError):
 
 class IncompatibleModel(RestoreError):
     """Model, optimizers or tables differ from the checkpoint's."""
+
+
+class EvaluationFailed(RestoreError):
+    """The user's function raised for a restored model, or returned no metrics."""
+
+
+class NotServing(RestoreError):
+    """A follower has nothing to serve yet."""
 
 
 # --- staging -------------------------------------------------------------------------------------

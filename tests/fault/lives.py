@@ -9,10 +9,9 @@ import hashlib
 import json
 import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import kernels
+from recpoint.catalog.cancel import is_cancelled
+from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
+from recpoint.catalog.staged import run_directory, staged_jobs
 from recpoint.catalog.store import open_store
 from recpoint.testing import die_at
-from tests.forked import forked
+from tests.forked import ForkedProcess
 
 __all__ = [
+    "BESIDES_ON_S3",
     "STEPS",
     "agent_life",
     "begin",
+    "besides_of",
+    "cancelling_life",
+    "consolidation_life",
     "flow_life",
     "serving",
     "sweep_life",
@@ -43,15 +51,25 @@ STEPS = 5
 _INTERVAL = 2
 _ROWS = 40
 _DIM = 3
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 150.0
+
+_OF_STAGING = {"chunk", "fsync", "mkdir", "open", "rename", "reserve", "unlink", "write"}
+_BEFORE_A_REQUEST = {"create", "delete", "put"}
+
+#: Kinds of steps that are left out where the run is on S3. Those in memory and in the staging area
+#: are there with a run on a local disk too. Right before a request the store is as it was right
+#: after the last one, and there all die: once between any two requests, and after the last.
+BESIDES_ON_S3 = frozenset(_OF_STAGING | _BEFORE_A_REQUEST)
 
 # Once, in the server that lives are forked from, and not in each of them.
 kernels.warm_up()
 
 
-def begin(life: Callable[..., None], environment: dict[str, str], **arguments: Any) -> Any:
+def begin(
+    life: Callable[..., None], environment: dict[str, str], **arguments: Any
+) -> ForkedProcess:
     """Start a life; its arguments travel by pickling. `environment` is set before anything else."""
-    process = forked().Process(target=_live, args=(life, environment, arguments), daemon=True)
+    process = ForkedProcess(target=_live, args=(life, environment, arguments), daemon=True)
     process.start()
     return process
 
@@ -63,6 +81,11 @@ def _live(
     fsspec.config.set_conf_env(fsspec.config.conf)  # read when it was imported: by the server
     torch.set_num_threads(1)
     life(**arguments)
+
+
+def besides_of(url: str) -> frozenset[str]:
+    """Kinds of steps that are left out for the run under `url`: none on a local disk."""
+    return BESIDES_ON_S3 if url.startswith("s3://") else frozenset()
 
 
 class _Counting:
@@ -82,11 +105,7 @@ class _Counting:
         self._generator.set_state(state["generator"])
 
 
-def trainer_life(*, url: str, staging: str, evidence: str, die: int | None = None) -> None:
-    """Train to the end from wherever the run is; write what came out to the file `evidence`."""
-    from recpoint.trainer_plugin.checkpointer import Checkpointer
-
-    die_at.install(die_at=die)
+def _training() -> tuple[nn.ModuleDict, list[torch.optim.Optimizer], _Counting]:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -103,6 +122,33 @@ def trainer_life(*, url: str, staging: str, evidence: str, die: int | None = Non
         torch.optim.Adam(model["top"].parameters(), lr=0.01),
     ]
     reader = _Counting()
+    return model, optimizers, reader
+
+
+def _batch(model: nn.ModuleDict, optimizers: list[torch.optim.Optimizer], goods: Tensor) -> None:
+    output = model["top"](model["noise"](model["goods"](goods)))
+    (output**2).mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trainer_life(
+    *,
+    url: str,
+    staging: str,
+    evidence: str,
+    die: int | None = None,
+    besides: Container[str] = (),
+) -> None:
+    """Train to the end from wherever the run is; write what came out to the file `evidence`."""
+    from recpoint.trainer_plugin import outcomes
+    from recpoint.trainer_plugin.checkpointer import Checkpointer
+
+    # A killed agent has a successor, however long this machine takes to start it.
+    outcomes._AGENT_GRACE_SECONDS = _PATIENCE_SECONDS
+    die_at.install(die_at=die, besides=besides)
+    model, optimizers, reader = _training()
     checkpointer = Checkpointer(
         model,
         optimizers,
@@ -117,11 +163,7 @@ def trainer_life(*, url: str, staging: str, evidence: str, die: int | None = Non
         checkpointer.restore()
         batches = iter(reader)
         while checkpointer.batches_done < STEPS:
-            output = model["top"](model["noise"](model["goods"](next(batches))))
-            (output**2).mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            _batch(model, optimizers, next(batches))
             checkpointer.step()
             if checkpointer.batches_done % _INTERVAL == 0:
                 # Every life has the same checkpoints: none is skipped because the agent was slow.
@@ -141,8 +183,43 @@ def trainer_life(*, url: str, staging: str, evidence: str, die: int | None = Non
     Path(evidence).write_text(json.dumps(contents))
 
 
+def cancelling_life(
+    *, url: str, staging: str, die: int | None = None, count_into: str | None = None
+) -> None:
+    """Train until the first checkpoint is marked to be dropped; an agent that does nothing."""
+    from recpoint.trainer_plugin.checkpointer import Checkpointer
+
+    die_at.install(die_at=die, count_into=count_into)
+    model, optimizers, reader = _training()
+    checkpointer = Checkpointer(
+        model,
+        optimizers,
+        reader=reader,
+        run=url,
+        interval_batches=_INTERVAL,
+        staging=staging,
+        drain_seconds=0.0,
+        when_busy="cancel",
+    )
+    checkpointer.restore()
+    batches = iter(reader)
+    for _ in range(2):
+        for _ in range(_INTERVAL):
+            _batch(model, optimizers, next(batches))
+            checkpointer.step()
+        _wait(lambda: checkpointer.stats.staged == 1)
+    (job_file,) = staged_jobs(run_directory(staging, Run.open(open_store(url)).url))
+    _wait(lambda: is_cancelled(job_file))
+    checkpointer.close(final=False)
+
+
 def agent_life(
-    *, staging: str, prefect: str = "off", die: int | None = None, log: str | None = None
+    *,
+    staging: str,
+    prefect: str = "off",
+    die: int | None = None,
+    besides: Container[str] = (),
+    log: str | None = None,
 ) -> None:
     """Serve the staging area until SIGTERM; with `log`, its standard error goes to that file."""
     from recpoint.flows.agent import run_agent
@@ -150,14 +227,14 @@ def agent_life(
     if log is not None:
         with open(log, "ab") as file:
             os.dup2(file.fileno(), sys.stderr.fileno())
-    die_at.install(die_at=die)
+    die_at.install(die_at=die, besides=besides)
     run_agent(staging, prefect="auto" if prefect == "auto" else "off")
 
 
 @contextmanager
 def serving(
     staging: Path, environment: dict[str, str], *, log: Path | None = None
-) -> Iterator[Any]:
+) -> Iterator[ForkedProcess]:
     """An agent for the staging area, as long as the block lasts."""
     process = begin(
         agent_life, environment, staging=str(staging), log=None if log is None else str(log)
@@ -166,8 +243,7 @@ def serving(
         yield process
         assert process.is_alive(), "the agent ended by itself"
     finally:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGTERM)
+        process.terminate()
         process.join(_PATIENCE_SECONDS)
 
 
@@ -185,11 +261,18 @@ def flow_life(*, job_file: str, die: int | None = None) -> None:
         raise AssertionError(f"{state}")
 
 
+def consolidation_life(url: str, step: int, links: int | None, die: int | None) -> None:
+    """Consolidate the checkpoint at `step` of generation 1."""
+    die_at.install(die_at=die, besides=besides_of(url))
+    run = Run.open(open_store(url))
+    consolidate(run, plan_consolidation(run, ManifestName(step, 1), links=links))
+
+
 def sweep_life(*, url: str, die: int | None = None) -> None:
     """Remove what no manifest names, however young."""
     from recpoint.catalog.sweep import execute, plan_sweep
 
-    die_at.install(die_at=die)
+    die_at.install(die_at=die, besides=besides_of(url))
     run = Run.open(open_store(url))
     execute(run, plan_sweep(run, grace_seconds=0, keep=()))
 

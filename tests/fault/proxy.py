@@ -7,6 +7,8 @@ import contextlib
 import threading
 from dataclasses import dataclass
 
+from tests.polling import PATIENCE_SECONDS
+
 __all__ = ["Break", "FaultProxy"]
 
 _CANNED = {403: ("Forbidden", "AccessDenied"), 503: ("Service Unavailable", "SlowDown")}
@@ -57,18 +59,21 @@ class FaultProxy:
         self._upstream_port = upstream_port
         self._struck: dict[Break, int] = {}
         self._loop = asyncio.new_event_loop()
+        # A loop refers weakly to tasks: what both sides of a connection have let go of would be
+        # collected while it waits.
+        self._clients: set[asyncio.Task[None]] = set()
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
-        assert self._listening.wait(10)
+        assert self._listening.wait(PATIENCE_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(10)
+            self._thread.join(PATIENCE_SECONDS)
 
     @property
     def endpoint(self) -> str:
@@ -93,6 +98,10 @@ class FaultProxy:
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream: asyncio.StreamWriter | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        task.add_done_callback(self._clients.discard)
         try:
             answers, upstream = await asyncio.open_connection(
                 "127.0.0.1", self._upstream_port, limit=1 << 20

@@ -2,15 +2,18 @@
 
 Whatever was killed, wherever: the run goes on to the very bits of a run that was never interrupted,
 everything committed restores, and a sweep leaves nothing that no manifest names.
+
+With a run on a local disk they die at each of their steps. With one on S3 they die after each
+request that changes what is stored: steps in the staging area are the same ones again.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +22,56 @@ import pytest
 from recpoint.catalog.check import check
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
-from recpoint.catalog.staged import run_directory
+from recpoint.catalog.staged import AgentLock, run_directory
 from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
+from tests.fault.kill_points import LONGEST_LIFE_SECONDS, at_every_step, ended
 from tests.fault.lives import (
+    BESIDES_ON_S3,
     STEPS,
     agent_life,
     begin,
+    cancelling_life,
     sweep_life,
     table_digest,
     trainer_life,
 )
-
-_LONGEST_LIFE_SECONDS = 120.0
-# Far more steps than any of these lives takes: a life that never ends is a failure, not a loop.
-_MOST_STEPS = 400
+from tests.forked import ForkedProcess
+from tests.stored_run import StoredRun
 
 
 class _Place:
     """Where one kind of run lives: a store, a staging area, and what leads processes there."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], bucket: str | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environment: dict[str, str],
+        bucket: str | None,
+        staging: str = "staging",
+    ) -> None:
         self.folder = folder
-        self.staging = str(folder / "staging")
+        self.staging = str(folder / staging)
         self.environment = environment
         self._bucket = bucket
-        self._runs = 0
+        self._besides = frozenset[str]() if bucket is None else BESIDES_ON_S3
 
-    def new_run(self) -> str:
-        self._runs += 1
+    def apart(self, name: str) -> _Place:
+        """The same store, and a staging area that no other agent serves."""
+        return _Place(self.folder, self.environment, self._bucket, f"staging-{name}")
+
+    @property
+    def is_local(self) -> bool:
+        return self._bucket is None
+
+    def run_url(self, name: str) -> str:
         if self._bucket is None:
-            return str(self.folder / f"run-{self._runs}")
-        return f"s3://{self._bucket}/{self.folder.name}/run-{self._runs}"
+            return str(self.folder / f"run-{name}")
+        return f"s3://{self._bucket}/{self.folder.name}/run-{name}"
 
-    def train(self, url: str, *, die: int | None = None) -> Any:
+    def train(self, url: str, *, die: int | None = None) -> ForkedProcess:
         return begin(
             trainer_life,
             self.environment,
@@ -62,22 +79,27 @@ class _Place:
             staging=self.staging,
             evidence=str(self.evidence(url)),
             die=die,
+            besides=self._besides,
         )
 
     def evidence(self, url: str) -> Path:
         return self.folder / f"{url.rsplit('/', 1)[1]}.json"
 
     @contextmanager
-    def agent(self, *, prefect: str = "off", die: int | None = None) -> Iterator[Any]:
+    def agent(self, *, prefect: str = "off", die: int | None = None) -> Iterator[ForkedProcess]:
         process = begin(
-            agent_life, self.environment, staging=self.staging, prefect=prefect, die=die
+            agent_life,
+            self.environment,
+            staging=self.staging,
+            prefect=prefect,
+            die=die,
+            besides=self._besides,
         )
         try:
             yield process
         finally:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGTERM)
-            process.join(_LONGEST_LIFE_SECONDS)
+            process.terminate()
+            process.join(LONGEST_LIFE_SECONDS)
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -91,16 +113,10 @@ def place(
     return _Place(tmp_path, server.environment(), server.bucket)
 
 
-def _ended(process: Any) -> int:
-    process.join(_LONGEST_LIFE_SECONDS)
-    assert process.exitcode is not None, "it neither ended nor died"
-    return int(process.exitcode)
-
-
 def _uninterrupted(place: _Place) -> dict[str, Any]:
-    url = place.new_run()
+    url = place.run_url("uninterrupted")
     with place.agent():
-        assert _ended(place.train(url)) == 0
+        assert ended(place.train(url)) == 0
     return _came_out(place, url)
 
 
@@ -113,6 +129,16 @@ def _require_whole(place: _Place, url: str, truth: dict[str, Any]) -> None:
     """The run ended as if nothing had happened, all of it restores, and nothing lies about."""
     assert _came_out(place, url) == truth
     run = Run.open(open_store(url))
+    _require_sound(run, truth)
+    directory = run_directory(place.staging, run.url)
+    left = [path for path in directory.rglob("*") if path.is_file()]
+    names = [str(path.relative_to(directory)) for path in left]
+    assert {path.parent.name for path in left} <= {directory.name, "slots"}, names
+    assert not [path for path in left if path.name.startswith(".tmp-")]
+
+
+def _require_sound(run: Run, truth: dict[str, Any]) -> None:
+    """All of it restores, and a sweep leaves nothing that no manifest names."""
     target = MemoryTarget()
     assert restore(run, target).restored.step == STEPS
     assert table_digest(target.tables["goods"].values) == truth["goods"]
@@ -121,72 +147,106 @@ def _require_whole(place: _Place, url: str, truth: dict[str, Any]) -> None:
     named = {naming.RUN_KEY}
     for name in run.manifest_names():
         named.update(chunk.key for chunk in run.manifest(*name).chunks)
+    # The lease of a killed trainer stays until it has expired.
+    records = (
+        naming.parse_generation_key,
+        naming.parse_manifest_key,
+        naming.is_end_key,
+        naming.parse_lease_key,
+    )
     for info in run.store.list():
-        is_record = naming.parse_generation_key(info.key) or naming.parse_manifest_key(info.key)
+        is_record = any(parse(info.key) for parse in records)
         assert is_record or info.key in named, f"{info.key} is an orphan"
     assert not list(run.store.list_unfinished())
-    directory = run_directory(place.staging, run.url)
-    left = [path for path in directory.rglob("*") if path.is_file()]
-    names = [str(path.relative_to(directory)) for path in left]
-    assert {path.parent.name for path in left} <= {directory.name, "slots"}, names
-    assert not [path for path in left if path.name.startswith(".tmp-")]
 
 
 @pytest.mark.slow
 def test_a_trainer_killed_at_any_step(place: _Place) -> None:
     truth = _uninterrupted(place)
+
+    def attempt(die: int) -> bool:
+        url = place.run_url(str(die))
+        code = ended(place.train(url, die=die))
+        if code == 0:
+            return False
+        assert code == -signal.SIGKILL
+        assert ended(place.train(url)) == 0
+        _require_whole(place, url, truth)
+        return True
+
     with place.agent() as agent:
-        for die in range(1, _MOST_STEPS):
-            url = place.new_run()
-            code = _ended(place.train(url, die=die))
-            if code == 0:
-                break
-            assert code == -signal.SIGKILL
-            assert _ended(place.train(url)) == 0
-            _require_whole(place, url, truth)
+        steps = at_every_step(attempt)
         assert agent.is_alive()
-    assert code == 0 and die > 20, f"{die - 1} steps were gone through"
+    assert steps >= (40 if place.is_local else 6)
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_at_any_step_of_a_cancel(tmp_path: Path) -> None:
+    place = _Place(tmp_path, {}, None)
+    truth = _uninterrupted(place)
+
+    def cancel(place: _Place, url: str, **how: Any) -> int:
+        with AgentLock(place.staging):  # an agent that is there and has not come to it yet
+            return ended(begin(cancelling_life, {}, url=url, staging=place.staging, **how))
+
+    counted = tmp_path / "steps"
+    assert cancel(place, place.run_url("counted"), count_into=str(counted)) == 0
+    names = [line.split("\t")[2] for line in counted.read_text().splitlines()]
+    first = names.index("mkdir cancels")
+    assert len(names) - first >= 5, names[first:]
+
+    def attempt(number: int) -> bool:
+        if first + number > len(names):
+            return False
+        own, url = place.apart(str(number)), place.run_url(str(number))
+        assert cancel(own, url, die=first + number) == -signal.SIGKILL
+        with own.agent():
+            assert ended(own.train(url)) == 0
+        _require_whole(own, url, truth)
+        return True
+
+    assert at_every_step(attempt) == len(names) - first
 
 
 @pytest.mark.slow
 def test_an_agent_killed_at_any_step(place: _Place) -> None:
     truth = _uninterrupted(place)
-    for die in range(1, _MOST_STEPS):
-        url = place.new_run()
-        with place.agent(die=die) as mortal:
-            trainer = place.train(url)
-            while trainer.is_alive() and mortal.is_alive():
-                mortal.join(0.02)
+
+    def attempt(die: int) -> bool:
+        own, url = place.apart(str(die)), place.run_url(str(die))
+        with own.agent(die=die) as mortal:
+            trainer = own.train(url)
+            connection.wait([trainer.sentinel, mortal.sentinel], LONGEST_LIFE_SECONDS)
             killed = not mortal.is_alive()
             if killed:
                 assert mortal.exitcode == -signal.SIGKILL
-                with place.agent():
-                    assert _ended(trainer) == 0
-        assert _ended(trainer) == 0
-        _require_whole(place, url, truth)
-        if not killed:
-            break
-    assert not killed and die > 30, f"{die - 1} steps were gone through"
+                with own.agent():
+                    assert ended(trainer) == 0
+        assert ended(trainer) == 0
+        _require_whole(own, url, truth)
+        return killed
+
+    assert at_every_step(attempt) >= (40 if place.is_local else 11)
 
 
 @pytest.mark.slow
 def test_a_sweep_killed_at_any_step(place: _Place) -> None:
     truth = _uninterrupted(place)
-    for die in range(1, _MOST_STEPS):
-        url = place.new_run()
-        with place.agent():
-            assert _ended(place.train(url)) == 0
-        store = open_store(url)
-        orphans = [
-            naming.row_chunk_key(3, 1, f"{number:032x}", rank=0, table=0, number=0)
-            for number in range(3)
-        ]
+    trained = StoredRun(Run.open(open_store(place.run_url("uninterrupted"))))
+    orphans = [
+        naming.row_chunk_key(3, 1, f"{number:032x}", rank=0, table=0, number=0)
+        for number in range(3)
+    ]
+
+    def attempt(die: int) -> bool:
+        run = trained.copy_to(place.run_url(str(die)))
         for key in orphans:
-            store.put(key, b"left by a killed agent")
-        code = _ended(begin(sweep_life, place.environment, url=url, die=die))
+            run.store.put(key, b"left by a killed agent")
+        code = ended(begin(sweep_life, place.environment, url=run.url, die=die))
+        assert code in (0, -signal.SIGKILL)
         if code == 0:
-            assert not {info.key for info in store.list()} & set(orphans)
-            break
-        assert code == -signal.SIGKILL
-        _require_whole(place, url, truth)
-    assert code == 0 and die > 3, f"{die - 1} steps were gone through"
+            assert not {info.key for info in run.store.list()} & set(orphans)
+        _require_sound(run, truth)
+        return code != 0
+
+    assert at_every_step(attempt) >= 3

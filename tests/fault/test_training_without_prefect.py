@@ -26,7 +26,6 @@ from tests.training_builder import (
     until,
 )
 
-_STARTING_SECONDS = 60.0
 #: From the cut to the commit, once the agent is up; a hanging API must not be waited for.
 _LAG_SECONDS = 10.0
 
@@ -73,18 +72,18 @@ def test_training_is_checkpointed_without_prefect_for_ever(
         )
     log = tmp_path / "agent.log"
     training = simple_training()
-    ckpt = checkpointer(training, place, close_wait_seconds=_STARTING_SECONDS)
+    ckpt = checkpointer(training, place, close_wait_seconds=120.0)
     ckpt.restore()
     with recpoint_agent(place, environment, log):
         train(training, ckpt, 2)  # the agent is not there yet either, and nobody waits
-        until(lambda: ckpt.stats.committed == 1, seconds=_STARTING_SECONDS)
+        until(lambda: ckpt.stats.committed == 1)
         for _ in range(3):
             train(training, ckpt, 2)
             cut = time.monotonic()
             until(lambda: ckpt.stats.committed == ckpt.batches_done // 2, seconds=_LAG_SECONDS)
             assert time.monotonic() - cut < _LAG_SECONDS
         if prefect == "cannot be started":
-            until(lambda: "going on without Prefect" in log.read_text(), seconds=_STARTING_SECONDS)
+            until(lambda: "going on without Prefect" in log.read_text())
         ckpt.close()
     said = log.read_text()
     assert said.count("committed without Prefect") == 4

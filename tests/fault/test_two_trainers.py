@@ -84,7 +84,7 @@ def test_the_second_takes_over_and_the_first_trains_on(
             agents.enter_context(serving(place.staging, {}))
         first, replaced = start(hosts[0], 1)
         train(first, replaced, 2)
-        until(lambda: replaced.stats.committed == 1, seconds=60.0)  # the agents are starting
+        until(lambda: replaced.stats.committed == 1)  # the agents are starting
         second, owner = start(hosts[1], 2)
         assert owner.batches_done == 2
 
@@ -119,8 +119,7 @@ def test_a_replaced_trainer_may_ask_to_be_stopped(hosts: tuple[Place, Place]) ->
     replaced.restore()
     _, owner = start(hosts[1], 2)
     with pytest.raises(StaleWriter, match="generation 2"), hosts[0].agent():
-        for _ in range(10_000):
-            train(training, replaced, 1)
+        until(lambda: train(training, replaced, 1))
     owner.close(final=False)
     replaced.close(final=False)
 

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
+from prefect.testing import utilities
 
 from recpoint.catalog.run import Run
 from tests.catalog_builder import new_run
 
 
+def _port_of_this_worker() -> int:
+    """A free port that no other worker looks at, nor the system when it connects somebody."""
+    first = int(os.environ["RECPOINT_SERVER_PORT"]) + 5000
+    for port in random.SystemRandom().sample(range(first, first + 100), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port from {first} on")
+
+
 @pytest.fixture(scope="session")
 def prefect_api() -> Iterator[None]:
     """A Prefect server with an empty database."""
-    with (
-        prefect_test_harness(server_startup_timeout=120),
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-    ):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Its own choice is any port: taken by somebody before the server listens, some of the time.
+        patch.setattr(utilities, "_find_available_port", _port_of_this_worker)
+        with (
+            utilities.prefect_test_harness(server_startup_timeout=400),
+            temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+        ):
+            yield
 
 
 @pytest.fixture

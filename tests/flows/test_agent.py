@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import staged
+from recpoint.catalog import cancel, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.errors import StagingError
@@ -130,6 +130,18 @@ def test_a_resident_agent_waits_for_the_store_and_ends_on_sigterm(run: Run, tmp_
         assert agent.terminate() == 0
     assert outcome_of(second) == "committed"
     assert "[run step 2 rank 0]" in (tmp_path / "log").read_text()
+
+
+def test_a_job_that_waits_for_its_store_is_dropped_without_it(run: Run, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    (path,) = stage_chain(run, staging, count=1)
+    ref = staged.read_job(path).ref
+    Path(run.url).rename(tmp_path / "away")
+    with AgentProcess(staging, tmp_path / "log") as agent:
+        until(lambda: agent.logged("next try in") >= 2)
+        cancel.write_mark(path.parent.parent, ref, 0)
+        until(lambda: not path.exists())
+    assert outcome_of(path) == "CheckpointCancelled"
 
 
 @pytest.mark.parametrize("die_at", [8, 24])

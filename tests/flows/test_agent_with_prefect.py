@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.agent_process import AgentProcess
 from tests.catalog_builder import tables
 from tests.job_builder import stage
 from tests.polling import until
+from tests.prefect_api import ask
 
 #: From staged to answered: the bound that a hanging API must not break.
 _BOUND_SECONDS = 15.0
@@ -39,14 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def flow_run_states(url: str) -> dict[str, str]:
     """State by name of all flow runs of a server."""
-    request = urllib.request.Request(
-        f"{url}/flow_runs/filter",
-        data=b"{}",
-        headers={"Content-Type": "application/json"},
-        method="POST",
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return {run["name"]: run["state_type"] for run in json.load(answer)}
+    return {run["name"]: run["state_type"] for run in ask(f"{url}/flow_runs/filter", {})}
 
 
 def test_jobs_are_committed_whatever_the_server_does(run: Run, tmp_path: Path, home: Path) -> None:
@@ -88,9 +81,13 @@ def test_jobs_are_committed_whatever_the_server_does(run: Run, tmp_path: Path, h
         raise TimeoutError(f"no flow run was completed within {_SHOWN_SECONDS} s")
 
     with AgentProcess(staging, tmp_path / "log", prefect="auto") as agent:
-        # The server is not there yet, and nobody waits for it.
+        # The server is not there yet, however fast it comes up, and nobody waits for it.
+        until(lambda: agent.logged("serving") > 0)
+        starting = until(prefect_server.running_server)
+        os.killpg(starting.pid, signal.SIGSTOP)
         persist_one_bare(agent)
         assert agent.logged("Prefect is at") == 0
+        os.killpg(starting.pid, signal.SIGCONT)
         until(lambda: agent.logged("Prefect is at") >= 1, seconds=_SHOWN_SECONDS)
         server = prefect_server.running_server()
         assert server is not None
@@ -131,6 +128,27 @@ def test_a_server_is_started_once_and_stopped_with_all_its_processes(home: Path)
     assert prefect_server.running_server() is None
     with pytest.raises(ProcessLookupError):
         os.killpg(server.pid, 0)
+    with pytest.raises(ChildProcessError):  # waited for: no zombie of it is left
+        os.waitpid(server.pid, os.WNOHANG)
+
+
+def test_servers_that_start_at_once_have_ports_of_their_own(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before either of them listens."""
+    other = tmp_path / "other"
+    mine = prefect_server.start_server()
+    try:
+        monkeypatch.setenv("RECPOINT_HOME", str(other))
+        theirs = prefect_server.start_server()
+        assert prefect_server.stop_server() is True
+    finally:
+        monkeypatch.setenv("RECPOINT_HOME", str(home))
+    assert mine.port != theirs.port
+    # What a server has claimed goes with it.
+    assert prefect_server.stop_server() is True
+    monkeypatch.setenv("RECPOINT_SERVER_PORT", str(mine.port))
+    assert prefect_server.start_server().port == mine.port
 
 
 def test_the_process_of_another_program_is_never_taken_for_the_server(home: Path) -> None:

@@ -18,14 +18,15 @@ from recpoint.catalog.store import open_store
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path, ranks: int) -> None:
     environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
     # A server of its own, which must not be one that somebody is looking at.
     environment |= {"RECPOINT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     demo = tmp_path / "demo"
     ended = subprocess.run(
         [sys.executable, "-m", "recpoint", "demo", f"--dir={demo}", "--stop-server"]
-        + ["--steps=120", "--interval=20"],
+        + ["--steps=120", "--interval=20", f"--ranks={ranks}"],
         capture_output=True,
         text=True,
         timeout=280,
@@ -40,13 +41,14 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path) 
     assert document["resumed_bit_identical"] is True
     assert set(document["digests_equal"].values()) == {True}
     assert document["auc"] == document["auc_uninterrupted"]
-    assert document["steps"] == 120
+    assert (document["steps"], document["ranks"]) == (120, ranks)
     assert 60 <= document["killed_at_step"] < 120
     assert 0 < document["restored_step"] <= document["killed_at_step"]
     assert document["restored_step"] % 20 == 0
     assert document["persisted_by_prefect"] > 0
     assert document["bytes_written"] < document["bytes_full_fp32"]
-    assert "proof: killed with SIGKILL at step" in proof
+    who = "" if ranks == 1 else "rank 1 of 2 "
+    assert f"proof: {who}killed with SIGKILL at step" in proof
 
     # What it says is what is there.
     run = Run.open(open_store(document["run"]))
@@ -54,14 +56,17 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path) 
     assert len(manifests) == document["checkpoints"]
     assert sum(manifest.stored_bytes for manifest in manifests) == document["bytes_written"]
     assert manifests[0].step == 120
+    assert {manifest.ranks for manifest in manifests} == {ranks}
     assert run.generation_numbers() == [1, 2]
     restored = run.generation(2).restored
     assert restored is not None and restored.step == document["restored_step"]
     assert check(run, level="full").ok
 
     # The progress of the killed trainer stops where the demo says that it was killed.
-    progress = (demo / "killed.progress.jsonl").read_text().splitlines()
-    assert json.loads(progress[-1])["step"] == document["killed_at_step"]
+    progress = list(demo.glob("killed.progress*.jsonl"))
+    assert len(progress) == ranks
+    last_steps = [json.loads(file.read_text().splitlines()[-1])["step"] for file in progress]
+    assert max(last_steps) == document["killed_at_step"]
     # Nothing is left behind: no process, no server, nothing in memory.
     assert not Path(staged.run_directory("/dev/shm", document["run"])).exists()
     left = subprocess.run(

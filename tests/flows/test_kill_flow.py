@@ -15,6 +15,7 @@ from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.format import naming
 from tests.catalog_builder import new_run, tables
+from tests.fault.kill_points import at_every_step, ended
 from tests.fault.lives import begin, flow_life
 from tests.job_builder import stage
 
@@ -24,13 +25,14 @@ from tests.job_builder import stage
 def test_a_flow_killed_at_any_step(tmp_path: Path) -> None:
     environment = get_current_settings().to_environment_variables(exclude_unset=True)
     contents = tables()
-    for die in range(1, 200):
+
+    def attempt(die: int) -> bool:
         run = new_run(tmp_path / f"run-{die}")
         run.claim(None)
-        job_file = stage(run, tmp_path / "staging", contents, step=7, generation=1, state={"n": 7})
-        life = begin(flow_life, environment, job_file=str(job_file), die=die)
-        life.join(120)
-        assert life.exitcode in (0, -signal.SIGKILL)
+        staging = tmp_path / f"staging-{die}"
+        job_file = stage(run, staging, contents, step=7, generation=1, state={"n": 7})
+        code = ended(begin(flow_life, environment, job_file=str(job_file), die=die))
+        assert code in (0, -signal.SIGKILL)
         if job_file.exists():
             # Without Prefect this time: whoever finds the job goes on with it.
             assert persist_job(job_file).result == "committed"
@@ -43,6 +45,6 @@ def test_a_flow_killed_at_any_step(tmp_path: Path) -> None:
         execute(run, plan_sweep(run, grace_seconds=0, keep=()))
         named = {chunk.key for chunk in run.manifest(7, 1).chunks}
         assert {info.key for info in run.store.list(naming.CHUNKS_PREFIX)} == named
-        if life.exitcode == 0:
-            break
-    assert life.exitcode == 0 and die > 15, f"{die - 1} steps were gone through"
+        return code != 0
+
+    assert at_every_step(attempt) >= 15

@@ -15,25 +15,31 @@ from prefect.client.schemas.filters import (
     TaskRunFilter,
 )
 from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
 
-from recpoint.catalog import persist, persist_plan, staged
+from recpoint.catalog import cancel, persist, persist_plan, staged
 from recpoint.catalog.check import check
+from recpoint.catalog.memory_target import MemoryTarget
+from recpoint.catalog.restore import restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import Store
 from recpoint.errors import StoreAccessDenied, StoreThrottled, StoreUnavailable
 from recpoint.flows.persist import run_persist
 from recpoint.testing.faults import Fault, FaultStore
-from tests.catalog_builder import tables
+from tests.catalog_builder import new_run, tables
 from tests.job_builder import Links, stage
 from tests.polling import until
+from tests.rank_jobs import RankJobs
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 def flow_runs(*tags: str) -> list[FlowRun]:
+    """Those with all these tags, the newest first: of other tests too, where they have the tags."""
     with get_client(sync_client=True) as client:
         chosen = FlowRunFilter(tags=FlowRunFilterTags(all_=list(tags)))
-        return client.read_flow_runs(flow_run_filter=chosen)
+        newest = FlowRunSort.EXPECTED_START_TIME_DESC
+        return client.read_flow_runs(flow_run_filter=chosen, sort=newest)
 
 
 def task_runs(flow_run: FlowRun, *, count: int = 1, last: str = "") -> list[TaskRun]:
@@ -93,12 +99,25 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
         f"commit {of}",
         f"report {of}",
     }
-    shown = {artifact.key: artifact for artifact in artifacts(f"recpoint-{url_name}-")}
-    table = shown[f"recpoint-{url_name}-g1-step-2-r0"]
+    ours = f"recpoint-{url_name}-{run.id[:12]}-"
+    shown = {artifact.key: artifact for artifact in artifacts(ours)}
+    table = shown[f"{ours}g1-step-2-r0"]
     assert table.type == "table" and "increment (chain of 2)" in str(table.data)
-    lag = shown[f"recpoint-{url_name}-r0-lag"]
+    lag = shown[f"{ours}r0-lag"]
     assert "step 2" in str(lag.data) and "batches" in str(lag.data)
-    assert len(artifacts(f"recpoint-{url_name}-r0-lag")) == 1  # brought up to date in place
+    assert len(artifacts(f"{ours}r0-lag")) == 1  # brought up to date in place
+
+
+def test_runs_of_one_name_show_what_is_theirs(run: Run, tmp_path: Path) -> None:
+    other = new_run(tmp_path / "elsewhere" / Path(run.url).name)
+    other.claim(None)
+    for one in (run, other):
+        path = stage(one, tmp_path / "staging", tables(), step=1, generation=1)
+        assert run_persist(str(path)).is_completed()
+    for one in (run, other):
+        shown = artifacts(f"recpoint-{Path(run.url).name}-{one.id[:12]}-")
+        assert {artifact.type for artifact in shown} == {"table", "markdown"} and len(shown) == 2
+        assert all(one.url in str(artifact.description) for artifact in shown)
 
 
 def test_groups_without_quantized_tables_have_no_quantize_task(
@@ -128,6 +147,17 @@ def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) 
     assert flow_run.state is not None and "StaleWriter" in str(flow_run.state.message)
 
 
+def test_a_job_that_the_trainer_wants_dropped_is_no_failed_run(run: Run, tmp_path: Path) -> None:
+    staging = tmp_path / "dropped"
+    path = stage(run, staging, tables(), step=7, generation=1)
+    cancel.write_mark(path.parent.parent, staged.read_job(path).ref, 0)
+    state = run_persist(str(path))
+    assert state.is_completed() and state.name == "Dropped"
+    assert not path.exists() and run.manifest_names() == []
+    answer = staged.outcome_path(staged.run_directory(staging, run.url), 1, 7, 0)
+    assert staged.read_outcome(answer).error_type == "CheckpointCancelled"
+
+
 @pytest.mark.parametrize(
     ("error", "times", "runs", "committed"),
     [
@@ -149,7 +179,7 @@ def test_tasks_are_run_again_for_what_may_heal_only(
         kind="fail", on=frozenset({"put"}), key_contains="state", times=times, error=error
     )
     store: Store = FaultStore(run.store, [fault])
-    monkeypatch.setattr(persist, "open_store", lambda url: store)
+    monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
     step = 100 + len(error.__name__)
     path = stage(run, tmp_path / "retried", tables(), step=step, generation=1)
     state = run_persist(str(path))
@@ -169,3 +199,20 @@ def test_a_flow_called_again_for_a_finished_job_fails_without_harm(
     assert run_persist(str(path)).is_completed()
     assert run_persist(str(path)).is_failed()
     assert check(run, level="full").ok
+
+
+def test_with_several_ranks_the_last_flow_commits_and_no_flow_fails(
+    run: Run, tmp_path: Path
+) -> None:
+    trained = tables()
+    jobs = RankJobs(run, [tmp_path / "host-a", tmp_path / "host-b"], trained)
+    first, last = jobs.stage(11)
+    state = run_persist(str(first))
+    assert state.is_completed() and state.name == "Waiting" and first.exists()
+    assert state.message == "stored, waits for rank 1"
+    assert run_persist(str(last)).name == run_persist(str(first)).name == "Completed"
+    assert not first.exists() and not last.exists()
+    target = MemoryTarget()
+    restore(run, target)
+    assert torch.equal(target.tables["items"].values, trained[0].values)
+    assert len(flow_runs("step:11")) == 3

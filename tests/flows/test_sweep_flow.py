@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.objects import Artifact
 
 from recpoint.catalog import persist, staged
 from recpoint.catalog.check import check
@@ -17,6 +18,10 @@ from tests.catalog_builder import build, tables, upload
 from tests.job_builder import stage
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+def _created(artifact: Artifact) -> str:
+    return str(artifact.created)
 
 
 def chunk_keys(run: Run) -> set[str]:
@@ -46,9 +51,10 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
     assert persist.persist_job(job_file).result == "committed"
     assert check(run, level="full").ok
     with get_client(sync_client=True) as client:
-        key = ArtifactFilterKey(any_=["recpoint-run-sweep"])
+        key = ArtifactFilterKey(any_=[f"recpoint-run-{run.id[:12]}-sweep"])
         shown = client.read_artifacts(artifact_filter=ArtifactFilter(key=key))
-    assert any("Removed" in str(artifact.data) for artifact in shown)
+    # The dry run and the sweep, and nothing of another run of this name.
+    assert ["Removed" in str(one.data) for one in sorted(shown, key=_created)] == [False, True]
 
 
 def test_a_sweep_leaves_the_spool_to_a_living_agent(run: Run, tmp_path: Path) -> None:

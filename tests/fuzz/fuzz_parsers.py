@@ -29,14 +29,24 @@ with atheris.instrument_imports(include=["recpoint"]):
 
     from recpoint.errors import FormatError
     from recpoint.format.chunk import parse_chunk, section_tensor
-    from recpoint.format.job import Job, Outcome
+    from recpoint.format.job import Cancel, Job, Outcome
     from recpoint.format.manifest import Manifest
     from recpoint.format.records import (
+        EndRecord,
         GenerationRecord,
         Record,
         RunRecord,
         pack_record,
         unpack_record,
+    )
+    from recpoint.format.retention_records import (
+        Deletion,
+        Lease,
+        Mark,
+        Metric,
+        Pin,
+        Plan,
+        Publication,
     )
     from recpoint.format.state_tree import flatten, unflatten
     from recpoint.kernels import row_set as kernel
@@ -44,7 +54,10 @@ with atheris.instrument_imports(include=["recpoint"]):
     from recpoint.kernels.row_set.frame import compress
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
-KINDS: list[type[Record]] = [RunRecord, GenerationRecord, Manifest, Job, Outcome]
+KINDS: list[type[Record]] = [
+    *(RunRecord, GenerationRecord, EndRecord, Manifest, Job, Outcome),
+    *(Pin, Metric, Mark, Deletion, Lease, Cancel, Publication, Plan),
+]
 SPLIT = b"\x00|\x00|"
 
 
@@ -73,10 +86,19 @@ def record_seeds() -> list[bytes]:
     paths = {
         "run.json": 0,
         "generations/00000002.json": 1,
-        "manifests/000000000100-00000001.json": 2,
-        "manifests/000000000120-00000002.json": 2,
-        "staging/job.json": 3,
-        "staging/outcome.json": 4,
+        "manifests/000000000100-00000001.json": 3,
+        "manifests/000000000120-00000002.json": 3,
+        "consolidated/000000000120-00000002-full.json": 3,
+        "staging/job.json": 4,
+        "staging/outcome.json": 5,
+        "pins/000000000100-00000001-release-7.json": 6,
+        "metrics/000000000100-00000001-auc.json": 7,
+        "expired/000000000100-00000001.json": 8,
+        "deletion.json": 9,
+        f"leases/{'5f' * 16}.json": 10,
+        "staging/cancel.json": 11,
+        "published/00000007.json": 12,
+        "retention.json": 13,
     }
     seeds = []
     for path, kind in paths.items():
@@ -94,7 +116,8 @@ def _repairing(choice: int, choices: int) -> int:
 
 _MANIFESTS = [
     unpack_record(Manifest, path.read_bytes(), name="", next_step="")
-    for path in sorted((GOLDEN / "manifests").iterdir())
+    for folder in ("manifests", "consolidated")
+    for path in sorted((GOLDEN / folder).iterdir())
 ]
 _ENTRIES = [(manifest, entry) for manifest in _MANIFESTS for entry in manifest.chunks]
 

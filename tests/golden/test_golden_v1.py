@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar
 
+import crc32c
 import numpy as np
 import pytest
 import safetensors.torch
@@ -14,17 +15,32 @@ import torch
 
 from recpoint.format import naming
 from recpoint.format.chunk import Chunk, parse_chunk, section_tensor
-from recpoint.format.job import Job, Outcome
-from recpoint.format.manifest import Manifest
-from recpoint.format.records import GenerationRecord, Record, RunRecord, pack_record, unpack_record
+from recpoint.format.job import Cancel, Job, Outcome
+from recpoint.format.manifest import ChunkEntry, Columns, Manifest
+from recpoint.format.part import RankPart
+from recpoint.format.records import (
+    EndRecord,
+    GenerationRecord,
+    Record,
+    RunRecord,
+    pack_record,
+    unpack_record,
+)
+from recpoint.format.retention_records import Deletion, Lease, Mark, Metric, Pin, Plan, Publication
 from recpoint.format.state_tree import flatten, unflatten
+from recpoint.format.validation import ValidationRecord
 from recpoint.kernels import quantize, row_set
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 V1 = Path(__file__).parent / "v1"
 RUN = "5eed" * 8
-NAMES = {"full": (100, 1), "increment": (120, 2), "wide": (140, 3)}
+KEYS = {
+    "full": naming.manifest_key(100, 1),
+    "increment": naming.manifest_key(120, 2),
+    "consolidated": naming.consolidated_key(120, 2, None),
+    "wide": naming.manifest_key(140, 3),
+}
 
 
 def read(kind: type[RecordT], path: str) -> RecordT:
@@ -32,7 +48,7 @@ def read(kind: type[RecordT], path: str) -> RecordT:
 
 
 def manifest(name: str) -> Manifest:
-    return read(Manifest, naming.manifest_key(*NAMES[name]))
+    return read(Manifest, KEYS[name])
 
 
 def chunk(manifest: Manifest, key: str) -> Chunk:
@@ -43,7 +59,7 @@ def chunk(manifest: Manifest, key: str) -> Chunk:
 def row_keys() -> list[tuple[str, str]]:
     return [
         (name, key)
-        for name in NAMES
+        for name in KEYS
         for key in json.loads((V1 / f"expected-{name}.json").read_text())
     ]
 
@@ -57,6 +73,8 @@ def test_the_run_and_its_generations() -> None:
     assert (second.restored.step, second.restored.generation) == (100, 1)
     assert second.restored.attempt == "0a" * 16
     assert (second.host, second.pid) == ("trainer-0", 4242)
+    end = read(EndRecord, naming.end_key(2))
+    assert (end.generation, end.step, end.reason) == (2, 130, "terminated")
 
 
 def test_the_manifests() -> None:
@@ -64,12 +82,17 @@ def test_the_manifests() -> None:
     assert (full.kind, full.base, full.parent, full.chain_length) == ("full", None, None, 1)
     assert (increment.kind, increment.chain_length) == ("increment", 2)
     assert increment.base == increment.parent == full.ref
+    assert increment.policy == "one_shot"
     assert full.tables == increment.tables
     (items,) = full.tables
     assert (items.name, items.rows, items.dim, items.dtype) == ("items.weight", 40, 5, "F32")
     assert [(s.name, s.dtype, s.shape) for s in items.row_states] == [
         ("sum", "F32", (5,)),
         ("step", "I64", ()),
+    ]
+    assert [(e.first_row, e.last_row) for e in increment.chunks] == [
+        *((0, 3), (5, 9), (10, 20), (21, 29), (30, 31)),
+        (None, None),
     ]
     assert [(e.bits, e.scheme, e.row_count) for e in increment.chunks] == [
         (2, "asymmetric", 4),
@@ -82,13 +105,51 @@ def test_the_manifests() -> None:
     assert (increment.snapshot_ms, increment.stall_us) == (1_750_000_000_000, 1500)
     assert (increment.dirty_rows, increment.full_bytes) == (14, 4000)
     (quantizer,) = increment.quantizers
-    assert (quantizer.table, quantizer.method, quantizer.bins) == (0, "greedy", 25)
-    assert (quantizer.ratio_permille, quantizer.refits) == (400, 0)
+    assert (quantizer.table, quantizer.rank, quantizer.method) == (0, 0, "greedy")
+    assert (quantizer.bins, quantizer.ratio_permille, quantizer.refits) == (25, 400, 0)
     assert (quantizer.sample_rows, quantizer.seed) == (14, 120)
     assert increment.quantized_by == "numba 0.68.1, 2 threads, avx2"
     assert (full.state_bits, increment.state_bits) == (None, 16)
+    assert (full.history.trained_ms, full.history.precision) == (0, None)
+    assert (increment.history.trained_ms, increment.history.lossy_restores) == (3_600_000, 1)
+    assert (full.history.due_ms, full.history.due_batches) == (None, None)
+    assert (increment.history.due_ms, increment.history.due_batches) == (None, 20)
+    assert manifest("wide").history.due_ms == 600_000
+    chosen, unknown = increment.history.precision, manifest("wide").history.precision
+    assert chosen is not None and unknown is not None
+    assert (chosen.bits, chosen.expected_milli, chosen.fallen_back) == (3, 2500, False)
+    assert chosen.reason.startswith("2.5 restores expected")
+    assert (unknown.bits, unknown.expected_milli, unknown.fallen_back) == (8, None, True)
     assert [quantizer.sample_rows for quantizer in full.quantizers] == [0]
     assert (manifest("wide").quantizers, manifest("wide").quantized_by) == ((), "")
+
+
+def test_the_consolidated_manifest() -> None:
+    increment, consolidated = manifest("increment"), manifest("consolidated")
+    assert (increment.stands_for, manifest("full").stands_for) == (None, None)
+    assert consolidated.ref == increment.ref and consolidated.tables == increment.tables
+    assert (consolidated.kind, consolidated.parent, consolidated.chain_length) == ("full", None, 1)
+    assert consolidated.links == increment.links != manifest("full").links
+    assert {naming.parse_chunk_key(entry.key) for entry in consolidated.chunks} == {
+        (120, 2, "3d" * 16)
+    }
+    assert [(e.bits, e.scheme, e.row_count) for e in consolidated.chunks[:6]] == [
+        *((e.bits, e.scheme, e.row_count) for e in increment.chunks[:5]),
+        (8, "asymmetric", 26),
+    ]
+
+
+def test_a_consolidation_has_the_rows_of_its_chain() -> None:
+    def rows(name: str) -> dict[int, list[int]]:
+        chunks = json.loads((V1 / f"expected-{name}.json").read_text()).values()
+        return {
+            row: bits
+            for chunk in chunks
+            for row, bits in zip(chunk["ids"], chunk["values_bits"], strict=True)
+        }
+
+    assert rows("consolidated") == rows("full") | rows("increment")
+    assert flatten(state("consolidated"))[0] == flatten(state("increment"))[0]
 
 
 @pytest.mark.parametrize(("name", "key"), row_keys())
@@ -174,8 +235,10 @@ def test_the_job_and_its_outcome() -> None:
     job = read(Job, "staging/job.json")
     assert (job.run_url, job.slot) == ("s3://bucket/runs/golden", "r00000-1.bin")
     assert (job.step, job.generation, job.rank, job.chain_length) == (120, 2, 0, 2)
+    assert job.history == manifest("increment").history
     (table,) = job.tables
     assert (table.bits, table.quantizer, table.state_bits) == (16, "auto", 16)
+    assert (table.first_row, table.shard_rows, table.spec.columns) == (0, 2**40, None)
     assert [(s.name, s.dtype, s.shape, s.offset) for s in job.segments] == [
         ("t0.ids", "I64", (2,), 0),
         ("t0.values", "BF16", (2, 3), 64),
@@ -184,16 +247,127 @@ def test_the_job_and_its_outcome() -> None:
     outcome = read(Outcome, "staging/outcome.json")
     assert (outcome.result, outcome.error_type) == ("rejected", "StaleWriter")
     assert (outcome.step, outcome.attempt) == (120, "1b" * 16)
+    assert (outcome.stored_bytes, outcome.rank_bytes, outcome.links_to_read) == (0, 0, 0)
+    assert job.policy == "intermittent"
+    cancel = read(Cancel, "staging/cancel.json")
+    assert (cancel.step, cancel.generation, cancel.attempt) == (120, 2, "1b" * 16)
 
 
-@pytest.mark.parametrize("kind", [RunRecord, GenerationRecord, Manifest, Job, Outcome])
+PART_KEY = naming.part_key(160, 3, naming.shared_attempt(f"{3:032x}", 160, cut=1), rank=1)
+
+
+def test_the_part_of_a_rank() -> None:
+    assert PART_KEY == "parts/000000000160-00000003-556bc4a11360f58a22b792a57fcf5c6d/r00001.json"
+    part = read(RankPart, PART_KEY)
+    assert (part.step, part.generation, part.rank, part.ranks, part.kind) == (160, 3, 1, 2, "full")
+    items, left, right = part.tables
+    assert (items.first_row, items.rows, items.spec) == (20, 20, manifest("full").tables[0])
+    assert (left.spec.columns, left.spec.dim, left.rows) == (Columns(first=0, of=3), 2, 9)
+    assert (right.spec.columns, right.spec.dim, right.rows) == (Columns(first=2, of=3), 1, 0)
+    state, *rows = part.chunks
+    assert (state.content, state.rank) == ("state", 1)
+    assert [(e.table, e.first_row, e.last_row, e.bits) for e in rows] == [
+        (0, 20, 39, 8),
+        (1, 0, 8, 16),
+    ]
+    assert [(one.table, one.rank) for one in part.quantizers] == [(0, 1)]
+    assert (part.dirty_rows, part.written_ms) == (29, 1_750_000_000_004)
+
+
+def test_pins_metrics_marks_deletions_and_leases() -> None:
+    pin = read(Pin, naming.pin_key(100, 1, "release-7"))
+    assert (pin.name, pin.who, pin.why) == ("release-7", "ana@trainer-0", "größte AUC")
+    assert (pin.checkpoint.step, pin.checkpoint.attempt) == (100, "0a" * 16)
+    metric = read(Metric, naming.metric_key(100, 1, "auc"))
+    assert float.fromhex(metric.value) == 0.8125
+    merged = "consolidated/000000000120-00000002-full.json"
+    mark = read(Mark, naming.expired_key(merged))
+    assert (mark.manifest, mark.attempt, mark.reason) == (merged, "1b" * 16, "no rule")
+    assert (mark.stamp.written_ms, mark.stamp.boot_ms) == (1_750_000_000_003, 5000)
+    deletion = read(Deletion, naming.DELETION_KEY)
+    assert deletion.manifests == (merged, naming.manifest_key(100, 1))
+    everything, two = (read(Lease, naming.lease_key(owner * 16)) for owner in ("4e", "5f"))
+    assert everything.covers is None and two.covers is not None
+    assert [ref.step for ref in two.covers] == [100, 120]
+    assert (two.purpose, two.ttl_seconds, two.stamp.boot) == ("restore", 3600, "b0" * 16)
+
+
+def test_the_plan_of_a_retention() -> None:
+    plan = read(Plan, naming.PLAN_KEY)
+    assert (plan.keep, plan.mark, plan.wait, plan.delete) == (2, 1, 0, 1)
+    assert (plan.rules.last, plan.rules.within_ms, plan.rules.daily) == (10, 604_800_000, 7)
+    (best,) = plan.rules.best
+    assert (best.metric, best.direction, best.count) == ("auc", "max", 3)
+    assert plan.rules.require_validated and plan.grace_ms == 86_400_000
+    assert [(one.action, one.reason) for one in plan.manifests] == [
+        ("mark", "no rule"),
+        ("keep", "größte AUC"),
+    ]
+    assert plan.manifests[1].manifest == naming.manifest_key(100, 1)
+
+
+def test_the_publication() -> None:
+    record = read(Publication, naming.publication_key(7))
+    assert (record.number, record.held, record.why) == (7, True, "zurück")
+    assert (record.checkpoint.step, record.checkpoint.attempt) == (100, "0a" * 16)
+
+
+def test_the_validation_record() -> None:
+    name = naming.ValidationName(100, 1, 3, "full", "failed")
+    record = read(ValidationRecord, naming.validation_key(name))
+    assert (record.level, record.result, record.checkpoint.attempt) == ("full", "failed", "0a" * 16)
+    assert (record.links_read, record.chunks_read, record.rows_compared) == (1, 3, 3)
+    assert (record.worst_ppm, record.more_findings) == (1_250_000, 9)
+    (digests,) = record.digests
+    assert (digests.table, digests.row_states) == (0, ("0f" * 8, "f0" * 8))
+    row, whole = record.findings
+    assert (row.subject, row.row, row.what, row.bound) == ("größe", 7, "values[2]", "0.5")
+    assert whole.row is None and record.evaluated_by == "evaluation:auc"
+
+
+def test_the_sample_of_the_full() -> None:
+    key = naming.sample_chunk_key(100, 1, "0a" * 16, rank=0, number=0)
+    data = (V1 / key).read_bytes()
+    entry = ChunkEntry(
+        key=key, bytes=len(data), crc32c=crc32c.crc32c(data), content="sample", rank=0
+    )
+    found = parse_chunk(data, key=key, entry=entry, manifest=manifest("full")).sections
+    parts = {name: section_tensor(section) for name, section in found.items()}
+    ids = parts["sample.0.ids"]
+    assert ids.tolist() == [3, 7, 38] and parts["sample.0.state.1"].tolist() == [30, 70, 380]
+    values = torch.arange(200, dtype=torch.float32).reshape(40, 5).sin()[ids]
+    assert torch.allclose(parts["sample.0.values"], values, rtol=0, atol=1e-6)
+    assert torch.equal(parts["sample.0.state.0"], parts["sample.0.values"].abs())
+    assert parts["sample.0.digests"].tolist() == [11, -12, 13, 14]
+
+
+RETENTION = {
+    Pin: naming.pin_key(100, 1, "release-7"),
+    Metric: naming.metric_key(100, 1, "auc"),
+    Mark: naming.expired_key(naming.manifest_key(100, 1)),
+    Deletion: naming.DELETION_KEY,
+    Lease: naming.lease_key("5f" * 16),
+    Plan: naming.PLAN_KEY,
+    Publication: naming.publication_key(7),
+    ValidationRecord: naming.validation_key(naming.ValidationName(100, 1, 3, "full", "failed")),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [RunRecord, GenerationRecord, EndRecord, Manifest, RankPart, Job, Outcome, Cancel, *RETENTION],
+)
 def test_records_are_still_written_as_they_were(kind: type[Record]) -> None:
-    path = {
+    path: str = {
         RunRecord: "run.json",
         GenerationRecord: naming.generation_key(2),
+        EndRecord: naming.end_key(2),
         Manifest: naming.manifest_key(120, 2),
+        RankPart: PART_KEY,
         Job: "staging/job.json",
         Outcome: "staging/outcome.json",
+        Cancel: "staging/cancel.json",
+        **RETENTION,
     }[kind]
     assert pack_record(read(kind, path)) == (V1 / path).read_bytes()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 
 import crc32c
@@ -18,16 +19,41 @@ from torch import Tensor
 from recpoint.format import naming
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import item_bytes
-from recpoint.format.job import Job, Outcome, Segment, StagedTable
-from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer, RowStateSpec, TableSpec
+from recpoint.format.history import History, Precision
+from recpoint.format.job import Cancel, Job, Outcome, Segment, StagedTable
+from recpoint.format.manifest import (
+    ChunkEntry,
+    Columns,
+    Manifest,
+    Quantizer,
+    RowStateSpec,
+    StandsFor,
+    TableSpec,
+)
+from recpoint.format.part import RankPart, Shard
 from recpoint.format.records import (
     CheckpointRef,
+    EndRecord,
     GenerationRecord,
     Record,
     RunRecord,
     pack_record,
 )
+from recpoint.format.retention_records import (
+    Deletion,
+    Lease,
+    Mark,
+    Metric,
+    Pin,
+    Plan,
+    PlannedManifest,
+    PlannedRules,
+    Publication,
+    RuleBest,
+    Stamp,
+)
 from recpoint.format.state_tree import flatten
+from recpoint.format.validation import TableDigests, ValidationFinding, ValidationRecord
 from recpoint.kernels import quantize, row_set
 
 __all__ = ["write"]
@@ -36,6 +62,7 @@ RUN = "5eed" * 8
 FULL = CheckpointRef(step=100, generation=1, attempt="0a" * 16)
 INCREMENT = CheckpointRef(step=120, generation=2, attempt="1b" * 16)
 WIDE = CheckpointRef(step=140, generation=3, attempt="2c" * 16)
+VALIDATION = naming.ValidationName(100, 1, 3, "full", "failed")
 TIME_MS = 1_750_000_000_000
 
 ITEMS = TableSpec(
@@ -53,6 +80,7 @@ _QUANTIZERS: dict[str, tuple[Quantizer, ...]] = {
     "full": (
         Quantizer(
             table=0,
+            rank=0,
             method="asymmetric",
             bins=0,
             ratio_permille=0,
@@ -64,6 +92,7 @@ _QUANTIZERS: dict[str, tuple[Quantizer, ...]] = {
     "increment": (
         Quantizer(
             table=0,
+            rank=0,
             method="greedy",
             bins=25,
             ratio_permille=400,
@@ -72,8 +101,30 @@ _QUANTIZERS: dict[str, tuple[Quantizer, ...]] = {
             seed=120,
         ),
     ),
+    "consolidated": (),
     "wide": (),
 }
+_HISTORIES = {
+    "full": History(trained_ms=0, lossy_restores=0, precision=None),
+    "increment": History(
+        trained_ms=3_600_000,
+        lossy_restores=1,
+        due_batches=20,
+        precision=Precision(
+            bits=3,
+            expected_milli=2500,
+            fallen_back=False,
+            reason="2.5 restores expected: 1 from quantized rows so far",
+        ),
+    ),
+    "wide": History(
+        trained_ms=2**53 - 1,
+        lossy_restores=2,
+        due_ms=600_000,
+        precision=Precision(bits=8, expected_milli=None, fallen_back=True, reason=""),
+    ),
+}
+_HISTORIES["consolidated"] = _HISTORIES["increment"]  # of the checkpoint that it is
 USERS = TableSpec(name="users.weight", rows=2**40, dim=3, dtype="BF16", row_states=())
 
 
@@ -95,25 +146,41 @@ def write(directory: Path) -> None:
     increment.rows(0, ITEMS, torch.tensor([10, 12, 20]), values, 4, half=True)
     increment.rows(0, ITEMS, torch.tensor([21, 23, 29]), values, 8)
     increment.rows(0, ITEMS, torch.tensor([30, 31]), values, None)
-    increment.state(
-        OrderedDict(
-            none=None,
-            flags=[True, False],
-            big=2**127 + 1,
-            pair=(1.5, float("-inf")),
-            blob=b"\x00\xff",
-            counts=np.array([1, 2**32 - 1], dtype=np.uint32),
-            scalar=np.float16(0.333),
-            half=torch.tensor([1.0, -0.0], dtype=torch.bfloat16),
-            empty=torch.empty(0, 4),
-            masked=torch.tensor([[True, False]]),
-            sparse=torch.sparse_coo_tensor(
-                torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True
-            ),
-            words={"größe": 1, 7: "seven", False: "no"},
-        )
+    state = OrderedDict(
+        none=None,
+        flags=[True, False],
+        big=2**127 + 1,
+        pair=(1.5, float("-inf")),
+        blob=b"\x00\xff",
+        counts=np.array([1, 2**32 - 1], dtype=np.uint32),
+        scalar=np.float16(0.333),
+        half=torch.tensor([1.0, -0.0], dtype=torch.bfloat16),
+        empty=torch.empty(0, 4),
+        masked=torch.tensor([[True, False]]),
+        sparse=torch.sparse_coo_tensor(
+            torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True
+        ),
+        words={"größe": 1, 7: "seven", False: "no"},
     )
+    increment.state(state)
     increment.commit("increment", FULL, (ITEMS,))
+
+    # What a consolidation makes of the two: their rows as they are stored, in any order.
+    merged = _Writer(directory, INCREMENT, attempt="3d" * 16)
+    newer: list[int] = []
+    for ids, bits, half in (
+        ([0, 1, 2, 3], 2, False),
+        ([5, 9], 3, True),
+        ([10, 12, 20], 4, True),
+        ([21, 23, 29], 8, False),
+        ([30, 31], None, False),
+    ):
+        merged.rows(0, ITEMS, torch.tensor(ids), values, bits, half=half)
+        newer.extend(ids)
+    older = torch.tensor([row for row in range(40) if row not in newer])
+    merged.rows(0, ITEMS, older, torch.arange(200, dtype=torch.float32).reshape(40, 5).sin(), 8)
+    merged.state(state)
+    merged.commit("consolidated", None, (ITEMS,), StandsFor(base=FULL, parent=FULL, chain_length=2))
 
     # A full of rows this far apart would be large: the chain of these two is not stored here.
     wide = _Writer(directory, WIDE)
@@ -136,6 +203,8 @@ def write(directory: Path) -> None:
             created_ms=TIME_MS,
         )
         _record(directory / naming.generation_key(generation), record)
+    end = EndRecord(run=RUN, generation=2, step=130, reason="terminated", ended_ms=TIME_MS + 9)
+    _record(directory / naming.end_key(2), end)
     _record(directory / "staging" / "job.json", _job())
     outcome = Outcome(
         step=INCREMENT.step,
@@ -145,14 +214,137 @@ def write(directory: Path) -> None:
         error_type="StaleWriter",
         error="generation 3 has taken over",
         stored_bytes=0,
+        rank_bytes=0,
+        links_to_read=0,
+        quantizers=(),
         finished_ms=TIME_MS + 5,
     )
     _record(directory / "staging" / "outcome.json", outcome)
+    cancel = Cancel(step=INCREMENT.step, generation=INCREMENT.generation, attempt=INCREMENT.attempt)
+    _record(directory / "staging" / "cancel.json", cancel)
+    write_part(directory)
+    write_retention(directory)
+    write_validation(directory)
+
+
+def write_part(directory: Path) -> None:
+    """The part of rank 1 of 2: half of a table, one of two pieces of another, none of a third."""
+    attempt = naming.shared_attempt(f"{3:032x}", 160, cut=1)
+    ref = CheckpointRef(step=160, generation=3, attempt=attempt)
+    left = TableSpec(
+        name="words",
+        rows=9,
+        dim=2,
+        dtype="F16",
+        row_states=(),
+        columns=Columns(first=0, of=3),
+    )
+    right = left.model_copy(update={"dim": 1, "columns": Columns(first=2, of=3)})
+    about = {"bytes": 256, "crc32c": 2**32 - 1, "rank": 1}
+    entries = [ChunkEntry.model_validate(about | {"content": "state", "key": _part_key(ref, None)})]
+    for table, first, rows, bits in ((0, 20, 20, 8), (1, 0, 9, 16)):
+        fields = {
+            "content": "rows",
+            "key": _part_key(ref, table),
+            "table": table,
+            "row_count": rows,
+            "first_row": first,
+            "last_row": first + rows - 1,
+            "bits": bits,
+            "scheme": "exact" if bits == 16 else "asymmetric",
+        }
+        entries.append(ChunkEntry.model_validate(about | fields))
+    part = RankPart(
+        run=RUN,
+        **ref.model_dump(),
+        rank=1,
+        ranks=2,
+        kind="full",
+        base=None,
+        parent=None,
+        chain_length=1,
+        policy="one_shot",
+        tables=(
+            Shard(spec=ITEMS, first_row=20, rows=20),
+            Shard(spec=left, first_row=0, rows=9),
+            Shard(spec=right, first_row=0, rows=0),
+        ),
+        chunks=tuple(entries),
+        quantizers=tuple(one.model_copy(update={"rank": 1}) for one in _QUANTIZERS["full"]),
+        quantized_by="numba 0.68.1, 2 threads, avx2",
+        state_bits=None,
+        snapshot_ms=TIME_MS,
+        staged_ms=TIME_MS + 1,
+        written_ms=TIME_MS + 4,
+        stall_us=1500,
+        dirty_rows=29,
+        full_bytes=4000,
+        history=_HISTORIES["full"],
+        writer="0.1.0",
+    )
+    key = naming.part_key(ref.step, ref.generation, ref.attempt, rank=1)
+    _record(directory / key, part)
+
+
+def _part_key(ref: CheckpointRef, table: int | None) -> str:
+    if table is None:
+        return naming.state_chunk_key(ref.step, ref.generation, ref.attempt, rank=1, number=0)
+    return naming.row_chunk_key(
+        ref.step, ref.generation, ref.attempt, rank=1, table=table, number=0
+    )
+
+
+def write_validation(directory: Path) -> None:
+    """A sample chunk of the full, which its manifest does not name, and a validation record."""
+    values = torch.arange(200, dtype=torch.float32).reshape(40, 5).sin()
+    ids = torch.tensor([3, 7, 38])
+    rows = values[ids]
+    sections = [
+        tensor_section("sample.0.ids", ids),
+        tensor_section("sample.0.state.1", ids * 10),
+        tensor_section("sample.0.digests", torch.tensor([11, -12, 13, 14])),
+        tensor_section("sample.0.values", rows),
+        tensor_section("sample.0.state.0", rows.abs()),
+    ]
+    about = {"rank": 0, "content": "sample"}
+    meta = ChunkMeta.model_validate({"run": RUN, **FULL.model_dump(), **about})
+    path = directory / naming.sample_chunk_key(
+        FULL.step, FULL.generation, FULL.attempt, rank=0, number=0
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(build_chunk(meta, sections))
+    record = ValidationRecord(
+        run=RUN,
+        checkpoint=FULL,
+        level="full",
+        result="failed",
+        links_read=1,
+        chunks_read=3,
+        bytes_read=4096,
+        rows_compared=3,
+        worst_ppm=1_250_000,
+        digests=(TableDigests(table=0, values="00" * 8, row_states=("0f" * 8, "f0" * 8)),),
+        findings=(
+            ValidationFinding(
+                subject="größe", row=7, what="values[2]", found="1", expected="2", bound="0.5"
+            ),
+            ValidationFinding(
+                subject="chunks/x", row=None, what="row chunk", found="", expected="", bound=""
+            ),
+        ),
+        more_findings=9,
+        evaluated_by="evaluation:auc",
+        started_ms=TIME_MS,
+        finished_ms=TIME_MS + 7,
+        writer="0.1.0",
+    )
+    _record(directory / naming.validation_key(VALIDATION), record)
 
 
 class _Writer:
-    def __init__(self, directory: Path, ref: CheckpointRef) -> None:
+    def __init__(self, directory: Path, ref: CheckpointRef, attempt: str | None = None) -> None:
         self.directory, self.ref = directory, ref
+        self.chunks_of = ref.model_copy(update={"attempt": attempt or ref.attempt})
         self.entries: list[ChunkEntry] = []
         self.values: dict[str, dict[str, object]] = {}
 
@@ -196,16 +388,17 @@ class _Writer:
             "scheme": "exact" if bits is None else "asymmetric",
         }
         key = naming.row_chunk_key(
-            self.ref.step,
-            self.ref.generation,
-            self.ref.attempt,
+            self.chunks_of.step,
+            self.chunks_of.generation,
+            self.chunks_of.attempt,
             rank=0,
             table=table,
             number=len(self.entries),
         )
         coding = RowSetCoding.model_validate({"coding": coded.coding, "first": coded.first})
         extra: dict[str, object] = {"dim": spec.dim, "row_set": coding}
-        self._chunk(key, sections, "rows", about, extra)
+        ends = {"first_row": int(ids[0]), "last_row": int(ids[-1])}
+        self._chunk(key, sections, "rows", about, extra, ends)
         self.values[key] = {
             "ids": ids.tolist(),
             # The bits of the float32, so that NaN payloads and signs of zeros are compared too.
@@ -216,12 +409,16 @@ class _Writer:
         tree, tensors = flatten(value)
         sections = [tensor_section(f"tensor.{index}", part) for index, part in enumerate(tensors)]
         sections.append(Section("tree", "U8", (len(tree),), tree))
-        ref = self.ref
+        ref = self.chunks_of
         key = naming.state_chunk_key(ref.step, ref.generation, ref.attempt, rank=0, number=0)
         self._chunk(key, sections, "state", {}, {})
 
     def commit(
-        self, name: str, parent: CheckpointRef | None, tables: tuple[TableSpec, ...]
+        self,
+        name: str,
+        parent: CheckpointRef | None,
+        tables: tuple[TableSpec, ...],
+        stands_for: StandsFor | None = None,
     ) -> None:
         manifest = Manifest.model_validate(
             {
@@ -231,6 +428,8 @@ class _Writer:
                 "base": parent,
                 "parent": parent,
                 "chain_length": 2 if parent else 1,
+                "policy": "one_shot",
+                "stands_for": stands_for,
                 "ranks": 1,
                 "tables": tables,
                 "chunks": tuple(self.entries),
@@ -240,13 +439,17 @@ class _Writer:
                 "stall_us": 1500,
                 "quantizers": _QUANTIZERS[name],
                 "quantized_by": "numba 0.68.1, 2 threads, avx2" if _QUANTIZERS[name] else "",
-                "state_bits": 16 if name == "increment" else None,
+                "state_bits": 16 if name in ("increment", "consolidated") else None,
                 "dirty_rows": sum(entry.row_count or 0 for entry in self.entries),
                 "full_bytes": 4000,
+                "history": _HISTORIES[name],
                 "writer": "0.1.0",
             }
         )
-        _record(self.directory / naming.manifest_key(self.ref.step, self.ref.generation), manifest)
+        key = naming.manifest_key(self.ref.step, self.ref.generation)
+        if stands_for is not None:
+            key = naming.consolidated_key(self.ref.step, self.ref.generation, None)
+        _record(self.directory / key, manifest)
         path = self.directory / f"expected-{name}.json"
         path.write_text(json.dumps(self.values, indent=1) + "\n")
 
@@ -257,15 +460,90 @@ class _Writer:
         content: str,
         about: dict[str, object],
         extra: dict[str, object],
+        ends: Mapping[str, int] | None = None,
     ) -> None:
         fields = {"rank": 0, "content": content, **about}
-        meta = ChunkMeta.model_validate({"run": RUN, **self.ref.model_dump(), **fields, **extra})
+        ref = self.chunks_of.model_dump()
+        meta = ChunkMeta.model_validate({"run": RUN, **ref, **fields, **extra})
         data = build_chunk(meta, sections)
         path = self.directory / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         stored = {"key": key, "bytes": len(data), "crc32c": crc32c.crc32c(data)}
-        self.entries.append(ChunkEntry.model_validate(stored | fields))
+        self.entries.append(ChunkEntry.model_validate(stored | fields | dict(ends or {})))
+
+
+def write_retention(directory: Path) -> None:
+    """The records of format §6.6."""
+    stamp = Stamp(written_ms=TIME_MS + 3, boot="b0" * 16, boot_ms=5000)
+    full = naming.manifest_key(FULL.step, FULL.generation)
+    merged = "consolidated/000000000120-00000002-full.json"
+    pin = Pin(
+        run=RUN,
+        checkpoint=FULL,
+        name="release-7",
+        who="ana@trainer-0",
+        why="größte AUC",
+        created_ms=TIME_MS,
+    )
+    _record(directory / naming.pin_key(FULL.step, FULL.generation, pin.name), pin)
+    publication = Publication(
+        run=RUN,
+        number=7,
+        checkpoint=FULL,
+        held=True,
+        who="ana@trainer-0",
+        why="zurück",
+        created_ms=TIME_MS,
+    )
+    _record(directory / naming.publication_key(publication.number), publication)
+    plan = Plan(
+        run=RUN,
+        rules=PlannedRules(
+            last=10,
+            within_ms=604_800_000,
+            hourly=0,
+            daily=7,
+            weekly=4,
+            monthly=0,
+            best=(RuleBest(metric="auc", direction="max", count=3),),
+            require_validated=True,
+        ),
+        grace_ms=86_400_000,
+        keep=2,
+        mark=1,
+        wait=0,
+        delete=1,
+        manifests=(
+            PlannedManifest(manifest=merged, action="mark", reason="no rule"),
+            PlannedManifest(manifest=full, action="keep", reason="größte AUC"),
+        ),
+        host="trainer-0",
+        pid=4242,
+        planned_ms=TIME_MS,
+    )
+    _record(directory / naming.PLAN_KEY, plan)
+    metric = Metric(run=RUN, checkpoint=FULL, name="auc", value=(0.8125).hex(), created_ms=TIME_MS)
+    _record(directory / naming.metric_key(FULL.step, FULL.generation, metric.name), metric)
+    for key, ref in ((full, FULL), (merged, INCREMENT)):
+        mark = Mark(run=RUN, manifest=key, attempt=ref.attempt, reason="no rule", stamp=stamp)
+        _record(directory / naming.expired_key(key), mark)
+    deletion = Deletion(
+        run=RUN, token="3d" * 16, host="host-1", pid=77, manifests=(merged, full), stamp=stamp
+    )
+    _record(directory / naming.DELETION_KEY, deletion)
+    for owner, covers in (("4e" * 16, None), ("5f" * 16, (FULL, INCREMENT))):
+        lease = Lease(
+            run=RUN,
+            owner=owner,
+            purpose="restore",
+            covers=covers,
+            ttl_seconds=3600,
+            host="host-1",
+            pid=77,
+            stamp=stamp,
+        )
+        _record(directory / naming.lease_key(owner), lease)
 
 
 def _job() -> Job:
@@ -279,11 +557,21 @@ def _job() -> Job:
         base=FULL,
         parent=FULL,
         chain_length=2,
+        policy="intermittent",
         rank=0,
         ranks=1,
         tables=(
             StagedTable(
-                spec=USERS, row_count=2, all_rows=False, bits=16, quantizer="auto", state_bits=16
+                spec=USERS,
+                first_row=0,
+                shard_rows=USERS.rows,
+                row_count=2,
+                all_rows=False,
+                bits=16,
+                quantizer="auto",
+                state_bits=16,
+                method=None,
+                codes=False,
             ),
         ),
         slot="r00000-1.bin",
@@ -297,6 +585,8 @@ def _job() -> Job:
         staged_ms=TIME_MS + 1,
         stall_us=1500,
         full_bytes=4000,
+        history=_HISTORIES["increment"],
+        quantized_by="",
         interval_batches=20,
     )
 

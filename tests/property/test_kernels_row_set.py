@@ -51,7 +51,11 @@ def test_damaged_payloads_never_give_a_wrong_kind_of_set(
         if damaged:
             at = data.draw(st.integers(0, len(damaged) - 1))
             damaged[at] ^= data.draw(st.integers(1, 255))
-    count = data.draw(st.sampled_from([len(ids), len(ids) + 1, 0, 2**31 - 1]))
+    counts = [len(ids), len(ids) + 1, 0]
+    # A range, or the last of several runs, may well have so many rows: their ids fill the memory.
+    if coding in ("bitmap", "delta"):
+        counts.append(2**31 - 1)
+    count = data.draw(st.sampled_from(counts))
     _decodes_to_a_set_or_is_refused(coding, first, bytes(damaged), count, rows)
 
 

@@ -30,7 +30,7 @@ class _Loop:
         model = nn.ModuleDict({"table": module})
         self.module = module
         self.optimizer = make([module.weight])
-        (table,) = find_tables(model, [self.optimizer])
+        (table,) = find_tables(model, [self.optimizer]).tables
         self.tracker = Tracker(table)
         self.watch = OptimizerWatch([self.optimizer], {"table": self.tracker})
         self.tracker.install()

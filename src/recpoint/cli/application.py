@@ -9,7 +9,21 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from recpoint.cli import host, inspect, restore, sweep
+from recpoint.cli import (
+    automations,
+    consolidate,
+    dashboard,
+    follow,
+    host,
+    inspect,
+    lag,
+    prometheus,
+    restore,
+    retain,
+    seed,
+    sweep,
+    validate,
+)
 from recpoint.cli.info import info
 from recpoint.cli.reporting import print_json
 
@@ -80,12 +94,25 @@ app = typer.Typer(
 for name, function in (
     ("demo", host.demo),
     ("agent", host.agent),
+    ("dashboard", dashboard.serve_dashboard),
     ("list", inspect.list_checkpoints),
     ("show", inspect.show),
     ("check", inspect.check_run),
+    ("lag", lag.lag),
+    ("validate", validate.validate_checkpoint),
     ("restore", restore.restore_to_file),
+    ("seed", seed.plan_seed),
+    ("retain", retain.retain),
+    ("pin", retain.pin),
+    ("unpin", retain.unpin),
+    ("metric", retain.record_metric),
+    ("consolidate", consolidate.consolidate_run),
+    ("follow", follow.follow),
+    ("publish", follow.publish),
     ("sweep", sweep.sweep_run),
     ("info", info),
 ):
     app.command(name)(function)
 app.add_typer(host.server, name="server")
+app.add_typer(automations.automations, name="automations")
+app.add_typer(prometheus.prometheus, name="prometheus")

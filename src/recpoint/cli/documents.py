@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.validations import Verdict
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
 
-__all__ = ["checkpoint", "details", "listed"]
+__all__ = ["checkpoint", "details", "listed", "validation"]
 
 
 def checkpoint(manifest: Manifest) -> dict[str, Any]:
@@ -20,6 +21,8 @@ def checkpoint(manifest: Manifest) -> dict[str, Any]:
         "attempt": manifest.attempt,
         "kind": manifest.kind,
         "chain_length": manifest.chain_length,
+        "policy": manifest.policy,
+        "consolidated": manifest.stands_for is not None,
         "dirty_rows": manifest.dirty_rows,
         "stored_bytes": manifest.stored_bytes,
         "full_bytes": manifest.full_bytes,
@@ -33,8 +36,13 @@ def listed(entry: Listed) -> dict[str, Any]:
     """One line of a listing, also of a checkpoint whose manifest cannot be read."""
     if isinstance(entry.manifest, RecpointError):
         problem = {"error": type(entry.manifest).__name__, "message": str(entry.manifest)}
-        return {**_name(entry.name), "live": entry.live, **problem}
-    return {**checkpoint(entry.manifest), "live": entry.live}
+        return {**_name(entry.name), **_standing(entry), **problem}
+    return {**checkpoint(entry.manifest), **_standing(entry)}
+
+
+def validation(verdict: Verdict | None) -> dict[str, Any] | None:
+    """What validations say of a checkpoint; None: there was none."""
+    return None if verdict is None else verdict._asdict()
 
 
 def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
@@ -51,7 +59,18 @@ def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
         "quantizers": [quantizer.model_dump(mode="json") for quantizer in manifest.quantizers],
         "quantized_by": manifest.quantized_by,
         "state_bits": manifest.state_bits,
+        "history": manifest.history.model_dump(mode="json"),
         "chain": None if chain is None else [checkpoint(member) for member in chain],
+    }
+
+
+def _standing(entry: Listed) -> dict[str, Any]:
+    return {
+        "live": entry.live,
+        "merged": list(entry.merged),
+        "pins": list(entry.pins),
+        "expires": entry.expires,
+        "validation": validation(entry.verdict),
     }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 
 from recpoint.catalog import durable
 from recpoint.catalog.restore import MemoryTarget
+from recpoint.catalog.restored_model import model_tensors
 from recpoint.errors import SettingsError
 
 __all__ = ["check_target", "replacing", "writer"]
@@ -27,14 +31,14 @@ def writer(path: Path, *, table: str | None) -> Write:
     Raises:
         SettingsError: the ending says nothing, or not what `table` says, or pandas is missing.
     """
-    whole = {".pt": _write_torch, ".safetensors": _write_safetensors}
+    whole = {".pt": _write_torch, ".safetensors": _write_safetensors, ".dcp": _write_dcp}
     of_table: dict[str, Write] = {".parquet": _write_parquet, ".csv": _write_csv}
     known = of_table if table is not None else whole
     if path.suffix not in known:
         raise SettingsError(
             "--to",
             found=str(path),
-            expected=f"a name that ends in {' or '.join(known)}"
+            expected=f"a name that ends in {', '.join(known)}"
             + (" for one table" if table is not None else "; with --table also .parquet or .csv"),
             next_step="give the file another ending",
         )
@@ -58,7 +62,7 @@ def check_target(path: Path, *, force: bool) -> None:
 
 @contextmanager
 def replacing(path: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary file beside `path`, which takes its place, durably, when the block ends well.
+    """A temporary file or directory beside `path`; takes its place, durably, if all goes well.
 
     Raises:
         SettingsError: `path` is there, and `force` was not given.
@@ -66,18 +70,46 @@ def replacing(path: Path, *, force: bool) -> Iterator[Path]:
     temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}{path.suffix}")
     try:
         yield temporary
-        durable.fsync_file(temporary)
-        if force:
-            os.replace(temporary, path)
+        if temporary.is_dir():
+            _put_directory(temporary, path, force=force)
         else:
-            # Not a rename: that would replace a file that was made since it was looked for.
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                raise _exists(path) from None
+            durable.fsync_file(temporary)
+            _put_file(temporary, path, force=force)
         durable.fsync_directory(path.parent)
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
+
+
+def _put_file(temporary: Path, path: Path, *, force: bool) -> None:
+    if force:
+        os.replace(temporary, path)
+        return
+    # Not a rename: that would replace a file that was made since it was looked for.
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise _exists(path) from None
+
+
+def _put_directory(temporary: Path, path: Path, *, force: bool) -> None:
+    for file in temporary.iterdir():
+        durable.fsync_file(file)
+    durable.fsync_directory(temporary)
+    old = path.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}")
+    if force and os.path.lexists(path):
+        os.rename(path, old)  # a directory is not replaced by a rename
+    try:
+        os.rename(temporary, path)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise _exists(path) from None
+        raise
+    finally:
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        old.unlink(missing_ok=True)
 
 
 def _exists(path: Path) -> SettingsError:
@@ -128,9 +160,9 @@ def _write_safetensors(path: Path, target: MemoryTarget) -> None:
     if target.manifest is None:
         raise ValueError("nothing was restored")
     named: dict[str, torch.Tensor] = {}
-    _collect(named, "model", model_tensors(target))
-    _collect(named, "row_states", row_states(target))
-    _collect(named, "ranks", _without_model(target.state))
+    _collect(named, "model", model_tensors(target), "/")
+    _collect(named, "row_states", row_states(target), "/")
+    _collect(named, "ranks", _without_model(target.state), "/")
     # Independent copies: safetensors refuses tensors that share memory, as views in a state do.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
     save_file(
@@ -145,33 +177,37 @@ def _write_safetensors(path: Path, target: MemoryTarget) -> None:
     )
 
 
-def model_tensors(target: MemoryTarget) -> dict[str, torch.Tensor]:
-    """Tables and the rest of the model by parameter name, as in `Module.state_dict`."""
-    tensors: dict[str, torch.Tensor] = {}
-    for state in target.state.values():
-        dense = _at(_at(state, "model"), "tensors")
-        if isinstance(dense, Mapping):
-            tensors.update((n, t) for n, t in dense.items() if isinstance(t, torch.Tensor))
-    for name, table in target.tables.items():
-        tensors[f"{name}.weight"] = table.values
-    return tensors
+def _write_dcp(path: Path, target: MemoryTarget) -> None:
+    """A directory that `torch.distributed.checkpoint.load` reads, in any number of processes.
+
+    Keys: `model.NAME`, as in the model's state_dict; `row_states.TABLE.STATE`; `ranks.RANK.…`, the
+    tensors of each rank's other state. Tensors only: nothing in it has to be unpickled but torch's
+    own metadata. What was restored is in memory once; tensors are written from there one by one.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    parts: dict[str, dict[str, torch.Tensor]] = {"row_states": {}, "ranks": {}}
+    for name, states in row_states(target).items():
+        parts["row_states"].update((f"{name}.{state}", tensor) for state, tensor in states.items())
+    for rank, tree in _without_model(target.state).items():
+        _collect(parts["ranks"], str(rank), tree, ".")
+    state = {"model": model_tensors(target), **parts}
+    with warnings.catch_warnings():
+        # That there is one process, which is what is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save({part: tensors for part, tensors in state.items() if tensors}, checkpoint_id=path)
 
 
 def row_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
     """Table name to state name to tensor [rows, …]."""
-    specs = {spec.name: spec for spec in target.manifest.tables} if target.manifest else {}
     return {
         name: {
             state.name: tensor
-            for state, tensor in zip(specs[name].row_states, table.row_states, strict=True)
+            for state, tensor in zip(target.specs[name].row_states, table.row_states, strict=True)
             if tensor is not None
         }
         for name, table in target.tables.items()
     }
-
-
-def _at(tree: object, key: str) -> object:
-    return tree.get(key) if isinstance(tree, Mapping) else None
 
 
 def _without_model(state: dict[int, object]) -> dict[int, object]:
@@ -195,25 +231,23 @@ def _without_arrays(value: Any) -> Any:
     return value
 
 
-def _collect(into: dict[str, torch.Tensor], name: str, value: object) -> None:
+def _collect(into: dict[str, torch.Tensor], name: str, value: object, separator: str) -> None:
     """Put every dense tensor of a tree into `into`, under its path."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(value, torch.Tensor):
         if value.is_sparse:
             coalesced = value.coalesce()
-            into[f"{name}/indices"], into[f"{name}/values"] = (
-                coalesced.indices(),
-                coalesced.values(),
-            )
+            items = (("indices", coalesced.indices()), ("values", coalesced.values()))
         else:
             into[name] = value
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _collect(into, f"{name}/{key}", item)
+        items = value.items()
     elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _collect(into, f"{name}/{index}", item)
+        items = enumerate(value)
+    for key, item in items:
+        _collect(into, f"{name}{separator}{key}", item, separator)
 
 
 # --- one table ---------------------------------------------------------------------------------

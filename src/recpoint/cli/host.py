@@ -22,9 +22,10 @@ from recpoint.cli.reporting import (
 )
 from recpoint.cli.sweep import StagingOption
 from recpoint.dashboards import terminal
+from recpoint.dashboards.metric_library import require_prometheus
 from recpoint.errors import RecpointError, SettingsError
 
-__all__ = ["LogFormat", "agent", "demo", "server", "worth_showing"]
+__all__ = ["LogFormat", "agent", "demo", "require_flows", "server", "worth_showing"]
 
 _UP_SECONDS = 120.0
 _DEMO_DIRECTORY = Path(".recpoint") / "demo"
@@ -39,21 +40,86 @@ def agent(
     prefect: Annotated[
         str, typer.Option(help="auto: run flows when an API answers; off: never.")
     ] = "auto",
+    consolidate: Annotated[
+        str,
+        typer.Option(
+            help="Merge chains in the background: auto (runs of policy continuous), all, off."
+        ),
+    ] = "auto",
+    consolidate_after: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="LINKS",
+            help="Merge a chain when a restore reads so many manifests.",
+            show_default="16, or 1.5 times the bytes of a full, or half of the rows dead",
+        ),
+    ] = None,
+    name_ranks_after: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Name the ranks that a checkpoint of several waits for, after so long.",
+        ),
+    ] = 60.0,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Serve metrics for Prometheus here; 0: any free port, which the log names.",
+            show_default="no metrics",
+        ),
+    ] = None,
+    metrics_address: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen for --metrics-port at this address.")
+    ] = "127.0.0.1",
+    metrics_refresh: Annotated[
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Look the metrics of catalogs up in stores so often."
+        ),
+    ] = 60.0,
     json_output: JsonOption = False,
 ) -> Result:
     """Persist what trainers on this host stage, until SIGTERM or SIGINT."""
+    which: Literal["auto", "all", "off"]
+    which = "all" if consolidate == "all" else "off" if consolidate == "off" else "auto"
+    if consolidate != which:
+        raise typer.BadParameter(
+            f"{consolidate!r} is none of auto, all, off", param_hint="--consolidate"
+        )
     chosen: Literal["auto", "off"] = "off" if prefect == "off" else "auto"
     if prefect != chosen:
         raise typer.BadParameter(f"{prefect!r} is neither auto nor off", param_hint="--prefect")
     if chosen == "auto":
-        _require_flows("recpoint agent", otherwise=", or --prefect off")
+        require_flows("recpoint agent", otherwise=", or --prefect off")
+    if metrics_port is not None:
+        require_prometheus("recpoint agent --metrics-port")
     from recpoint.flows.agent import run_agent
 
     shown = logging.StreamHandler()
     shown.addFilter(worth_showing)
     shown.setFormatter(LogFormat("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[shown])
-    left = run_agent(staging, once=once, prefect=chosen)
+    watch = None
+    if metrics_port is not None:
+        from recpoint.dashboards.agent_metrics import agent_metrics
+
+        watch = agent_metrics(
+            port=metrics_port, address=metrics_address, refresh_seconds=metrics_refresh
+        )
+    left = run_agent(
+        staging,
+        once=once,
+        prefect=chosen,
+        consolidate=which,
+        consolidate_after=consolidate_after,
+        name_ranks_after=name_ranks_after,
+        watch=watch,
+    )
     return Result({"still_staged": left}, terminal.shown(f"{left} checkpoints still staged"))
 
 
@@ -77,7 +143,8 @@ def worth_showing(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or record.name.split(".")[0] == "recpoint"
 
 
-def _require_flows(command: str, *, otherwise: str = "") -> None:
+def require_flows(command: str, *, otherwise: str = "") -> None:
+    """Raise SettingsError if Prefect is not installed."""
     if find_spec("prefect") is None:
         raise SettingsError(
             command,
@@ -91,7 +158,7 @@ def _require_flows(command: str, *, otherwise: str = "") -> None:
 @command
 def start_server(json_output: JsonOption = False) -> Result:
     """Start the local Prefect server, unless it runs, and wait until it answers."""
-    _require_flows("recpoint server start")
+    require_flows("recpoint server start")
     from recpoint.flows import prefect_server
 
     local = prefect_server.start_server()
@@ -146,19 +213,22 @@ def demo(
     bits: Annotated[str, typer.Option(help="lossless, 8, 4, 3 or 2.")] = "lossless",
     interval: Annotated[int, typer.Option(help="Batches between checkpoints.")] = 200,
     steps: Annotated[int, typer.Option(help="Batches to train.")] = 2000,
+    ranks: Annotated[
+        int, typer.Option(help="Processes that train together, started by torchrun.")
+    ] = 1,
     stop: Annotated[
         bool, typer.Option("--stop-server", help="Stop the local Prefect server at the end.")
     ] = False,
     json_output: JsonOption = False,
 ) -> Result:
     """Train on real purchases, kill the trainer with SIGKILL, restore, prove the result."""
-    _require_flows("recpoint demo")
+    require_flows("recpoint demo")
     from recpoint.dashboards.demo import DemoSettings, run_demo
     from recpoint.dashboards.demo_report import report_views
     from recpoint.flows import prefect_server
 
     settings = DemoSettings(
-        directory=directory, store=store, steps=steps, interval=interval, bits=bits
+        directory=directory, store=store, steps=steps, interval=interval, bits=bits, ranks=ranks
     )
     console = progress_console() if json_output else output_console()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +11,15 @@ import typer
 from rich.console import RenderableType
 
 from recpoint.catalog.chain import Chain, resolve_chain
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.marks import marked
+from recpoint.catalog.pins import pinned
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.store import open_store
+from recpoint.catalog.validations import records_of, verdict, verdicts
 from recpoint.cli import documents
-from recpoint.cli.reporting import JsonOption, Result, command, naming_run
+from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import (
@@ -25,6 +30,7 @@ from recpoint.errors import (
     RecpointError,
 )
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
     from recpoint.catalog.check import Level
@@ -45,7 +51,10 @@ UrlArgument = Annotated[
     str, typer.Argument(metavar="URL", help="The run: a local path, s3://bucket/prefix, …")
 ]
 GenerationOption = Annotated[
-    int | None, typer.Option(help="With a step: a checkpoint that is not on the live line.")
+    int | None,
+    typer.Option(
+        min=1, max=MAX_GENERATION, help="With a step: a checkpoint that is not on the live line."
+    ),
 ]
 
 
@@ -64,11 +73,21 @@ def list_checkpoints(
     run = open_run(url)
     live = run.live_line()
     counts = set(live)
-    names = sorted(run.manifest_names(), reverse=True) if everything else live
+    forms = run.representations()
+    names = sorted(forms, reverse=True) if everything else live
     with ThreadPoolExecutor(max_workers=_READERS) as readers:
         manifests = list(readers.map(lambda name: _manifest(run, name), names))
+    pins, doomed, known = pinned(run), marked(run), verdicts(run)
     entries = [
-        Listed(name=name, live=name in counts, manifest=manifest)
+        Listed(
+            name=name,
+            live=name in counts,
+            manifest=manifest,
+            merged=_merged(forms.get(name, ())),
+            pins=pins.get(name, ()),
+            verdict=known.get(name),
+            expires=name in forms and all(form.key in doomed for form in forms[name]),
+        )
         for name, manifest in zip(names, manifests, strict=True)
     ]
     document = {
@@ -79,6 +98,15 @@ def list_checkpoints(
     if not entries:
         return Result(document, terminal.shown(f"{run.url}: no checkpoint yet"))
     return Result(document, terminal.checkpoints_table(entries, title=run.url))
+
+
+def _merged(forms: Iterable[Representation]) -> tuple[str, ...]:
+    """What consolidations have made of a checkpoint, beside its own manifest."""
+    return tuple(
+        "full" if form.after is None else f"after {form.after}"
+        for form in forms
+        if form.form != "own"
+    )
 
 
 def _manifest(run: Run, name: ManifestName) -> Manifest | FormatError | ObjectNotFound:
@@ -93,15 +121,20 @@ def _manifest(run: Run, name: ManifestName) -> Manifest | FormatError | ObjectNo
 @command
 def show(
     url: UrlArgument,
-    step: Annotated[int, typer.Argument(help="Step of the checkpoint.")],
+    step: Annotated[int, typer.Argument(min=0, max=MAX_STEP, help="Step of the checkpoint.")],
     generation: GenerationOption = None,
     chunks: Annotated[bool, typer.Option("--chunks", help="Every stored object.")] = False,
     json_output: JsonOption = False,
 ) -> Result:
-    """One checkpoint: its tables, its chunks, and the chain that restores it."""
+    """One checkpoint: its tables, its chunks, and the chain that restores it.
+
+    Exit code 1 where no chain does.
+    """
     run = open_run(url)
     name = find_checkpoint(run, step, generation)
     manifest = run.manifest(*name)
+    validations = records_of(run, name)
+    known = verdict(validations) if validations else None
     chain: Chain | None = None
     broken: RecpointError | None = None
     try:
@@ -112,17 +145,22 @@ def show(
     fields: list[tuple[str, object]] = [
         ("run", f"{run.url} ({manifest.run})"),
         ("checkpoint", manifest.ref),
-        ("kind", f"{manifest.kind}, {manifest.chain_length} in its chain"),
+        ("kind", _kind_text(manifest, chain)),
+        ("policy", manifest.policy),
         ("stored", f"{terminal.bytes_text(manifest.stored_bytes)}, {len(manifest.chunks)} chunks"),
         ("full, exact", terminal.bytes_text(manifest.full_bytes)),
         ("rows", f"{manifest.dirty_rows:,}"),
+        ("trained", terminal.history_text(manifest.history)),
         ("ranks", manifest.ranks),
         ("stall", f"{manifest.stall_us / 1000:.1f} ms"),
         ("snapshot", terminal.time_text(manifest.snapshot_ms)),
         ("staged", terminal.time_text(manifest.staged_ms)),
         ("committed", terminal.time_text(manifest.committed_ms)),
         ("written by", manifest.writer),
+        ("validation", terminal.verdict_text(known)),
     ]
+    if manifest.history.precision is not None:
+        fields.append(("precision", terminal.decision_text(manifest.history.precision)))
     if manifest.quantized_by:
         fields.append(("quantized by", manifest.quantized_by))
     if manifest.state_bits is not None:
@@ -130,11 +168,22 @@ def show(
     views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]
     if chunks:
         views.append(terminal.chunks_table(manifest))
+    if chain is not None:
+        for key, why in chain.passed_over:
+            passed = f"passed over {key}: {naming_run(why, url)}"
+            views.append(terminal.shown(passed, limit=2000, style="yellow"))
     views.append(terminal.error_text(broken) if broken else terminal.chain_table(_members(chain)))
     document = documents.details(manifest, None if chain is None else _members(chain))
+    document["validation"] = documents.validation(known)
     if broken is not None:
         document.update(error=type(broken).__name__, message=str(broken))
-    return Result(document, *views)
+    return Result(document, *views, code=0 if broken is None else 1)
+
+
+def _kind_text(manifest: Manifest, chain: Chain | None) -> str:
+    links = manifest.links
+    text = f"{links.kind}, {links.chain_length} in its chain"
+    return text if chain is None else f"{text}; a restore reads {len(chain.manifests)}"
 
 
 def _members(chain: Chain | None) -> list[Manifest]:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
-import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Final, ParamSpec
 
 import typer
 from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
-from recpoint.catalog.run_url import parse_run_url
+from recpoint.catalog.run_facts import OnStep
+from recpoint.catalog.run_url import naming_run
 from recpoint.dashboards.terminal import error_text
 from recpoint.errors import (
     NothingToRestore,
     ObjectNotFound,
     RecpointError,
+    RetentionRefused,
     SettingsError,
     StagingError,
     StoreError,
@@ -32,15 +40,16 @@ __all__ = [
     "Result",
     "command",
     "exit_code",
-    "naming_run",
     "output_console",
     "print_json",
     "progress_console",
+    "showing_steps",
 ]
 
 #: Exit codes, most specific class first; whatever is not listed is 4.
 EXIT_CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (NothingToRestore, 1),
+    (RetentionRefused, 1),
     (ObjectNotFound, 1),  # a checkpoint that is not there, or an object of one that is damaged
     (SettingsError, 2),
     (StagingError, 2),
@@ -55,7 +64,6 @@ JsonOption = Annotated[
 ]
 
 _PIPE_COLUMNS = 120
-_PROPOSED = re.compile(r"\b(recpoint (?:check|list)) URL\b")
 
 _Parameters = ParamSpec("_Parameters")
 
@@ -122,23 +130,35 @@ def progress_console() -> Console:
     return Console(stderr=True)
 
 
+@contextmanager
+def showing_steps(*, quiet: bool) -> Iterator[OnStep]:
+    """A bar on a terminal for what is done one by one, for instance manifests read.
+
+    Args:
+        quiet: show none there either.
+    """
+    console = progress_console()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("looking", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        yield show
+
+
 def print_json(document: dict[str, Any]) -> None:
     """One line of JSON on stdout."""
     # ASCII only: names from a store cannot reach the terminal as control characters.
     sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
-
-
-def naming_run(text: str, url: object) -> str:
-    """`text` with the run's URL in the commands that it proposes, ready to be copied.
-
-    Where such an error is made, only the key of an object is known. A URL that is refused may
-    carry a credential, and is not repeated.
-    """
-    try:
-        there = parse_run_url(url).url if isinstance(url, str) else "URL"
-    except SettingsError:
-        return text
-    return _PROPOSED.sub(lambda found: f"{found[1]} {shlex.quote(there)}", text)
 
 
 def _print_error(error: BaseException, *, as_json: bool, url: object) -> None:

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recpoint.catalog.leases import reading
+from recpoint.catalog.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
-from recpoint.cli.reporting import JsonOption, Result, command, naming_run, progress_console
+from recpoint.cli.reporting import JsonOption, Result, command, progress_console
 from recpoint.dashboards import terminal
 
 __all__ = ["restore_to_file"]
@@ -20,12 +22,18 @@ def restore_to_file(
     url: UrlArgument,
     to: Annotated[
         Path,
-        typer.Option(help="FILE.pt or FILE.safetensors; with --table FILE.parquet or FILE.csv."),
+        typer.Option(
+            help="FILE.pt, FILE.safetensors, or DIRECTORY.dcp for torch.distributed.checkpoint; "
+            "with --table FILE.parquet or FILE.csv."
+        ),
     ],
     step: Annotated[
         int | None, typer.Option(help="This checkpoint; default: the newest good one.")
     ] = None,
     generation: GenerationOption = None,
+    validated: Annotated[
+        bool, typer.Option("--validated", help="Without a step: only one that was validated.")
+    ] = False,
     table: Annotated[str | None, typer.Option(help="Only this table.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     json_output: JsonOption = False,
@@ -48,24 +56,32 @@ def restore_to_file(
         disable=json_output or not console.is_terminal,
     ) as progress:
         task = progress.add_task("restoring", total=None)
-        report = restore(
-            open_run(url),
-            target,
-            step=step,
-            generation=generation,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+        run = open_run(url)
+        with reading(run, purpose="restore"):
+            report = restore(
+                run,
+                target,
+                step=step,
+                generation=generation,
+                validated_only=validated,
+                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
     with export.replacing(to, force=force) as temporary:
         write(temporary, target)
     skipped = [(name, naming_run(error, url)) for name, error in report.skipped]
+    verdict = report.validation
     document = {
         "file": str(to),
         "step": report.restored.step,
         "generation": report.restored.generation,
         "attempt": report.restored.attempt,
+        "validation": verdict._asdict() if verdict else None,
         "skipped": [
             {"step": name.step, "generation": name.generation, "error": error}
             for name, error in skipped
+        ],
+        "passed_over": [
+            {"key": key, "error": naming_run(error, url)} for key, error in report.passed_over
         ],
         "chain_length": report.chain_length,
         "chunks_read": report.chunks_read,
@@ -76,5 +92,11 @@ def restore_to_file(
         terminal.shown(f"skipped {name}: {error}", limit=2000, style="yellow")
         for name, error in skipped
     ]
+    views += [
+        terminal.shown(f"passed over {key}: {naming_run(error, url)}", limit=2000, style="yellow")
+        for key, error in report.passed_over
+    ]
     read = f"{terminal.bytes_text(report.bytes_read)} in {report.seconds:.1f} s"
-    return Result(document, *views, terminal.shown(f"{to}: {report.restored}, {read}", limit=2000))
+    state = terminal.verdict_text(verdict)
+    line = terminal.shown(f"{to}: {report.restored}, {state}, {read}", limit=2000)
+    return Result(document, *views, line)

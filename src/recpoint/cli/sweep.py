@@ -9,13 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from recpoint.catalog import staged
+from recpoint.catalog.run import Run
 from recpoint.catalog.sweep import SweepPlan, SweptObject, execute, plan_sweep
 from recpoint.cli.inspect import UrlArgument, open_run
-from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
 from recpoint.dashboards import terminal
 from recpoint.errors import StagingError
 
-__all__ = ["StagingOption", "seconds_of", "sweep_run"]
+__all__ = ["StagingOption", "seconds_of", "staged_here", "sweep_run"]
 
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|m|h|d)?\Z")
 _UNIT_SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -38,6 +39,20 @@ def sweep_run(
 ) -> Result:
     """Remove chunks that no manifest names and files that were never finished."""
     run = open_run(url)
+    keep = staged.staged_attempts(staged_here(run, staging))
+    plan = plan_sweep(run, grace_seconds=seconds_of(grace), keep=keep)
+    views = [terminal.sweep_table(plan)]
+    if dry_run:
+        return Result(_document(plan, removed=None), *views)
+    with showing_steps(quiet=json_output) as on_step:
+        result = execute(run, plan, on_step=on_step)
+    freed = terminal.bytes_text(result.removed_bytes)
+    text = terminal.shown(f"removed {len(result.removed)} objects, {freed}")
+    return Result(_document(plan, removed=result.removed), *views, text)
+
+
+def staged_here(run: Run, staging: Path | None) -> Path:
+    """The run's directory in the staging area of this host, whether it is there or not."""
     root = Path(staging or staged.default_staging_root())
     if root.exists() and not root.is_dir():
         raise StagingError(
@@ -46,23 +61,14 @@ def sweep_run(
             expected="the staging area of this host, a directory",
             next_step="give the directory: --staging or RECPOINT_STAGING",
         )
-    run_dir = staged.run_directory(root, run.url)
-    keep = staged.staged_attempts(run_dir)
-    plan = plan_sweep(run, grace_seconds=seconds_of(grace), keep=keep)
-    views = [terminal.sweep_table(plan)]
-    if dry_run:
-        return Result(_document(plan, removed=None), *views)
-    result = execute(run, plan)
-    freed = terminal.bytes_text(result.removed_bytes)
-    text = terminal.shown(f"removed {len(result.removed)} objects, {freed}")
-    return Result(_document(plan, removed=result.removed), *views, text)
+    return staged.run_directory(root, run.url)
 
 
-def seconds_of(text: str) -> float:
+def seconds_of(text: str, *, option: str = "--grace") -> float:
     """Seconds that `text` names, as `90`, `90s`, `1.5h` or `2d`."""
     match = _DURATION.match(text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a number and s, m, h or d", param_hint="--grace")
+        raise typer.BadParameter(f"{text!r} is not a number and s, m, h or d", param_hint=option)
     return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 

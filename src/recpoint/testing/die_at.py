@@ -20,7 +20,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from recpoint.catalog import durable
@@ -33,13 +33,26 @@ COUNT_VARIABLE = "RECPOINT_COUNT_STEPS"
 _USAGE = "usage: die_at (N | --count FILE) [--children] (-m MODULE | SCRIPT) [ARGUMENT …]"
 
 
-def install(*, die_at: int | None = None, count_into: str | os.PathLike[str] | None = None) -> None:
-    """Observe the steps of this process: die at step `die_at`, count them into a file, or both."""
+def install(
+    *,
+    die_at: int | None = None,
+    count_into: str | os.PathLike[str] | None = None,
+    besides: Container[str] = (),
+) -> None:
+    """Observe the steps of this process: die at step `die_at`, count them into a file, or both.
+
+    Args:
+        die_at: the step at which it is killed, from 1 on.
+        count_into: file for a line at each step.
+        besides: kinds of steps that are not counted: the first words of their names.
+    """
     lock = threading.Lock()
     taken = 0
 
     def observe(name: str) -> None:
         nonlocal taken
+        if name.partition(" ")[0] in besides:
+            return
         with lock:  # held for ever by a thread that dies: no other takes a step meanwhile
             taken += 1
             if count_into is not None:

@@ -227,12 +227,12 @@ class StoreSuite:
         for process in processes:
             process.start()
         for ours, _ in pipes:
-            assert ours.poll(60) and ours.recv() == "ready"
+            assert ours.poll(240) and ours.recv() == "ready"
         for ours, _ in pipes:
             ours.send("go")
-        won = [bool(ours.poll(60) and ours.recv()) for ours, _ in pipes]
+        won = [bool(ours.poll(240) and ours.recv()) for ours, _ in pipes]
         for process in processes:
-            process.join(60)
+            process.join(240)
             assert process.exitcode == 0
         assert sum(won) == 1
         assert store.get("race", max_bytes=1_000) == str(won.index(True)).encode() * 1_000

@@ -55,3 +55,33 @@ def test_a_caller_that_stops_drops_what_is_not_begun() -> None:
             if job == 5:
                 break
     assert len(begun) <= 5 + 1 + 2
+
+
+def test_small_ones_do_not_wait_for_a_large_one_nor_fill_the_memory() -> None:
+    large_may_end = threading.Event()
+    begun: list[int] = []
+
+    def work(job: int) -> int:
+        begun.append(job)
+        if job == 0:
+            assert large_may_end.wait(30)
+        elif job == 18:
+            large_may_end.set()  # 1 + 2 + 16: so many are under way with the first
+        return job
+
+    def is_small(job: int) -> bool:
+        return job not in (0, 30)
+
+    with ChunkPool(1) as pool:
+        for job, outcome in pool.in_order(range(40), work, is_small=is_small):
+            assert outcome.result() == job
+            assert max(begun) <= job + 1 + 2 + 16
+    assert sorted(begun) == list(range(40))
+
+
+def test_large_ones_behind_small_ones_are_as_few_as_ever() -> None:
+    begun: list[int] = []
+    with ChunkPool(2) as pool:
+        for job, outcome in pool.in_order(range(60), begun.append, is_small=lambda _: False):
+            outcome.result()
+            assert max(begun) < job + 2 + 2

@@ -241,12 +241,13 @@ _COMMITTER = """
 import sys
 from pathlib import Path
 from recpoint.catalog.commit import commit
+from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.run import Run
 from recpoint.errors import RecpointError
 
 run = Run.open(LocalStore(sys.argv[1]))
-manifest = run.parse_manifest(Path(sys.argv[2]).read_bytes(), 5, 1)
+manifest = run.parse_manifest(Path(sys.argv[2]).read_bytes(), Representation(ManifestName(5, 1)))
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -277,7 +278,7 @@ def test_of_many_processes_one_wins_and_the_others_know(run: Run, tmp_path: Path
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        outcomes = [process.communicate(timeout=60)[0].strip() for process in processes]
+        outcomes = [process.communicate(timeout=240)[0].strip() for process in processes]
     assert sorted(outcomes) == ["CommitConflict"] * 3 + ["created"]
     assert run.manifest(5, 1) == candidates[outcomes.index("created")]
 

@@ -110,7 +110,7 @@ def _die_at(how: list[str], *program: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "recpoint.testing.die_at", *how, *map(str, program)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -131,7 +131,7 @@ def test_killed_at_every_step_each_object_is_whole_or_not_there(tmp_path: Path) 
         _check(run)
         # Started again, it finishes, and a sweep of what is unfinished leaves nothing of it.
         again = subprocess.run(
-            [sys.executable, str(program), str(run)], capture_output=True, text=True, timeout=60
+            [sys.executable, str(program), str(run)], capture_output=True, text=True, timeout=240
         )
         assert again.stdout == "done\n", (number, again.stderr)
         _check(run, finished=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.lineage import ManifestName, live_line
+from recpoint.catalog.lineage import ManifestName, live_line, restarts
 from recpoint.errors import MalformedObject, MissingLink
 from recpoint.format.records import CheckpointRef, GenerationRecord
 
@@ -98,3 +98,27 @@ def test_a_record_missing_beside_the_way_does_not_matter() -> None:
 def test_a_record_that_goes_on_from_itself_or_later_is_refused(restored: int) -> None:
     with pytest.raises(MalformedObject, match=r"generations/00000002\.json"):
         live_line(2, {2: record(2, (10, restored)), 3: record(3, (10, 2))}, [])
+
+
+@pytest.mark.parametrize(
+    ("restored", "count"),
+    [
+        ({1: None}, 0),
+        ({1: None, 2: (10, 1)}, 1),
+        ({1: None, 2: (10, 1), 3: (10, 1), 4: (20, 2)}, 3),  # the third's work was lost
+        ({1: None, 2: (10, 1), 3: None}, 0),  # starting from nothing is another line
+        ({1: None, 2: None, 3: (10, 2), 4: (20, 3)}, 2),
+        ({2: (10, 1), 3: (20, 2)}, 2),  # the first cannot be read
+        ({}, 0),
+    ],
+)
+def test_restarts_since_the_line_began(
+    restored: dict[int, tuple[int, int] | None], count: int
+) -> None:
+    records = {number: record(number, what) for number, what in restored.items()}
+    assert restarts(max(restored, default=0), records) == count
+
+
+def test_restarts_of_records_that_lie_in_a_circle() -> None:
+    assert restarts(3, {3: record(3, (10, 3))}) == 0
+    assert restarts(3, {3: record(3, (10, 2)), 2: record(2, (10, 3))}) == 1

@@ -14,8 +14,8 @@ from torch import Tensor
 from recpoint.catalog import persist, persist_choice, persist_plan, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.chunk_reader import read_chunk
+from recpoint.catalog.memory_target import MemoryTarget
 from recpoint.catalog.restore import restore
-from recpoint.catalog.restore_target import MemoryTarget
 from recpoint.catalog.row_state import to_bfloat16
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import open_job

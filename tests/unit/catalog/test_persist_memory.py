@@ -54,7 +54,7 @@ def test_a_large_checkpoint_takes_bounded_memory(tmp_path: Path, bits: int | Non
         [sys.executable, "-c", _PROGRAM, *map(str, jobs)],
         stdout=subprocess.PIPE,
         check=True,
-        timeout=120,
+        timeout=240,
     )
     report = json.loads(answer.stdout)
     assert report["result"] == "committed"

@@ -185,6 +185,22 @@ def test_no_credentials_at_all_are_access_denied(
         open_store(s3_environment.run_url()).get("k", max_bytes=1)
 
 
+def test_the_files_of_the_sdk_are_read_once(
+    store: S3Store, s3_environment: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from botocore.loaders import JSONFileLoader
+
+    store.put("k", b"1")
+
+    def read_again(self: Any, path: str) -> None:
+        raise AssertionError(path)
+
+    monkeypatch.setattr(JSONFileLoader, "load_file", read_again)
+    other = open_store(s3_environment.run_url())
+    other.put("k", b"2")
+    assert other.get("k", max_bytes=1) == b"2"
+
+
 def test_a_forked_child_gets_its_own_client(store: S3Store) -> None:
     store.put("k", b"1")
     program = (
@@ -200,7 +216,7 @@ def test_a_forked_child_gets_its_own_client(store: S3Store) -> None:
         "assert store.get('child', max_bytes=1) == b'1'\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program, store.url], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, store.url], capture_output=True, text=True, timeout=240
     )
     assert (ran.returncode, ran.stderr) == (0, "")
 
@@ -216,7 +232,7 @@ def test_a_process_that_used_s3_ends_silently(store: S3Store) -> None:
         [sys.executable, "-W", "error", "-X", "dev", "-c", program, store.url],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "PYTHONASYNCIODEBUG": "0"},
     )
     assert ran.returncode == 0

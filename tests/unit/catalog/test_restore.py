@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from recpoint.catalog import chain_rows
+from recpoint.catalog.chunk_reader import StoredRows
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.restore import MemoryTarget, TableTarget, restore
+from recpoint.catalog.row_placement import place
 from recpoint.catalog.run import Run
 from recpoint.errors import (
     IncompatibleModel,
@@ -18,9 +22,10 @@ from recpoint.errors import (
     StoreUnavailable,
     UnsupportedVersion,
 )
-from recpoint.format.manifest import Manifest
+from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import generation_key, manifest_key
 from recpoint.format.records import pack_record
+from recpoint.kernels import dirty_bitmap
 from tests.catalog_builder import Table, build, new_run, publish, tables
 from tests.interposed_store import InterposedStore, unavailable
 
@@ -93,6 +98,105 @@ def test_later_increments_overwrite_earlier_rows(run: Run, threads: int) -> None
     assert report.chain_length == 4
     assert_same(target, trained)
     assert target.state == {0: {"step": 13}}
+
+
+def test_each_row_is_decoded_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+
+    def counting(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> None:
+        decoded.append(len(stored.rows) if positions is None else positions.numel())
+        place(stored, positions, into)
+
+    monkeypatch.setattr(chain_rows, "place", counting)
+    generator = torch.Generator().manual_seed(2)
+    trained = tables(rows=100, bits=4)
+    parent = publish(run, build(run, trained, step=10, generation=1))
+    for step in range(11, 19):
+        dirty = torch.randperm(100, generator=generator)[:40].sort().values
+        trained[0].train(dirty, generator)
+        parent = publish(
+            run,
+            build(
+                run, trained, step=step, generation=1, parent=parent, dirty=[dirty, ids(step - 9)]
+            ),
+        )
+    chain, full = MemoryTarget(), MemoryTarget()
+    assert restore(run, chain).chain_length == 9
+    assert sum(decoded) == 100 + 50
+    publish(run, build(run, trained, step=30, generation=1))
+    restore(run, full)
+    for name, table in full.tables.items():
+        assert torch.equal(chain.tables[name].values, table.values)
+
+
+class TestOverwrittenTables:
+    """What newer checkpoints have overwritten wholly is neither read nor missed (§6.3)."""
+
+    @pytest.fixture
+    def links(self, run: Run) -> list[Manifest]:
+        """A full, two increments that hold every row of users between them, two that hold none."""
+        halves = torch.arange(0, 20, 2), torch.arange(1, 20, 2)
+        dirty = [[ids(1), ids(2)], [ids(1), halves[0]], [ids(2), halves[1]], [ids(3), ids()]]
+        full = build(run, tables(), step=10, generation=1, rows_per_chunk=4)
+        made: list[Manifest] = [publish(run, full)]
+        for step, rows in enumerate(dirty, 11):
+            checkpoint = build(
+                run, tables(seed=step), step=step, generation=1, parent=made[-1], dirty=rows,
+                rows_per_chunk=4,
+            )  # fmt: skip
+            made.append(publish(run, checkpoint))
+        return made
+
+    def of_users(self, manifest: Manifest) -> list[ChunkEntry]:
+        return [entry for entry in manifest.chunks if entry.table == 1]
+
+    def test_they_are_not_read(self, run: Run, links: list[Manifest]) -> None:
+        store = InterposedStore(run.store)
+        seen: list[tuple[int, int]] = []
+        report = restore(
+            Run.open(store),
+            MemoryTarget(["users"]),
+            threads=1,
+            on_progress=lambda *progress: seen.append(progress),
+        )
+        read = [key for call, key in store.calls if call == "get" and "/" in key]
+        # Chunks are read ahead while it is not yet known that nothing of them is needed.
+        assert self.of_users(links[0])[-1].key not in read
+        assert all(entry.key in read for link in links[2:4] for entry in self.of_users(link))
+        assert seen[-1] == (report.bytes_read, report.bytes_read)
+
+    @pytest.mark.parametrize("threads", [1, 6])
+    def test_damage_in_them_is_no_reason_to_go_back(
+        self, run: Run, links: list[Manifest], threads: int
+    ) -> None:
+        for overwritten in self.of_users(links[0]):  # also those that are read ahead
+            run.store.put(overwritten.key, bytes(overwritten.bytes))
+        target = MemoryTarget(["users"])
+        assert restore(run, target, threads=threads).restored == links[-1].ref
+        expected = tables(seed=12)[1].values
+        expected[1::2] = tables(seed=13)[1].values[1::2]
+        assert torch.equal(target.tables["users"].values, expected)
+
+    @pytest.mark.parametrize("threads", [1, 6])
+    def test_damage_in_a_row_that_counts_is(
+        self, run: Run, links: list[Manifest], threads: int
+    ) -> None:
+        needed = self.of_users(links[2])[0]
+        run.store.put(needed.key, bytes(needed.bytes))
+        assert restore(run, MemoryTarget(), threads=threads).restored == links[1].ref
+
+    def test_an_increment_of_all_rows_needs_nothing_older(
+        self, run: Run, links: list[Manifest]
+    ) -> None:
+        trained = tables(seed=40)
+        dirty: list[torch.Tensor | None] = [ids(3), None]
+        publish(run, build(run, trained, step=40, generation=1, parent=links[-1], dirty=dirty))
+        store = InterposedStore(run.store)
+        target = MemoryTarget(["users"])
+        restore(Run.open(store), target)
+        older = {entry.key for link in links for entry in self.of_users(link)}
+        assert not older & {key for _, key in store.calls}
+        assert torch.equal(target.tables["users"].values, trained[1].values)
 
 
 def test_an_increment_without_rows_of_a_table_leaves_it(run: Run) -> None:
@@ -270,6 +374,25 @@ class TestTargets:
         assert weight.data_ptr() == before and weight.requires_grad
         assert torch.equal(weight.detach(), tables()[0].values)
         assert target.finished == 1
+
+    def test_rows_that_increments_hold_are_marked(self, run: Run) -> None:
+        trained = tables()
+        full = publish(run, build(run, trained, step=6, generation=1))
+        runs = [*range(32, 36), 39]
+        parent = full
+        for step, rows in ((7, ids(1, 5, 8)), (8, ids(5, *runs))):
+            parent = publish(
+                run,
+                build(run, trained, step=step, generation=1, parent=parent, dirty=[rows, ids()]),
+            )
+        changed = dirty_bitmap.new(40)
+        target = TableTarget(values=torch.zeros(40, 3), row_states=(None, None), changed=changed)
+        report = restore(run, GivenTarget(target, None))
+        assert dirty_bitmap.collect(changed, rows=40).tolist() == [1, 5, 8, *runs]
+        assert (report.full, report.full_stored_bytes) == (full.ref, full.stored_bytes)
+        dirty_bitmap.clear(changed)
+        restore(run, GivenTarget(target, None), step=6)
+        assert dirty_bitmap.count(changed) == 0
 
     def test_only_the_tables_wanted_are_read(self, run: Run) -> None:
         target = MemoryTarget(["users"])

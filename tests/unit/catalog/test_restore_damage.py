@@ -11,6 +11,7 @@ import torch
 
 from recpoint.catalog.chunk_reader import read_chunk
 from recpoint.catalog.restore import MemoryTarget, TableTarget, restore
+from recpoint.catalog.restore_target import RowSink
 from recpoint.catalog.run import Run
 from recpoint.errors import (
     DigestMismatch,
@@ -199,7 +200,7 @@ def test_missing_objects_are_found_before_anything_is_written(
     begun: list[int] = []
 
     class Watching(MemoryTarget):
-        def begin(self, manifest: Manifest) -> Sequence[TableTarget | None]:
+        def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
             begun.append(manifest.step)
             return super().begin(manifest)
 
@@ -259,9 +260,21 @@ class TestMalformed:
         manifest = links[step - 10]
         entry = [entry for entry in manifest.chunks if entry.table == 0][chunk]
         data = self.rebuilt(run, manifest, entry, torch.tensor(rows))
-        self.replace(run, manifest, entry, data)
+        self.replace(run, manifest, entry, data, first_row=rows[0], last_row=rows[-1])
         with pytest.raises(MalformedObject, match="a row of table 'items' in two chunks"):
             restore(run, MemoryTarget(), step=step)
+
+    @pytest.mark.parametrize("end", ["first_row", "last_row"])
+    def test_other_rows_than_the_manifest_says(
+        self, run: Run, links: list[Manifest], end: str
+    ) -> None:
+        entry = row_chunk(links[1])  # rows 1, 4, 7
+        data = bytes(run.store.get(entry.key, max_bytes=entry.bytes))
+        claimed = {"first_row": 0, "last_row": 8}[end]
+        self.replace(run, links[1], entry, data, **{end: claimed})
+        with pytest.raises(MalformedObject, match="rows from 1 to 7") as caught:
+            restore(run, MemoryTarget(), step=11)
+        assert caught.value.subject == entry.key
 
     def test_two_ranges_that_overlap(self, run: Run) -> None:
         manifest = publish(run, build(run, tables(), step=10, generation=1))
@@ -270,7 +283,8 @@ class TestMalformed:
         meta = type(chunk.meta).model_validate(
             chunk.meta.model_dump() | {"row_set": {"coding": "range", "first": 15}}
         )
-        self.replace(run, manifest, second, build_chunk(meta, list(chunk.sections.values())))
+        data = build_chunk(meta, list(chunk.sections.values()))
+        self.replace(run, manifest, second, data, first_row=15, last_row=30)
         with pytest.raises(MalformedObject, match="in two chunks"):
             restore(run, MemoryTarget(), step=10)
 
@@ -311,7 +325,7 @@ class TestMalformed:
         huge = 2**31 - 1
         specs = [spec.model_dump() for spec in manifest.tables]
         specs[0]["rows"] = huge
-        changed = entry.model_dump() | {"row_count": huge}
+        changed = entry.model_dump() | {"row_count": huge, "last_row": huge - 1}
         chunks = [
             changed if known.key == entry.key else known.model_dump() for known in manifest.chunks
         ]

@@ -278,7 +278,7 @@ HOSTILE: dict[str, Any] = {
     "segment overlaps": lambda job: {"segments": changed(job.segments, "t1.values", offset=0)},
     "unaligned": lambda job: {"segments": changed(job.segments, "tensor.0", offset=1)},
     "two of a name": lambda job: {"segments": (*job.segments, job.segments[0])},
-    "two ranks": lambda job: {"ranks": 2},
+    "a rank too many": lambda job: {"rank": job.ranks},
     "credential": lambda job: {"run_url": "s3://key:secret@bucket/x"},
 }
 

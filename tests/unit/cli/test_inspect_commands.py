@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from recpoint.dashboards.terminal import quantizer_text
+from recpoint.format.history import History, Precision
 from recpoint.format.manifest import Quantizer
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
-from tests.catalog_builder import build, new_run, publish, tables, upload
+from tests.catalog_builder import UNTRAINED, build, new_run, publish, tables, upload
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -43,6 +44,23 @@ def test_list_shows_what_counts_newest_first(recpoint: Invoke, saved_run: SavedR
     assert found[0]["lag_ms"] == 2
     assert found[0]["attempt"] == newest.attempt
     assert all(entry["live"] for entry in found)
+
+
+def test_list_and_show_tell_the_policy(recpoint: Invoke, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    first = build(run, tables(), step=10, generation=1)
+    publish(run, first)
+    then = build(run, tables(), step=20, generation=1)
+    changed = then.manifest.model_copy(update={"policy": "intermittent"})
+    publish(run, replace(then, manifest=changed))
+    found = recpoint("list", tmp_path / "run", "--json").json["checkpoints"]
+    assert [entry["policy"] for entry in found] == ["intermittent", "consecutive"]
+    assert "policy: intermittent, consecutive" in recpoint("list", tmp_path / "run").stdout
+    assert recpoint("show", tmp_path / "run", "20", "--json").json["policy"] == "intermittent"
+    assert re.search(
+        r"^ *policy +intermittent", recpoint("show", tmp_path / "run", "20").stdout, re.M
+    )
 
 
 def test_list_all_shows_superseded_checkpoints_too(recpoint: Invoke, saved_run: SavedRun) -> None:
@@ -118,7 +136,7 @@ def test_show_tells_tables_chunks_and_chain(recpoint: Invoke, saved_run: SavedRu
     assert [table["name"] for table in document["tables"]] == ["items", "users"]
     assert [chunk["key"] for chunk in document["chunks"]] == [c.key for c in manifest.chunks]
     shown = recpoint("show", saved_run.directory, "30", "--chunks").stdout
-    assert "items" in shown and "increment, 3 in its chain" in shown
+    assert "items" in shown and "increment, 3 in its chain; a restore reads 3" in shown
     # Keys are longer than the terminal: they are folded, never cut.
     squeezed = re.sub(r"\s", "", shown)
     assert all(f"{chunk.crc32c:08x}" in shown for chunk in manifest.chunks)
@@ -139,7 +157,9 @@ def test_show_finds_superseded_checkpoints_only_by_generation(
 
 def test_show_says_that_a_chain_is_broken(recpoint: Invoke, saved_run: SavedRun) -> None:
     (saved_run.directory / manifest_key(10, 1)).unlink()
-    found = recpoint("show", saved_run.directory, "30", "--json").json
+    ended = recpoint("show", saved_run.directory, "30", "--json")
+    found = ended.json
+    assert ended.code == 1 and recpoint("show", saved_run.directory, "30").code == 1
     assert (found["chain"], found["error"]) == (None, "MissingLink")
     assert f"recpoint list {saved_run.directory}" in found["message"]
     assert "MissingLink" in recpoint("show", saved_run.directory, "30").stdout
@@ -290,6 +310,7 @@ def test_show_tells_how_tables_were_quantized(recpoint: Invoke, tmp_path: Path) 
     made = build(run, tables(bits=4), step=10, generation=1)
     quantizer = Quantizer(
         table=0,
+        rank=0,
         method="greedy",
         bins=25,
         ratio_permille=400,
@@ -320,3 +341,22 @@ def test_json_is_one_line_whatever_happens(recpoint: Invoke, saved_run: SavedRun
         stdout = recpoint(*arguments, "--json").stdout
         assert stdout.endswith("}\n") and stdout.count("\n") == 1
         assert isinstance(json.loads(stdout), dict)
+
+
+def test_show_tells_how_the_width_was_chosen(recpoint: Invoke, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    generation = run.claim(None).generation
+    reason = "8.5 restores expected: 2 from quantized rows so far \x1b[2J"
+    precision = Precision(bits=4, expected_milli=8500, fallen_back=False, reason=reason)
+    history = History(trained_ms=5_400_000, lossy_restores=2, precision=precision)
+    for step, given in ((10, history), (20, UNTRAINED)):
+        trained = tables(seed=1)
+        publish(run, build(run, trained, step=step, generation=generation, history=given))
+    document = recpoint("show", run.url, "10", "--json").json
+    assert document["history"] == history.model_dump()
+    shown = " ".join(recpoint("show", run.url, "10").stdout.split())
+    assert "trained 1.5 h, 2 restores from quantized rows" in shown
+    assert 'precision 4 bits where bits="auto": 8.5 restores expected: 2 from' in shown
+    assert "\x1b" not in shown and r"\x1b[2J" in shown
+    plain = recpoint("show", run.url, "20")
+    assert "trained" in plain.stdout and "auto" not in plain.stdout

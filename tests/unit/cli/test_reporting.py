@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from recpoint import errors
-from recpoint.cli.reporting import exit_code, naming_run
+from recpoint.catalog.run_url import naming_run
+from recpoint.cli.reporting import exit_code
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -63,7 +64,7 @@ def test_the_module_and_the_script_are_the_same_program() -> None:
         [sys.executable, "-m", "recpoint", "list", "/nowhere/at/all", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 1
@@ -79,7 +80,7 @@ def test_a_listing_imports_neither_prefect_nor_torch() -> None:
         "CliRunner().invoke(app, ['list', '/nowhere/at/all'])\n"
         "sys.exit(len({'prefect', 'torch'} & sys.modules.keys()))\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=240, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -117,5 +118,7 @@ def test_proposed_commands_can_be_copied() -> None:
         named
         == "recpoint check 's3://bucket/a b' --level full, and recpoint list 's3://bucket/a b'"
     )
+    others = naming_run("recpoint validate URL, or recpoint dashboard URL...", "s3://bucket/a")
+    assert others == "recpoint validate s3://bucket/a, or recpoint dashboard URL..."
     assert naming_run(text, "s3://KEY:HIDDEN@bucket/a") == text
     assert naming_run(text, None) == text

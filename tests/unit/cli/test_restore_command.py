@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.unit.cli.conftest import STATE, Invoke, SavedRun
 
@@ -22,6 +26,7 @@ def test_restore_to_a_torch_file(recpoint: Invoke, saved_run: SavedRun, tmp_path
     assert ended.code == 0
     document = ended.json
     assert (document["step"], document["generation"], document["skipped"]) == (30, 2, [])
+    assert document["validation"] is None
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert saved["checkpoint"]["attempt"] == saved_run.manifests[30].attempt
     for name, values in saved_run.newest.items():
@@ -53,6 +58,53 @@ def test_restore_to_a_safetensors_file(
         }
         for name, values in saved_run.newest.items():
             assert torch.equal(file.get_tensor(f"model/{name}.weight"), values)
+
+
+def load_dcp(path: Path, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(state, checkpoint_id=path)
+
+
+def test_restore_to_a_directory_of_torchs_distributed_checkpoint(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.dcp"
+    assert recpoint("restore", saved_run.directory, "--to", path).code == 0
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert set(keys) == {
+        "model.items.weight",
+        "model.users.weight",
+        "model.top.bias",
+        "row_states.items.state0",
+        "row_states.items.state1",
+        "ranks.0.rng.numpy",
+    }
+    model = {f"{name}.weight": torch.full_like(t, 7) for name, t in saved_run.newest.items()}
+    model["top.bias"] = torch.zeros(3)
+    moments = torch.zeros(40, 3)
+    load_dcp(path, {"model": model, "row_states": {"items.state0": moments}})
+    for name, values in saved_run.newest.items():
+        assert torch.equal(model[f"{name}.weight"], values)
+    assert torch.equal(model["top.bias"], torch.arange(3.0))
+    assert recpoint("restore", saved_run.directory, "--to", tmp_path / "a.pt").code == 0
+    saved = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch.equal(moments, saved["row_states"]["items"]["state0"])
+    assert list(tmp_path.glob(".tmp-*")) == []
+
+
+def test_a_directory_is_replaced_only_when_told(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.dcp"
+    path.mkdir()
+    (path / "notes").write_text("precious")
+    arguments = ("restore", saved_run.directory, "--to", path)
+    assert recpoint(*arguments).code == 2
+    assert (path / "notes").read_text() == "precious"
+    assert recpoint(*arguments, "--force").code == 0
+    assert not (path / "notes").exists() and (path / ".metadata").exists()
+    assert list(tmp_path.glob(".tmp-*")) == []
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from recpoint.dashboards import demo
 from recpoint.dashboards.demo import DemoSettings
 from recpoint.dashboards.demo_processes import Child, ChildFailed, Trainer, ended
+from recpoint.dashboards.demo_ranks import RanksTrainer
 from recpoint.errors import SettingsError
+from tests.polling import until
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,8 @@ from recpoint.errors import SettingsError
         ({"interval": 0}, "--interval"),
         ({"interval": -1}, "--interval"),
         ({"steps": 100, "interval": 26}, "--steps"),
+        ({"ranks": 0}, "--ranks"),
+        ({"ranks": 17}, "--ranks"),
     ],
 )
 def test_settings_that_show_nothing_are_refused(
@@ -58,20 +63,15 @@ def test_the_example_is_found() -> None:
     assert demo.example_script().is_file()
 
 
-def wait_for(log: Path, text: str) -> None:
-    deadline = time.monotonic() + 30
-    while text not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def has_said(child: Child, text: str) -> bool:
+    return text in child.log.read_text()
 
 
 def test_a_child_that_fails_is_told_with_what_it_printed_last(tmp_path: Path) -> None:
     program = "print('one'); print('two', flush=True); raise SystemExit(3)"
     child = Child("trainer", ["-c", program], log=tmp_path / "log")
     with pytest.raises(ChildFailed, match="exit code 3.*\none\ntwo"):
-        while True:
-            child.check()
-            time.sleep(0.01)
+        until(child.check)
 
 
 def test_every_child_has_ended_whatever_happens(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_every_child_has_ended_whatever_happens(tmp_path: Path) -> None:
         for number in range(3):
             children.append(Child("child", ["-c", stubborn], log=tmp_path / f"log{number}"))
         for child in children:
-            wait_for(child.log, "ready")
+            until(partial(has_said, child, "ready"))
         children[1].stop()  # a stopped process hears nothing until it goes on
         children[2].kill()
         raise ZeroDivisionError
@@ -116,19 +116,37 @@ def test_a_trainer_is_followed_through_its_files(tmp_path: Path) -> None:
         "print(json.dumps({'steps': 2, 'stalls_ms': [1.5] * 5000}))\n"
     )
     trainer = Trainer("killed", script, [], directory=tmp_path, steps=2)
-    deadline = time.monotonic() + 30
-    while trainer.running:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not trainer.running)
     # The last line is not whole: the process was killed while it wrote it.
     assert trainer.step == 2
     assert trainer.result()["steps"] == 2
 
     script.write_text("print('no result')")
     silent = Trainer("resumed", script, [], directory=tmp_path, steps=2)
-    while silent.running:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not silent.running)
     assert silent.step == 0
     with pytest.raises(ChildFailed, match="no result"):
         silent.result()
+
+
+def test_ranks_that_are_stopped_end_with_the_demo(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys, time\n"
+        "path, rank = sys.argv[2].partition('=')[2], int(os.environ['RANK'])\n"
+        "path = path if rank == 0 else path.replace('.jsonl', f'.rank{rank}.jsonl')\n"
+        "with open(path, 'w') as file:\n"
+        "    file.write(json.dumps({'step': 1 + rank, 'pid': os.getpid()}) + '\\n')\n"
+        "time.sleep(600)\n"
+    )
+    children: list[Child] = []
+    with pytest.raises(ZeroDivisionError), ended(children):
+        trainer = RanksTrainer("killed", script, [], directory=tmp_path, steps=2, ranks=2)
+        children.append(trainer)
+        until(lambda: trainer.step == 2 and len(list(tmp_path.glob("*.jsonl"))) == 2, seconds=120)
+        trainer.stop()
+        raise ZeroDivisionError
+    assert not trainer.running
+    for file in tmp_path.glob("*.jsonl"):
+        command_line = Path("/proc", str(json.loads(file.read_text())["pid"]), "cmdline")
+        assert not command_line.exists() or not command_line.read_bytes()

@@ -84,7 +84,7 @@ def test_batches_are_within_the_tables_the_reader_announces(
 
 def test_a_state_that_is_none_is_refused(make_reader: Callable[[int], Reader]) -> None:
     reader = make_reader(0)
-    for name in ("batches_done", "offset_bytes"):
+    for name in ("batches_done", "lines_done", "offset_bytes"):
         if name in reader.state_dict():
             with pytest.raises(ValueError):
                 reader.load_state_dict({**reader.state_dict(), name: -1})
@@ -107,6 +107,51 @@ def test_retail_keeps_the_log_in_order_and_draws_negatives_from_its_window() -> 
         assert set(negative[:, 1].tolist()) <= allowed
     # Purchases only, one pass, each line once.
     assert reader.total_batches == -(-531_285 // 1000)
+
+
+def purchases(batch: Batch) -> list[list[int]]:
+    return batch.sparse[batch.label == 1].tolist()
+
+
+def test_retail_purchases_go_to_other_ranks_without_one_lost_or_doubled() -> None:
+    alone = RetailReader(lines=60_000, rows=1000)
+    expected = [line for batch in alone for line in purchases(batch)]
+    found: list[list[int]] = []
+    states: list[dict[str, object]] = []
+    # A step is 60,000 purchases, whatever the number of ranks.
+    for ranks, steps in ((4, 2), (2, 1), (1, 3), (3, 1)):
+        readers = [
+            RetailReader(lines=60_000 // ranks, rows=1000, rank=rank, ranks=ranks)
+            for rank in range(ranks)
+        ]
+        for rank, reader in enumerate(readers if states else ()):
+            reader.load_state_dicts(states, rank, ranks)
+        for _, *batches in zip(range(steps), *readers, strict=False):
+            found += [line for batch in batches for line in purchases(batch)]
+        states = [unflatten(*flatten(reader.state_dict())) for reader in readers]
+    assert len(found) == 7 * 60_000
+    assert found == expected[: len(found)]
+    # One rank goes on to the very end; several stop where one of them would have less than a batch.
+    last = RetailReader(lines=60_000, rows=1000)
+    last.load_state_dicts(states, 0, 1)
+    assert found + [line for batch in last for line in purchases(batch)] == expected
+    several = RetailReader(lines=30_000, rows=1000, rank=1, ranks=2)
+    several.load_state_dicts(states, 1, 2)
+    (only,) = several
+    assert purchases(only) == expected[len(found) + 30_000 : len(found) + 60_000]
+
+
+def test_retail_ranks_draw_negatives_of_their_own_and_refuse_to_go_on_from_a_mixture() -> None:
+    one, other = (RetailReader(lines=500, rows=1000, rank=rank, ranks=2) for rank in range(2))
+    first, second = next(iter(one)), next(iter(other))
+    assert first.sparse[500:, 1].tolist() != second.sparse[500:, 1].tolist()
+    next(iter(other))
+    with pytest.raises(ValueError, match="different lines: .*1000.*2000"):
+        RetailReader(lines=500, rows=1000).load_state_dicts(
+            [one.state_dict(), other.state_dict()], 0, 1
+        )
+    with pytest.raises(ValueError, match="the reader of rank 0 of 1, not 1 of 3"):
+        RetailReader(lines=500, rows=1000).load_state_dicts([one.state_dict()], 1, 3)
 
 
 def test_retail_ids_do_not_lie_in_the_order_of_time() -> None:

@@ -128,7 +128,7 @@ def test_the_script_runs_on_every_kind_of_data(tmp_path: Path) -> None:
             + ["--rows=1000", "--batch=16", "--steps=6"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
         assert ended.returncode == 0, ended.stderr

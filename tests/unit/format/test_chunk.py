@@ -31,6 +31,7 @@ from recpoint.format.chunk import (
     tensor_section,
 )
 from recpoint.format.dtypes import DTYPES, Dtype, dtype_name, item_bytes, torch_dtype
+from recpoint.format.history import History
 from recpoint.format.manifest import ChunkEntry, Manifest, RowStateSpec, TableSpec
 
 RUN, ATTEMPT = "ab" * 16, "cd" * 16
@@ -86,6 +87,8 @@ def entry_of(data: bytes, **changes: Any) -> ChunkEntry:
         "rank": 0,
         "table": 1,
         "row_count": ROWS,
+        "first_row": 1,
+        "last_row": 9,
         "bits": BITS,
         "scheme": "asymmetric",
     }
@@ -113,6 +116,8 @@ def manifest_of(entry: ChunkEntry, **changes: Any) -> Manifest:
         "base": parent,
         "parent": parent,
         "chain_length": 2,
+        "policy": "consecutive",
+        "stands_for": None,
         "ranks": 1,
         "tables": (TABLE.model_copy(update={"name": "other"}), TABLE),
         "chunks": (entry,),
@@ -122,6 +127,7 @@ def manifest_of(entry: ChunkEntry, **changes: Any) -> Manifest:
         "stall_us": 0,
         "dirty_rows": 0,
         "full_bytes": 0,
+        "history": History(trained_ms=0, lossy_restores=0, precision=None),
         "quantizers": (),
         "quantized_by": "",
         "state_bits": None,

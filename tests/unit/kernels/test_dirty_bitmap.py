@@ -205,3 +205,47 @@ def test_values_that_are_not_contiguous_are_looked_at_as_they_are() -> None:
     assert dirty_bitmap.count(bitmap) == 40
     with pytest.raises(ValueError, match="expected 41 rows"):
         dirty_bitmap.mark_nonzero(dirty_bitmap.new(41), values, rows=41)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 64, 777])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_ids_are_marked_and_the_new_ones_named(rows: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    bitmap = dirty_bitmap.new(rows)
+    dirty_bitmap.mark(bitmap, torch.randperm(rows, generator=generator)[: rows // 3], rows=rows)
+    expected = bitmap.clone()
+    some = (torch.rand(rows, generator=generator) < share).nonzero().flatten()
+    for ids in (some, range(rows // 4, rows // 2), some, torch.tensor([], dtype=torch.int64)):
+        found = dirty_bitmap.mark_new(bitmap, ids, rows=rows)
+        assert torch.equal(found, reference.mark_new(expected, ids, rows=rows))
+        assert torch.equal(bitmap, expected)
+
+
+def test_of_an_id_that_comes_twice_the_first_is_new() -> None:
+    bitmap = dirty_bitmap.new(40)
+    assert dirty_bitmap.mark_new(bitmap, torch.tensor([7, 39, 7]), rows=40).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([1, -1]), torch.tensor([40, 2]), range(-1, 3), range(30, 41)]
+)
+def test_no_id_is_new_when_one_is_outside_the_table(ids: torch.Tensor | range) -> None:
+    bitmap = dirty_bitmap.new(40)
+    with pytest.raises(IndexError, match="expected 0 <= id < 40"):
+        dirty_bitmap.mark_new(bitmap, ids, rows=40)
+    assert dirty_bitmap.count(bitmap) == 0
+
+
+def test_what_mark_new_cannot_take_is_refused() -> None:
+    bitmap = dirty_bitmap.new(40)
+    refused: list[tuple[torch.Tensor | range, str]] = [
+        (torch.tensor([1], dtype=torch.int32), "ids: dtype"),
+        (torch.arange(9).reshape(3, 3), "ids: shape"),
+        (torch.arange(9)[::2], "not contiguous"),
+        (range(0, 8, 2), "step 1"),
+    ]
+    for ids, what in refused:
+        with pytest.raises(ValueError, match=what):
+            dirty_bitmap.mark_new(bitmap, ids, rows=40)
+    with pytest.raises(ValueError, match="bitmap"):
+        dirty_bitmap.mark_new(bitmap, range(3), rows=70)

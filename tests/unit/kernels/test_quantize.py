@@ -118,3 +118,34 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         quantize.dequantize_packed(packed, scale[:1], offset, dim=4, bits=4)
     with pytest.raises(ValueError, match="offset"):
         quantize.dequantize_packed(packed, scale, offset.double(), dim=4, bits=4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("dim", [1, 5, 16, 100])
+def test_chosen_rows_are_decoded_to_their_places(dim: int, bits: int, threads: int) -> None:
+    packed, scale, offset, _, _ = quantize.quantize_packed(torch.randn(60, dim), bits)
+    some, places = torch.randperm(60)[:40].sort().values, torch.randperm(90)
+    for positions, ids in [(None, None), (None, places[:60]), (some, None), (some, places[:40])]:
+        found, expected = torch.full((90, dim), torch.nan), torch.full((90, dim), torch.nan)
+        given = packed, scale, offset
+        quantize.dequantize_rows(*given, found, ids, bits=bits, positions=positions)
+        reference.dequantize_rows(*given, expected, ids, bits=bits, positions=positions)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_places_that_do_not_fit_are_refused() -> None:
+    packed, scale, offset, _, _ = quantize.quantize_packed(torch.randn(3, 4), 4)
+    table, ids = torch.zeros(5, 4), torch.tensor([4, 0, 2])
+    for to, places, positions, kind, what in [
+        (table, ids + 1, None, IndexError, "ids: 1 … 5, below 5"),
+        (table, ids - 1, None, IndexError, "ids: -1"),
+        (table, ids[:1], torch.tensor([3]), IndexError, "positions: 3"),
+        (table, ids[:2], None, ValueError, "ids: 2, expected one for each of 3"),
+        (table, ids.int(), None, ValueError, "ids: dtype"),
+        (table[:2], None, None, ValueError, "table: 2 rows"),
+        (table.double(), ids, None, ValueError, "table: dtype"),
+        (torch.zeros(5, 5), ids, None, ValueError, "packed"),
+    ]:
+        with pytest.raises(kind, match=what):
+            quantize.dequantize_rows(packed, scale, offset, to, places, bits=4, positions=positions)
+    assert table.sum() == 0

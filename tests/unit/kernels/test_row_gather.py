@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from recpoint.kernels import row_gather
+from recpoint.kernels.row_gather import reference
 
 DTYPES = [
     torch.float32,
@@ -89,3 +90,46 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 def test_no_ids_copy_nothing() -> None:
     row_gather.gather(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4))
     row_gather.scatter(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (16,), (300,), (0,)])
+def test_chosen_rows_are_moved_to_their_places(
+    dtype: torch.dtype, shape: tuple[int, ...], threads: int
+) -> None:
+    source = torch.randint(0, 2, (200, *shape)).to(dtype)
+    positions, ids = torch.randperm(200)[:90].sort().values, torch.randperm(300)[:90]
+    dest = torch.empty(300, *shape, dtype=dtype).zero_()
+    expected = dest.clone()
+    reference.move(source, positions, expected, ids)
+    row_gather.move(source, positions, dest, ids)
+    assert torch.equal(dest, expected)
+
+
+def test_large_moves_are_streamed() -> None:
+    rows = 9 * 2**20 // 2 // 64
+    source, dest = torch.randn(rows, 16), torch.full((rows, 16), torch.nan)
+    positions, ids = torch.randperm(rows), torch.randperm(rows)
+    row_gather.move(source, positions, dest, ids)
+    assert torch.equal(dest[ids], source[positions])
+
+
+def test_a_move_that_does_not_fit_is_refused() -> None:
+    source, dest = torch.ones(4, 2), torch.zeros(5, 2)
+    here, there = torch.tensor([0, 3]), torch.tensor([4, 1])
+    for positions, ids, what in [
+        (torch.tensor([0, 4]), there, "positions: 4, expected 0 <= id < 4"),
+        (here, torch.tensor([5, 1]), "ids: 5, expected 0 <= id < 5"),
+    ]:
+        with pytest.raises(IndexError, match=what):
+            row_gather.move(source, positions, dest, ids)
+    for given, positions, to, ids, what in [
+        (source, here[:1], dest, there, "positions: 1, expected 2"),
+        (source, here.int(), dest, there, "positions: dtype"),
+        (source.double(), here, dest, there, "dtype"),
+        (source[:, :1].contiguous(), here, dest, there, "does not fit"),
+        (source.t().contiguous().t(), here, dest, there, "contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            row_gather.move(given, positions, to, ids)
+    assert dest.sum() == 0

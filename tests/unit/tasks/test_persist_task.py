@@ -11,7 +11,8 @@ from prefect import Task
 
 from recpoint import errors
 from recpoint.tasks import commit, encode, quantize, report, upload
-from recpoint.tasks.job_name import job_log, job_name, slug
+from recpoint.tasks.artifact_key import artifact_key
+from recpoint.tasks.job_name import job_log, job_name
 from recpoint.tasks.persist_task import may_heal
 
 _PATH = "/s/My_run.x-0123456789ab/jobs/00000003-000000000120-r00002.json"
@@ -27,7 +28,6 @@ def test_a_job_is_called_by_its_path() -> None:
     name = job_name(_PATH)
     assert (name.run, name.generation, name.step, name.rank) == ("My_run.x", 3, 120, 2)
     assert str(name) == "My_run.x step 120 rank 2"
-    assert name.slug == "my-run-x"
 
 
 @pytest.mark.parametrize("path", ["", "/s/run/jobs/x.json", "/s/run/jobs/.tmp-1"])
@@ -38,10 +38,11 @@ def test_other_files_are_no_jobs(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("Ü..Ä", "run"), ("--a--B__c", "a-b-c"), ("", "run"), ("x" * 99, 80 * "x")],
+    [("Ü..Ä", "run"), ("--a--B__c", "a-b-c"), ("x" * 99, 80 * "x")],
 )
-def test_slugs_are_what_artifact_keys_may_be(name: str, expected: str) -> None:
-    assert slug(name) == expected
+def test_names_are_what_artifact_keys_may_be(name: str, expected: str) -> None:
+    key = artifact_key(f"s3://b/{name}/", "0123456789abcdef", "r0-lag")
+    assert key == f"recpoint-{expected}-0123456789ab-r0-lag"
 
 
 def test_log_lines_carry_run_step_and_rank(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,6 +77,7 @@ def test_no_task_stores_results_or_runs_for_ever(task: Task[..., object]) -> Non
 def test_a_report_says_what_a_person_asks() -> None:
     checkpoint = report.Checkpoint(
         run_url="s3://b/x",
+        run_id="0" * 32,
         kind="increment",
         chain_length=3,
         rows=1000,

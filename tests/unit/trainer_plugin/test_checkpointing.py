@@ -182,6 +182,9 @@ def reject(place: Place, error_type: str) -> None:
         error_type=error_type,
         error="for the test",
         stored_bytes=0,
+        rank_bytes=0,
+        links_to_read=0,
+        quantizers=(),
         finished_ms=0,
     )
     staged.finish(job_file, outcome)
@@ -304,6 +307,7 @@ def test_the_memory_bound_is_stated_before_training(
     with caplog.at_level(logging.INFO, logger="recpoint"):
         ckpt.restore()
     assert f"at most {ckpt.memory_bound_bytes} bytes" in caplog.text
+    assert ckpt.host_memory_bound_bytes == ckpt.memory_bound_bytes
     assert training.reader.position == 0
     ckpt.close(final=False)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.trainer_plugin.schedule import BatchInterval, SecondsInterval
+from recpoint.trainer_plugin.schedule import AutoInterval, BatchInterval, Schedule, SecondsInterval
 
 
 def checkpoints(seconds: float, batch_seconds: list[float]) -> tuple[list[int], list[int]]:
     """Run the schedule against batches that take these times; (due batches, grants)."""
-    schedule, now = SecondsInterval(seconds), 100.0
+    return replay(SecondsInterval(seconds), batch_seconds)
+
+
+def replay(schedule: Schedule, batch_seconds: list[float]) -> tuple[list[int], list[int]]:
+    now = 100.0
     granted = left = schedule.restart(now)
     due, grants = [], [granted]
     for number, taken in enumerate(batch_seconds, start=1):
@@ -54,3 +58,19 @@ def test_no_time_passes_at_all() -> None:
     schedule = SecondsInterval(5.0)
     granted = schedule.restart(0.0)
     assert schedule.extend(0.0, batches=granted) > 1_000_000
+
+
+def test_an_interval_that_is_asked_for_again() -> None:
+    answers = [10.0] * 4 + [20.0] * 100
+    schedule = AutoInterval(lambda: answers.pop(0))
+    due, grants = replay(schedule, [1.0] * 100)
+    assert due == [10, 30, 50, 70, 90]
+    assert grants[:4] == [1, 9, 10, 10]  # the last: ten more batches instead of a checkpoint
+    assert set(grants[4:]) == {20}
+
+
+def test_an_interval_that_becomes_shorter_does_so_when_the_grant_is_used_up() -> None:
+    answers = [10.0] * 4 + [5.0] * 100
+    due, grants = replay(AutoInterval(lambda: answers.pop(0)), [1.0] * 30)
+    assert due == [10, 20, 25, 30]
+    assert grants[:4] == [1, 9, 10, 5]

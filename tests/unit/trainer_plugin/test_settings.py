@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, ExpectedFailures
 from recpoint.errors import SettingsError
+from recpoint.format.manifest import MAX_CHAIN_LENGTH
 from recpoint.trainer_plugin.settings import Settings
 from tests.training_builder import Batches, Place, Recommender
 
@@ -26,25 +27,38 @@ from tests.training_builder import Batches, Place, Recommender
         ("interval_seconds", 0),
         ("interval_seconds", float("nan")),
         ("interval_seconds", float("inf")),
+        ("interval_seconds", "automatic"),
+        ("interval_seconds", True),
+        ("interval_batches", "auto"),
         ("bits", 5),
+        ("bits", "Auto"),
         ("bits", "4"),
         ("bits", 1),
         ("bits", True),
         ("bits", 4.0),
         ("table_bits", {"users": 7}),
         ("table_bits", ["users"]),
+        ("table_bits", {"users": "automatic"}),
+        ("failures", 0.1),
+        ("failures", {"per_node_hour": 0.1}),
         ("state_bits", 8),
         ("state_bits", 16.0),
         ("state_bits", "16"),
         ("quantizer", "kmeans"),
         ("quantizer", None),
         ("quantizer", {"users": "greedy"}),
+        ("policy", "incremental"),
+        ("policy", None),
+        ("quantize_on", "gpu"),
+        ("quantize_on", True),
         ("full_every", 0),
-        ("full_every", 10_001),
+        ("full_every", MAX_CHAIN_LENGTH + 1),
+        ("full_every", 2.0),
         ("max_staged_jobs", 0),
         ("on_error", "ignore"),
         ("close_wait_seconds", -1),
         ("drain_seconds", None),
+        ("ranks_wait_seconds", 0),
         ("row_local_optimizers", ("SGD",)),
     ],
 )
@@ -53,6 +67,32 @@ def test_setting_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(SettingsError) as caught:
         Settings(**interval, **{setting: value})
     assert setting in caught.value.subject
+
+
+@pytest.mark.parametrize(
+    ("given", "subject"),
+    [
+        ({}, "failures"),
+        ({"nodes": 2}, "failures.nodes"),
+        ({"nodes": 2, "job_hours": 5}, "failures.nodes"),
+        ({"nodes": 0, "per_node_hour": 0.1}, "failures.nodes"),
+        ({"nodes": 1.0, "per_node_hour": 0.1}, "failures.nodes"),
+        ({"nodes": True, "per_node_hour": 0.1}, "failures.nodes"),
+        ({"per_node_hour": -0.1}, "failures.per_node_hour"),
+        ({"per_node_hour": float("nan")}, "failures.per_node_hour"),
+        ({"per_node_hour": float("inf")}, "failures.per_node_hour"),
+        ({"per_node_hour": 1e7}, "failures.per_node_hour"),
+        ({"per_node_hour": "0.1"}, "failures.per_node_hour"),
+        ({"per_node_hour": True}, "failures.per_node_hour"),
+        ({"job_hours": 0}, "failures.job_hours"),
+        ({"job_hours": -1.0}, "failures.job_hours"),
+        ({"job_hours": float("nan")}, "failures.job_hours"),
+    ],
+)
+def test_failures_that_cannot_be(given: dict[str, Any], subject: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        ExpectedFailures(**given)
+    assert caught.value.subject == subject and "ExpectedFailures" in caught.value.next_step
 
 
 @pytest.mark.parametrize("interval", [{}, {"interval_batches": 1, "interval_seconds": 1.0}])

@@ -13,7 +13,10 @@ import pytest
 
 from recpoint.catalog import staged
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_end import read_end
 from recpoint.catalog.store import open_store
+from recpoint.catalog.trainer_note import read_note, trainer_state
+from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 SCRIPT = """
@@ -59,12 +62,16 @@ def test_a_final_checkpoint_then_the_handler_before(place: Place, handler: str, 
             first = process.stdout.readline()
             process.send_signal(signal.SIGTERM)
             lines = [first.strip(), *process.stdout.read().splitlines()]
-        assert process.wait(60) == code, lines
+        assert process.wait(PATIENCE_SECONDS) == code, lines
     assert ("own handler" in lines) == (handler == "own")
     last = max(int(line) for line in lines if line.isdigit())
     run = Run.open(open_store(place.run))
     newest = run.live_line()[0]
     assert newest.step in (last, last + 1), "the batch after which the signal was seen"
+    end = read_end(run, 1)
+    assert end is not None and (end.step, end.reason) == (newest.step, "terminated")
+    note = read_note(place.run_directory)
+    assert trainer_state(place.run_directory, note) == "ended", "and nobody need be woken up"
 
 
 def test_the_previous_handler_is_back_after_close(place: Place) -> None:
@@ -87,7 +94,7 @@ def test_a_signal_that_is_handled_elsewhere_lets_training_go_on(place: Place) ->
             ckpt.restore()
             train(training, ckpt, 1)
             os.kill(os.getpid(), signal.SIGTERM)
-            until(lambda: ckpt._termination.requested)
+            until(lambda: ckpt._end._notice.requested)
             assert not received, "not before the batch is done"
             train(training, ckpt, 1)
             assert received == [signal.SIGTERM]
@@ -112,7 +119,7 @@ def test_the_last_checkpoint_is_staged_before_the_signal_goes_on(place: Place) -
         ckpt = checkpointer(training, place, close_wait_seconds=0, handle_sigterm=True)
         ckpt.restore()
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: ckpt._termination.requested)
+        until(lambda: ckpt._end._notice.requested)
         train(training, ckpt, 1)
         ckpt.close(final=False)
     finally:
@@ -175,7 +182,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_run(place: Place) -> Non
     with process:
         try:
             process.kill()
-            process.wait(20)
+            process.wait(PATIENCE_SECONDS)
             assert not has_ended(child)
             ckpt = checkpointer(simple_training(), place)
             ckpt.restore()
@@ -191,7 +198,7 @@ def test_a_second_signal_does_not_wait(place: Place) -> None:
         ckpt = checkpointer(simple_training(), place, handle_sigterm=True)
         ckpt.restore()
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: ckpt._termination.requested)
+        until(lambda: ckpt._end._notice.requested)
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: bool(received))
         ckpt.close(final=False)
@@ -216,7 +223,7 @@ def test_started_in_another_thread(place: Place, caplog: pytest.LogCaptureFixtur
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert not errors and not thread.is_alive()
     assert "main thread" in caplog.text
     assert signal.getsignal(signal.SIGTERM) == before

@@ -32,7 +32,7 @@ class Tracked:
         self.optimizers: list[Optimizer] = []
         if module.weight.requires_grad:
             self.optimizers.append(make([module.weight]))
-        (table,) = find_tables(self.model, self.optimizers)
+        (table,) = find_tables(self.model, self.optimizers).tables
         self.tracker = Tracker(table)
         self.watch = OptimizerWatch(self.optimizers, {"table": self.tracker}, **options)
         self.tracker.install()
@@ -223,7 +223,7 @@ def test_one_warning_names_tables_optimizer_reason_and_change() -> None:
         Adam(model["a"].parameters(), lr=0.1),
         SGD(model["b"].parameters(), lr=0.1, momentum=0.5),
     ]
-    trackers = {table.name: Tracker(table) for table in find_tables(model, optimizers)}
+    trackers = {table.name: Tracker(table) for table in find_tables(model, optimizers).tables}
     with pytest.warns(FullyDirtyTables) as caught:
         OptimizerWatch(optimizers, trackers).warn()
     assert len(caught) == 1

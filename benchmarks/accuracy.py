@@ -1,0 +1,320 @@
+"""What restoring from fewer bits costs: loss and AUC right after a restore, and at the run's end.
+
+Relative losses are in percent of the value before: the rise of the log loss, the fall of the AUC,
+both on a test set of 100,000 samples that lies after the training data. Dense layers and optimizer
+state come back exactly, as they always do. All tables are quantized, as `bits=N` does; with "rule"
+those of at most 2^14 values are exact, as `bits="auto"` has it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.learning import Score, Task, criteo_shaped, evaluate, restored_rows, retail
+from benchmarks.report import Report
+from benchmarks.workload import scratch, staged_run
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.format.job import QuantizerName
+from recpoint.trainer_plugin.precision import SMALL_TABLE_VALUES, bits_for
+
+__all__ = ["run"]
+
+WIDTHS = (2, 3, 4, 8)
+SCHEMES = ("symmetric", "asymmetric", "greedy", "refit", "k-means", "auto", "rule")
+#: Expected restores -> the width that the rule chooses.
+RULE = {restores: bits_for(1000 * restores) for restores in (1, 3, 20, 100)}
+#: What a relative loss has to stay below, in percent.
+LIMIT = 0.01
+
+_RETAIL_16, _RETAIL_64, _CRITEO = "retail 16", "retail 64", "Criteo's shape"
+#: Seeds of each task. The one of several is where the ends of runs are compared in pairs.
+_SEEDS = {_RETAIL_64: 1, _CRITEO: 1, _RETAIL_16: 10}
+
+
+class Immediate(NamedTuple):
+    """What one restore, right before the test, does to a model."""
+
+    scheme: str
+    bits: int
+    loss: Score
+
+
+class Spread(NamedTuple):
+    """A run restored `restores` times: what the last one did at once, and where the run ended.
+
+    The former is measured with the first seed only.
+    """
+
+    restores: int
+    bits: int
+    at_once: Score | None
+    at_end: Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """All that was measured on one task with one seed; `never` is the run without a restore."""
+
+    task: str
+    never: Score
+    immediate: list[Immediate]
+    spread: list[Spread]
+
+
+def run(*, quick: bool) -> Report:
+    """Train every task with every seed, and compare.
+
+    `relative_loss_<b>bit` is the default quantizer's, right after a restore at the end of the run:
+    the mean over the seeds, the worse of log loss and AUC, the worst task. For
+    `relative_loss_at_rule` the run is restored as often as the rule expects for the width, at even
+    distances, small tables exactly, and the last of these restores is judged. `paired_mean` and
+    `paired_ci95` (half the interval) compare the ends of such runs with that of the same run
+    without any restore, over ten seeds of the retail task at d = 16: the worst of the widths.
+    """
+    _gate()
+    jobs = [
+        (name, seed, quick)
+        for name, count in _SEEDS.items()
+        for seed in range(min(3, count) if quick else count)
+    ]
+    workers = torch.get_num_threads()
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for outcome in pool.map(_measure, *zip(*jobs, strict=True)):
+            outcomes.append(outcome)
+            print(f"{len(outcomes)} of {len(jobs)}: {outcome}", file=sys.stderr, flush=True)
+    return _report(outcomes)
+
+
+@cache
+def _task(name: str, quick: bool) -> Task:
+    if name == _CRITEO:
+        return criteo_shaped(quick=quick)
+    return retail(dim=16 if name == _RETAIL_16 else 64, quick=quick)
+
+
+def _measure(name: str, seed: int, quick: bool) -> Outcome:
+    """One task, one seed, in a process with one thread: bits do not depend on the machine's load.
+
+    The first seed has all schemes, the others the default one only.
+    """
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
+    task = _task(name, quick)
+    model = task.learn(seed).model
+    never = evaluate(model, task.test)
+    schemes = SCHEMES if seed == 0 else ("auto",)
+    immediate = [
+        Immediate(scheme, bits, _after_restore(task, model, bits, scheme).worse_than(never))
+        for scheme in schemes
+        for bits in WIDTHS
+        if scheme != "k-means" or _can_cluster(name, bits, quick)
+    ]
+    spread = [
+        _restored_on_the_way(task, seed, restores, bits, never) for restores, bits in RULE.items()
+    ]
+    return Outcome(task=task.name, never=never, immediate=immediate, spread=spread)
+
+
+def _can_cluster(name: str, bits: int, quick: bool) -> bool:
+    """K-means of 64 values a row takes a quarter of an hour; 16 values have 16 clusters at most."""
+    return bits < 8 and name != _RETAIL_64 and not quick
+
+
+def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
+    """Put into the model's tables what comes back from a checkpoint of `step`."""
+    with torch.no_grad():
+        for table in model.tables.values():
+            if scheme == "rule" and table.weight.numel() <= SMALL_TABLE_VALUES:
+                continue
+            name = "auto" if scheme == "rule" else scheme
+            table.weight.copy_(restored_rows(table.weight.detach(), bits, name, seed=step))
+
+
+def _after_restore(task: Task, model: Any, bits: int, scheme: str) -> Score:
+    """The score of `model` with its tables restored; it is left as it was."""
+    kept = [table.weight.detach().clone() for table in model.tables.values()]
+    if scheme == "k-means":
+        _cluster_looked_up(task, model, bits)
+    else:
+        _restore_tables(model, bits, scheme, step=0)
+    score = evaluate(model, task.test)
+    with torch.no_grad():
+        for table, weight in zip(model.tables.values(), kept, strict=True):
+            table.weight.copy_(weight)
+    return score
+
+
+def _cluster_looked_up(task: Task, model: Any, bits: int) -> None:
+    """K-means takes long: only for the rows that the test looks up, as the others do not matter."""
+    with torch.no_grad():
+        for column, table in enumerate(model.tables.values()):
+            ids = task.test.sparse[:, column].unique()
+            table.weight[ids] = restored_rows(table.weight[ids], bits, "k-means", seed=0)
+
+
+def _restored_on_the_way(task: Task, seed: int, restores: int, bits: int, never: Score) -> Spread:
+    steps = len(task.batches(seed))
+    at = sorted({number * steps // (restores + 1) for number in range(1, restores + 1)})
+    at_once: list[Score] = []
+
+    def restore_all(model: Any, step: int) -> None:
+        last = step == at[-1] and seed == 0
+        before = evaluate(model, task.test) if last else None
+        _restore_tables(model, bits, "rule", step=step)
+        if before is not None:
+            at_once.append(evaluate(model, task.test).worse_than(before))
+
+    model = task.learn(seed, restores=at, restore=restore_all).model
+    at_end = evaluate(model, task.test).worse_than(never)
+    return Spread(restores, bits, at_once[0] if at_once else None, at_end)
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+
+def _gate() -> None:
+    """What comes back from a store is, bit for bit, what `restored_rows` gives; state is exact."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
+    learned = retail(dim=16, quick=True).learn(0)
+    names: dict[int, tuple[QuantizerName, ...]] = {bits: ("auto",) for bits in WIDTHS}
+    names[4] = ("auto", "asymmetric", "symmetric", "greedy", "refit")
+    with scratch() as memory:
+        for bits, quantizers in names.items():
+            for quantizer in quantizers:
+                where = memory / f"{quantizer}-{bits}"
+                _check_stored(learned, where, bits, quantizer)
+
+
+def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName) -> None:
+    model, optimizers = learned
+    url, staging = str(where / "run"), where / "staging"
+    with staged_run(
+        model, optimizers, url=url, staging=staging, bits=bits, quantizer=quantizer
+    ) as tracked:
+        job, _ = tracked.cut_and_persist()
+    target = MemoryTarget()
+    restore(Run.open(open_store(url)), target)
+    for staged, (name, table) in zip(job.tables, model.tables.items(), strict=True):
+        rows = table.weight.detach()
+        if staged.bits == bits:
+            rows = restored_rows(rows, bits, quantizer, seed=job.step)
+        found = target.tables[f"tables.{name}"]
+        if not torch.equal(found.values.view(torch.int32), rows.view(torch.int32)):
+            raise RuntimeError(f"{name}, {bits} bits, {quantizer}: the store gave other rows")
+        state = found.row_states[0]
+        if state is None or not torch.equal(state, optimizers[0].state[table.weight]["sum"]):
+            raise RuntimeError(f"{name}: the store gave another optimizer state")
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def _report(outcomes: list[Outcome]) -> Report:
+    report = Report(
+        name="accuracy",
+        columns=("loss and AUC, % worse", *(f"{bits} bits" for bits in WIDTHS)),
+    )
+    tasks = list(dict.fromkeys(outcome.task for outcome in outcomes))
+    worst = dict.fromkeys(WIDTHS, -math.inf)
+    worst_auc = dict.fromkeys(WIDTHS, -math.inf)
+    for task in tasks:
+        of_task = [outcome for outcome in outcomes if outcome.task == task]
+        for scheme in SCHEMES:
+            cells = []
+            for bits in WIDTHS:
+                mean = _mean(
+                    [i.loss for o in of_task for i in o.immediate if i[:2] == (scheme, bits)]
+                )
+                cells.append("-" if mean is None else f"{mean.loss:+.4f} / {mean.auc:+.4f}")
+                if mean is not None and scheme == "auto":
+                    worst[bits] = max(worst[bits], *mean)
+                    worst_auc[bits] = max(worst_auc[bits], mean.auc)
+            report.rows.append((f"{task}, {scheme}", *cells))
+    report.figures |= {f"relative_loss_{bits}bit": value for bits, value in worst.items()}
+    report.figures |= {f"auc_loss_{bits}bit": value for bits, value in worst_auc.items()}
+    report.notes.append(
+        "Right after a restore at the end of the run: log loss / AUC, % worse than before it; "
+        f"means over the seeds ({', '.join(_described(outcomes, task) for task in tasks)})."
+    )
+    _rule(report, outcomes, tasks)
+    failing = [f"{bits} bits" for bits in WIDTHS if worst[bits] >= LIMIT]
+    report.notes.append(
+        f"Right after a restore, at or above {LIMIT} % somewhere: {', '.join(failing) or 'none'}; "
+        f"AUC alone: {', '.join(f'{b} bits' for b in WIDTHS if worst_auc[b] >= LIMIT) or 'none'}."
+    )
+    return report
+
+
+def _rule(report: Report, outcomes: list[Outcome], tasks: list[str]) -> None:
+    """The runs that were restored on the way."""
+    worst, paired = -math.inf, (-math.inf, 0.0)
+    for restores, bits in RULE.items():
+        for task in tasks:
+            runs = [s for o in outcomes if o.task == task for s in o.spread if s.bits == bits]
+            at_once, (loss, auc) = runs[0].at_once, _ends(runs)
+            assert at_once is not None  # of the first seed, which comes first
+            worst = max(worst, *at_once)
+            if len(runs) >= _LEAST_PAIRS:
+                paired = max(paired, loss, auc)
+            report.notes.append(
+                f"{restores} restores at {bits} bits, {task}: the last one {_both(at_once)}; end "
+                f"of the run against that without restores {_end(loss)} / {_end(auc)} %"
+                f" ({len(runs)} seeds)"
+            )
+    report.figures["relative_loss_at_rule"] = worst
+    report.figures["paired_mean"], report.figures["paired_ci95"] = paired
+
+
+def _ends(runs: list[Spread]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Mean and half the 95 % confidence interval, of the loss and of the AUC, over seeds."""
+    loss, auc = ([s.at_end[part] for s in runs] for part in (0, 1))
+    return _interval(loss), _interval(auc)
+
+
+def _both(score: Score) -> str:
+    return f"{score.loss:+.4f} / {score.auc:+.4f} %"
+
+
+def _end(interval: tuple[float, float]) -> str:
+    mean, half = interval
+    return f"{mean:+.4f} ± {half:.4f}" if half < math.inf else f"{mean:+.4f}"
+
+
+def _interval(values: list[float]) -> tuple[float, float]:
+    if len(values) < _LEAST_PAIRS:
+        return statistics.fmean(values), math.inf
+    half = _STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), half
+
+
+#: Fewer have no interval to speak of.
+_LEAST_PAIRS = 3
+#: Student's t, 97.5 %, by the number of values.
+_STUDENT = {
+    3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262,
+}  # fmt: skip
+
+
+def _mean(scores: list[Score]) -> Score | None:
+    if not scores:
+        return None
+    return Score(*(statistics.fmean(part) for part in zip(*scores, strict=True)))
+
+
+def _described(outcomes: list[Outcome], task: str) -> str:
+    runs = [outcome for outcome in outcomes if outcome.task == task]
+    mean = _mean([outcome.never for outcome in runs])
+    assert mean is not None
+    return f"{task}: {len(runs)}, loss {mean.loss:.4f}, AUC {mean.auc:.4f}"

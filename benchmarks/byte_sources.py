@@ -1,0 +1,314 @@
+"""The runs whose bytes are counted: which rows each interval changes, and what else is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.criteo_dlrm import CriteoDLRM
+from benchmarks.dirty_trace import Masks, fleet_masks
+from benchmarks.row_wise import RowWiseAdagrad
+from benchmarks.stored_sizes import Form, MergedFull, check, form_of
+from benchmarks.trained_rows import trained_rows
+from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
+from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.catalog.staged_job import Extent, ids_name, open_job, read_into, values_name
+from recpoint.catalog.store import open_store
+from recpoint.format.job import Job
+from recpoint.format.manifest import Kind, Manifest, TableSpec
+from recpoint.trainer_plugin.settings import FixedBits
+
+__all__ = ["WIDTHS", "OptimizerName", "Source", "criteo_shaped", "fleet", "retail"]
+
+WIDTHS: tuple[FixedBits, ...] = (2, 3, 4, 8, "lossless")
+OptimizerName = Literal["row-wise Adagrad", "Adagrad", "Adagrad, state_bits=16"]
+
+#: A job and its manifest, as an agent has stored them: what a checkpoint is apart from its rows.
+Stored = tuple[Job, Manifest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A run.
+
+    Attributes:
+        name: for tables and plots.
+        tables: what is trained.
+        masks: for each interval, which rows it changes, the tables' rows one after another.
+        templates: a full and an increment of such a run, for each width.
+        consolidated: the manifest of both merged.
+        forms: for each width, of the rows of each table.
+    """
+
+    name: str
+    tables: tuple[TableSpec, ...]
+    masks: Masks
+    templates: Mapping[FixedBits, Mapping[Kind, Stored]]
+    consolidated: Mapping[FixedBits, Manifest]
+    forms: Mapping[FixedBits, tuple[Form, ...]]
+
+
+def fleet(*, quick: bool) -> Source:
+    """Check-N-Run's curve: one table of 10 million rows of 64 values, row-wise Adagrad."""
+    examples_on_path()
+    from train_dlrm import DLRM
+
+    rows, dim = (200_000 if quick else 10_000_000), 64
+
+    def batches() -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(4)
+        while True:
+            ids = torch.randint(0, 2048, (512, 1), generator=generator)
+            yield torch.randn(512, 13, generator=generator), ids, torch.ones(512)
+
+    model = DLRM({"rows": 2048}, 13, dim=dim)
+    templates, consolidated = _stored(model, "row-wise Adagrad", batches())
+    spec = templates["lossless"]["full"][0].tables[0].spec.model_copy(update={"rows": rows})
+    sample = trained_rows(dim=dim, batches=120, rows=4096)
+    return Source(
+        name=f"26 % trace, {rows / 1e6:g} M x {dim}",
+        tables=(spec,),
+        masks=fleet_masks(rows, 24, seed=1),
+        templates=templates,
+        consolidated=consolidated,
+        forms={bits: (form,) for bits, form in _forms_like(sample, rows).items()},
+    )
+
+
+def _forms_like(sample: Tensor, rows: int) -> dict[FixedBits, Form]:
+    """Forms of `rows` rows, each one of `sample` with noise of a hundredth of its values."""
+    forms: dict[FixedBits, Form] = {bits: np.zeros(rows, np.uint8) for bits in WIDTHS}
+    generator = torch.Generator().manual_seed(5)
+    for first in range(0, rows, len(sample)):
+        noisy = sample * (1 + 0.01 * torch.randn(sample.shape, generator=generator))
+        for bits, form in forms.items():
+            if bits != "lossless":
+                part = form[first : first + len(sample)]
+                part[:] = form_of(noisy[: len(part)], bits)
+    return forms
+
+
+def retail(*, quick: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Source:
+    """The bundled purchases, one pass, a checkpoint after each fiftieth of the log; d = 16."""
+    examples_on_path()
+    from retail import RetailReader
+    from train_dlrm import DLRM
+
+    batches = list(islice(RetailReader(lines=512, seed=0), 40 if quick else None))
+    reader = RetailReader(lines=512, seed=0)
+    model = DLRM(reader.tables, 0)
+    intervals = 8 if quick else 50
+    return _trained(f"retail, d = 16, {optimizer}", model, optimizer, batches, intervals)
+
+
+def criteo_shaped(*, quick: bool) -> Source:
+    """A log of Criteo's shape in tables of at most 2^20 rows of 16 values, 24 intervals.
+
+    Each interval has as many lines for a row of the tables as 2 % of the published log has for a
+    row of the published ones.
+    """
+    examples_on_path()
+    from criteo import CriteoShapeReader
+
+    intervals, lines = (6, 4096) if quick else (24, 16_384)
+    reader = CriteoShapeReader(lines=lines, rows=1 << (14 if quick else 20))
+    rows = sum(reader.tables.values())
+    each = max(1, round(0.02 * 45_840_617 * rows / 33_762_577 / lines))
+    model = CriteoDLRM(reader.tables)
+    for weight in model.tables.parameters():
+        torch.nn.init.normal_(weight, std=len(weight) ** -0.5)
+    batches = (reader.batch(number) for number in range(intervals * each))
+    name = f"Criteo's shape, {rows / 1e6:.1f} M x 16, row-wise Adagrad"
+    return _trained(name, model, "row-wise Adagrad", batches, intervals, each=each, train=20)
+
+
+def _trained(
+    name: str,
+    model: Any,
+    optimizer: OptimizerName,
+    batches: Iterable[Any],
+    intervals: int,
+    *,
+    each: int | None = None,
+    train: int | None = None,
+) -> Source:
+    """A source of what `model` is trained on.
+
+    Args:
+        name: the source's.
+        model: is trained here.
+        optimizer: of the tables.
+        batches: of the whole run, in order.
+        intervals: into how many they are cut.
+        each: batches of an interval; None: all of them, which are a list, in equal parts.
+        train: how many of the batches the model is trained on; of all, the rows are known.
+    """
+    rows = [len(table.weight) for table in model.tables.values()]
+    starts = np.cumsum([0, *rows])
+    masks = [np.zeros(starts[-1], np.bool_) for _ in range(intervals)]
+    total = intervals * each if each else len(list(batches))
+    optimizers = _optimizers(model, optimizer)
+    first: list[Any] = []
+    for number, batch in enumerate(batches):
+        mask = masks[number * intervals // total]
+        for column, start in enumerate(starts[:-1]):
+            mask[start + batch.sparse[:, column].numpy()] = True
+        if train is None or number < train:
+            _learn(model, optimizers, batch)
+        if number < 40:
+            first.append(batch)
+    small = _smaller(model)
+    modulo = torch.tensor([len(table.weight) for table in small.tables.values()])
+    templates, consolidated = _stored(
+        small, optimizer, ((b.dense[:512], b.sparse[:512] % modulo, b.label[:512]) for b in first)
+    )
+    specs = tuple(
+        table.spec.model_copy(update={"rows": count})
+        for table, count in zip(templates["lossless"]["full"][0].tables, rows, strict=True)
+    )
+    weights = [table.weight.detach() for table in model.tables.values()]
+    forms = {
+        bits: tuple(
+            np.zeros(len(w), np.uint8) if bits == "lossless" else form_of(w, bits) for w in weights
+        )
+        for bits in WIDTHS
+    }
+    return Source(
+        name=name,
+        tables=specs,
+        masks=masks,
+        templates=templates,
+        consolidated=consolidated,
+        forms=forms,
+    )
+
+
+def _smaller(model: Any) -> Any:
+    """The model with at most 2,048 rows a table: dense layers and names are the same."""
+    tables = {name: min(len(table.weight), 2048) for name, table in model.tables.items()}
+    if isinstance(model, CriteoDLRM):
+        return CriteoDLRM(tables)
+    examples_on_path()
+    from train_dlrm import DLRM
+
+    return DLRM(tables, 0)
+
+
+def _optimizers(model: Any, optimizer: OptimizerName) -> list[torch.optim.Optimizer]:
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
+    tables = model.tables.parameters()
+    dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+    of_tables = (
+        RowWiseAdagrad(tables)
+        if optimizer == "row-wise Adagrad"
+        else torch.optim.Adagrad(tables, lr=0.1)
+    )
+    return [of_tables, torch.optim.Adagrad(dense, lr=0.02)]
+
+
+def _learn(model: Any, optimizers: list[torch.optim.Optimizer], batch: Any) -> None:
+    dense, sparse, label = batch
+    loss = F.binary_cross_entropy_with_logits(model(dense, sparse), label)
+    for each in optimizers:
+        each.zero_grad()
+    loss.backward()
+    for each in optimizers:
+        each.step()
+
+
+# --- what an agent really stores ------------------------------------------------------------------
+
+
+def _stored(
+    model: Any, optimizer: OptimizerName, batches: Iterator[Any]
+) -> tuple[dict[FixedBits, dict[Kind, Stored]], dict[FixedBits, Manifest]]:
+    """A full and an increment of `model` in each width, stored, and counted to the byte.
+
+    Returns:
+        Both, and the manifest of the full that consolidation makes of them.
+
+    Raises:
+        RuntimeError: what is counted is not what was stored.
+    """
+    optimizers = _optimizers(model, optimizer)
+    state_bits: Literal["lossless", 16] = 16 if optimizer.endswith("16") else "lossless"
+    templates: dict[FixedBits, dict[Kind, Stored]] = {}
+    consolidated: dict[FixedBits, Manifest] = {}
+    with scratch() as memory:
+        for bits in WIDTHS:
+            url = str(memory / str(bits))
+            with staged_run(
+                model,
+                optimizers,
+                url=url,
+                staging=memory / "staging",
+                bits=bits,
+                state_bits=state_bits,
+                row_local_optimizers=(RowWiseAdagrad,),
+            ) as tracked:
+                templates[bits] = {}
+                for kind in ("full", "increment"):
+                    if kind == "increment":
+                        _learn(model, optimizers, next(batches))
+                        tracked.checkpointer.step()
+                    ids, forms, stored = _compared(tracked, url)
+                    templates[bits][kind] = stored
+            consolidated[bits] = _merged(url, *stored, ids, forms)
+    return templates, consolidated
+
+
+def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[Form]) -> Manifest:
+    """Consolidate an increment with its full, and compare with what is counted."""
+    run = Run.open(open_store(url))
+    plan = plan_consolidation(run, ManifestName(job.step, job.generation))
+    consolidate(run, plan)
+    merged = run.read_manifest(plan.target)
+    counted = MergedFull(job, merged, forms)
+    tables = zip(ids, merged.tables, strict=True)
+    counted.merge([[np.arange(spec.rows) if some is None else some for some, spec in tables]])
+    stored = sorted((entry.content, entry.bytes) for entry in merged.chunks)
+    if stored != counted.chunk_bytes:
+        raise RuntimeError(f"{url}: counted {counted.chunk_bytes}, consolidated {stored}")
+    return merged
+
+
+def _compared(tracked: StagedRun, url: str) -> tuple[list[Any], list[Form], Stored]:
+    """Cut and persist; the ids, what the rows are stored as, and what was stored."""
+    path = tracked.cut()
+    staged = open_job(path)
+    ids: list[Any] = []
+    forms: list[Form] = []
+    for index, table in enumerate(staged.job.tables):
+        if not table.row_count:
+            ids.append(np.empty(0, np.int64))
+            forms.append(np.empty(0, np.uint8))
+            continue
+        here = None if table.all_rows else _read(staged.extent(ids_name(index)), np.int64)
+        values = _read(staged.extent(values_name(index)), np.float32)
+        found = torch.from_numpy(values).reshape(-1, table.spec.dim)
+        form = np.zeros(table.spec.rows, np.uint8)
+        if table.is_quantized:
+            form[slice(None) if here is None else here] = form_of(found, table.bits)
+        ids.append(here)
+        forms.append(form)
+    tracked.persist()
+    job = staged.job
+    manifest = Run.open(open_store(url)).manifest(job.step, job.generation)
+    check(job, manifest, ids, forms)
+    return ids, forms, (job, manifest)
+
+
+def _read(extent: Extent, dtype: Any) -> Any:
+    array = np.empty(extent.length // np.dtype(dtype).itemsize, dtype)
+    read_into(extent, array.data.cast("B"))
+    return array

@@ -1,0 +1,260 @@
+"""Bytes written and kept, by policy and width, against a full fp32 checkpoint each interval.
+
+Every stored byte counts: codes, row parameters, optimizer state, row ids, dense layers, headers,
+manifests. What consolidation writes in the background has a column of its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import byte_sources
+from benchmarks.byte_sources import WIDTHS, Source
+from benchmarks.dirty_trace import Checkpoint, Mask, replay, rows_since
+from benchmarks.report import Report
+from benchmarks.stored_sizes import Ids, MergedFull, Parts, stored_parts
+from benchmarks.workload import ROOT
+from recpoint.format.dtypes import array_bytes, item_bytes
+from recpoint.format.job import Job
+from recpoint.format.manifest import TableSpec
+from recpoint.trainer_plugin.policy import Policy
+from recpoint.trainer_plugin.settings import FixedBits
+
+__all__ = ["Counted", "count", "run"]
+
+
+class Plan(NamedTuple):
+    """A policy, and how many increments are merged into a new full as soon as they are there."""
+
+    name: str
+    policy: Policy
+    merge_every: int | None = None
+
+
+PLANS = (
+    Plan("full each time", Policy(name="one_shot", full_every=1)),
+    Plan("one-shot", Policy(name="one_shot")),
+    Plan("intermittent", Policy(name="intermittent")),
+    Plan("consecutive", Policy(name="consecutive")),
+    Plan("continuous, 8 merged", Policy(name="continuous"), 8),
+    Plan("continuous, each merged", Policy(name="continuous"), 1),
+)
+#: Write bandwidth and capacity that the paper reports, on its fleet, with the intermittent policy.
+PAPER: Mapping[FixedBits, str] = {2: "17 / 8", 8: "6 / 2.5"}
+
+
+class Counted(NamedTuple):
+    """One plan in one width: its checkpoints, and the bytes of a full one in fp32."""
+
+    plan: str
+    bits: FixedBits
+    taken: list[Checkpoint]
+    full_fp32: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Times fewer bytes written by the trainer's checkpoints."""
+        return self.full_fp32 / statistics.fmean(taken.written for taken in self.taken)
+
+    @property
+    def bandwidth_merging(self) -> float:
+        """The same with what consolidation writes."""
+        return self.full_fp32 / statistics.fmean(t.written + t.merged[1] for t in self.taken)
+
+    @property
+    def capacity(self) -> float:
+        """Times fewer bytes kept, at the worst interval."""
+        return self.full_fp32 / max(taken.kept for taken in self.taken)
+
+
+def run(*, quick: bool, plot: bool = False) -> Report:
+    """Count all plans in all widths on all sources.
+
+    Means are over all checkpoints of a run, the first full included; capacity is what has to be
+    kept to restore the newest checkpoint, at its peak. `bandwidth_x` and `capacity_x` are those of
+    one policy, the one whose checkpoints write the fewest bytes, and among equals keep the fewest;
+    `_merging_counted` adds what consolidation writes for it. `bandwidth_x_…_all` is the best of all
+    policies with that added. The gate: of a full, an increment
+    and both consolidated, of each source in each width, as many bytes are stored, object by object,
+    as are counted here.
+    """
+    report = Report(
+        name="bytes",
+        columns=(
+            "", "bits", "MB written", "x less", "MB merged", "x with it", "MB kept", "x less",
+            "paper",
+        ),
+    )  # fmt: skip
+    rounded = partial(byte_sources.retail, optimizer="Adagrad, state_bits=16")
+    sources: list[tuple[str, Callable[..., Source]]] = [
+        ("", byte_sources.fleet),
+        ("_retail", byte_sources.retail),
+        ("_retail_adagrad", rounded),
+        ("_criteo", byte_sources.criteo_shaped),
+    ]
+    for suffix, new_source in sources:
+        source = new_source(quick=quick)
+        counted = count(source)
+        print(f"counted: {source.name}", file=sys.stderr, flush=True)
+        _rows(report, source, counted)
+        for bits in (2, 8):
+            _figures(report, suffix, bits, [c for c in counted if c.bits == bits])
+        report.notes.append(_where(source))
+        if plot:
+            from benchmarks import byte_plots
+
+            at_4 = [of for of in counted if of.bits == 4]
+            path = byte_plots.plot(f"bytes{suffix}", f"{source.name}, 4 bits", at_4)
+            report.notes.append(f"plotted: {path.relative_to(ROOT)}")
+    return report
+
+
+def count(source: Source) -> list[Counted]:
+    """All plans in all widths."""
+    sizes = _Sizes(source)
+    intervals, full = len(source.masks), sizes.full_fp32
+    counted = []
+    for bits in WIDTHS:
+        for plan in PLANS:
+            taken = replay(
+                plan.policy,
+                intervals,
+                sizes.of(bits),
+                consolidate_every=plan.merge_every,
+                merge=sizes.merging(bits),
+            )
+            counted.append(Counted(plan.name, bits, taken, full))
+    return counted
+
+
+class _Sizes:
+    """Bytes of any checkpoint of a source."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._starts = np.cumsum([0, *(spec.rows for spec in source.tables)])
+        self.parts = cache(self._parts)
+
+    @property
+    def full_fp32(self) -> int:
+        """Of tables, row states, dense layers and the rest, without a byte around them."""
+        job = self._source.templates["lossless"]["full"][0]
+        tables = sum(_row_bytes(table.spec) * table.spec.rows for table in job.tables)
+        real = sum(_row_bytes(spec) * spec.rows for spec in self._source.tables)
+        return job.full_bytes - tables + real
+
+    def of(self, bits: FixedBits) -> _OfWidth:
+        """Those of one width."""
+        return _OfWidth(self, bits)
+
+    def merging(self, bits: FixedBits) -> Callable[[Sequence[int]], int]:
+        """Merges into a full of its own; see `replay`."""
+        source = self._source
+        job = self._with_rows(source.templates[bits]["increment"][0], None)
+        manifest = source.consolidated[bits].model_copy(update={"tables": source.tables})
+        full = MergedFull(job, manifest, source.forms[bits])
+
+        def merge(links: Sequence[int]) -> int:
+            return full.merge([self._ids(source.masks[to]) for to in links]).total()
+
+        return merge
+
+    def _ids(self, mask: Mask) -> list[Ids]:
+        """Of each table."""
+        return [
+            np.flatnonzero(mask[start : start + spec.rows])
+            for start, spec in zip(self._starts[:-1], self._source.tables, strict=True)
+        ]
+
+    def _with_rows(self, job: Job, ids: Sequence[Ids] | None) -> Job:
+        """The job with the real tables and these rows; None: all."""
+        tables = []
+        for index, (spec, table) in enumerate(zip(self._source.tables, job.tables, strict=True)):
+            rows = spec.rows if ids is None else len(ids[index])
+            changes = {"spec": spec, "row_count": rows, "all_rows": ids is None}
+            tables.append(table.model_copy(update=changes))
+        return job.model_copy(update={"tables": tuple(tables)})
+
+    def _parts(self, bits: FixedBits, since: int | None, to: int) -> Parts:
+        source = self._source
+        job, manifest = source.templates[bits]["full" if since is None else "increment"]
+        ids = None if since is None else self._ids(rows_since(source.masks, since, to))
+        specs = manifest.model_copy(update={"tables": source.tables})
+        rows = [None] * len(source.tables) if ids is None else ids
+        return stored_parts(self._with_rows(job, ids), specs, rows, source.forms[bits])
+
+
+class _OfWidth:
+    def __init__(self, sizes: _Sizes, bits: FixedBits) -> None:
+        self._sizes, self._bits = sizes, bits
+
+    def __call__(self, since: int | None, to: int) -> int:
+        # One full is as large as another.
+        return self._sizes.parts(self._bits, since, 0 if since is None else to).total()
+
+
+def _row_bytes(spec: TableSpec) -> int:
+    states = sum(array_bytes(state.dtype, state.shape) for state in spec.row_states)
+    return spec.dim * item_bytes(spec.dtype) + states
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
+    share = statistics.fmean(float(mask.mean()) for mask in source.masks)
+    full = counted[0].full_fp32
+    report.rows.append((f"{source.name}: fp32 each time", 32, full / 1e6, 1.0, *[""] * 5))
+    for of in counted:
+        written, merged = (
+            statistics.fmean(values) / 1e6
+            for values in ([t.written for t in of.taken], [t.merged[1] for t in of.taken])
+        )
+        on_fleet = source.name.startswith("26 %") and of.plan == "intermittent"
+        report.rows.append(
+            (
+                of.plan, "fp32" if of.bits == "lossless" else of.bits, written, of.bandwidth,
+                merged, of.bandwidth_merging, max(t.kept for t in of.taken) / 1e6, of.capacity,
+                PAPER.get(of.bits, "") if on_fleet else "",
+            )
+        )  # fmt: skip
+    report.notes.append(
+        f"{source.name}: {len(source.masks)} intervals, each changes {share:.1%} of the rows"
+    )
+
+
+def _figures(report: Report, suffix: str, bits: FixedBits, counted: Sequence[Counted]) -> None:
+    best = max(counted, key=lambda of: (of.bandwidth, of.capacity))
+    cheapest = max(counted, key=lambda of: of.bandwidth_merging)
+    paper = next(of for of in counted if of.plan == "intermittent")
+    report.figures |= {
+        f"bandwidth_x_{bits}bit{suffix}": best.bandwidth,
+        f"capacity_x_{bits}bit{suffix}": best.capacity,
+        f"bandwidth_x_{bits}bit{suffix}_merging_counted": best.bandwidth_merging,
+        f"bandwidth_x_{bits}bit{suffix}_all": cheapest.bandwidth_merging,
+        f"bandwidth_x_{bits}bit{suffix}_intermittent": paper.bandwidth,
+        f"capacity_x_{bits}bit{suffix}_intermittent": paper.capacity,
+    }
+    report.notes.append(
+        f"best{suffix} at {bits} bits: {best.plan}; with merging counted: {cheapest.plan}"
+    )
+
+
+def _where(source: Source) -> str:
+    """Where the bytes of an increment go."""
+    lines = []
+    for bits in (2, 8):
+        parts = _Sizes(source).parts(bits, 0, 1)
+        total = parts.total()
+        shares = ", ".join(
+            f"{name} {size / total:.1%}" for name, size in Counter(parts).most_common() if size
+        )
+        lines.append(f"  an increment of {bits} bits, {total / 1e6:.2f} MB: {shares}")
+    return "\n".join(lines)

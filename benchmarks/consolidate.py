@@ -1,0 +1,209 @@
+"""Consolidating a chain of eight increments, against decoding it and writing it as a full.
+
+One chain, from and to one S3 server: 4-bit rows with Adagrad state as it is, 26 % of the rows dirty
+in each increment. The rewrite restores the chain to memory and persists it as a full, quantized
+again; its snapshot, which a trainer would wait for, is not counted. `peak_extra_mb` is the memory
+that a process of its own takes beyond what it has after its imports. The gate: the consolidated
+full restores to the bits of the chain, state included (`bit_identical`).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import torch
+
+from benchmarks.report import Report, median_ratio
+from benchmarks.workload import ROOT, StagedRun, Tables, scratch, staged_run
+from recpoint.catalog.consolidate import Consolidated, consolidate
+from recpoint.catalog.consolidate_choice import newest_checkpoint
+from recpoint.catalog.consolidate_plan import ConsolidationPlan, plan_consolidation
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.format.naming import attempt_prefix
+from recpoint.format.state_tree import flatten
+from recpoint.testing.seaweed import SeaweedServer
+
+__all__ = ["run"]
+
+_DIM = 16
+_BITS: Literal[4] = 4
+_INCREMENTS = 8
+_DIRTY_SHARE = 0.26
+_THREADS = 2  # chunks read at once: as many as a consolidation reads
+
+_CHILD = """
+import sys
+from recpoint import kernels
+from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_choice import newest_checkpoint
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+kernels.warm_up()
+run = Run.open(open_store(sys.argv[1]))
+plan = plan_consolidation(run, newest_checkpoint(run))
+def resident(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
+list(run.store.list())  # the client of the store is there
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak begins anew
+before = resident("VmRSS")
+consolidate(run, plan)
+print(resident("VmHWM") - before)
+"""
+
+
+def run(*, quick: bool) -> Report:
+    """Measure it."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
+    rows, rounds = (100_000, 2) if quick else (2_000_000, 5)
+    model = Tables(count=2, rows=rows, dim=_DIM)
+    optimizers = model.optimizers(state=True)
+    report = Report(name="consolidate", columns=("what", "MB read", "MB written", "s"))
+    with (
+        scratch(in_memory=False) as disk,
+        scratch() as memory,
+        SeaweedServer(disk / "weed") as server,
+    ):
+        os.environ.update(server.environment())
+        url = server.run_url()
+        with staged_run(model, optimizers, url=url, staging=memory / "a", bits=_BITS) as tracked:
+            tracked.cut_and_persist()
+            for increment in range(_INCREMENTS):
+                _train(model, optimizers, tracked, seed=increment)
+                tracked.cut_and_persist()
+        full = server.run_url()
+        with staged_run(model, optimizers, url=full, staging=memory / "b", bits=_BITS) as tracked:
+            tracked.cut_and_persist()
+        _measure(report, model, optimizers, server, url, full, memory, rounds)
+    return report
+
+
+def _train(
+    model: Tables, optimizers: list[torch.optim.Optimizer], tracked: StagedRun, *, seed: int
+) -> None:
+    rows = model.table(0).num_embeddings
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(rows, generator=generator)[: int(rows * _DIRTY_SHARE)]
+    for index in range(len(model.tables)):
+        model.top(model.table(index)(ids)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    tracked.checkpointer.step()
+
+
+def _measure(
+    report: Report,
+    model: Tables,
+    optimizers: list[torch.optim.Optimizer],
+    server: SeaweedServer,
+    url: str,
+    full: str,
+    memory: Path,
+    rounds: int,
+) -> None:
+    run = Run.open(open_store(url))
+    name = newest_checkpoint(run)
+    assert name is not None
+    plan = plan_consolidation(run, name)
+    chain = _restored(url)
+    before = [_seconds(lambda: _restored(url)) for _ in range(rounds)]
+    merges, restores, persists = [], [], []
+    done: Consolidated | None = None
+    for number in range(rounds):
+        _forget(run, plan)
+        started = perf_counter()
+        done = consolidate(run, plan)
+        merges.append(perf_counter() - started)
+        _forget(run, plan)
+        restores.append(_seconds(lambda: _restored(url)))
+        staging = memory / f"rewrite-{number}"
+        rewritten = staged_run(model, optimizers, url=server.run_url(), staging=staging, bits=_BITS)
+        with rewritten as tracked:
+            tracked.cut()
+            persists.append(_seconds(tracked.persist))
+    assert done is not None
+    rewrites = [a + b for a, b in zip(restores, persists, strict=True)]
+    peak_bytes = _peak_bytes(url)
+    after = [_seconds(lambda: _restored(url)) for _ in range(rounds)]
+    fulls = [_seconds(lambda: _restored(full)) for _ in range(rounds)]
+    merged = _restored(url)
+    if merged.manifest is None or merged.manifest.kind != "full":
+        raise RuntimeError("what was restored is not the consolidated full")
+    report.figures = {
+        "vs_rewrite": median_ratio(merges, rewrites),
+        "bit_identical": float(_same_bits(chain, merged)),
+        "peak_extra_mb": peak_bytes / 1e6,
+        "restore_before_vs_full": median_ratio(before, fulls),
+        "restore_after_vs_full": median_ratio(after, fulls),
+    }
+    read, written = plan.read_bytes / 1e6, done.written_bytes / 1e6
+    for what, megabytes, out, seconds in (
+        ("consolidation", read, written, merges),
+        ("rewrite: restore", plan.restore_bytes_before / 1e6, 0.0, restores),
+        ("rewrite: persist", 0.0, written, persists),
+        (f"restore of 1 + {_INCREMENTS}, before", plan.restore_bytes_before / 1e6, 0.0, before),
+        ("restore of it, after", written, 0.0, after),
+        ("restore of a full of the same state", written, 0.0, fulls),
+    ):
+        report.rows.append((what, megabytes, out, statistics.median(seconds)))
+    report.notes.append("vs_rewrite: seconds of the consolidation over restore and persist")
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = perf_counter()
+    work()
+    return perf_counter() - started
+
+
+def _restored(url: str) -> MemoryTarget:
+    target = MemoryTarget()
+    restore(Run.open(open_store(url)), target, threads=_THREADS)
+    return target
+
+
+def _forget(run: Run, plan: ConsolidationPlan) -> None:
+    """Remove what a consolidation wrote, so that the next one begins anew."""
+    run.store.delete(plan.target.key)
+    for info in list(run.store.list(attempt_prefix(*plan.target.name, plan.attempt))):
+        run.store.delete(info.key)
+
+
+def _peak_bytes(url: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, url], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return int(done.stdout.split()[-1])
+
+
+def _same_bits(left: MemoryTarget, right: MemoryTarget) -> bool:
+    if left.tables.keys() != right.tables.keys() or left.state.keys() != right.state.keys():
+        return False
+    if not all(_same_state(left.state[rank], right.state[rank]) for rank in left.state):
+        return False
+    for name, table in left.tables.items():
+        other = right.tables[name]
+        pairs = zip(
+            (table.values, *table.row_states), (other.values, *other.row_states), strict=True
+        )
+        for a, b in pairs:
+            assert a is not None and b is not None
+            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return False
+    return True
+
+
+def _same_state(left: object, right: object) -> bool:
+    (tree, tensors), (other, others) = flatten(left), flatten(right)
+    return tree == other and all(map(torch.equal, tensors, others))

@@ -1,0 +1,116 @@
+"""From a commit to the version that requests see, in a real run: trainer, agent and follower.
+
+A DLRM on generated data of Criteo's shape is trained by a process of its own and checkpointed every
+few batches, an agent persists, and `recpoint follow` reads each version. Measured: from the time
+that a manifest was written to the time that requests are given its version, by one clock. The
+follower looks every 0.25 s, so half of that is waiting for its next look. On a local directory
+and on a real S3 server on this host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Report
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.testing.seaweed import SeaweedServer
+from tests.agent_process import AgentProcess
+from tests.polling import until
+
+__all__ = ["run"]
+
+_EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_dlrm.py"
+_POLL_SECONDS = 0.25
+
+
+def run(*, quick: bool) -> Report:
+    """Measure it."""
+    report = Report(
+        name="follow",
+        columns=("store", "versions", "increment MB", "commit to served s", "worst s"),
+    )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpoint-follow-")))
+        local = _served(str(folder / "run"), folder / "local", quick=quick)
+        s3 = stack.enter_context(SeaweedServer(folder / "seaweed"))
+        before = dict(os.environ)
+        os.environ.update(s3.environment())
+        try:
+            remote = _served(s3.run_url(), folder / "remote", quick=quick)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+    for name, found in (("local directory", local), ("S3", remote)):
+        seconds = [version["seconds"] for version in found]
+        sizes = [version["bytes"] / 1e6 for version in found]
+        report.rows.append(
+            (
+                name,
+                len(found),
+                statistics.median(sizes),
+                statistics.median(seconds),
+                max(seconds),
+            )
+        )
+    report.figures = {
+        "commit_to_served_s": statistics.median([version["seconds"] for version in local]),
+        "commit_to_served_s3_s": statistics.median([version["seconds"] for version in remote]),
+    }
+    report.notes = [f"a look every {_POLL_SECONDS} s; the first version, a full, is left out"]
+    return report
+
+
+def _served(url: str, folder: Path, *, quick: bool) -> list[Mapping[str, Any]]:
+    """Each version after the first: seconds from commit to served, and bytes of its increment."""
+    folder.mkdir()
+    steps, interval = (400, 20) if quick else (2000, 50)
+    follow = [sys.executable, "-m", "recpoint", "follow", url, "--json"]
+    train = [sys.executable, str(_EXAMPLE), "--run", url, "--data", "criteo-shape"]
+    train += ["--rows", str(20_000 if quick else 200_000), "--batch", "256", "--max-staged", "2"]
+    train += ["--steps", str(steps), "--interval", str(interval)]
+    train += ["--staging", str(folder / "staging")]
+    lines: list[dict[str, Any]] = []
+    with AgentProcess(folder / "staging", folder / "agent.log"):
+        follower = subprocess.Popen(
+            [*follow, "--poll-seconds", str(_POLL_SECONDS)], stdout=subprocess.PIPE, text=True
+        )
+        reader = threading.Thread(target=_collect, args=(follower, lines), daemon=True)
+        reader.start()
+        try:
+            subprocess.run(train, check=True, stdout=subprocess.DEVNULL, timeout=1800)
+            until(lambda: any(line["step"] == steps for line in lines), seconds=120)
+        finally:
+            follower.send_signal(signal.SIGINT)
+            follower.wait(60)
+            reader.join(60)
+    run = Run.open(open_store(url))
+    found: list[Mapping[str, Any]] = []
+    for line in [line for line in lines if line["step"]][1:]:
+        manifest = run.manifest(line["step"], line["generation"])
+        if line["skipped"] or line["error"] or line["attempt"] != manifest.attempt:
+            raise AssertionError(f"not served as it was committed: {line}")
+        seconds = (line["served_ms"] - line["committed_ms"]) / 1000
+        found.append({"seconds": seconds, "bytes": manifest.stored_bytes})
+    if len(found) < 3:
+        raise AssertionError(f"{len(found)} versions: too few for a median")
+    return found
+
+
+def _collect(follower: subprocess.Popen[str], lines: list[dict[str, Any]]) -> None:
+    assert follower.stdout is not None
+    for text in follower.stdout:
+        document = json.loads(text)
+        if "step" in document:
+            lines.append(document)

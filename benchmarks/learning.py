@@ -1,0 +1,202 @@
+"""Tasks that a DLRM learns, its tables restored from fewer bits on the way, and how good it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.criteo_dlrm import CriteoDLRM
+from benchmarks.workload import examples_on_path
+from recpoint.kernels.quantize import (
+    ASYMMETRIC,
+    SYMMETRIC,
+    Method,
+    dequantize_packed,
+    kmeans,
+    quantize_packed,
+)
+from recpoint.kernels.quantize.choice import choose
+from recpoint.kernels.quantize.method import MethodName
+
+__all__ = ["Learned", "Score", "Task", "criteo_shaped", "evaluate", "restored_rows", "retail"]
+
+_EVALUATED_AT_ONCE = 4096
+#: The seed of test sets: that of no training run.
+_TEST_SEED = 1_000_003
+
+
+class Score(NamedTuple):
+    """Log loss and area under the ROC curve on a test set."""
+
+    loss: float
+    auc: float
+
+    def worse_than(self, before: Score) -> Score:
+        """By how much, in percent of `before`: rise of the loss, fall of the AUC."""
+        return Score(100 * (self.loss / before.loss - 1), 100 * (1 - self.auc / before.auc))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned.
+
+    Attributes:
+        name: for the table.
+        build: a new model; its parameters are drawn from torch's generator.
+        batches: the training batches of a seed, in their order in time.
+        test: one batch that holds the whole test set: what comes after the training batches.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    batches: Callable[[int], list[Any]]
+    test: Any
+
+    def learn(
+        self,
+        seed: int,
+        *,
+        restores: Collection[int] = (),
+        restore: Callable[[Any, int], None] = lambda model, step: None,
+    ) -> Learned:
+        """Train one pass; before each batch whose number is in `restores`, `restore` the model.
+
+        What is random does not depend on restores: two runs of a seed differ by them alone.
+        """
+        torch.manual_seed(seed)
+        model = self.build()
+        tables = list(model.tables.parameters())
+        dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Adagrad(tables, lr=0.1),
+            torch.optim.Adagrad(dense, lr=0.02),
+        ]
+        for step, batch in enumerate(self.batches(seed)):
+            if step in restores:
+                restore(model, step)
+            logits = model(batch.dense, batch.sparse)
+            loss = F.binary_cross_entropy_with_logits(logits, batch.label)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return Learned(model, optimizers)
+
+
+class Learned(NamedTuple):
+    """A trained model and the optimizers that trained it."""
+
+    model: Any
+    optimizers: list[torch.optim.Optimizer]
+
+
+def retail(*, dim: int, quick: bool) -> Task:
+    """The bundled purchases, 1,024 samples a batch, in the order of time.
+
+    Two fifths of the log are trained on, the fifth after them is the test set: every other batch.
+    """
+    examples_on_path()
+    from batches import Batch
+    from retail import RetailReader
+    from train_dlrm import DLRM
+
+    def reader(seed: int, first: int) -> Any:
+        found = RetailReader(lines=512, rows=1 << 18, seed=seed)
+        found.load_state_dict({**found.state_dict(), "lines_done": first * 512})
+        return found
+
+    total = reader(0, 0).total_batches
+    first, tested = 2 * total // 5, 4 * total // 5
+    trained = 50 if quick else tested - first
+    late = reader(_TEST_SEED, tested)
+    tables = late.tables
+    test = [Batch(*parts) for parts in islice(late, 0, 20 if quick else None, 2)]
+    return Task(
+        name=f"retail, d = {dim}",
+        build=lambda: DLRM(tables, 0, dim=dim),
+        batches=lambda seed: list(islice(reader(seed, first), trained)),
+        test=Batch(*(torch.cat(column) for column in zip(*test, strict=True))),
+    )
+
+
+def criteo_shaped(*, quick: bool) -> Task:
+    """A log of Criteo's shape and the DLRM published for it, 1,024 samples a batch."""
+    examples_on_path()
+    from batches import Batch
+    from criteo import CriteoShapeReader
+
+    trained, tested = (30, 10) if quick else (300, 100)
+
+    def reader(seed: int) -> Any:
+        return CriteoShapeReader(lines=1024, rows=1 << 18, batches=trained + tested, seed=seed)
+
+    def build() -> CriteoDLRM:
+        model = CriteoDLRM(tables)
+        for weight in model.tables.parameters():
+            nn.init.uniform_(weight, -1 / math.sqrt(len(weight)), 1 / math.sqrt(len(weight)))
+        return model
+
+    late = reader(_TEST_SEED)
+    tables = late.tables
+    test = [late.batch(number) for number in range(trained, trained + tested)]
+    return Task(
+        name="Criteo's shape, d = 16",
+        build=build,
+        batches=lambda seed: list(islice(reader(seed), trained)),
+        test=Batch(*(torch.cat(column) for column in zip(*test, strict=True))),
+    )
+
+
+def evaluate(model: Any, test: Any) -> Score:
+    """How good `model` is on `test`, which it is not trained on."""
+    examples_on_path()
+    from auc import auc
+
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        parts = zip(
+            test.dense.split(_EVALUATED_AT_ONCE),
+            test.sparse.split(_EVALUATED_AT_ONCE),
+            strict=True,
+        )
+        logits = torch.cat([model(dense, sparse) for dense, sparse in parts])
+    model.train(training)
+    # In binary64: the sum of 200,000 binary32 terms would be off by more than is looked for.
+    loss = F.binary_cross_entropy_with_logits(logits.double(), test.label.double())
+    return Score(float(loss), auc(logits, test.label))
+
+
+def restored_rows(rows: Tensor, bits: int, scheme: str, *, seed: int) -> Tensor:
+    """What rows come back as from a full checkpoint.
+
+    Args:
+        rows: f32 [n, dim], a whole table.
+        bits: 2, 3, 4 or 8.
+        scheme: a quantizer of the settings, or "k-means", which cannot be stored.
+        seed: the step of the checkpoint, with which the agent draws its sample.
+    """
+    if scheme == "k-means":
+        return kmeans.decode(kmeans.kmeans(rows, bits))
+    method = _method(rows, bits, scheme, seed)
+    packed, scale, offset, exact, _ = quantize_packed(rows, bits, method, half_parameters=True)
+    decoded = dequantize_packed(packed, scale, offset, dim=rows.shape[1], bits=bits)
+    decoded[exact] = rows[exact]
+    return decoded
+
+
+def _method(rows: Tensor, bits: int, scheme: str, seed: int) -> Method:
+    if scheme == "symmetric":
+        return SYMMETRIC
+    if scheme == "asymmetric" or (scheme == "auto" and bits == 8):
+        return ASYMMETRIC
+    names: dict[str, MethodName | None] = {"auto": None, "greedy": "greedy", "refit": "refit"}
+    return choose(rows, bits, seed=seed, name=names[scheme])

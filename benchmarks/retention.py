@@ -1,0 +1,147 @@
+"""Retention over 10,000 checkpoints: the plan against one listing of the run's store.
+
+A run of many months on a local disk: a full every 50 checkpoints, one every ten minutes, three
+chunks each. Measured: one listing of everything; the plan (which rules keep what, what that
+needs, a reason for each manifest) from facts that are known; and reading those facts, which reads
+every manifest and is proportional to them. All objects are small: their contents do not matter.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.report import Report, alternate
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.representations import Representations, RunFacts
+from recpoint.catalog.retention import plan
+from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.run import Run
+from recpoint.catalog.run_facts import gather
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import attempt_prefix, metric_key
+from recpoint.format.records import pack_record
+from recpoint.format.retention_records import Metric
+from tests.catalog_builder import build, tables
+
+__all__ = ["run"]
+
+_FULL_EVERY = 50
+_POLICY = RetentionPolicy(
+    keep_last=20,
+    keep_within_seconds=2 * 86400,
+    keep_hourly=48,
+    keep_daily=30,
+    keep_weekly=12,
+    keep_monthly=12,
+    best_by=(BestBy("auc", "max", 5),),
+)
+
+
+def run(*, quick: bool) -> Report:
+    """Measure it."""
+    count = 1_000 if quick else 10_000
+    report = Report(
+        name="retention", columns=("checkpoints", "objects", "listing s", "plan s", "reading s")
+    )
+    with tempfile.TemporaryDirectory(prefix="recpoint-retention-") as folder:
+        there = _run(Path(folder) / "run", count)
+        objects = sum(1 for _ in there.store.list())
+        facts = gather(there, metrics=["auc"])
+        _gate(facts, count)
+        listing, planning = alternate(
+            3 if quick else 7,
+            lambda: sum(1 for _ in there.store.list()),
+            lambda: plan(facts, _POLICY),
+        )
+        (reading,) = alternate(1, lambda: gather(there, metrics=["auc"]))
+    list_seconds, plan_seconds = statistics.median(listing), statistics.median(planning)
+    report.rows.append((count, objects, list_seconds, plan_seconds, reading[0]))
+    report.figures = {
+        "plan_seconds_10k" if count == 10_000 else "plan_seconds_1k": plan_seconds,
+        "vs_listing": plan_seconds / list_seconds,
+        "reading_seconds": reading[0],
+    }
+    report.notes = [
+        "vs_listing: the plan alone, over one listing of the whole store; reading: every manifest "
+        "once, eight at a time, which a first retention of so long a run does once"
+    ]
+    return report
+
+
+def _gate(facts: RunFacts, count: int) -> None:
+    """The plan keeps what its rules say, and everything that it keeps restores."""
+    made = plan(facts, _POLICY)
+    if len(facts.manifests) != count or not all(one.whole for one in facts.manifests):
+        raise AssertionError("the run is not what was written")
+    gone = {decision.manifest.key for decision in made.dropped}
+    left = Representations(one for one in facts.manifests if one.key not in gone)
+    broken = [name for name in made.kept if left.best(name) is None]
+    last = set(facts.live[: _POLICY.keep_last])
+    if broken or not last <= made.kept.keys() or not 0 < len(gone) < count:
+        raise AssertionError(f"{len(gone)} dropped, {len(broken)} kept that do not restore")
+
+
+def _run(directory: Path, count: int) -> Run:
+    """Manifests as an agent writes them, and chunks of their names and lengths."""
+    there = Run.create(LocalStore(directory))
+    there.claim(None)
+    trained = tables()
+    first = build(there, trained, step=0, generation=1, rows_per_chunk=1000).manifest
+    dirty = [one.values.new_tensor([1, 2]).long() for one in trained]
+    other = build(
+        there,
+        trained,
+        step=1,
+        generation=1,
+        parent=first,
+        dirty=dirty,
+        rows_per_chunk=1000,
+    ).manifest
+    parent: Manifest | None = None
+    for step in range(count):
+        parent = _add(directory, step, first if step % _FULL_EVERY == 0 else other, parent)
+        if step % 10 == 0:
+            name = ManifestName(step, 1)
+            metric = Metric(
+                run=there.id,
+                checkpoint=parent.ref,
+                name="auc",
+                value=(0.5 + (step * 7919 % 1000) / 2000).hex(),
+                created_ms=parent.snapshot_ms,
+            )
+            _write(directory / metric_key(*name, "auc"), pack_record(metric))
+    return there
+
+
+def _add(directory: Path, step: int, like: Manifest, parent: Manifest | None) -> Manifest:
+    attempt = f"{step:032x}"
+    old = attempt_prefix(like.step, 1, like.attempt)
+    new = attempt_prefix(step, 1, attempt)
+    chunks = tuple(
+        chunk.model_copy(update={"key": chunk.key.replace(old, new)}) for chunk in like.chunks
+    )
+    full = like.kind == "full" or parent is None
+    manifest = like.model_copy(
+        update={
+            "step": step,
+            "attempt": attempt,
+            "chunks": chunks,
+            "parent": None if full or parent is None else parent.ref,
+            "base": None if full or parent is None else parent.base or parent.ref,
+            "chain_length": 1 if full or parent is None else parent.chain_length + 1,
+            "snapshot_ms": like.snapshot_ms + step * 600_000,
+        }
+    )
+    for chunk in chunks:
+        _write(directory / chunk.key, bytes(chunk.bytes))
+    _write(directory / f"manifests/{step:012d}-00000001.json", pack_record(manifest))
+    return manifest
+
+
+def _write(path: Path, data: bytes) -> None:
+    # Not durably, as a store would: forty thousand fsyncs prove nothing here.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)

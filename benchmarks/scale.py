@@ -1,0 +1,266 @@
+"""Where recpoint's limits are: the paper's fleet simulated, on rates measured in the same run.
+
+Measured here: bytes a second of the cut, of quantizing and encoding in each width into a store in
+memory, of uploading to a real S3 server, of restoring; bytes of a stored row, of an id, of a chunk
+in a manifest. Taken from the paper: 128 GPUs on 16 hosts, models of 1 to 8 TB, 25 Gbit/s from a
+host to the store, 26 % of the rows in half an hour. All else is arithmetic, `fleet_model.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.dirty_trace import fleet_masks
+from benchmarks.fleet_model import PAPER_FLEET, Costs, Rates, costs, dirty_share
+from benchmarks.report import Report
+from benchmarks.workload import Tables, scratch, staged_run
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.staged import read_job
+from recpoint.catalog.store import open_store
+from recpoint.format.manifest import ChunkEntry
+from recpoint.format.naming import row_chunk_key
+from recpoint.format.records import MAX_RECORD_BYTES
+from recpoint.kernels import row_set
+from recpoint.testing.seaweed import SeaweedServer
+from recpoint.trainer_plugin.policy import Policy
+from recpoint.trainer_plugin.settings import FixedBits
+
+__all__ = ["run"]
+
+_DIM = PAPER_FLEET.dim
+_IN_FLIGHT = 4
+_WIDTHS: tuple[FixedBits, ...] = ("lossless", 8, 4, 2)
+_TERABYTES = (1, 2, 4, 8)
+#: A host of the fleet as this machine, and one that is worth as much for each of its 8 GPUs.
+_MACHINES = (1, 8)
+
+
+class _Plan(NamedTuple):
+    name: str
+    policy: Policy
+    merge_every: int | None = None
+
+
+_PLANS = (
+    _Plan("interm.", Policy(name="intermittent")),
+    _Plan("consec.", Policy(name="consecutive")),
+    _Plan("contin./8", Policy(name="continuous"), 8),
+)
+_SHORTEST_MINUTES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 720)
+
+
+def run(*, quick: bool) -> Report:
+    """Measure the rates, print them as notes, and simulate."""
+    rates = _measure(rows=100_000 if quick else 1_000_000, rounds=2 if quick else 3)
+    report = Report(
+        name="scale",
+        columns=(
+            "policy", "host", "TB", "bits", "min", "stall s", "persist", "lag min", "net %",
+            "kept x", "read s", "slot GB", "limit",
+        ),
+    )  # fmt: skip
+    for machines in _MACHINES:
+        for terabytes in _TERABYTES:
+            for bits in _WIDTHS:
+                report.rows.append(_row(rates, terabytes, bits, _PLANS[0], 30, machines))
+        for plan in _PLANS[1:]:
+            report.rows.append(_row(rates, 8, 4, plan, 30, machines))
+        for minutes in (5, 120):
+            report.rows.append(_row(rates, 8, 4, _PLANS[0], minutes, machines))
+    report.figures = _figures(rates)
+    report.notes += _measured(rates) + _explained()
+    return report
+
+
+def _costs(
+    rates: Rates, terabytes: float, bits: FixedBits, plan: _Plan, minutes: float, machines: float
+) -> Costs:
+    return costs(
+        PAPER_FLEET,
+        rates,
+        model_bytes=terabytes * 1e12,
+        bits=bits,
+        policy=plan.policy,
+        minutes=minutes,
+        machines=machines,
+        record_bytes=MAX_RECORD_BYTES,
+        merge_every=plan.merge_every,
+    )
+
+
+def _row(
+    rates: Rates, terabytes: int, bits: FixedBits, plan: _Plan, minutes: int, machines: int
+) -> tuple[object, ...]:
+    found = _costs(rates, terabytes, bits, plan, minutes, machines)
+    return (
+        plan.name,
+        machines,
+        terabytes,
+        "fp32" if bits == "lossless" else str(bits),
+        minutes,
+        *(
+            f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+            for value in (
+                found.stall_seconds,
+                found.persist_seconds,
+                found.lag_seconds / 60,
+                100 * found.write_share,
+                found.capacity,
+                found.restore_seconds,
+                found.slot_bytes / 1e9,
+            )
+        ),
+        f"{found.first} {100 * found.uses[found.first]:.0f}%",
+    )
+
+
+def _figures(rates: Rates) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for machines in _MACHINES:
+        eight = _costs(rates, 8, 4, _PLANS[0], 30, machines)
+        figures |= {
+            f"stall_s_8tb_x{machines}": eight.stall_seconds,
+            f"persist_s_8tb_4bit_x{machines}": eight.persist_seconds,
+            f"restore_s_8tb_4bit_x{machines}": eight.restore_seconds,
+            f"shortest_min_8tb_4bit_x{machines}": _shortest(rates, 8, 4, machines),
+        }
+    widths: tuple[FixedBits, ...] = ("lossless", 4)
+    for bits in widths:
+        one = _costs(rates, 1, bits, _PLANS[0], 30, 1)
+        figures[f"largest_tb_by_manifest_{bits}"] = 1 / one.uses["manifest"]
+    return figures
+
+
+def _shortest(rates: Rates, terabytes: float, bits: FixedBits, machines: float) -> float:
+    """Minutes of the shortest interval tried in which a full is encoded and uploaded."""
+    for minutes in _SHORTEST_MINUTES:
+        uses = _costs(rates, terabytes, bits, _PLANS[0], minutes, machines).uses
+        if max(uses["encode"], uses["upload"]) <= 1:
+            return minutes
+    return float("nan")
+
+
+def _measure(*, rows: int, rounds: int) -> Rates:
+    encode, read, stored, cuts = {}, {}, {}, []
+    for bits in _WIDTHS:
+        with scratch() as memory:
+            encode[bits], read[bits], stored[bits], cut = _one_width(memory, bits, rows, rounds)
+            cuts.append(cut)
+    with scratch(in_memory=False) as disk, SeaweedServer(disk / "weed") as server:
+        os.environ.update(server.environment())
+        upload = _upload(server.run_url(), rows, rounds)
+    return Rates(
+        cut_bytes=statistics.median(cuts),
+        encode_bytes=encode,
+        store_bytes=upload,
+        restore_bytes=read,
+        stored_row_bytes=stored,
+        id_bytes=_id_bytes(rows),
+        entry_bytes=_entry_bytes(),
+    )
+
+
+def _one_width(
+    folder: Path, bits: FixedBits, rows: int, rounds: int
+) -> tuple[float, float, float, float]:
+    """(staged bytes encoded, stored bytes restored, bytes a row, bytes cut); rates a second."""
+    model = Tables(count=1, rows=rows, dim=_DIM)
+    encodes, cuts = [], []
+    url = str(folder / "run")
+    with staged_run(
+        model, model.optimizers(state=False), url=url, staging=folder / "staging", bits=bits
+    ) as tracked:
+        for _ in range(rounds + 1):  # the first uses the slot, and compiles, for the first time
+            tracked.checkpointer.mark_all("tables.0")
+            tracked.checkpointer.step()
+            job = read_job(tracked.cut())
+            staged_bytes = sum(segment.bytes for segment in job.segments)
+            start = perf_counter()
+            outcome = tracked.persist()
+            encodes.append(staged_bytes / (perf_counter() - start))
+            cuts.append(staged_bytes / (tracked.checkpointer.stats.stalls_ms[-1] / 1e3))
+    opened = Run.open(open_store(url))
+    reads = []
+    for _ in range(rounds):
+        start = perf_counter()
+        report = restore(opened, MemoryTarget())
+        reads.append(report.bytes_read / (perf_counter() - start))
+    return (
+        statistics.median(encodes[1:]),
+        statistics.median(reads),
+        outcome.stored_bytes / rows,
+        statistics.median(cuts[1:]),
+    )
+
+
+def _upload(url: str, rows: int, rounds: int) -> float:
+    """Bytes a second of chunks of 32 MiB into a store, several at once as a persist does it."""
+    store = open_store(url)
+    data = os.urandom(min(32 << 20, rows * 4 * _DIM))
+    seconds = []
+    for turn in range(rounds):
+        start = perf_counter()
+        keys = [f"probe/{turn:016x}{number:016x}" for number in range(_IN_FLIGHT)]
+        with ThreadPoolExecutor(_IN_FLIGHT) as uploads:
+            list(uploads.map(store.put, keys, [data] * _IN_FLIGHT))
+        seconds.append(perf_counter() - start)
+    return _IN_FLIGHT * len(data) / statistics.median(seconds)
+
+
+def _id_bytes(rows: int) -> float:
+    """Bytes of an id where 26 % of the rows have changed, by the law of the fleet's trace."""
+    changed = fleet_masks(rows, 1, seed=0)[0].nonzero()[0]
+    coded = row_set.encode(torch.from_numpy(changed))
+    return 0.0 if coded.payload is None else len(coded.payload) / len(changed)
+
+
+def _entry_bytes() -> float:
+    """Bytes of a chunk of rows in a manifest of many ranks and tables."""
+    key = row_chunk_key(10**6, 10, "0" * 32, rank=127, table=100, number=10)
+    entry = ChunkEntry(
+        key=key, bytes=32 << 20, crc32c=2**32 - 1, content="rows", rank=127, table=100,
+        row_count=120_000, first_row=10**9, last_row=10**9 + 10**6, bits=4, scheme="asymmetric",
+    )  # fmt: skip
+    return len(entry.model_dump_json()) + 1
+
+
+def _measured(rates: Rates) -> list[str]:
+    def megabytes(value: float) -> str:
+        return f"{value / 1e6:,.0f} MB/s"
+
+    lines = [
+        f"measured: cut {megabytes(rates.cut_bytes)}, upload {megabytes(rates.store_bytes)}, "
+        f"{8 * rates.id_bytes:.2f} bits an id, {rates.entry_bytes:.0f} bytes a chunk in a manifest"
+    ]
+    lines += [
+        f"measured at {bits} bits: encode {megabytes(rates.encode_bytes[bits])} of staged bytes, "
+        f"restore {megabytes(rates.restore_bytes[bits])} of stored bytes, "
+        f"{rates.stored_row_bytes[bits]:.1f} bytes a row of {_DIM} values"
+        for bits in _WIDTHS
+    ]
+    return lines
+
+
+def _explained() -> list[str]:
+    return [
+        f"simulated: {PAPER_FLEET.ranks} ranks on {PAPER_FLEET.hosts} hosts, all evenly loaded; "
+        f"{100 * dirty_share(30):.0f} % of the rows in 30 minutes, {100 * dirty_share(5):.0f} % in "
+        "5 (the curve's continuation); 25 intervals; row-wise optimizer state of 4 bytes.",
+        "policy: intermittent, consecutive (a full every 16), continuous with 8 merged. host: "
+        "machines like this one that a host is worth, but for its network. stall and "
+        "persist are those of a full; lag: an interval and both; read: a restore of the longest "
+        "chain. "
+        "net %: of a host's network, on average. kept: over a full in F32, at its peak. "
+        "limit: the nearest, and how much of it a full uses; above 100 % it does not work.",
+        "left out: the store's own limits, the digests before a job is staged, Prefect's share "
+        "(`prefect_overhead`), listing (1,000 keys a request), and hosts that are slower than "
+        "others.",
+    ]

@@ -1,0 +1,139 @@
+"""Hundreds of checkpoints with kills of trainer, agent, store and Prefect, everything scheduled.
+
+A small model trains against a real S3 server and a real Prefect server, whose workers retain,
+consolidate, validate, publish, sweep and drain on short schedules, while processes are killed with
+SIGKILL at random (the seed is printed). A trainer without any of this records what the state is
+after each batch: the truth. Counted are: manifests that are gone though retention gave no reason,
+and checkpoints that are there and do not restore to the truth (`lost`); restarts of the trainer
+that did not come back with the newest committed checkpoint, bit for bit (`wrong_restores`). Memory
+is that of the longest life of trainer and agent, its end against its beginning after a warm-up. Lag
+is the trainer's own count; a fault is over when what was killed is up again, and of Prefect at
+once. Store, Prefect and agent share the machine's cores with all else that runs here. An interval
+is longer than a trainer takes to start: lag that is to be low again within one could not be else.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from benchmarks.report import Report
+from benchmarks.soak_deployments import Pace
+from benchmarks.soak_faults import Happened, plan_faults
+from benchmarks.soak_report import Flows, soak_report
+from benchmarks.soak_scene import Scene
+from benchmarks.soak_training import INTERVAL_BATCHES
+from benchmarks.workload import scratch
+from recpoint import kernels
+from recpoint.testing.seaweed import SeaweedServer
+
+__all__ = ["PACES", "run", "soak"]
+
+#: Between two batches; 20 of them are an interval.
+_QUICK_BATCH_SECONDS = 0.13
+_FULL_BATCH_SECONDS = 0.3
+
+_QUICK = Pace(
+    retain=20,
+    consolidate=25,
+    validate=25,
+    publish=30,
+    sweep=40,
+    drain=50,
+    forget=60,
+    retain_grace=15,
+    sweep_grace=60,
+    come_round_seconds=30,
+)
+#: A deployment whose run died with Prefect comes back when its lease has expired: after 300 s.
+_FULL = Pace(
+    retain=45,
+    consolidate=60,
+    validate=60,
+    publish=75,
+    sweep=90,
+    drain=90,
+    forget=120,
+    retain_grace=40,
+    sweep_grace=120,
+    come_round_seconds=420,
+)
+
+PACES = {"quick": _QUICK, "full": _FULL}
+
+
+def run(*, quick: bool) -> Report:
+    """Measure it."""
+    seed = int(os.environ.get("RECPOINT_SOAK_SEED") or secrets.randbelow(10**6))
+    print(f"soak: seed {seed} (RECPOINT_SOAK_SEED)", flush=True)
+    if quick:
+        return soak(40, 5, _QUICK, seed, batch_seconds=_QUICK_BATCH_SECONDS)
+    return soak(500, 8, _FULL, seed, batch_seconds=_FULL_BATCH_SECONDS)
+
+
+def soak(checkpoints: int, every: int, pace: Pace, seed: int, *, batch_seconds: float) -> Report:
+    """So many checkpoints, with a fault about each `every` of them."""
+    kernels.warm_up()
+    with (
+        scratch(in_memory=False) as disk,
+        scratch() as memory,
+        SeaweedServer(disk / "weed") as weed,
+    ):
+        scene = Scene(
+            disk,
+            memory / "staging",
+            weed,
+            truth_steps=3 * checkpoints * INTERVAL_BATCHES,
+            batch_seconds=batch_seconds,
+            seed=seed,
+        )
+        with closing(scene):
+            deployed = scene.start(pace)
+            _gate(scene)
+            happened = []
+            for fault in plan_faults(checkpoints, every, seed):
+                _until(scene, fault.at_checkpoint)
+                print(f"{scene.committed:4d} {'+'.join(fault.kinds)}", flush=True)
+                happened.append(scene.suffer(fault))
+            _until(scene, checkpoints)
+            return _end(scene, happened, deployed, pace.come_round_seconds)
+
+
+def _until(scene: Scene, committed: int) -> None:
+    """Go on until so many checkpoints are committed."""
+    deadline = time.monotonic() + 300
+    before = scene.committed
+    while scene.committed < committed:
+        scene.watch_processes()
+        if scene.committed > before:
+            before, deadline = scene.committed, time.monotonic() + 300
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no commit for 300 s:\n{scene.agent.output[-3000:]}")
+        time.sleep(0.5)
+
+
+def _gate(scene: Scene) -> None:
+    """The first checkpoint restores to the truth, and not to that of another step."""
+    _until(scene, 2)
+    assert scene.ledger is not None
+    first, truth = scene.ledger.committed[0], scene.truth
+    shifted = {step: truth.get(step + 1, "") for step in truth}
+    if scene.ledger.wrong(first, truth) or not scene.ledger.wrong(first, shifted):
+        raise AssertionError(f"{first} is not compared with the truth")
+
+
+def _end(
+    scene: Scene, happened: Sequence[Happened], deployed: Sequence[str], seconds: float
+) -> Report:
+    """Stop training, wait for what is scheduled to come round once more, and count."""
+    scene.trainer.terminate(90)
+    stopped = scene.wait_for_flows(deployed, since=scene.prefect_back, seconds=seconds)
+    flows = Flows(deployed=deployed, by_state=scene.flow_runs(), stopped=stopped)
+    scene.stop_watching()
+    for worker in scene.workers:
+        worker.kill()
+    scene.agent.terminate(60)
+    return soak_report(scene, happened, flows)

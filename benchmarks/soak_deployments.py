@@ -1,0 +1,97 @@
+"""The deployments of prefect.yaml with short schedules, for the server and workers of a soak."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.workload import ROOT
+
+__all__ = ["KEEP_LAST", "Pace", "WORKERS", "deploy", "scheduled"]
+
+KEEP_LAST = 10
+
+_WORKER = ("-m", "prefect", "worker", "start", "--pool", "recpoint", "--limit", "1")
+
+#: Arguments of this Python that start the workers: one for what runs anywhere, one for the
+#: trainer's host, as prefect.yaml has it. One for both would do the queue `default` first.
+WORKERS = tuple((*_WORKER, "--work-queue", queue) for queue in ("default", "host-1"))
+
+
+#: They work on a host or on a server, not on a run.
+_OF_NO_RUN = ("drain", "forget")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Seconds between the runs of each deployment, and the graces of what deletes.
+
+    `come_round_seconds` is how long each may take to be completed once more, in the end.
+    """
+
+    retain: int
+    consolidate: int
+    validate: int
+    publish: int
+    sweep: int
+    drain: int
+    forget: int
+    retain_grace: float
+    sweep_grace: float
+    come_round_seconds: float
+
+
+def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str]) -> list[str]:
+    """Deploy everything that has a schedule; the names of what was deployed.
+
+    Raises:
+        RuntimeError: Prefect refused, with what it said.
+    """
+    document = scheduled(run_url, pace)
+    (folder / "prefect.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    _prefect(folder, variables, "work-pool", "create", "recpoint", "--type", "process")
+    _prefect(folder, variables, "deploy", "--all")
+    return [one["tags"][-1] for one in document["deployments"]]
+
+
+def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
+    """prefect.yaml with what has a schedule in it, each with an active one of seconds.
+
+    Raises:
+        AttributeError: there is a deployment that `Pace` does not know.
+    """
+    document: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text())
+    chosen = [one for one in document["deployments"] if "schedules" in one]
+    for one in chosen:
+        flow = one["entrypoint"].rpartition(":")[2]
+        one["schedules"] = [{"slug": "soak", "interval": getattr(pace, flow), "active": True}]
+        if flow not in _OF_NO_RUN:
+            one["parameters"]["run_url"] = run_url
+        if flow == "retain":
+            one["entrypoint"] = "benchmarks.soak_flows:retain"
+            one["parameters"] |= {"keep": {"last": KEEP_LAST}, "grace_seconds": pace.retain_grace}
+        elif flow == "sweep":
+            one["parameters"]["grace_seconds"] = pace.sweep_grace
+        elif flow == "consolidate":
+            one["parameters"]["after_links"] = 6
+    return document | {"deployments": chosen}
+
+
+def _prefect(folder: Path, variables: Mapping[str, str], *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+        cwd=folder,
+        env=dict(variables),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"prefect {' '.join(arguments)}:\n{done.stdout}{done.stderr}")

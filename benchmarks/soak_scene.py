@@ -1,0 +1,295 @@
+"""Everything that a soak runs at once: store, Prefect, workers, agent, trainer; and who watches."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.soak_deployments import WORKERS, Pace, deploy
+from benchmarks.soak_faults import Fault, Happened
+from benchmarks.soak_processes import Child, LocalPrefect, environment, wait_until_logged
+from benchmarks.soak_truth import Ledger, read_truth
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.errors import NothingToRestore, RecpointError
+from recpoint.flows import prefect_server
+from recpoint.testing.seaweed import SeaweedServer
+
+__all__ = ["Scene"]
+
+_LOOK_SECONDS = 1.5
+_VERIFY_EVERY = 4
+_START_SECONDS = 180.0
+
+
+class Scene:
+    """A run and all that works on it.
+
+    Args:
+        scratch: a directory on disk.
+        staging: one in memory.
+        weed: the store, started.
+        truth_steps: how far the truth is recorded.
+        batch_seconds: pause after each batch.
+        seed: for what is verified while it runs.
+
+    Attributes:
+        ledger: what was seen in the store.
+        wrong: checkpoints that did not restore to the truth, in words.
+        wrong_restores: restarts of the trainer that did not come back as the truth says.
+        memory: monotonic seconds, process id and megabytes, by `trainer` and `agent`.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        staging: Path,
+        weed: SeaweedServer,
+        *,
+        truth_steps: int,
+        batch_seconds: float,
+        seed: int,
+    ) -> None:
+        self.scratch = scratch
+        self.weed = weed
+        self.url = weed.run_url()
+        self.variables = environment(scratch, staging, weed.environment())
+        os.environ.update(weed.environment(), RECPOINT_HOME=self.variables["RECPOINT_HOME"])
+        os.environ.update(PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="10")
+        self.prefect = LocalPrefect()
+        trainer = ["-m", "benchmarks.soak_trainer"]
+        self._progress_file = scratch / "progress.jsonl"
+        self._truth_file = scratch / "truth.jsonl"
+        recorded = [str(self._truth_file), str(truth_steps)]
+        self._truth = self._child("truth", [*trainer, "truth", *recorded])
+        told = [str(self._progress_file), str(batch_seconds)]
+        self.trainer = self._child("trainer", [*trainer, "train", self.url, str(staging), *told])
+        self.agent = self._child("agent", ["-m", "recpoint", "agent"])
+        self.workers: list[Child] = []
+        self.ledger: Ledger | None = None
+        self.wrong: list[str] = []
+        self.wrong_restores: list[str] = []
+        self.restarts = self.worker_ends = self.verified = 0
+        self.prefect_back = "1970-01-01T00:00:00Z"
+        self.memory: dict[str, list[tuple[float, int, float]]] = {"trainer": [], "agent": []}
+        self._draw = random.Random(seed)
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ledger", daemon=True)
+
+    def _child(self, name: str, arguments: list[str] | tuple[str, ...]) -> Child:
+        return Child(arguments, self.scratch / f"{name}.log", self.variables)
+
+    # --- begin and end -------------------------------------------------------------------------
+
+    def start(self, pace: Pace) -> list[str]:
+        """Start everything; which flows were deployed."""
+        self._progress_file.touch()
+        self._truth_file.touch()
+        self._truth.start()
+        prefect_server.start_server()
+        self.prefect.wait(_START_SECONDS)
+        deployed = deploy(self.url, self._folder("deploy"), pace, self._client())
+        for number, arguments in enumerate(WORKERS):
+            log = self.scratch / f"worker-{number}.log"
+            self.workers.append(Child(arguments, log, self._client()))
+        self.agent.start()
+        wait_until_logged(self.agent, "serving", _START_SECONDS)
+        self._start_trainer(expect=0)
+        self.ledger = self._wait_for(self._open_ledger)
+        self._watcher.start()
+        for worker in self.workers:
+            worker.start()
+        return deployed
+
+    def _folder(self, name: str) -> Path:
+        folder = self.scratch / name
+        folder.mkdir()
+        return folder
+
+    def _client(self) -> dict[str, str]:
+        """The environment of what is told where Prefect is."""
+        home = str(self.scratch / "client")
+        return {
+            **self.variables,
+            "PREFECT_API_URL": str(self.prefect.url),
+            "PREFECT_HOME": home,
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+        }
+
+    def _open_ledger(self) -> Ledger | None:
+        try:
+            return Ledger(Run.open(open_store(self.url)))
+        except NothingToRestore:
+            return None
+
+    def stop_watching(self) -> None:
+        """The ledger is looked at by nobody else from now on."""
+        self._stop.set()
+        if self._watcher.is_alive():
+            self._watcher.join(60)
+
+    def close(self) -> None:
+        """End every process, whatever state they are in."""
+        self._stop.set()
+        for child in (self.trainer, self.agent, *self.workers, self._truth):
+            child.kill()
+        self.prefect.kill()
+        self.weed.kill()
+
+    # --- what is known -------------------------------------------------------------------------
+
+    @property
+    def truth(self) -> dict[int, str]:
+        """Digest by step."""
+        return read_truth(self._truth_file)
+
+    @property
+    def progress(self) -> list[dict[str, Any]]:
+        """What trainers have said, in order; a line that a killed one broke off is left out."""
+        found = []
+        for line in self._progress_file.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    @property
+    def committed(self) -> int:
+        """Checkpoints that were seen in the store so far."""
+        return 0 if self.ledger is None else len(self.ledger.committed)
+
+    def watch_processes(self, *, training: bool = True) -> None:
+        """Note the memory of trainer and agent; start a worker that has ended by itself again.
+
+        Raises:
+            RuntimeError: trainer or agent have ended by themselves.
+        """
+        for name, child in (("trainer", self.trainer), ("agent", self.agent)):
+            if name == "trainer" and not training:
+                continue
+            if child.pid is None or child.rss_mb is None:
+                raise RuntimeError(f"the {name} ended:\n{child.output[-3000:]}")
+            self.memory[name].append((time.monotonic(), child.pid, child.rss_mb))
+        for worker in self.workers:
+            if worker.pid is None:
+                self.worker_ends += 1
+                worker.start()
+
+    def _watch(self) -> None:
+        looks = 0
+        while not self._stop.wait(_LOOK_SECONDS):
+            assert self.ledger is not None
+            try:
+                self.ledger.look()
+                looks += 1
+                if looks % _VERIFY_EVERY == 0 and self.ledger.restorable:
+                    name = self._draw.choice(self.ledger.restorable)
+                    wrong = self.ledger.wrong(name, self.truth)
+                    self.verified += 1
+                    if wrong is not None:
+                        self.wrong.append(wrong)
+            except RecpointError:
+                continue  # the store is away; what is wrong then, is looked at in the end
+
+    # --- Prefect -------------------------------------------------------------------------------
+
+    def flow_runs(self, **filters: Any) -> Counter[str]:
+        """How many flow runs there are of those that `filters` let through, by flow and state."""
+        found: Counter[str] = Counter()
+        names = {one["id"]: one["name"] for one in self._ask("flows/filter", {})}
+        offset = 0
+        while page := self._ask("flow_runs/filter", {"flow_runs": filters, "offset": offset}):
+            found.update(f"{names.get(one['flow_id'])} {one['state_type']}" for one in page)
+            offset += len(page)
+        return found
+
+    def wait_for_flows(self, flows: Sequence[str], *, since: str, seconds: float) -> list[str]:
+        """Wait until each of these flows was completed after `since`; those that were not."""
+        deadline = time.monotonic() + seconds
+        while True:
+            done = self.flow_runs(
+                state={"type": {"any_": ["COMPLETED"]}}, start_time={"after_": since}
+            )
+            left = [flow for flow in flows if f"{flow} COMPLETED" not in done]
+            if not left or time.monotonic() > deadline:
+                return left
+            self.watch_processes(training=False)
+            time.sleep(1.0)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        request = urllib.request.Request(
+            f"{self.prefect.url}/{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: list[dict[str, Any]] = json.load(answer)
+            return found
+
+    # --- faults --------------------------------------------------------------------------------
+
+    def suffer(self, fault: Fault) -> Happened:
+        """Kill, wait, start again, and wait until all of it is up."""
+        killed = time.monotonic()
+        for kind in fault.kinds:
+            {
+                "trainer": self.trainer.kill,
+                "agent": self.agent.kill,
+                "store": self.weed.kill,
+                "prefect": self.prefect.kill,
+            }[kind]()
+        time.sleep(fault.away_seconds)
+        if "store" in fault.kinds:
+            self.weed.start()
+        if "agent" in fault.kinds:
+            self.agent.start()
+            wait_until_logged(self.agent, "serving", _START_SECONDS)
+        if "trainer" in fault.kinds:
+            self._start_trainer(expect=self._newest_step())
+        back = killed if fault.kinds == ("prefect",) else time.monotonic()
+        if "prefect" in fault.kinds:
+            self.prefect.wait(_START_SECONDS)
+            self.prefect_back = datetime.now(UTC).isoformat()
+        return Happened(fault=fault, killed=killed, back=back)
+
+    def _newest_step(self) -> int:
+        run = Run.open(open_store(self.url))
+        return max((name.step for name in run.live_line()), default=0)
+
+    def _start_trainer(self, *, expect: int) -> None:
+        """Start it and compare what it restored with the truth, and with what was committed."""
+        before = len(self.progress)
+        self.trainer.start()
+        told = self._wait_for(
+            lambda: next((x for x in self.progress[before:] if "restored" in x), None)
+        )
+        self.restarts += 1
+        step = told["restored"]
+        if step == 0 and expect == 0:
+            return
+        truth = self._wait_for(lambda: self.truth.get(step))
+        if told["digest"] != truth:
+            self.wrong_restores.append(f"restart at {step}: other contents than the truth")
+        if step < expect:
+            self.wrong_restores.append(
+                f"restart at {step}: {expect} was committed: {told['skipped']}"
+            )
+
+    def _wait_for(self, look: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + _START_SECONDS
+        while (found := look()) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no trainer:\n{self.trainer.output[-3000:]}")
+            time.sleep(0.05)
+        return found

@@ -1,0 +1,146 @@
+"""What the soak holds recpoint to: states by step, and every checkpoint that was ever committed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.soak_training import Training
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store_contract import ObjectInfo
+from recpoint.errors import ObjectNotFound, RecpointError, StoreError
+from recpoint.format.naming import (
+    MANIFESTS_PREFIX,
+    expired_key,
+    parse_consolidated_key,
+    parse_manifest_key,
+)
+from recpoint.format.records import MAX_RECORD_BYTES, unpack_record
+from recpoint.format.retention_records import Mark
+from recpoint.trainer_plugin.model_state import ModelState
+from recpoint.trainer_plugin.optimizer_state import OptimizerState
+from recpoint.trainer_plugin.restore_target import ModelTarget
+from recpoint.trainer_plugin.tables import find_tables
+from recpoint.trainer_plugin.training_state import TrainingState
+
+__all__ = ["Ledger", "read_truth", "restored_digest"]
+
+
+def read_truth(file: Path) -> dict[int, str]:
+    """Digest by step, as far as the truth's trainer has come."""
+    whole = [line for line in file.read_text().splitlines() if line.endswith("}")]
+    return {line["step"]: line["digest"] for line in map(json.loads, whole)}
+
+
+def restored_digest(run: Run, name: ManifestName) -> str:
+    """The digest of a checkpoint, restored into a fresh model as a trainer does it.
+
+    Changes this process's random generators.
+
+    Raises:
+        RecpointError: it does not restore.
+    """
+    training = Training()
+    tables = find_tables(training.model, training.optimizers).tables
+    state = TrainingState(
+        model=ModelState(training.model, tables),
+        optimizers=OptimizerState(training.model, training.optimizers, tables),
+        schedulers=(),
+        reader=training.reader,
+        extras={},
+    )
+    restore(run, ModelTarget(tables, state, since_full=False), step=name.step, generation=name[1])
+    return training.digest()
+
+
+@dataclass
+class Ledger:
+    """Every manifest that was seen, and why those went that are gone.
+
+    Attributes:
+        run: the run.
+        seen: checkpoint by key of each manifest, consolidated ones too.
+        there: those of the last look.
+        reasons: why retention marked a manifest, by its key.
+        bytes_by_look: bytes of all objects, at each look.
+        most_manifests: most that there were at once.
+    """
+
+    run: Run
+    seen: dict[str, ManifestName] = field(default_factory=dict)
+    there: set[str] = field(default_factory=set)
+    reasons: dict[str, str] = field(default_factory=dict)
+    bytes_by_look: list[int] = field(default_factory=list)
+    most_manifests: int = 0
+
+    def look(self) -> None:
+        """List the store once.
+
+        Raises:
+            RecpointError: it does not answer.
+        """
+        objects: dict[str, ObjectInfo] = {info.key: info for info in self.run.store.list()}
+        there: set[str] = set()
+        for key in objects:
+            name = _checkpoint_of(key)
+            if name is not None:
+                self.seen[key] = name
+                there.add(key)
+        for key in there - self.reasons.keys():
+            if expired_key(key) in objects:
+                self._read_reason(key)
+        self.there = there
+        self.bytes_by_look.append(sum(info.size_bytes for info in objects.values()))
+        self.most_manifests = max(self.most_manifests, len(there))
+
+    @property
+    def committed(self) -> list[ManifestName]:
+        """Checkpoints that were ever committed, in order."""
+        own = [name for key, name in self.seen.items() if key.startswith(MANIFESTS_PREFIX)]
+        return sorted(own)
+
+    @property
+    def restorable(self) -> list[ManifestName]:
+        """Checkpoints that had a manifest at the last look."""
+        return sorted({self.seen[key] for key in self.there})
+
+    @property
+    def gone_without_reason(self) -> list[str]:
+        """Manifests that are gone and that no mark was seen for."""
+        return sorted(self.seen.keys() - self.there - self.reasons.keys())
+
+    def wrong(self, name: ManifestName, truth: dict[int, str]) -> str | None:
+        """Why a checkpoint is not what it should be; None if it is, or retention has taken it.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        try:
+            found = restored_digest(self.run, name)
+        except ObjectNotFound as error:
+            self.look()
+            return str(error) if name in self.restorable else None
+        except StoreError:
+            raise
+        except RecpointError as error:
+            return str(error)
+        return None if found == truth.get(name.step) else f"{name}: other contents than the truth"
+
+    def _read_reason(self, key: str) -> None:
+        try:
+            data = self.run.store.get(expired_key(key), max_bytes=MAX_RECORD_BYTES)
+        except ObjectNotFound:
+            return  # the mark was taken back, or the manifest is gone by now
+        mark = unpack_record(Mark, data, name=expired_key(key), next_step="look at the soak's log")
+        self.reasons[key] = mark.reason
+
+
+def _checkpoint_of(key: str) -> ManifestName | None:
+    name = parse_manifest_key(key)
+    if name is not None:
+        return ManifestName(*name)
+    merged = parse_consolidated_key(key)
+    return None if merged is None else ManifestName(merged.step, merged.generation)

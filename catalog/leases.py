@@ -1,0 +1,157 @@
+"""Leases: word to retention that somebody is reading (format §6.6, §6.7)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from recpoint.catalog.elapsed import Clocks, stamp_now
+from recpoint.catalog.run import Run
+from recpoint.errors import FormatError, ObjectNotFound, StoreError
+from recpoint.format.naming import LEASES_PREFIX, lease_key, parse_lease_key
+from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
+from recpoint.format.retention_records import MAX_LEASE_SECONDS, Lease
+
+__all__ = ["Held", "HeldLease", "adopt", "look", "reading"]
+
+_LOG = logging.getLogger("recpoint.leases")
+
+#: Of a restore: long enough for any, so that nothing has to renew it meanwhile.
+_READING_SECONDS = 6 * 3600
+
+
+class HeldLease:
+    """A lease of this process: renewed by hand, removed with `release`.
+
+    Args:
+        run: what is read.
+        purpose: `restore`, `consolidate`, `publish`, …
+        covers: the checkpoints that must stay; None: everything that exists.
+        ttl_seconds: how long it is honoured after the last renewal.
+
+    Raises:
+        StoreError: it could not be written.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        purpose: str,
+        covers: Iterable[CheckpointRef] | None = None,
+        ttl_seconds: int = _READING_SECONDS,
+    ) -> None:
+        self._run = run
+        self._record = Lease(
+            run=run.id,
+            owner=secrets.token_hex(16),
+            purpose=purpose,
+            covers=None if covers is None else tuple(covers),
+            ttl_seconds=ttl_seconds,
+            host=socket.gethostname()[:255],
+            pid=os.getpid(),
+            stamp=stamp_now(),
+        )
+        self.renew()
+
+    def renew(self, *, covers: Iterable[CheckpointRef] | None = None) -> None:
+        """Write it again with a new stamp and, if given, for other checkpoints."""
+        update: dict[str, object] = {"stamp": stamp_now()}
+        if covers is not None:
+            update["covers"] = tuple(covers)
+        self._record = self._record.model_copy(update=update)
+        self._run.store.put(lease_key(self._record.owner), pack_record(self._record))
+
+    def release(self) -> None:
+        """Remove it."""
+        self._run.store.delete(lease_key(self._record.owner))
+
+
+@contextmanager
+def reading(
+    run: Run, *, purpose: str, covers: Iterable[CheckpointRef] | None = None
+) -> Iterator[HeldLease | None]:
+    """Hold a lease while the block runs; without one where the store cannot be written.
+
+    A reader that may not write, or whose store is full, must still be able to restore: what it
+    reads is then protected by the grace period of retention alone.
+    """
+    lease: HeldLease | None = None
+    try:
+        lease = HeldLease(run, purpose=purpose, covers=covers)
+    except StoreError as error:
+        _LOG.info("reading without a lease: %s", error)
+    try:
+        yield lease
+    finally:
+        if lease is not None:
+            try:
+                lease.release()
+            except StoreError as error:
+                _LOG.info("a lease stays until it expires: %s", error)
+
+
+class Held(NamedTuple):
+    """A lease as retention sees it.
+
+    Attributes:
+        key: where it lies.
+        who: for people.
+        covers: None: everything.
+        alive: whether it is to be honoured.
+        from_the_future: its stamp is, so that it would be honoured for too long.
+        lease: None: it cannot be read.
+    """
+
+    key: str
+    who: str
+    covers: tuple[CheckpointRef, ...] | None
+    alive: bool
+    from_the_future: bool
+    lease: Lease | None
+
+
+def look(run: Run, clocks: Clocks) -> list[Held]:
+    """All leases of a run, dead ones too."""
+    held = []
+    for info in run.store.list(LEASES_PREFIX):
+        if parse_lease_key(info.key) is None:
+            continue
+        try:
+            lease = _read(run, info.key)
+        except ObjectNotFound:
+            continue  # released meanwhile
+        except FormatError as error:
+            # Whoever wrote it may be reading: honoured, by the store's clock alone.
+            store_ms = clocks.store_ms if clocks.store_ms is not None else clocks.wall_ms
+            alive = store_ms - info.modified_ms <= 1000 * MAX_LEASE_SECONDS
+            held.append(Held(info.key, f"unreadable: {error.found}", None, alive, False, None))
+            continue
+        age = clocks.age_seconds(lease.stamp, modified_ms=info.modified_ms)
+        who = f"{lease.purpose} by process {lease.pid} of {lease.host}"
+        ahead = lease.stamp.written_ms > clocks.wall_ms
+        held.append(Held(info.key, who, lease.covers, age <= lease.ttl_seconds, ahead, lease))
+    return held
+
+
+def adopt(run: Run, held: Held) -> None:
+    """Give a lease from the future this host's stamp, so that it expires when it should.
+
+    If its owner lives, the next renewal takes that back; if it has just ended, the lease lives
+    once more, for its time.
+    """
+    if held.lease is not None:
+        record = held.lease.model_copy(update={"stamp": stamp_now()})
+        run.store.put(held.key, pack_record(record))
+
+
+def _read(run: Run, key: str) -> Lease:
+    data = run.store.get(key, max_bytes=MAX_RECORD_BYTES)
+    return unpack_record(
+        Lease, data, name=key, next_step="nothing: it is removed when it has expired"
+    )

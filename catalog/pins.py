@@ -1,0 +1,272 @@
+"""Pins: checkpoints that are kept whatever the rules say, and what was measured (format §6.6)."""
+
+from __future__ import annotations
+
+import getpass
+import math
+import socket
+import time
+from collections.abc import Iterable
+
+from recpoint.catalog.chain import resolve_chain
+from recpoint.catalog.checked_read import read_checked
+from recpoint.catalog.create_only import create_or_read
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.errors import (
+    FormatError,
+    NonFiniteValue,
+    NothingToRestore,
+    ObjectNotFound,
+    RecpointError,
+    RetentionRefused,
+    SettingsError,
+)
+from recpoint.format.naming import (
+    DELETION_KEY,
+    EXPIRED_PREFIX,
+    METRICS_PREFIX,
+    PINS_PREFIX,
+    is_label,
+    metric_key,
+    parse_expired_key,
+    parse_manifest_key,
+    parse_metric_key,
+    parse_pin_key,
+    pin_key,
+)
+from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
+from recpoint.format.retention_records import Deletion, Metric, Pin
+
+__all__ = [
+    "DEFAULT_NAME",
+    "pin",
+    "pinned",
+    "read_deletion",
+    "read_metrics",
+    "read_pin",
+    "record_metric",
+    "unpin",
+    "words",
+]
+
+#: What a pin is called when nobody names it.
+DEFAULT_NAME = "pin"
+
+_NEXT_STEP = "recpoint list URL"
+
+
+def pin(
+    run: Run,
+    name: ManifestName,
+    *,
+    label: str = DEFAULT_NAME,
+    who: str | None = None,
+    why: str = "",
+) -> Pin:
+    """Keep a checkpoint until `unpin`; it holds once this returns (format §6.6).
+
+    Args:
+        run: whose checkpoint it is.
+        name: the checkpoint; its whole chain is kept with it.
+        label: the pin's name; a checkpoint may have several, and each is removed by itself.
+        who: who wants it; user and host when not given.
+        why: for people.
+
+    Returns:
+        The pin, or the one of that name that was there.
+
+    Raises:
+        SettingsError: a label that no key can hold.
+        ObjectNotFound: there is no such checkpoint.
+        ChainError, FormatError: it does not restore.
+        RetentionRefused: it is already being deleted.
+    """
+    _check_label("label", label)
+    ref = run.manifest(*name).ref
+    wish = Pin(
+        run=run.id,
+        checkpoint=ref,
+        name=label,
+        who=words(_whoami() if who is None else who, 255),
+        why=words(why, 1024),
+        created_ms=_now_ms(),
+    )
+    key = pin_key(ref.step, ref.generation, label)
+    there = create_or_read(run.store, key, pack_record(wish), max_bytes=MAX_RECORD_BYTES)
+    try:
+        # The pin is there: whoever announces a deletion from here on sees it.
+        members = _chain_names(run, name)
+        _refuse_doomed(run, key, members)
+        _chain_names(run, name)  # deleted whole and forgotten between the two looks?
+    except RecpointError:
+        if there is None:
+            run.store.delete(key)
+        raise
+    for info in run.store.list(EXPIRED_PREFIX):
+        manifest = parse_expired_key(info.key)
+        if manifest is not None and _checkpoint_of(manifest) in members:
+            run.store.delete(info.key)
+    return wish if there is None else read_pin(run, name, label)
+
+
+def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
+    """Remove a pin; the checkpoint is from now on as any other.
+
+    Raises:
+        SettingsError: a label that no key can hold.
+        NothingToRestore: there is no such pin.
+    """
+    _check_label("label", label)
+    others = pinned(run).get(name, ())
+    if label not in others:
+        raise NothingToRestore(
+            f"{run.url}, {name}",
+            found=f"the pins {', '.join(others)}" if others else "no pin",
+            expected=f"a pin called {label!r}",
+            next_step=f"recpoint list {run.url}",
+        )
+    run.store.delete(pin_key(name.step, name.generation, label))
+
+
+def pinned(run: Run) -> dict[ManifestName, tuple[str, ...]]:
+    """The names of the pins of each pinned checkpoint; one listing, no reads."""
+    found: dict[ManifestName, tuple[str, ...]] = {}
+    for info in run.store.list(PINS_PREFIX):
+        named = parse_pin_key(info.key)
+        if named is not None:
+            name = ManifestName(named.step, named.generation)
+            found[name] = (*found.get(name, ()), named.name)
+    return found
+
+
+def read_pin(run: Run, name: ManifestName, label: str) -> Pin:
+    """One pin, with who wants it and why.
+
+    Raises:
+        ObjectNotFound: there is none.
+        FormatError: it cannot be read; it counts all the same.
+    """
+    key = pin_key(name.step, name.generation, label)
+
+    def parse(data: bytes) -> Pin:
+        return unpack_record(Pin, data, name=key, next_step=_NEXT_STEP)
+
+    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+
+
+def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> None:
+    """Record what was measured of a checkpoint; a later value takes the place of an earlier one.
+
+    Raises:
+        SettingsError: a name that no key can hold.
+        NonFiniteValue: no number can be compared with it.
+        ObjectNotFound: there is no such checkpoint.
+    """
+    _check_label("metric", metric)
+    if not math.isfinite(value):
+        raise NonFiniteValue(
+            f"metric {metric}", found=str(value), expected="a finite number", next_step="leave it"
+        )
+    record = Metric(
+        run=run.id,
+        checkpoint=run.manifest(*name).ref,
+        name=metric,
+        value=float(value).hex(),
+        created_ms=_now_ms(),
+    )
+    run.store.put(metric_key(name.step, name.generation, metric), pack_record(record))
+
+
+def read_metrics(run: Run, wanted: Iterable[str]) -> dict[str, dict[ManifestName, float]]:
+    """Values of the metrics `wanted`, by metric and checkpoint; what cannot be read is left out."""
+    found: dict[str, dict[ManifestName, float]] = {metric: {} for metric in wanted}
+    if not found:
+        return found
+    for info in run.store.list(METRICS_PREFIX):
+        named = parse_metric_key(info.key)
+        if named is None or named.name not in found:
+            continue
+        try:
+            data = run.store.get(info.key, max_bytes=MAX_RECORD_BYTES)
+            metric = unpack_record(Metric, data, name=info.key, next_step=_NEXT_STEP)
+        except (FormatError, ObjectNotFound):
+            continue
+        name = ManifestName(named.step, named.generation)
+        if metric.run == run.id and _named(metric.checkpoint) == name:
+            found[named.name][name] = float.fromhex(metric.value)
+    return found
+
+
+def read_deletion(run: Run) -> Deletion | None:
+    """The manifests that are being deleted right now, or were when their deletion was killed.
+
+    Raises:
+        FormatError: it cannot be read.
+    """
+
+    def parse(data: bytes) -> Deletion:
+        return unpack_record(
+            Deletion, data, name=DELETION_KEY, next_step=f"recpoint retain {run.url}"
+        )
+
+    try:
+        return read_checked(run.store, DELETION_KEY, max_bytes=MAX_RECORD_BYTES, parse=parse)
+    except ObjectNotFound:
+        return None
+
+
+def _refuse_doomed(run: Run, key: str, members: set[ManifestName]) -> None:
+    deletion = read_deletion(run)
+    doomed = [] if deletion is None else deletion.manifests
+    for manifest in doomed:
+        if _checkpoint_of(manifest) in members:
+            raise RetentionRefused(
+                key,
+                found=f"{manifest} in {DELETION_KEY}: it is being deleted",
+                expected="a checkpoint that no retention has begun to delete",
+                next_step=f"recpoint retain {run.url} finishes a deletion that was interrupted; "
+                "then see what is left: recpoint list",
+            )
+
+
+def _chain_names(run: Run, name: ManifestName) -> set[ManifestName]:
+    chain = resolve_chain(run, name)
+    return {ManifestName(link.step, link.generation) for link in chain.manifests}
+
+
+def _checkpoint_of(manifest: str) -> ManifestName | None:
+    step, _, rest = manifest.rpartition("/")[2].partition("-")
+    named = parse_manifest_key(f"manifests/{step}-{rest[:8]}.json")
+    return ManifestName(*named) if named else None
+
+
+def _named(ref: CheckpointRef) -> ManifestName:
+    return ManifestName(ref.step, ref.generation)
+
+
+def _check_label(setting: str, label: str) -> None:
+    if not is_label(label):
+        raise SettingsError(
+            setting,
+            found=repr(label[:80]),
+            expected="1 to 64 of a-z, 0-9, _, ., -, the first a letter or digit",
+            next_step="choose another name",
+        )
+
+
+def words(text: str, most: int) -> str:
+    """Text for people as a record can hold it: what a terminal gave that is no UTF-8 becomes ?."""
+    return text[:most].encode(errors="replace").decode()
+
+
+def _whoami() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no such user, as in some containers
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,116 @@
+"""What retention has to know of a run, read from its store (format §6.6 T1)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from recpoint.catalog.leases import Held
+from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.pins import pinned, read_metrics
+from recpoint.catalog.representations import Opinion, RunFacts, StoredManifest
+from recpoint.catalog.run import Run
+from recpoint.catalog.validations import verdicts
+from recpoint.errors import FormatError, ObjectNotFound
+from recpoint.format.manifest import Manifest
+
+__all__ = ["OnStep", "gather", "unwatched"]
+
+_READERS = 8
+
+#: Called with what is being done, how many of it are done, and how many there are.
+OnStep = Callable[[str, int, int], None]
+
+
+def unwatched(what: str, done: int, total: int) -> None:
+    """An `OnStep` for when nobody looks."""
+
+
+def gather(
+    run: Run,
+    *,
+    metrics: Iterable[str] = (),
+    leases: Iterable[Held] = (),
+    on_step: OnStep = unwatched,
+) -> RunFacts:
+    """Read every manifest and list every object once.
+
+    Args:
+        run: the run.
+        metrics: those that the policy goes by.
+        leases: those that are alive.
+        on_step: called after each manifest, from this thread.
+
+    Raises:
+        FormatError, MissingLink: the live line cannot be followed.
+        StoreError: the store cannot be read.
+    """
+    # Manifests before chunks: whatever a manifest names was there before it, so that one that is
+    # committed meanwhile cannot look as if its chunks were missing.
+    live = run.live_line()
+    forms = [form for forms in run.representations().values() for form in forms]
+    pins = pinned(run)
+    sizes = {info.key: info.size_bytes for info in run.store.list()}
+    manifests: list[StoredManifest] = []
+    unreadable: list[str] = []
+
+    def read(form: Representation) -> StoredManifest | str | None:
+        try:
+            return _stored(form.key, run.read_manifest(form), sizes)
+        except ObjectNotFound:
+            return None  # deleted since it was listed
+        except FormatError:
+            return form.key
+
+    with ThreadPoolExecutor(max_workers=_READERS) as readers:
+        for number, found in enumerate(readers.map(read, forms), 1):
+            on_step("reading manifests", number, len(forms))
+            if isinstance(found, str):
+                unreadable.append(found)
+            elif found is not None:
+                manifests.append(found)
+    there = {manifest.name for manifest in manifests}
+    return RunFacts(
+        manifests=manifests,
+        live=[name for name in live if name in there],
+        now_ms=time.time_ns() // 1_000_000,
+        pins=pins,
+        leased={
+            ManifestName(ref.step, ref.generation): held.who
+            for held in leases
+            for ref in held.covers or ()
+        },
+        metrics=read_metrics(run, metrics),
+        verdicts=_opinions(run),
+        unreadable=unreadable,
+    )
+
+
+def _opinions(run: Run) -> dict[ManifestName, Opinion]:
+    opinions: dict[ManifestName, Opinion] = {}
+    for name, verdict in verdicts(run).items():
+        if verdict.result != "passed":
+            opinions[name] = verdict.result
+        elif verdict.level != "metadata":
+            opinions[name] = verdict.level
+    return opinions
+
+
+def _stored(key: str, manifest: Manifest, sizes: Mapping[str, int]) -> StoredManifest:
+    parent = manifest.parent
+    return StoredManifest(
+        key=key,
+        name=ManifestName(manifest.step, manifest.generation),
+        attempt=manifest.attempt,
+        parent=None if parent is None else ManifestName(parent.step, parent.generation),
+        parent_attempt="" if parent is None else parent.attempt,
+        taken_ms=manifest.snapshot_ms,
+        stored_bytes=manifest.stored_bytes,
+        # No restore reads a sample.
+        whole=all(
+            sizes.get(chunk.key) == chunk.bytes
+            for chunk in manifest.chunks
+            if chunk.content != "sample"
+        ),
+    )

@@ -1,0 +1,71 @@
+"""The shipped alert rules and Grafana dashboard, and the rules with other values than theirs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from recpoint.errors import SettingsError
+
+__all__ = ["alert_rules", "grafana_dashboard", "parameters"]
+
+_HERE: Final = Path(__file__).parent
+_PARAMETER: Final = re.compile(r"^#   (\w+) +(\S+)", re.MULTILINE)
+#: A number, a duration of Prometheus', or a URL or path: nothing that could end the line it is on.
+_VALUE: Final = re.compile(r"[A-Za-z0-9._~:/@%+-]+\Z")
+_NEXT_STEP: Final = "recpoint prometheus rules: the parameters are at its top"
+
+
+def parameters() -> dict[str, str]:
+    """The parameters of the rules, as the head of their file has them, with the values there."""
+    return dict(_PARAMETER.findall(_rules()))
+
+
+def alert_rules(values: Mapping[str, str]) -> str:
+    """The rules, a YAML file for `rule_files:` of Prometheus.
+
+    Args:
+        values: parameter -> value, instead of those in the file.
+
+    Raises:
+        SettingsError: there is no such parameter, or the value is not one.
+    """
+    known = parameters()
+    lines = _rules().splitlines()
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(
+                f"parameter {name!r}",
+                found="no such parameter",
+                expected=f"one of {', '.join(known)}",
+                next_step=_NEXT_STEP,
+            )
+        if not _VALUE.match(value):
+            raise SettingsError(
+                f"parameter {name}",
+                found=repr(value),
+                expected=f"a value such as {known[name]}",
+                next_step=_NEXT_STEP,
+            )
+        lines = [_with(line, name, known[name], value) for line in lines]
+    return "\n".join(lines) + "\n"
+
+
+def grafana_dashboard() -> str:
+    """The dashboard, a JSON file that Grafana imports."""
+    return (_HERE / "grafana" / "recpoint.json").read_text(encoding="utf-8")
+
+
+def _rules() -> str:
+    return (_HERE / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
+
+
+def _with(line: str, name: str, default: str, value: str) -> str:
+    """The line with the parameter's value, if it is one of those that have it."""
+    head = f"#   {name} "
+    if not line.endswith(f" # {name}") and not line.startswith(head):
+        return line
+    at = line.index(default, len(head) if line.startswith(head) else 0)
+    return line[:at] + value + line[at + len(default) :]

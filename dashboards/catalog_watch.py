@@ -1,0 +1,138 @@
+"""What the store says of the runs that an agent serves, read now and then in the background.
+
+A scrape never waits for a store: it gets what was read last, and when that was. Each run has a
+thread, so that a store that hangs makes only its own runs' values old.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from recpoint.catalog.failure_causes import CAUSES, cause_of
+from recpoint.catalog.overview import RunOverview
+from recpoint.catalog.run import Run
+from recpoint.catalog.run_watch import RunWatch
+from recpoint.catalog.store import open_store
+from recpoint.errors import RecpointError
+from recpoint.format.naming import VALIDATIONS_PREFIX, parse_validation_key
+
+__all__ = ["REFRESH_SECONDS", "CatalogFacts", "CatalogWatch", "current_watch", "look_up"]
+
+_LOG = logging.getLogger("recpoint.metrics")
+
+REFRESH_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 1.0
+
+
+class CatalogFacts(NamedTuple):
+    """A run's catalog at one moment; times in milliseconds since the epoch.
+
+    `last_validation_ms` is of the store's clock, `created_ms` of the host that made the run.
+    """
+
+    overview: RunOverview
+    created_ms: int
+    last_validation_ms: int | None
+
+
+def current_watch(run_url: str, watch: RunWatch | None) -> RunWatch:
+    """`watch` if the run it watches is still there, else one of the run that is there now.
+
+    A local store whose mount is gone has empty listings: without this, a run that lost everything.
+
+    Raises:
+        RecpointError: there is no run, or it cannot be read.
+    """
+    run = Run.open(open_store(run_url) if watch is None else watch.run.store)
+    return watch if watch is not None and watch.run.id == run.id else RunWatch(run)
+
+
+def look_up(watch: RunWatch) -> CatalogFacts:
+    """Read them: some listings, and the manifests that are new.
+
+    Raises:
+        RecpointError: the run cannot be read.
+    """
+    run = watch.run
+    validations = (
+        info.modified_ms
+        for info in run.store.list(VALIDATIONS_PREFIX)
+        if parse_validation_key(info.key) is not None
+    )
+    return CatalogFacts(
+        overview=watch.refresh(),
+        created_ms=run.record.created_ms,
+        last_validation_ms=max(validations, default=None),
+    )
+
+
+class _Watched:
+    """One run: what was read last, and how often reading failed, by cause."""
+
+    def __init__(self) -> None:
+        self.facts: CatalogFacts | None = None
+        self.failures = dict.fromkeys(CAUSES, 0)
+        self.stop = threading.Event()
+
+
+class CatalogWatch:
+    """Reads the catalogs of the runs that there are, until `stop`.
+
+    Args:
+        runs: URLs of the runs that there are now; asked every second.
+        refresh_seconds: between two looks at a run.
+    """
+
+    def __init__(
+        self, runs: Callable[[], Iterable[str]], *, refresh_seconds: float = REFRESH_SECONDS
+    ) -> None:
+        self._runs = runs
+        self._refresh_seconds = refresh_seconds
+        self._watched: dict[str, _Watched] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="catalog-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a thread that waits for a store is left to end with the process."""
+        self._stop.set()
+        self._thread.join()
+        for watched in self._watched.values():
+            watched.stop.set()
+
+    def facts(self, run: str) -> CatalogFacts | None:
+        """What was read last; None: nothing yet."""
+        watched = self._watched.get(run)
+        return None if watched is None else watched.facts
+
+    def failures(self, run: str) -> Mapping[str, int]:
+        """How often reading has failed, by cause; each cause is there."""
+        watched = self._watched.get(run)
+        return dict.fromkeys(CAUSES, 0) if watched is None else dict(watched.failures)
+
+    def _keep(self) -> None:
+        while not self._stop.wait(min(_POLL_SECONDS, self._refresh_seconds)):
+            there = set(self._runs())
+            for gone in self._watched.keys() - there:
+                self._watched.pop(gone).stop.set()
+            for run in there - self._watched.keys():
+                self._watched[run] = watched = _Watched()
+                threading.Thread(
+                    target=self._watch, args=(run, watched), name=f"catalog {run}", daemon=True
+                ).start()
+
+    def _watch(self, run: str, watched: _Watched) -> None:
+        watch: RunWatch | None = None
+        while True:
+            try:
+                watch = current_watch(run, watch)
+                watched.facts = look_up(watch)
+            except (RecpointError, OSError, MemoryError) as error:
+                watch = None
+                watched.failures[cause_of(error)] += 1
+                _LOG.warning("%s: the catalog cannot be read: %s", run, error)
+            if watched.stop.wait(self._refresh_seconds):
+                return

@@ -1,0 +1,45 @@
+"""How an agent ends: on a signal, and then soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+__all__ = ["leave_soon", "stopped_by_signals"]
+
+_LEAVE_SECONDS: Final = 3.0
+
+
+@contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Have SIGTERM and SIGINT call `stop`; only the main thread can be told of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def told(number: int, frame: FrameType | None) -> None:
+        stop()
+
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave_soon() -> None:
+    """End the process in a few seconds, unless it ends by itself.
+
+    Python waits at its end for the threads of an upload, which may take hours, and Prefect for an
+    API that hangs. Both may be stopped anywhere: what is not committed stays staged.
+    """
+    if threading.current_thread() is threading.main_thread():
+        leave = threading.Timer(_LEAVE_SECONDS, os._exit, (0,))
+        leave.daemon = True
+        leave.start()

@@ -1,0 +1,173 @@
+"""Flow: merge a checkpoint's chain, a task for each group of tables, to be seen in Prefect's UI.
+
+It does what `recpoint.catalog.consolidate.consolidate` does, through the same functions. Killed or
+failed anywhere, the next one goes on under the same keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from prefect import State, flow, tags
+from prefect.context import TagsContext
+from prefect.runtime import flow_run
+from prefect.states import Completed
+
+from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
+from recpoint.catalog.leases import reading
+from recpoint.catalog.lineage import ManifestName
+from recpoint.errors import SettingsError
+from recpoint.flows.parameters import GenerationNumber, Links, PartsAtOnce, RunUrl, StepNumber
+from recpoint.flows.task_runner import chosen_task_runner
+from recpoint.format.manifest import ChunkEntry
+from recpoint.tasks.artifact_key import run_title
+from recpoint.tasks.commit_merge import commit_merge
+from recpoint.tasks.consolidation_task import open_run
+from recpoint.tasks.events import TAG, emit
+from recpoint.tasks.merge_tables import merge_tables
+from recpoint.tasks.plan_merge import plan_merge
+from recpoint.tasks.report_merge import report_merge
+
+__all__ = ["consolidate", "run_consolidate"]
+
+_LOG = logging.getLogger("recpoint.consolidate")
+
+
+def _run_name() -> str:
+    parameters = flow_run.get_parameters()
+    step = f" step {parameters['step']}" if parameters.get("step") is not None else ""
+    return f"consolidate {run_title(parameters['run_url'])}{step}"
+
+
+@flow(
+    name="consolidate",
+    flow_run_name=_run_name,
+    task_runner=chosen_task_runner(),
+    timeout_seconds=24 * 3600,
+    persist_result=False,
+    result_storage=Path(tempfile.gettempdir()),  # nothing is stored there, as in `persist`
+)
+async def consolidate(
+    run_url: RunUrl,
+    step: StepNumber | None = None,
+    generation: GenerationNumber | None = None,
+    links: Links | None = None,
+    only_if_it_pays: bool = False,
+    after_links: Links | None = None,
+    parts_at_once: PartsAtOnce = 1,
+) -> State[Any]:
+    """Merge the chain of a checkpoint into a full, or its newest links into one increment.
+
+    Args:
+        run_url: the run.
+        step: of the checkpoint; the newest of the live line if None.
+        generation: of the checkpoint; with `step`.
+        links: merge the newest `links` manifests into one increment; None: what saves most.
+        only_if_it_pays: do nothing before a trigger is reached.
+        after_links: from so many manifests on it pays, whatever else; the default if None.
+        parts_at_once: parts of the plan that the task runner has at a time; each takes up to half a
+            gigabyte of memory where it runs.
+
+    Returns:
+        Completed; its message says what was done.
+
+    Raises:
+        SettingsError: a step without its generation, or the other way round.
+        RecpointError: of `recpoint.catalog.consolidate`; nothing was committed.
+    """
+    if (step is None) != (generation is None):
+        raise SettingsError(
+            "step, generation", found="one of them", expected="both or none", next_step="name both"
+        )
+    name = None if step is None or generation is None else ManifestName(step, generation)
+    triggers = ConsolidationTriggers()
+    if after_links is not None:
+        triggers = ConsolidationTriggers(links=after_links)
+    # The tags of a task are names of concurrency limits, which the server would be asked for.
+    with TagsContext(current_tags=set()):
+        plan = await plan_merge(run_url, name, links, triggers)
+        if plan is None or not plan.needed or (only_if_it_pays and not plan.pays):
+            why = "there is no checkpoint" if plan is None else plan.reason
+            return Completed(message=f"nothing done: {why}")
+        return await _merge(run_url, plan, parts_at_once)
+
+
+async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[Any]:
+    started = time.monotonic()
+    _LOG.info("%s: %s", plan.target.key, plan.reason)
+    lease = ExitStack()
+    await asyncio.to_thread(_take_lease, lease, run_url, plan)
+    try:
+        entries = await _merge_parts(run_url, plan, at_once)
+        outcome, manifest = await commit_merge(run_url, plan, entries)
+    finally:
+        await asyncio.to_thread(lease.close)
+    seconds = time.monotonic() - started
+    _LOG.info("%s: %s in %.1f s", plan.target.key, outcome, seconds)
+    emit(
+        "consolidated",
+        manifest.run,
+        run_url,
+        step=manifest.step,
+        generation=manifest.generation,
+        outcome=outcome,
+        kind=manifest.kind,
+        chain_length=manifest.chain_length,
+        stored_bytes=manifest.stored_bytes,
+        seconds=seconds,
+    )
+    reporting: Any = report_merge(
+        run_url, manifest.run, plan, outcome, manifest.stored_bytes, seconds, return_state=True
+    )
+    told: State[Any] = await reporting
+    if not told.is_completed():
+        _LOG.warning("consolidated, but not reported: %s", told.message)
+    return Completed(message=f"{outcome}: {plan.target.key}, {manifest.stored_bytes} bytes")
+
+
+async def _merge_parts(run_url: str, plan: ConsolidationPlan, at_once: int) -> list[ChunkEntry]:
+    """Every part through the flow's task runner; so many in flight, since each takes memory."""
+    waiting = [part.index for part in reversed(plan.parts)]
+    entries: list[ChunkEntry] = []
+
+    async def work() -> None:
+        while waiting:
+            # Prefect's types do not know that the result of a submitted async task is its value.
+            merging: Any = merge_tables.submit(run_url, plan, waiting.pop())
+            try:
+                entries.extend(await asyncio.to_thread(merging.result))
+            except BaseException:
+                waiting.clear()
+                raise
+
+    # All of them are waited for: nothing may be at work any more when the lease ends.
+    ended = await asyncio.gather(*(work() for _ in range(at_once)), return_exceptions=True)
+    for error in ended:
+        if error is not None:
+            raise error
+    return entries
+
+
+def _take_lease(lease: ExitStack, run_url: str, plan: ConsolidationPlan) -> None:
+    """Keep retention, which may have begun to let go of the sources, from it (format §6.6)."""
+    run = open_run(run_url)
+    ref = run.manifest(*plan.target.name).ref
+    lease.enter_context(reading(run, purpose="consolidate", covers=[ref]))
+
+
+def run_consolidate(run_url: str, **settings: Any) -> State[Any]:
+    """Call the flow, tagged with the run, and wait for its final state."""
+
+    async def call() -> State[Any]:
+        with tags(TAG, f"run:{run_title(run_url)}"):
+            called: Any = consolidate(run_url, return_state=True, **settings)
+            state: State[Any] = await called
+            return state
+
+    return asyncio.run(call())

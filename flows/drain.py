@@ -1,0 +1,62 @@
+"""Flow: finish what is staged on this host when no agent is there to do it.
+
+A trainer that died may leave a staged job, and so does an agent that dies. The job is committed, or
+rejected if it can never be; what only has to wait stays staged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from prefect import State, flow
+from prefect.states import Completed
+
+from recpoint.catalog import staged
+from recpoint.errors import StagingError
+from recpoint.flows.agent import run_agent
+from recpoint.flows.parameters import StagingArea
+
+__all__ = ["drain"]
+
+
+@flow(
+    name="drain",
+    timeout_seconds=9 * 3600,
+    persist_result=False,
+    result_storage=Path(tempfile.gettempdir()),
+)
+async def drain(staging: StagingArea | None = None) -> State[Any]:
+    """Do all jobs of a staging area that can be done now, unless an agent serves it.
+
+    Args:
+        staging: the staging area of this host; the default one if None.
+
+    Returns:
+        Completed; its message says how many jobs were done, and how many have to wait.
+
+    Raises:
+        OSError: the staging area cannot be read.
+    """
+    root = staged.default_staging_root() if staging is None else Path(staging)
+    return Completed(message=await asyncio.to_thread(_drain, root))
+
+
+def _drain(root: Path) -> str:
+    before = _count(root)
+    if not before:
+        return "nothing is staged"
+    try:
+        with staged.AgentLock(root):
+            pass
+    except StagingError:
+        return f"left to the agent that serves {root}: {before} jobs"
+    # Without flow runs of its own: this one is there to be seen.
+    left = run_agent(root, once=True, prefect="off")
+    return f"{max(0, before - left)} jobs done, {left} still staged"
+
+
+def _count(root: Path) -> int:
+    return sum(len(staged.staged_jobs(run_dir)) for run_dir in staged.run_directories(root))

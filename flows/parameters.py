@@ -1,0 +1,36 @@
+"""Parameters that flows share, with their bounds: the form in Prefect's UI is made from these."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from recpoint.format.naming import MAX_GENERATION, MAX_STEP
+
+__all__ = [
+    "GenerationNumber",
+    "GraceSeconds",
+    "Links",
+    "PartsAtOnce",
+    "RunUrl",
+    "StagingArea",
+    "StepNumber",
+]
+
+#: Where a run is, such as `s3://bucket/ads-ranker`. A run without it is refused when it is made.
+RunUrl = Annotated[str, Field(min_length=1, max_length=4096, examples=["s3://bucket/ads-ranker"])]
+
+#: A directory on the host that the flow runs on.
+StagingArea = Annotated[str, Field(min_length=1, max_length=4096)]
+
+GraceSeconds = Annotated[float, Field(ge=0, le=366 * 86400, allow_inf_nan=False)]
+
+StepNumber = Annotated[int, Field(ge=0, le=MAX_STEP)]
+GenerationNumber = Annotated[int, Field(ge=1, le=MAX_GENERATION)]
+
+#: Manifests of a chain; one has nothing to be merged with.
+Links = Annotated[int, Field(ge=2)]
+
+#: Of a consolidation, at work at a time.
+PartsAtOnce = Annotated[int, Field(ge=1, le=1000)]

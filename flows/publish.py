@@ -1,0 +1,117 @@
+"""Flow: decide which checkpoint of a run is served by the followers of what is published."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from prefect import State, flow
+from prefect.artifacts import Artifact
+from prefect.runtime import flow_run
+from prefect.states import Completed
+from pydantic import Field
+
+from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
+from recpoint.tasks.artifact_key import artifact_key
+from recpoint.tasks.events import emit
+from recpoint.tasks.publish import PublishOutcome, publish_checkpoint
+
+__all__ = ["publish"]
+
+
+def _run_name() -> str:
+    parameters = flow_run.get_parameters()
+    step = parameters["step"]
+    what = f"newest {parameters['which']}" if step is None else f"step {step}"
+    return f"publish {what} of {parameters['run_url']}"
+
+
+@flow(
+    name="publish",
+    flow_run_name=_run_name,
+    timeout_seconds=3600,
+    persist_result=False,
+    result_storage=Path(tempfile.gettempdir()),
+)
+async def publish(
+    run_url: RunUrl,
+    which: Literal["committed", "validated"] = "committed",
+    step: StepNumber | None = None,
+    generation: GenerationNumber | None = None,
+    hold: bool | None = None,
+    release: bool = False,
+    why: Annotated[str, Field(max_length=1024)] = "",
+) -> State[Any]:
+    """Make a checkpoint the published one; followers of the channel `published` move to it.
+
+    Args:
+        run_url: the run.
+        which: without a step: the newest that was committed and that no validation speaks against,
+            or the newest that a validation of its bytes has passed.
+        step: this checkpoint; an older one rolls back, and is held unless `hold` says otherwise.
+        generation: with a step: also one that is not on the live line.
+        hold: runs without a step leave the checkpoint published until one says `release`. If None:
+            when a step is given.
+        release: replace a checkpoint that is held.
+        why: for people.
+
+    Returns:
+        Completed; its message says whether anything changed.
+
+    Raises:
+        NothingToRestore: there is no such checkpoint.
+        RecpointError: it does not restore, is being deleted, or the store cannot be read.
+    """
+    held = step is not None if hold is None else hold
+    done = await publish_checkpoint(
+        run_url,
+        step,
+        generation,
+        validated_only=which == "validated",
+        held=held,
+        release=release,
+        why=why,
+    )
+    if done.created:
+        emit(
+            "published",
+            done.run,
+            run_url,
+            step=done.record.checkpoint.step,
+            generation=done.record.checkpoint.generation,
+            number=done.record.number,
+            held=int(done.record.held),
+            why=done.record.why,
+        )
+        await _show(run_url, done)
+    return Completed(message=_message(done))
+
+
+def _message(done: PublishOutcome) -> str:
+    text = f"publication {done.record.number}: {done.record.checkpoint}"
+    if done.created:
+        return text
+    held = f", held by {done.record.who}: {done.record.why}" if done.record.held else ""
+    return f"nothing changed: {text}{held}"
+
+
+async def _show(run_url: str, done: PublishOutcome) -> None:
+    url = run_url.replace("`", "'")  # a backtick would end the code span
+    records = [record for record in (done.record, done.before) if record is not None]
+    await Artifact(
+        type="table",
+        key=artifact_key(run_url, done.run, "published"),
+        description=f"`{url}`: step {done.record.checkpoint.step} is published",
+        data=[
+            {
+                "publication": record.number,
+                "step": record.checkpoint.step,
+                "generation": record.checkpoint.generation,
+                "held": record.held,
+                "who": record.who,
+                "why": record.why,
+            }
+            for record in records
+        ],
+    ).acreate()

@@ -1,0 +1,121 @@
+"""Flow: keep what the policy keeps of a run, mark the rest, and delete it after the grace."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from prefect import flow
+from prefect.artifacts import Artifact
+from prefect.runtime import flow_run
+from pydantic import BaseModel, Field
+
+from recpoint.catalog import staged
+from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.store import open_store
+from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
+from recpoint.tasks.artifact_key import artifact_key
+from recpoint.tasks.events import emit
+from recpoint.tasks.retain import Retained, retain_store
+
+__all__ = ["Best", "Keep", "retain"]
+
+#: Rows of the table that people see; Prefect refuses artifacts of megabytes.
+_MOST_ROWS = 500
+
+
+class Best(BaseModel):
+    """Keep the best checkpoints by a metric that was recorded."""
+
+    metric: str
+    direction: Literal["max", "min"]
+    count: int = Field(default=1, ge=1)
+
+
+class Keep(BaseModel):
+    """Which checkpoints to keep; any rule keeps. Pinned ones are always kept."""
+
+    last: int = Field(default=0, ge=0, description="The newest so many.")
+    within_seconds: float = Field(default=0.0, ge=0, description="So much older than the newest.")
+    hourly: int = Field(default=0, ge=0, description="One of each of the last so many hours.")
+    daily: int = Field(default=0, ge=0, description="One of each of the last so many days.")
+    weekly: int = Field(default=0, ge=0, description="One of each of the last so many weeks.")
+    monthly: int = Field(default=0, ge=0, description="One of each of the last so many months.")
+    best: list[Best] = Field(default_factory=list, description="The best by metrics.")
+    require_validated: bool = Field(
+        default=False, description="Drop nothing unless a validated checkpoint stays."
+    )
+
+    def policy(self) -> RetentionPolicy:
+        """The same as the catalog takes it.
+
+        Raises:
+            SettingsError: no rule at all, or one that cannot be.
+        """
+        return RetentionPolicy(
+            keep_last=self.last,
+            keep_within_seconds=self.within_seconds,
+            keep_hourly=self.hourly,
+            keep_daily=self.daily,
+            keep_weekly=self.weekly,
+            keep_monthly=self.monthly,
+            best_by=tuple(BestBy(one.metric, one.direction, one.count) for one in self.best),
+            require_validated=self.require_validated,
+        )
+
+
+def _run_name() -> str:
+    return f"retain {flow_run.get_parameters()['run_url']}"
+
+
+@flow(
+    name="retain",
+    flow_run_name=_run_name,
+    timeout_seconds=9 * 3600,
+    persist_result=False,
+    result_storage=Path(tempfile.gettempdir()),
+)
+async def retain(
+    run_url: RunUrl,
+    keep: Keep,
+    grace_seconds: GraceSeconds = 24 * 3600.0,
+    staging: StagingArea | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Mark manifests that no rule keeps and no kept chain needs; delete what was marked before.
+
+    Args:
+        run_url: the run.
+        keep: the rules.
+        grace_seconds: time between marking and deleting, at least an hour.
+        staging: the staging area of this host; the default one if None. Attempts that its jobs
+            name are kept; so is, on any host, what the newest trainer may still commit.
+        dry_run: only say what would be done.
+
+    Raises:
+        RecpointError: of `recpoint.catalog.prune`.
+    """
+    policy = keep.policy()
+    root = staged.default_staging_root() if staging is None else Path(staging)
+    run_dir = staged.run_directory(root, open_store(run_url).url)
+    staged_here = await asyncio.to_thread(staged.staged_attempts, run_dir)
+    found = await retain_store(run_url, policy, grace_seconds, sorted(staged_here), dry_run)
+    if not dry_run:
+        emit("retained", found.run, run_url, summary=found.summary, manifests=len(found.rows))
+    await _show(run_url, found, dry_run=dry_run)
+
+
+async def _show(run_url: str, found: Retained, *, dry_run: bool) -> None:
+    url = run_url.replace("`", "'")  # a backtick would end the code span
+    left = len(found.rows) - _MOST_ROWS
+    more = f" The first {_MOST_ROWS} of {len(found.rows)} manifests." if left > 0 else ""
+    # What is deleted or marked first, where a cut would hide it.
+    rows = sorted(found.rows, key=lambda row: row["action"] == "keep")[:_MOST_ROWS]
+    await Artifact(
+        type="table",
+        key=artifact_key(run_url, found.run, "retention"),
+        description=f"`{url}`: {found.summary}{' (dry run)' if dry_run else ''}{more}",
+        data=rows,
+    ).acreate()

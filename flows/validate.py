@@ -1,0 +1,141 @@
+"""Flow: validate a checkpoint, keep the result in the catalog, and show it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import State, flow
+from prefect.artifacts import Artifact
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed
+
+from recpoint.catalog import evaluate as evaluation
+from recpoint.catalog import validate as validation
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.catalog.validate import Validation
+from recpoint.errors import NothingToRestore
+from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
+from recpoint.format.naming import ValidationLevel
+from recpoint.tasks.artifact_key import artifact_key
+from recpoint.tasks.events import emit
+from recpoint.tasks.validate import evaluate, validate_checkpoint
+
+__all__ = ["validate"]
+
+#: Rows of the table that people see; Prefect refuses artifacts of megabytes.
+_MOST_ROWS = 200
+
+
+def _run_name() -> str:
+    parameters = flow_run.get_parameters()
+    step = parameters["step"]
+    return f"validate {'newest' if step is None else f'step {step}'} of {parameters['run_url']}"
+
+
+@flow(
+    name="validate",
+    flow_run_name=_run_name,
+    timeout_seconds=18 * 3600,
+    persist_result=False,
+    result_storage=Path(tempfile.gettempdir()),
+)
+async def validate(
+    run_url: RunUrl,
+    step: StepNumber | None = None,
+    generation: GenerationNumber | None = None,
+    level: ValidationLevel = "sample",
+    evaluate_with: str | None = None,
+) -> State[Any]:
+    """Compare a checkpoint with what its trainer recorded at the cut.
+
+    Args:
+        run_url: the run.
+        step: of the checkpoint; the newest of the live line if None.
+        generation: with a step: also one that is not on the live line.
+        level: metadata: records and sizes. sample: every byte that this checkpoint wrote. full:
+            every byte of its chain.
+        evaluate_with: `module:function`, called with the restored model's state if the checkpoint
+            passes; its metrics are recorded.
+
+    Returns:
+        Completed when it passed, Failed when not; either way the result is in the catalog.
+
+    Raises:
+        NothingToRestore: there is no such checkpoint.
+        RecpointError: the store cannot be read, or the function fails: nothing is recorded.
+    """
+    run = await asyncio.to_thread(lambda: Run.open(open_store(run_url)))
+    name = await asyncio.to_thread(_checkpoint, run, step, generation)
+    found = await validate_checkpoint(run_url, *name, level)
+    metrics: dict[str, float] = {}
+    if evaluate_with is not None and found.passed:
+        metrics = await evaluate(run_url, *name, evaluate_with)
+    number = await asyncio.to_thread(_record, run, found, metrics, evaluate_with or "")
+    emit(
+        "validated" if found.passed else "validation_failed",
+        run.id,
+        run.url,
+        step=name.step,
+        generation=name.generation,
+        level=found.level,
+        result=found.result,
+        number=number,
+        findings=len(found.findings),
+        first_finding=found.findings[0].model_dump_json() if found.findings else "",
+        metrics=dict(metrics),
+    )
+    await _show(run, name, found, metrics)
+    text = f"validation {number} of {name}: {found.result} ({found.level})"
+    return Completed(message=text) if found.passed else Failed(message=text)
+
+
+def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestName:
+    if step is not None and generation is not None:
+        return ManifestName(step, generation)
+    live = run.live_line()
+    for name in live:
+        if step in (None, name.step):
+            return name
+    raise NothingToRestore(
+        run.url,
+        found="no checkpoint on the live line" if step is None else f"none of step {step}",
+        expected="a checkpoint to validate",
+        next_step=f"recpoint list {run.url}",
+    )
+
+
+def _record(run: Run, found: Validation, metrics: Mapping[str, float], function: str) -> int:
+    evaluation.record_metrics(run, found.checkpoint, metrics)
+    return validation.record(run, found, evaluated_by=function if metrics else "").number
+
+
+async def _show(
+    run: Run, name: ManifestName, found: Validation, metrics: Mapping[str, float]
+) -> None:
+    """A table of what was found; one that passed has a line of figures."""
+    url = run.url.replace("`", "'")  # a backtick would end the code span
+    marked = [("error", finding) for finding in found.findings]
+    marked += [("note", finding) for finding in found.notes]
+    rows: list[dict[str, Any]] = [
+        {"": word, **finding.model_dump(mode="json")} for word, finding in marked[:_MOST_ROWS]
+    ]
+    figures = {
+        "bytes read": found.bytes_read,
+        "rows compared": found.rows_compared,
+        "largest error, of what is allowed": round(min(found.worst, 1e300), 4),
+        **metrics,
+    }
+    rows += [{"": "figure", "what": what, "found": value} for what, value in figures.items()]
+    more = f", {len(marked) - _MOST_ROWS} more findings" if len(marked) > _MOST_ROWS else ""
+    await Artifact(
+        type="table",
+        key=artifact_key(run.url, run.id, f"g{name.generation}-step-{name.step}-validation"),
+        description=f"Step {name.step} of `{url}`: **{found.result}** ({found.level}{more})",
+        data=rows,
+    ).acreate()

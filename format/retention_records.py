@@ -1,0 +1,215 @@
+"""Records of keeping, deleting and publishing: pins, metrics, marks, … (format §4, §6.6, §6.10)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+
+from recpoint.format.naming import MAX_PUBLICATION, expired_key, is_label
+from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part, Record
+
+__all__ = [
+    "MAX_LEASE_SECONDS",
+    "MAX_PLANNED",
+    "MAX_PLAN_BYTES",
+    "Deletion",
+    "Lease",
+    "Mark",
+    "Metric",
+    "Pin",
+    "Plan",
+    "PlanAction",
+    "PlannedManifest",
+    "PlannedRules",
+    "Publication",
+    "RuleBest",
+    "Stamp",
+]
+
+#: The longest time that a lease is honoured for without being renewed.
+MAX_LEASE_SECONDS = 7 * 86400
+
+#: So many manifests are named in a plan.
+MAX_PLANNED = 1000
+
+#: A plan is no larger: 1,000 reasons of 1,024 characters are 4 MiB at most, with keys and rules.
+MAX_PLAN_BYTES = 8 << 20
+
+#: What becomes of a manifest; `wait`: it is marked, and may not be deleted yet.
+PlanAction = Literal["keep", "mark", "wait", "delete"]
+
+
+def _label(name: str) -> str:
+    if not is_label(name):
+        raise ValueError("1 to 64 of a-z, 0-9, _, ., -, the first a letter or digit")
+    return name
+
+
+def _manifest(key: str) -> str:
+    expired_key(key)
+    return key
+
+
+def _finite(text: str) -> str:
+    try:
+        value = float.fromhex(text)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value) or value.hex() != text:
+        raise ValueError("the float.hex() of a finite number")
+    return text
+
+
+_Label = Annotated[str, Field(max_length=64), AfterValidator(_label)]
+_ManifestKey = Annotated[str, Field(max_length=80), AfterValidator(_manifest)]
+_Host = Annotated[str, Field(max_length=255)]
+_Pid = Annotated[int, Field(ge=0, lt=2**32)]
+_Count = Annotated[int, Field(ge=0, le=10**9)]
+
+
+def _not_too_many(value: object) -> object:
+    # Before its entries are looked at: a hundred thousand bad ones would be as many errors.
+    if isinstance(value, list | tuple) and len(value) > 10_000:
+        raise ValueError("at most 10,000 references")
+    return value
+
+
+_Covers = Annotated[
+    Annotated[tuple[CheckpointRef, ...], Field(strict=False)] | None,
+    BeforeValidator(_not_too_many),
+]
+
+
+class Stamp(Part):
+    """When something was written, by two clocks of its writer (format §6.7)."""
+
+    written_ms: Milliseconds
+    boot: HexToken | None
+    boot_ms: Milliseconds
+
+
+class Pin(Record):
+    """A wish to keep one checkpoint, whatever the rules say."""
+
+    format: Literal["recpoint/pin"] = "recpoint/pin"
+    run: HexToken
+    checkpoint: CheckpointRef
+    name: _Label
+    who: Annotated[str, Field(max_length=255)]
+    why: Annotated[str, Field(max_length=1024)]
+    created_ms: Milliseconds
+
+
+class Publication(Record):
+    """What followers of the channel `published` serve from now on; `held`: until it is released."""
+
+    format: Literal["recpoint/published"] = "recpoint/published"
+    run: HexToken
+    number: Annotated[int, Field(ge=1, le=MAX_PUBLICATION)]
+    checkpoint: CheckpointRef
+    held: bool
+    who: Annotated[str, Field(max_length=255)]
+    why: Annotated[str, Field(max_length=1024)]
+    created_ms: Milliseconds
+
+
+class Metric(Record):
+    """What was measured of a checkpoint; `value` is the `float.hex()` of a finite number."""
+
+    format: Literal["recpoint/metric"] = "recpoint/metric"
+    run: HexToken
+    checkpoint: CheckpointRef
+    name: _Label
+    value: Annotated[str, Field(max_length=40), AfterValidator(_finite)]
+    created_ms: Milliseconds
+
+
+class Mark(Record):
+    """A manifest's announced deletion: until the grace is over it counts as before."""
+
+    format: Literal["recpoint/expired"] = "recpoint/expired"
+    run: HexToken
+    manifest: _ManifestKey
+    attempt: HexToken
+    reason: Annotated[str, Field(max_length=1024)]
+    stamp: Stamp
+
+
+class Deletion(Record):
+    """The manifests that are being deleted; nobody may begin to rely on one of them."""
+
+    format: Literal["recpoint/deletion"] = "recpoint/deletion"
+    run: HexToken
+    token: HexToken
+    host: _Host
+    pid: _Pid
+    manifests: Annotated[
+        tuple[_ManifestKey, ...],
+        Field(min_length=1, max_length=1_000_000, strict=False),
+        FailFast(),
+    ]
+    stamp: Stamp
+
+
+class RuleBest(Part):
+    """The rule of the `count` best by a metric."""
+
+    metric: _Label
+    direction: Literal["max", "min"]
+    count: _Count
+
+
+class PlannedRules(Part):
+    """The rules of a plan; 0: there is no such rule."""
+
+    last: _Count
+    within_ms: Milliseconds
+    hourly: _Count
+    daily: _Count
+    weekly: _Count
+    monthly: _Count
+    best: Annotated[tuple[RuleBest, ...], Field(max_length=100, strict=False), FailFast()]
+    require_validated: bool
+
+
+class PlannedManifest(Part):
+    """What becomes of one manifest, and why."""
+
+    manifest: _ManifestKey
+    action: PlanAction
+    reason: Annotated[str, Field(max_length=1024)]
+
+
+class Plan(Record):
+    """What the newest retention found worth keeping; `manifests` are the newest, not all."""
+
+    format: Literal["recpoint/plan"] = "recpoint/plan"
+    run: HexToken
+    rules: PlannedRules
+    grace_ms: Milliseconds
+    keep: _Count
+    mark: _Count
+    wait: _Count
+    delete: _Count
+    manifests: Annotated[
+        tuple[PlannedManifest, ...], Field(max_length=MAX_PLANNED, strict=False), FailFast()
+    ]
+    host: _Host
+    pid: _Pid
+    planned_ms: Milliseconds
+
+
+class Lease(Record):
+    """Word that somebody is reading; `covers` None: everything that exists."""
+
+    format: Literal["recpoint/lease"] = "recpoint/lease"
+    run: HexToken
+    owner: HexToken
+    purpose: Annotated[str, Field(pattern=r"\A[a-z][a-z0-9_]{0,31}\z")]
+    covers: _Covers
+    ttl_seconds: Annotated[int, Field(ge=1, le=MAX_LEASE_SECONDS)]
+    host: _Host
+    pid: _Pid
+    stamp: Stamp

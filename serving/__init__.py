@@ -1,0 +1,1 @@
+"""What runs inside a serving process. Never imports Prefect, nor what trains."""

@@ -1,0 +1,373 @@
+"""A serving process that follows a run: every request sees one whole version."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import TracebackType
+from typing import Final, Self
+
+from torch import nn
+
+from recpoint.catalog.chain import PassedOver
+from recpoint.catalog.leases import reading as lease
+from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.restore import Skipped
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.errors import ForeignObject, RecpointError, SettingsError, UnsupportedVersion
+from recpoint.format.naming import RUN_KEY
+from recpoint.serving.coded_modules import replace_lookups
+from recpoint.serving.copies import Copies
+from recpoint.serving.status import Status
+from recpoint.serving.updater import DAMAGE, Updater
+from recpoint.serving.version import Version
+from recpoint.serving.wanted import CHANNELS, Channel, Wanted, find_pinned, look
+
+__all__ = ["Follower"]
+
+_log = logging.getLogger("recpoint.serving")
+
+#: How long a checkpoint that could not be read is left alone.
+_RETRY_SECONDS: Final = 60.0
+
+
+class Follower:
+    """Keeps the newest checkpoint of a run in memory, for requests to look at.
+
+    Requests run inside `with follower.reading() as version:`; tables and dense layers of a version
+    are of one checkpoint, and stay so until the block ends. A later version is put together in a
+    second copy of the model meanwhile; then requests that begin are given that one. So **a follower
+    holds two copies of the model** (of its tables only those in `tables`), and while it reads, some
+    chunks. An increment is read and decoded once; the copy that is replaced takes over the changed
+    rows from the other one.
+
+    Args:
+        url: the run; it need not exist yet.
+        model: a model as the trainer builds it. It becomes one of the two copies: it is put into
+            evaluation mode, its weights are replaced, and it must not be used but through
+            `reading`. None: tables and dense layers are given by name.
+        tables: without a model: names of the tables that are followed; None: all.
+        channel: `newest`; `validated`: only what a validation has passed; `published`: what
+            `recpoint publish` or the flow `publish` has chosen, older ones too.
+        quantized: keep quantized rows as they are stored, and decode them when they are looked up.
+        poll_seconds: how long the background thread waits between two looks.
+        reader_wait_seconds: how long an update waits for requests that still look at the version
+            before the one in service.
+        threads: chunks read at once.
+
+    Raises:
+        SettingsError: a setting that cannot work, or a URL that names no store.
+        IncompatibleModel: with `quantized`: an embedding that cannot be kept as codes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: nn.Module | None = None,
+        tables: Collection[str] | None = None,
+        channel: Channel = "newest",
+        quantized: bool = False,
+        poll_seconds: float = 5.0,
+        reader_wait_seconds: float = 30.0,
+        threads: int = 2,
+    ) -> None:
+        _check(model, tables, channel, poll_seconds, reader_wait_seconds, threads)
+        self._store = open_store(url)
+        if model is not None and quantized:
+            replace_lookups(model)
+        self._copies = Copies(model, self._store.url)
+        self._tables = None if tables is None else frozenset(tables)
+        self._channel: Channel = channel
+        self._quantized = quantized
+        self._poll_seconds = poll_seconds
+        self._reader_wait_seconds = reader_wait_seconds
+        self._threads = threads
+        self._updating = threading.Lock()
+        self._updater: Updater | None = None
+        self._run: Run | None = None
+        self._pinned: tuple[int, int | None] | None = None
+        self._failed: dict[ManifestName, tuple[float, str]] = {}
+        self._wanted: Wanted | None = None
+        self._waiting_since_ms: int | None = None
+        self._looked_at: float | None = None
+        self._passed_over: tuple[PassedOver, ...] = ()
+        self._versions = 0
+        self._error: str | None = None
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- for requests --------------------------------------------------------------------------
+
+    def reading(self) -> AbstractContextManager[Version]:
+        """The version in service, in a `with` block: until it ends, nothing in it changes.
+
+        It never waits for the store, and is not affected by one that is away.
+
+        Raises:
+            NotServing: on entering, before the first version is there.
+        """
+        return self._copies.reading()
+
+    @property
+    def version(self) -> int | None:
+        """Step of the version that requests are given; None before the first."""
+        version = self._copies.version
+        return None if version is None else version.step
+
+    @property
+    def lag_seconds(self) -> float | None:
+        """See `Status.lag_seconds`."""
+        if self._wanted is None:
+            return None
+        since = self._waiting_since_ms
+        return 0.0 if since is None else max(0.0, time.time() - since / 1000)
+
+    @property
+    def status(self) -> Status:
+        """What is served, how far behind that is, and what went wrong."""
+        version, updater, wanted = self._copies.version, self._updater, self._wanted
+        newest = None if wanted is None or wanted.newest is None else wanted.newest.step
+        failed = [Skipped(name, text) for name, (_, text) in list(self._failed.items())]
+        looked = self._looked_at
+        return Status(
+            serving=None if version is None else version.checkpoint,
+            committed_ms=0 if version is None else version.committed_ms,
+            served_ms=0 if version is None else version.served_ms,
+            newest=newest,
+            lag_seconds=self.lag_seconds,
+            lag_checkpoints=0 if wanted is None else len(wanted.names),
+            lag_batches=None if version is None or newest is None else newest - version.step,
+            pinned=None if self._pinned is None else self._pinned[0],
+            versions_applied=self._versions,
+            increments_applied=0 if updater is None else updater.increments,
+            fulls_applied=0 if updater is None else updater.fulls,
+            bytes_read=0 if updater is None else updater.bytes_read,
+            skipped=(*failed, *(() if wanted is None else wanted.skipped)),
+            passed_over=self._passed_over,
+            error=self._error,
+            looked_seconds_ago=None if looked is None else time.monotonic() - looked,
+            memory_bytes=self._copies.nbytes,
+        )
+
+    def wait(self, *, seconds: float, step: int | None = None) -> bool:
+        """Wait until something is served, or step `step` or a later one; whether it is."""
+        copies = self._copies
+
+        def there() -> bool:
+            version = copies.version
+            return version is not None and (step is None or version.step >= step)
+
+        with copies.changed:
+            return copies.changed.wait_for(there, timeout=seconds)
+
+    # --- what to serve -------------------------------------------------------------------------
+
+    def pin(self, step: int, generation: int | None = None) -> None:
+        """Serve this checkpoint from the next look on, until `unpin`; older ones are welcome.
+
+        Retention does not know of it: `recpoint pin` keeps a checkpoint in the store.
+
+        Args:
+            step: of the checkpoint.
+            generation: for one that is not on the live line.
+        """
+        self._pinned = (step, generation)
+        self._wake.set()
+
+    def unpin(self) -> None:
+        """Follow the channel again from the next look on."""
+        self._pinned = None
+        self._wake.set()
+
+    # --- looking -------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Look again and again, in a thread; errors are in `status` and in the log."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(
+                target=self._follow, name="recpoint-follow", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End the thread; what is served goes on being served."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def poll(self) -> bool:
+        """Look once, and serve what is better than what is served; whether there was something.
+
+        Damaged checkpoints are passed over, and named in `status`.
+
+        Raises:
+            NothingToRestore: there is no run, or not the checkpoint that is pinned.
+            IncompatibleModel: the checkpoint does not fit the model.
+            NotServing: requests do not let go of an older version.
+            FormatError, ChainError: the run's records, or the pinned checkpoint, are damaged, or
+                of a later release; or another run has taken its place.
+            StoreError: the store cannot be read. What is served goes on being served.
+        """
+        with self._updating:
+            try:
+                moved = self._poll()
+            except RecpointError as error:
+                self._error = f"{type(error).__name__}: {error}"
+                raise
+            self._error = None
+            return moved
+
+    def _follow(self) -> None:
+        told: str | None = None
+        while not self._stop.is_set():
+            self._wake.clear()
+            try:
+                self.poll()
+            except RecpointError:
+                if self._error != told:
+                    _log.warning("serving step %s still: %s", self.version, self._error)
+            except Exception as error:  # a bug must not end the following silently
+                self._error = f"{type(error).__name__}: {error}"
+                _log.exception("following %s", self._store.url)
+            if told is not None and self._error is None:
+                _log.info("following %s again", self._store.url)
+            told = self._error
+            self._wake.wait(self._poll_seconds)
+
+    def _poll(self) -> bool:
+        run, updater = self._opened()
+        served = _served(updater)
+        self._wanted = look(run, self._channel, served)
+        self._looked_at = time.monotonic()
+        self._note_lag(updater)
+        pinned = self._pinned
+        if pinned is not None:
+            name = find_pinned(run, *pinned)
+            return name != served and self._move(run, updater, name)
+        now = time.monotonic()
+        for name in self._wanted.names:
+            at, _ = self._failed.get(name, (None, ""))
+            if at is not None and now - at < _RETRY_SECONDS:
+                continue
+            try:
+                moved = self._move(run, updater, name)
+            except UnsupportedVersion:
+                raise
+            except DAMAGE as error:
+                self._failed[name] = (now, f"{type(error).__name__}: {error}")
+                _log.warning("passing over %s: %s", name, self._failed[name][1])
+                continue
+            return moved
+        return False
+
+    def _move(self, run: Run, updater: Updater, name: ManifestName) -> bool:
+        manifest = run.manifest(*name)
+        with lease(run, purpose="follow", covers=[manifest.ref]):
+            self._passed_over = updater.move(
+                name,
+                committed_ms=manifest.committed_ms,
+                line=() if self._wanted is None else self._wanted.names,
+            )
+        self._versions += 1
+        wanted = self._wanted
+        if wanted is not None and name in wanted.names:
+            better = wanted.names[: wanted.names.index(name)]
+            since = wanted.published_ms if better else None
+            self._wanted = replace(wanted, names=better, published_ms=since)
+        if self._pinned is None:
+            left = self._wanted.names if self._wanted is not None else ()
+            self._failed = {one: why for one, why in self._failed.items() if one in left}
+        self._note_lag(updater)
+        return True
+
+    def _note_lag(self, updater: Updater) -> None:
+        """Since when something better than what is served has been there."""
+        since = None if self._wanted is None else self._wanted.published_ms
+        if since is not None:
+            self._waiting_since_ms = since
+            return
+        for name in reversed(self._wanted.names if self._wanted else ()):
+            try:
+                since = updater.read(Representation(name)).committed_ms
+            except DAMAGE:
+                continue
+            break
+        self._waiting_since_ms = since
+
+    def _opened(self) -> tuple[Run, Updater]:
+        # At each look: a local store whose mount is gone lists as empty, as one without news does.
+        there = Run.open(self._store)
+        if self._run is not None and there.id != self._run.id:
+            raise ForeignObject(
+                f"{there.url}/{RUN_KEY}",
+                found=f"run {there.id}",
+                expected=f"run {self._run.id}, which is followed",
+                next_step="start the serving process anew, if this is the run to serve now",
+            )
+        if self._run is None or self._updater is None:
+            self._run = there
+            self._updater = Updater(
+                self._run,
+                self._copies,
+                tables=self._tables,
+                coded=self._quantized,
+                threads=self._threads,
+                reader_wait_seconds=self._reader_wait_seconds,
+            )
+        return self._run, self._updater
+
+
+def _served(updater: Updater) -> ManifestName | None:
+    manifest = updater.served
+    return None if manifest is None else ManifestName(manifest.step, manifest.generation)
+
+
+def _check(
+    model: nn.Module | None,
+    tables: Collection[str] | None,
+    channel: str,
+    poll_seconds: float,
+    reader_wait_seconds: float,
+    threads: int,
+) -> None:
+    wrong: tuple[str, object, str] | None = None
+    if model is not None and tables is not None:
+        wrong = ("tables", tables, "none beside a model, of which all tables are followed")
+    elif channel not in CHANNELS:
+        wrong = ("channel", channel, f"one of {', '.join(CHANNELS)}")
+    elif not 0.01 <= poll_seconds <= 86400:
+        wrong = ("poll_seconds", poll_seconds, "0.01 seconds to a day")
+    elif not 0 <= reader_wait_seconds <= 86400:
+        wrong = ("reader_wait_seconds", reader_wait_seconds, "0 seconds to a day")
+    elif threads < 1:
+        wrong = ("threads", threads, "1 or more")
+    if wrong is not None:
+        setting, found, expected = wrong
+        raise SettingsError(
+            setting,
+            found=f"{found!r:.200}",
+            expected=expected,
+            next_step="see the docstring of recpoint.Follower",
+        )

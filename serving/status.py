@@ -1,0 +1,54 @@
+"""What a follower says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recpoint.catalog.chain import PassedOver
+from recpoint.catalog.restore import Skipped
+from recpoint.format.records import CheckpointRef
+
+__all__ = ["Status"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A follower at one moment.
+
+    Attributes:
+        serving: the checkpoint that requests see; None: nothing yet.
+        committed_ms, served_ms: when it was committed and first served, Unix milliseconds by the
+            agent's and this host's clock; 0 while nothing is served.
+        newest: step of the newest checkpoint of the live line at the last look.
+        lag_seconds: how long something better than what is served has been there, by the clocks of
+            agent and this host; 0.0: there was nothing better at the last look. None: never looked.
+        lag_checkpoints: how many better ones there are.
+        lag_batches: batches between what is served and the newest; None while nothing is served.
+        pinned: step that it is pinned to.
+        versions_applied: since the start.
+        increments_applied, fulls_applied: manifests read for that.
+        bytes_read: of chunks.
+        skipped: better checkpoints that are not served, and why; at the last look.
+        passed_over: damaged manifests that the way to the version in service went around.
+        error: what went wrong at the last look; None: nothing did.
+        looked_seconds_ago: since the last look that reached the store; None: there was none.
+        memory_bytes: of tables, both copies.
+    """
+
+    serving: CheckpointRef | None
+    committed_ms: int
+    served_ms: int
+    newest: int | None
+    lag_seconds: float | None
+    lag_checkpoints: int
+    lag_batches: int | None
+    pinned: int | None
+    versions_applied: int
+    increments_applied: int
+    fulls_applied: int
+    bytes_read: int
+    skipped: tuple[Skipped, ...]
+    passed_over: tuple[PassedOver, ...]
+    error: str | None
+    looked_seconds_ago: float | None
+    memory_bytes: int

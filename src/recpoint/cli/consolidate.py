@@ -1,0 +1,133 @@
+"""The command that merges a checkpoint's chain into fewer manifests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
+from recpoint.cli.reporting import JsonOption, Result, command, progress_console
+from recpoint.dashboards import terminal
+from recpoint.errors import NothingToRestore
+
+if TYPE_CHECKING:  # torch takes longer to import than a plan to make
+    from recpoint.catalog.consolidate import Consolidated
+    from recpoint.catalog.consolidate_plan import ConsolidationPlan
+
+__all__ = ["consolidate_run"]
+
+
+@command
+def consolidate_run(
+    url: UrlArgument,
+    step: Annotated[
+        int | None, typer.Option(help="This checkpoint; default: the newest that counts.")
+    ] = None,
+    generation: GenerationOption = None,
+    links: Annotated[
+        int | None,
+        typer.Option(help="Merge only so many of its newest links, into one increment.", min=2),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would read, write and free.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> Result:
+    """Merge a checkpoint's chain, so that a restore reads less and old links may go."""
+    from recpoint.catalog.consolidate import consolidate
+    from recpoint.catalog.consolidate_plan import plan_consolidation
+
+    run = open_run(url)
+    if step is None:
+        if generation is not None:
+            raise typer.BadParameter("a generation needs its --step", param_hint="--generation")
+        live = run.live_line()
+        if not live:
+            raise NothingToRestore(
+                run.url,
+                found="no checkpoint on the live line",
+                expected="at least one",
+                next_step="let a trainer write one",
+            )
+        name = live[0]
+    else:
+        name = find_checkpoint(run, step, generation)
+    plan = plan_consolidation(run, name, links=links)
+    views = [terminal.fields_table(_plan_fields(plan), title=f"{name}")]
+    if dry_run or not plan.needed:
+        return Result(_document(plan, None), *views)
+    console = progress_console()
+    with Progress(
+        TextColumn("merging"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=json_output or not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("merging", total=plan.read_bytes)
+        done = consolidate(
+            run,
+            plan,
+            on_progress=lambda read, total: progress.update(task, completed=read, total=total),
+        )
+    return Result(_document(plan, done), *views, terminal.shown(_said(done), limit=2000))
+
+
+def _said(done: Consolidated) -> str:
+    if done.outcome == "already":
+        return f"{done.key}: there already"
+    written = terminal.bytes_text(done.written_bytes)
+    return f"{done.key}: {written} in {done.chunks} chunks, {done.seconds:.1f} s"
+
+
+def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
+    if not plan.needed:
+        return [("nothing to do", plan.reason)]
+    size = terminal.bytes_text
+    most = "" if plan.target.form == "full" else "at most "
+    dead = "not known before reading"
+    if plan.dead_rows is not None and plan.dead_share is not None:
+        dead = f"{plan.dead_rows:,} of {plan.stored_rows:,} stored ({plan.dead_share:.0%})"
+    return [
+        ("makes", plan.target.key),
+        ("merges", f"{len(plan.sources)} manifests"),
+        ("reads", size(plan.read_bytes)),
+        ("writes", f"{most}{size(plan.write_bytes)}"),
+        ("frees", f"{size(plan.frees_bytes)}, once retention lets go of what it merges"),
+        ("dead rows", dead),
+        (
+            "a restore reads",
+            f"{size(plan.restore_bytes_before)} in {plan.links_before} manifests now, "
+            f"{most}{size(plan.restore_bytes_after)} in {plan.links_after} afterwards",
+        ),
+        ("pays", f"{'yes' if plan.pays else 'not yet'}: {plan.reason}"),
+    ]
+
+
+def _document(plan: ConsolidationPlan, done: Consolidated | None) -> dict[str, Any]:
+    name = plan.target.name
+    return {
+        "step": name.step,
+        "generation": name.generation,
+        "needed": plan.needed,
+        "key": plan.target.key if plan.needed else None,
+        "sources": [source.key for source in plan.sources],
+        "read_bytes": plan.read_bytes,
+        "write_bytes": plan.write_bytes,
+        "frees_bytes": plan.frees_bytes,
+        "restore_bytes_before": plan.restore_bytes_before,
+        "restore_bytes_after": plan.restore_bytes_after,
+        "links_before": plan.links_before,
+        "links_after": plan.links_after,
+        "stored_rows": plan.stored_rows,
+        "dead_rows": plan.dead_rows,
+        "pays": plan.pays,
+        "reason": plan.reason,
+        "outcome": None if done is None else done.outcome,
+        "written_bytes": None if done is None else done.written_bytes,
+        "seconds": None if done is None else done.seconds,
+    }

@@ -1,0 +1,196 @@
+"""The commands about what is served: follow and publish."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recpoint.catalog import publications
+from recpoint.catalog.run_url import naming_run, parse_run_url
+from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
+from recpoint.cli.reporting import (
+    JsonOption,
+    Result,
+    command,
+    output_console,
+    print_json,
+)
+from recpoint.dashboards import terminal
+from recpoint.errors import ChainError, FormatError, NothingToRestore, NotServing, StoreError
+
+if TYPE_CHECKING:  # following imports torch
+    from recpoint.serving.follower import Follower
+    from recpoint.serving.status import Status
+
+__all__ = ["follow", "publish"]
+
+#: What brings something into a channel.
+_NEXT = {"validated": "validate", "published": "publish"}
+
+
+@command
+def follow(
+    url: UrlArgument,
+    channel: Annotated[
+        str, typer.Option(help="newest, validated, or published: see recpoint publish.")
+    ] = "newest",
+    table: Annotated[
+        list[str] | None, typer.Option(help="Only this table; may be repeated. Default: all.")
+    ] = None,
+    quantized: Annotated[
+        bool, typer.Option("--quantized", help="Keep rows as codes: less memory.")
+    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    poll_seconds: Annotated[float, typer.Option(help="Between two looks.")] = 5.0,
+    json_output: JsonOption = False,
+) -> Result:
+    """Follow a run as a serving process does: read each new version, check it, print it.
+
+    Holds two copies of the tables in memory. Ends with --once, or when it is interrupted.
+    """
+    from recpoint.serving.follower import Follower
+    from recpoint.serving.wanted import CHANNELS
+
+    if channel not in CHANNELS:
+        raise typer.BadParameter(
+            f"{channel!r} is none of {', '.join(CHANNELS)}", param_hint="--channel"
+        )
+    names = table or None
+    follower = Follower(
+        url, tables=names, channel=channel, quantized=quantized, poll_seconds=poll_seconds
+    )
+    if not once:
+        _follow(follower, url, poll_seconds, json_output)
+    follower.poll()
+    status = follower.status
+    if status.serving is None:
+        raise NothingToRestore(
+            parse_run_url(url).url,
+            found="; ".join(error for _, error in status.skipped) or "nothing to serve",
+            expected=f"a good checkpoint of the channel {channel}",
+            next_step=f"recpoint {_NEXT.get(channel, 'list')} URL",
+        )
+    return Result(_document(status, url), *_lines(status, url))
+
+
+def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) -> None:
+    """Until it is interrupted; each version, and each change of what is wrong, is a line."""
+    told: tuple[object, ...] = ()
+    console = output_console()
+    while True:
+        try:
+            follower.poll()
+        except (StoreError, NotServing, NothingToRestore, FormatError, ChainError):
+            pass  # in the status; what is served goes on being served
+        status = follower.status
+        now = (status.serving, status.error, status.skipped)
+        if now != told:
+            told = now
+            if as_json:
+                print_json(_document(status, url))
+            else:
+                for line in _lines(status, url):
+                    console.print(line, soft_wrap=True)
+        time.sleep(poll_seconds)
+
+
+def _document(status: Status, url: str) -> dict[str, Any]:
+    serving = status.serving
+    return {
+        "step": None if serving is None else serving.step,
+        "generation": None if serving is None else serving.generation,
+        "attempt": None if serving is None else serving.attempt,
+        "committed_ms": status.committed_ms,
+        "served_ms": status.served_ms,
+        "newest": status.newest,
+        "lag_seconds": status.lag_seconds,
+        "lag_checkpoints": status.lag_checkpoints,
+        "lag_batches": status.lag_batches,
+        "versions_applied": status.versions_applied,
+        "increments_applied": status.increments_applied,
+        "fulls_applied": status.fulls_applied,
+        "bytes_read": status.bytes_read,
+        "memory_bytes": status.memory_bytes,
+        "skipped": [
+            {"step": name.step, "generation": name.generation, "error": naming_run(error, url)}
+            for name, error in status.skipped
+        ],
+        "passed_over": [
+            {"key": key, "error": naming_run(error, url)} for key, error in status.passed_over
+        ],
+        "error": None if status.error is None else naming_run(status.error, url),
+    }
+
+
+def _lines(status: Status, url: str) -> list[Any]:
+    found: list[Any] = []
+    for name, error in status.skipped:
+        text = f"skipped {name}: {naming_run(error, url)}"
+        found.append(terminal.shown(text, limit=2000, style="yellow"))
+    if status.error is not None:
+        found.append(terminal.shown(naming_run(status.error, url), limit=2000, style="red"))
+    if status.serving is None:
+        return [*found, terminal.shown("nothing is served yet")]
+    after = (status.served_ms - status.committed_ms) / 1000
+    lag = "none" if not status.lag_seconds else f"{status.lag_seconds:.1f} s"
+    text = (
+        f"{status.serving}: served {after:.1f} s after its commit, lag {lag}, "
+        f"{status.increments_applied} increments and {status.fulls_applied} fulls applied, "
+        f"{terminal.bytes_text(status.bytes_read)} read"
+    )
+    return [*found, terminal.shown(text, limit=2000)]
+
+
+@command
+def publish(
+    url: UrlArgument,
+    step: Annotated[
+        int | None, typer.Option(help="This checkpoint; an older one rolls back. Default: newest.")
+    ] = None,
+    generation: GenerationOption = None,
+    validated: Annotated[
+        bool, typer.Option("--validated", help="Without a step: the newest that was validated.")
+    ] = False,
+    hold: Annotated[
+        bool | None,
+        typer.Option(
+            "--hold/--no-hold",
+            help="Keep it published until --release. Default: with a step.",
+        ),
+    ] = None,
+    release: Annotated[bool, typer.Option("--release", help="Replace one that is held.")] = False,
+    why: Annotated[str, typer.Option(help="For whoever wonders later.")] = "",
+    json_output: JsonOption = False,
+) -> Result:
+    """Make a checkpoint the one that followers of --channel published serve."""
+    run = open_run(url)
+    if step is not None:
+        name = find_checkpoint(run, step, generation)
+    elif generation is not None:
+        raise typer.BadParameter("needs --step", param_hint="--generation")
+    else:
+        name = publications.choose(run, validated_only=validated)
+    done = publications.publish(
+        run,
+        name,
+        held=step is not None if hold is None else hold,
+        release=release or step is not None,
+        why=why,
+    )
+    record = done.record
+    document = {
+        "number": record.number,
+        "created": done.created,
+        "step": record.checkpoint.step,
+        "generation": record.checkpoint.generation,
+        "attempt": record.checkpoint.attempt,
+        "held": record.held,
+        "who": record.who,
+        "why": record.why,
+    }
+    state = "is published" if done.created else "was published already,"
+    held = ", held until --release" if record.held else ""
+    text = f"{record.checkpoint} {state} as publication {record.number}{held}"
+    return Result(document, terminal.shown(text))

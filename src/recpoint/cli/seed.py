@@ -1,0 +1,178 @@
+"""The command that shows what a new run can start with, and how its script asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recpoint.catalog.leases import reading
+from recpoint.catalog.run_url import naming_run
+from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
+from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.dashboards import terminal
+from recpoint.errors import IncompatibleModel, SettingsError
+
+if TYPE_CHECKING:
+    from recpoint.catalog.restore import MemoryTarget
+    from recpoint.trainer_plugin.parts import Seed
+
+__all__ = ["plan_seed"]
+
+
+@command
+def plan_seed(
+    url: UrlArgument,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NEW=]NAME", help="Take this table, as NEW in the new model."),
+    ] = None,
+    dense: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Take dense parameters and buffers of such names."),
+    ] = None,
+    optimizer_states: Annotated[
+        str, typer.Option(help="drop, or carry them for what is taken.")
+    ] = "drop",
+    step: Annotated[
+        int | None, typer.Option(help="This checkpoint; default: the newest good one.")
+    ] = None,
+    generation: GenerationOption = None,
+    json_output: JsonOption = False,
+) -> Result:
+    """What a new run would take from a checkpoint of another, and the line for its script.
+
+    Nothing is written: the new run's trainer takes the parts, since only its model has the rest.
+    """
+    from recpoint.catalog.restore import MemoryTarget, restore
+
+    seed = _seed(url, table or [], dense or [], optimizer_states, step, generation)
+    target = MemoryTarget([])
+    run = open_run(url)
+    with reading(run, purpose="restore"):
+        report = restore(run, target, step=step, generation=generation)
+    parts = _parts(target, seed)
+    views: list[Any] = [
+        terminal.shown(f"skipped {name}: {naming_run(error, url)}", limit=2000, style="yellow")
+        for name, error in report.skipped
+    ]
+    exact = "some of it quantized" if report.quantized else "all of it exact"
+    shown = terminal.plain_table(f"{report.restored}: {report.chain_length} to read, {exact}")
+    for heading in ("name", "taken as", "shape", "dtype", "row states"):
+        shown.add_column(heading, overflow="fold")
+    for part in parts:
+        cells = (part["name"], part["as"] or "left out", part["shape"], part["dtype"])
+        shown.add_row(*(terminal.shown(_text(cell)) for cell in (*cells, part["row_states"])))
+    script = None if seed is None else _script(seed)
+    choose = f"choose: recpoint seed {url} --table NEW=NAME --dense PATTERN"
+    views += [shown, terminal.shown(script or choose, limit=4000)]
+    document = {
+        "url": run.url,
+        "step": report.restored.step,
+        "generation": report.restored.generation,
+        "chain_length": report.chain_length,
+        "quantized": report.quantized,
+        "optimizer_states": optimizer_states,
+        "parts": parts,
+        "script": script,
+    }
+    return Result(document, *views)
+
+
+def _seed(
+    url: str,
+    tables: list[str],
+    dense: list[str],
+    optimizer_states: str,
+    step: int | None,
+    generation: int | None,
+) -> Seed | None:
+    """What was asked for; None: nothing, so that everything is listed as left out."""
+    from recpoint.trainer_plugin.parts import Seed
+
+    if optimizer_states not in ("drop", "carry"):
+        raise SettingsError(
+            "--optimizer-states",
+            found=optimizer_states,
+            expected="drop or carry",
+            next_step="choose one of the two",
+        )
+    if not tables and not dense:
+        return None
+    named = {new or old: old for new, _, old in (one.rpartition("=") for one in tables)}
+    return Seed(
+        url,
+        tables=named,
+        dense=dense,
+        optimizer_states="carry" if optimizer_states == "carry" else "drop",
+        step=step,
+        generation=generation,
+    )
+
+
+def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
+    """Everything that the checkpoint holds, and as what it is taken.
+
+    Raises:
+        IncompatibleModel: it does not hold what was asked for.
+    """
+    from recpoint.catalog.logical_tables import logical_tables
+    from recpoint.catalog.restored_model import model_tensors
+    from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
+
+    assert target.manifest is not None  # it was restored
+    asked = Parts() if seed is None else seed.parts
+    tables = logical_tables(target.manifest.tables)
+    tensors = model_tensors(target)
+    taken, missing = resolve_dense(asked.dense, tensors, tensors)
+    missing += [
+        f"table {name!r} is not in it{near(name, tables)}"
+        for name in asked.tables.values()
+        if name not in tables
+    ]
+    if missing:
+        raise IncompatibleModel(
+            f"checkpoint of {target.manifest.ref}",
+            found="; ".join(missing),
+            expected="parts that it holds",
+            next_step="without --table and --dense everything it holds is listed",
+        )
+    return [
+        {
+            "kind": "table",
+            "name": name,
+            "as": [new for new, old in asked.tables.items() if old == name],
+            "shape": [spec.rows, spec.dim],
+            "dtype": spec.dtype,
+            "row_states": [state.name for state in spec.row_states],
+        }
+        for name, spec in tables.items()
+    ] + [
+        {
+            "kind": "dense",
+            "name": name,
+            "as": [name] if name in taken else [],
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "row_states": [],
+        }
+        for name, tensor in sorted(tensors.items())
+    ]
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _script(seed: Seed) -> str:
+    """The call for a training script."""
+    given: Mapping[str, object] = {
+        "tables": seed.tables or None,
+        "dense": seed.dense or None,
+        "optimizer_states": "carry" if seed.optimizer_states == "carry" else None,
+        "step": seed.step,
+        "generation": seed.generation,
+    }
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    return f"ckpt.restore(seed=recpoint.Seed({', '.join([repr(seed.url), *named])}))"

@@ -1,0 +1,168 @@
+"""The command that validates a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recpoint.catalog.leases import reading
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.catalog.validations import LEVELS
+from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
+from recpoint.cli.reporting import JsonOption, Result, command, progress_console
+from recpoint.dashboards import terminal
+from recpoint.errors import NothingToRestore
+
+if TYPE_CHECKING:  # validating imports torch
+    from recpoint.catalog.validate import Validation
+    from recpoint.format.naming import ValidationLevel
+
+__all__ = ["validate_checkpoint"]
+
+_Progress = Callable[[int, int], None]
+
+
+@command
+def validate_checkpoint(
+    url: UrlArgument,
+    step: Annotated[
+        int | None, typer.Option(help="This checkpoint; default: the newest of the live line.")
+    ] = None,
+    generation: GenerationOption = None,
+    level: Annotated[
+        str,
+        typer.Option(
+            help="metadata: records and sizes; sample: every byte that this checkpoint wrote, "
+            "and the rows its trainer recorded; full: every byte of its chain."
+        ),
+    ] = "sample",
+    evaluate_with: Annotated[
+        str,
+        typer.Option(
+            "--eval",
+            metavar="MODULE:FUNCTION",
+            help="Called with the restored model's state; its metrics are recorded.",
+        ),
+    ] = "",
+    record: Annotated[
+        bool, typer.Option("--record/--no-record", help="Keep the result in the catalog.")
+    ] = True,
+    json_output: JsonOption = False,
+) -> Result:
+    """Compare a checkpoint with what its trainer recorded; exit code 1 when they differ."""
+    from recpoint.catalog import evaluate as evaluation
+    from recpoint.catalog import validate as validation
+
+    chosen = _level(level)
+    function = None
+    if evaluate_with:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+        function = evaluation.load_function(evaluate_with)
+    run = open_run(url)
+    name = _checkpoint(run, step, generation)
+    metrics: dict[str, float] = {}
+    with reading(run, purpose="validate"):
+        with _progress("validating", json_output) as on_progress:
+            found = validation.validate(run, name, level=chosen, on_progress=on_progress)
+        if function is not None and found.passed:
+            with _progress("restoring", json_output) as on_progress:
+                metrics = evaluation.evaluate(
+                    run, name, function, function_name=evaluate_with, on_progress=on_progress
+                )
+    number = None
+    if record:
+        evaluation.record_metrics(run, found.checkpoint, metrics)
+        evaluated_by = evaluate_with if metrics else ""
+        number = validation.record(run, found, evaluated_by=evaluated_by).number
+    return Result(
+        _document(found, metrics, number),
+        *_views(found, metrics, number),
+        code=0 if found.passed else 1,
+    )
+
+
+def _level(text: str) -> ValidationLevel:
+    for level in LEVELS:
+        if text == level:
+            return level
+    known = ", ".join(LEVELS)
+    raise typer.BadParameter(f"{text!r} is none of {known}", param_hint="--level")
+
+
+def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestName:
+    if step is not None:
+        return find_checkpoint(run, step, generation)
+    if generation is not None:
+        raise typer.BadParameter("needs --step", param_hint="--generation")
+    live = run.live_line()
+    if not live:
+        raise NothingToRestore(
+            run.url,
+            found="no checkpoint on the live line",
+            expected="at least one",
+            next_step=f"recpoint list {run.url}",
+        )
+    return live[0]
+
+
+@contextmanager
+def _progress(what: str, quiet: bool) -> Iterator[_Progress]:
+    console = progress_console()
+    with Progress(
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _document(found: Validation, metrics: dict[str, float], number: int | None) -> dict[str, Any]:
+    return {
+        "step": found.checkpoint.step,
+        "generation": found.checkpoint.generation,
+        "attempt": found.checkpoint.attempt,
+        "level": found.level,
+        "result": found.result,
+        "record": number,
+        "links_read": found.links_read,
+        "chunks_read": found.chunks_read,
+        "bytes_read": found.bytes_read,
+        "rows_compared": found.rows_compared,
+        "worst_of_bound": min(found.worst, 1e300),
+        "findings": [finding.model_dump(mode="json") for finding in found.findings],
+        "notes": [finding.model_dump(mode="json") for finding in found.notes],
+        "metrics": metrics,
+        "seconds": (found.finished_ms - found.started_ms) / 1000,
+    }
+
+
+def _views(
+    found: Validation, metrics: dict[str, float], number: int | None
+) -> list[RenderableType]:
+    views: list[RenderableType] = []
+    if found.findings or found.notes:
+        views.append(terminal.validation_table(found.findings, found.notes))
+    fields: list[tuple[str, object]] = [
+        ("checkpoint", found.checkpoint),
+        ("level", found.level),
+        ("read", f"{terminal.bytes_text(found.bytes_read)}, {found.chunks_read} chunks"),
+        ("rows compared", f"{found.rows_compared:,}"),
+        ("largest error", f"{min(found.worst, 1e300):.1%} of what is allowed"),
+        *((name, f"{value:.9g}") for name, value in sorted(metrics.items())),
+        ("recorded", "no" if number is None else f"as validation {number}"),
+        ("result", terminal.result_text(found.result)),
+    ]
+    return [*views, terminal.fields_table(fields)]

@@ -1,0 +1,89 @@
+"""Task: choose a checkpoint of a run and make it the published one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from recpoint.catalog import publications
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.publications import choose
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.errors import NothingToRestore
+from recpoint.format.retention_records import Publication
+from recpoint.tasks.persist_task import RETRIES, may_heal
+
+__all__ = ["PublishOutcome", "publish_checkpoint"]
+
+
+class PublishOutcome(NamedTuple):
+    """The record that counts, whether it is new, and the one before it."""
+
+    run: str
+    record: Publication
+    created: bool
+    before: Publication | None
+
+
+@task(
+    task_run_name="publish to followers of {run_url}",
+    retry_condition_fn=may_heal,
+    timeout_seconds=600,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    **RETRIES,
+)
+async def publish_checkpoint(
+    run_url: str,
+    step: int | None,
+    generation: int | None,
+    *,
+    validated_only: bool,
+    held: bool,
+    release: bool,
+    why: str,
+) -> PublishOutcome:
+    """Publish the checkpoint that is named, or the newest good one; safe to run again."""
+    return await asyncio.to_thread(
+        _publish, run_url, step, generation, validated_only, held, release, why
+    )
+
+
+def _publish(
+    run_url: str,
+    step: int | None,
+    generation: int | None,
+    validated_only: bool,
+    held: bool,
+    release: bool,
+    why: str,
+) -> PublishOutcome:
+    run = Run.open(open_store(run_url))
+    before = publications.newest_publication(run)
+    if step is None and before is not None and before.held and not release:
+        return PublishOutcome(run.id, before, False, before)
+    name = _name(run, step, generation, validated_only=validated_only)
+    done = publications.publish(run, name, held=held, release=release or step is not None, why=why)
+    return PublishOutcome(run.id, done.record, done.created, before)
+
+
+def _name(
+    run: Run, step: int | None, generation: int | None, *, validated_only: bool
+) -> ManifestName:
+    if step is None:
+        return choose(run, validated_only=validated_only)
+    if generation is not None:
+        return ManifestName(step, generation)
+    for name in run.live_line():
+        if name.step == step:
+            return name
+    raise NothingToRestore(
+        f"{run.url}, step {step}",
+        found="no checkpoint of this step on the live line",
+        expected="the checkpoint to publish",
+        next_step=f"recpoint list {run.url}",
+    )

@@ -1,0 +1,72 @@
+"""Task: plan a run's retention and carry it out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from recpoint.catalog.prune import execute
+from recpoint.catalog.prune_plan import PrunePlan, plan_prune
+from recpoint.catalog.retention_rules import RetentionPolicy
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.tasks.persist_task import RETRIES, may_heal
+
+__all__ = ["Retained", "retain_store"]
+
+
+class Retained(NamedTuple):
+    """What a retention found and did: the run's id, a line, and one row for each manifest."""
+
+    run: str
+    summary: str
+    rows: list[dict[str, str | int]]
+
+
+@task(
+    task_run_name="retain {run_url}",
+    retry_condition_fn=may_heal,
+    timeout_seconds=8 * 3600,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    **RETRIES,
+)
+async def retain_store(
+    run_url: str, policy: RetentionPolicy, grace_seconds: float, keep: list[str], dry_run: bool
+) -> Retained:
+    """Plan and, unless it is a dry run, execute; safe to run again after any failure."""
+    return await asyncio.to_thread(_retain, run_url, policy, grace_seconds, keep, dry_run)
+
+
+def _retain(
+    run_url: str, policy: RetentionPolicy, grace_seconds: float, keep: list[str], dry_run: bool
+) -> Retained:
+    run = Run.open(open_store(run_url))
+    made = plan_prune(run, policy, grace_seconds=grace_seconds, keep=keep, ask_store=not dry_run)
+    rows = _rows(made)
+    if dry_run:
+        return Retained(run.id, f"{len(made.mark)} to mark, {len(made.delete)} to delete", rows)
+    result = execute(run, made)
+    summary = (
+        f"{len(result.marked)} marked, {len(result.deleted)} manifests deleted, "
+        f"{result.removed_bytes} bytes freed, {len(result.spared)} turned out to be needed"
+    )
+    held = f"; nothing deleted while {made.held[0]} reads" if made.held else ""
+    return Retained(run.id, summary + held, rows)
+
+
+def _rows(made: PrunePlan) -> list[dict[str, str | int]]:
+    return [
+        {
+            "step": row.step,
+            "generation": row.generation,
+            "action": row.action,
+            "bytes": row.stored_bytes,
+            "reason": row.reason,
+            "manifest": row.key,
+        }
+        for row in made.rows()
+    ]

@@ -1,0 +1,366 @@
+"""What the live page shows is what the catalogs hold, and it shows it while they change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+import torch
+
+from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.pins import pin
+from recpoint.catalog.prune import execute
+from recpoint.catalog.prune_plan import plan_prune
+from recpoint.catalog.retention_rules import RetentionPolicy
+from recpoint.catalog.run import Run
+from recpoint.dashboards.terminal import bytes_text, time_text
+from recpoint.format.history import History
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import generation_key, manifest_key
+from recpoint.format.records import pack_record
+from tests import catalog_builder
+from tests.agent_process import AgentProcess
+from tests.browser.conftest import PATIENCE_SECONDS, dashboard
+from tests.catalog_builder import build, copy_run, new_run, publish
+from tests.polling import until as poll
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytest.importorskip("nicegui", reason="nicegui is not installed")
+
+T = TypeVar("T")
+
+# One machine runs page, browser, trainer and agent: all tests of this file on one worker.
+pytestmark = pytest.mark.xdist_group("browser")
+
+TRAINER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.sparse.check_sparse_tensor_invariants.disable()
+from pathlib import Path
+from tests.training_builder import Place, checkpointer, simple_training
+place = Place(sys.argv[2], Path(sys.argv[3]))
+training = simple_training()
+with checkpointer(
+    training, place, interval_batches=None, interval_seconds=1.0, handle_sigterm=True
+) as ckpt:
+    ckpt.restore()
+    while True:
+        training.batch()
+        ckpt.step()
+        time.sleep(0.02)  # a batch of a model of more than a few rows
+"""
+
+#: In the browser: texts whose contrast with their ground is below 4.5 (WCAG 2.2, AA).
+LOW_CONTRAST = """() => {
+  const parse = c => (c.match(/[\\d.]+/g) || []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = e => { for (; e; e = e.parentElement) {
+    const c = parse(getComputedStyle(e).backgroundColor);
+    if (c.length && (c.length < 4 || c[3] > 0)) return c; } return [255, 255, 255]; };
+  return [...document.querySelectorAll('main *')]
+    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
+    .filter(e => e.offsetParent !== null)
+    .map(e => { const a = light(parse(getComputedStyle(e).color)), b = light(ground(e));
+      return [e.textContent.slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; })
+    .filter(([, ratio]) => ratio < 4.5);
+}"""
+
+
+def commit(
+    run: Run, step: int, cut: int, *, parent: Manifest | None = None, stall_us: int = 4_000
+) -> Manifest:
+    """A checkpoint cut at a time, in ms, and committed 2 s later; one is expected every 600 s."""
+    tables = catalog_builder.tables(rows=400, dim=16)
+    dirty = None if parent is None else [torch.arange(30), torch.arange(10)]
+    history = History(trained_ms=0, lossy_restores=0, precision=None, due_ms=600_000)
+    built = build(
+        run,
+        tables,
+        step=step,
+        generation=1,
+        parent=parent,
+        dirty=dirty,
+        rows_per_chunk=400,
+        history=history,
+    )
+    update = {"snapshot_ms": cut, "staged_ms": cut + 100, "committed_ms": cut + 2000}
+    made = built.manifest.model_copy(update=update | {"stall_us": stall_us})
+    publish(run, replace(built, manifest=made))
+    path = Path(run.url) / manifest_key(step, 1)
+    os.utime(path, ns=(made.committed_ms * 10**6,) * 2)
+    return made
+
+
+def small_run(directory: Path) -> tuple[Run, list[Manifest]]:
+    run = new_run(directory)
+    run.claim(None)
+    now = time.time_ns() // 1_000_000
+    full = commit(run, 100, now - 100_000)
+    second = commit(run, 200, now - 60_000, parent=full, stall_us=9_000)
+    return run, [full, second, commit(run, 300, now - 20_000, parent=second)]
+
+
+def until(look: Callable[[], T | None]) -> T:
+    return poll(look, seconds=PATIENCE_SECONDS)
+
+
+def cells(page: Page, row: int = 0) -> list[str]:
+    line = page.locator("tbody tr:visible").nth(row)
+    line.wait_for()  # a page that has just been loaded builds its table a moment later
+    return line.locator("th, td").all_inner_texts()
+
+
+def field(page: Page, name: str) -> str:
+    return page.locator(f"dt:text-is('{name}') + dd").inner_text()
+
+
+def status(page: Page) -> str:
+    return page.get_by_role("status").inner_text()
+
+
+def seconds(shown: str) -> float:
+    """Of an age like `20.4 s` or `1 min 5 s`."""
+    minutes, _, rest = shown.rpartition(" min ")
+    assert rest.endswith(" s"), shown
+    return 60 * float(minutes or 0) + float(rest[:-2])
+
+
+def shows(page: Page, words: str) -> None:
+    page.get_by_text(words).first.wait_for()
+
+
+def test_no_run(page: Page, tmp_path: Path) -> None:
+    with dashboard(tmp_path / "log") as address:
+        page.goto(address)
+        assert "No run is watched" in status(page)
+        assert page.get_by_role("heading", level=1).inner_text() == "recpoint: runs"
+        page.goto(address + "run/0")
+        shows(page, "No such run")
+
+
+def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
+    run, made = small_run(tmp_path / "run")
+    pin(run, run.live_line()[1], label="release")
+    plan = plan_prune(run, RetentionPolicy(keep_last=1), grace_seconds=3600)
+    execute(run, plan)
+    with dashboard(tmp_path / "log", run.url) as address:
+        page.goto(address)
+        shows(page, "fine")
+        row = cells(page)
+        stored = sum(manifest.stored_bytes for manifest in made)
+        full = sum(manifest.full_bytes for manifest in made)
+        assert row[0] == "fine" and row[1] == run.url and row[3] == "300"
+        assert row[4] == time_text(made[-1].committed_ms)
+        assert row[5] == "4 ms" and row[6] == f"{stored / full:.1%}"
+        page.get_by_role("link", name=run.url).click()
+        page.get_by_role("heading", level=1, name=run.url).wait_for()
+        assert f"{bytes_text(stored)} of {bytes_text(full)}" in field(
+            page, "Written, of full fp32 checkpoints"
+        )
+        assert field(page, "Chain") == "3 as taken, 3 to read"
+        rows = sum(c.bytes for m in made for c in m.chunks if c.content == "rows")
+        state = sum(c.bytes for c in made[-1].chunks if c.content == "state")
+        restored = f"step 300 from {bytes_text(rows + state)} in 3 manifests"
+        assert field(page, "A restore").startswith(restored)
+        table = page.locator("table").first
+        found = [
+            line.locator("th, td").all_inner_texts()
+            for line in table.locator("tbody tr:visible").all()
+        ]
+        assert [line[0] for line in found] == ["300", "200", "100"]
+        assert [line[7] for line in found] == [bytes_text(m.stored_bytes) for m in made[::-1]]
+        assert [line[5] for line in found] == ["4 ms", "9 ms", "4 ms"]
+        assert found[1][10] == "pinned: release" and found[0][4] == "42.0 s, 105 batches"
+
+        def age_is_right() -> bool:
+            before = time.time() - made[-1].snapshot_ms / 1000
+            shown = seconds(field(page, "Age of what a restore brings back"))
+            after = time.time() - made[-1].snapshot_ms / 1000
+            assert shown - 0.5 <= after  # from a minute on in whole seconds
+            return before - 3 <= shown
+
+        until(age_is_right)  # the store is read, and the page filled, now and then
+        until(lambda: page.locator("canvas").count() == 3)  # whose scripts are loaded later
+        rules = page.get_by_text("Rules: the newest 1; what is pinned. Grace 1 h 0 min.")
+        assert "3 stay, 0 to mark, 0 wait, 0 to delete" in rules.inner_text()
+        planned = page.locator("table", has_text="The plan of the newest retention")
+        assert [
+            line.locator("th, td").all_inner_texts()
+            for line in planned.locator("tbody tr:visible").all()
+        ] == [[row.key, "stays", row.reason] for row in plan.rows()]
+        captions = page.locator("figcaption").all_inner_texts()
+        assert "at most 42.0 s and 105 batches" in captions[0]
+        assert not page.get_by_role("alert").locator("p:visible").count()
+
+
+@contextmanager
+def trainer(run: str, staging: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    root = str(Path(__file__).parents[2])
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, root, run, str(staging)],
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_it_follows_a_trainer_and_alarms_when_the_agent_is_killed(
+    page: Page, tmp_path: Path
+) -> None:
+    run, staging = str(tmp_path / "run"), tmp_path / "staging"
+
+    def newest() -> int:
+        shown = cells(page)[3]
+        return int(shown.replace(",", "")) if shown[0].isdigit() else 0
+
+    with dashboard(tmp_path / "log", run) as address:
+        page.goto(address)
+        shows(page, "NO ANSWER")  # the trainer makes the run
+        with trainer(run, staging, tmp_path / "trainer.log") as training:
+            with AgentProcess(staging, tmp_path / "agent.log") as agent:
+                first = until(lambda: newest() or None)
+                until(lambda: newest() > first)
+                until(lambda: cells(page)[0] == "fine")
+                agent.process.kill()
+                agent.process.wait()
+            until(lambda: cells(page)[0] == "ALARM")
+            # A page's title comes by a message of its own, after the cells.
+            until(lambda: page.title() == "(1) recpoint")
+            until(lambda: f"1 of 1 run needs a look: {run}" in status(page))
+            page.goto(address + "run/0")
+            alert = page.get_by_role("alert").locator("p:visible")
+            alert.first.wait_for()
+            assert "no new checkpoint that restores for" in alert.first.inner_text()
+            page.goto(address)
+            with AgentProcess(staging, tmp_path / "agent.log"):
+                until(lambda: cells(page)[0] == "fine")
+                training.send_signal(signal.SIGTERM)
+                until(lambda: cells(page)[0] == "ended")
+                assert cells(page)[2] == "nothing: ended, all is stored"
+                last = Run.open(LocalStore(run)).live_line()[0].step
+                until(lambda: newest() == last)
+
+
+def test_fifty_runs_of_which_some_are_in_trouble(page: Page, tmp_path: Path) -> None:
+    run, _ = small_run(tmp_path / "runs" / "00")
+    urls = [run.url]
+    for number in range(1, 50):
+        urls.append(copy_run(run, tmp_path / "runs" / f"{number:02}").url)
+    (Path(urls[7]) / manifest_key(300, 1)).unlink()
+    damaged = Path(urls[9]) / manifest_key(300, 1)
+    damaged.write_bytes(damaged.read_bytes()[:-30])
+    urls[11] = str(tmp_path / "runs" / "nowhere")
+    with dashboard(tmp_path / "log", *urls) as address:
+        page.goto(address)
+        until(lambda: page.locator("tbody tr:visible").count() == 50)
+        until(lambda: "2 of 50 runs need a look" in status(page))
+        until(lambda: page.get_by_text("fine", exact=True).count() == 48)
+        assert [cells(page, at)[1] for at in range(50)] == urls
+        assert cells(page, 7)[3] == "200" and cells(page, 7)[0] == "fine"
+        assert cells(page, 9)[0] == "ALARM (2)" and cells(page, 11)[0] == "NO ANSWER"
+        page.get_by_role("link", name=urls[9]).click()
+        page.get_by_role("alert").locator("p:visible").first.wait_for()
+        assert field(page, "A restore").startswith("step 200")
+        assert (
+            page.locator("table")
+            .first.locator("tr:visible")
+            .nth(1)
+            .locator("td")
+            .nth(1)
+            .inner_text()
+            == "damaged"
+        )
+
+
+def test_a_store_that_goes_away_keeps_what_was_seen(page: Page, tmp_path: Path) -> None:
+    run, _ = small_run(tmp_path / "away")
+    other = copy_run(run, tmp_path / "there")
+    with dashboard(tmp_path / "log", run.url, other.url) as address:
+        page.goto(address)
+        until(lambda: cells(page)[0] == cells(page, 1)[0] == "fine")
+        Path(run.url).rename(tmp_path / "hidden")
+        until(lambda: cells(page)[0] == "NO ANSWER")
+        assert cells(page)[3] == "300" and cells(page, 1)[0] == "fine"
+        page.goto(address + "run/0")
+        alert = page.get_by_role("alert").locator("p:visible")
+        alert.first.wait_for()
+        assert alert.first.inner_text().startswith("No answer for ")
+        assert field(page, "Chain") == "3 as taken, 3 to read"
+        page.goto(address)
+        (tmp_path / "hidden").rename(run.url)
+        until(lambda: cells(page)[0] == "fine")
+
+
+def test_a_store_that_never_answers_holds_up_nobody(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = small_run(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes calls and says nothing
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        with dashboard(tmp_path / "log", "s3://silent/run", run.url) as address:
+            page.goto(address)
+            until(lambda: cells(page, 1)[0] == "fine")
+            assert cells(page)[:2] == ["reading", "s3://silent/run"] and cells(page)[9] == "never"
+
+
+def test_what_a_store_says_is_text_and_never_markup(page: Page, tmp_path: Path) -> None:
+    run, _ = small_run(tmp_path / "run")
+    record = run.generation(1).model_copy(
+        update={"host": "<img src=x onerror=alert(1)>\u202e{{1}}"}
+    )
+    (Path(run.url) / generation_key(1)).write_bytes(pack_record(record))
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+    with dashboard(tmp_path / "log", run.url) as address:
+        page.goto(address + "run/0")
+        shows(page, "<img src=x onerror=alert(1)>\\u202e{{1}}")
+        assert page.locator("main img").count() == 0 and not dialogs
+
+
+def test_texts_can_be_read_and_parts_have_roles(page: Page, tmp_path: Path) -> None:
+    run, _ = small_run(tmp_path / "run")
+    with dashboard(tmp_path / "log", run.url, str(tmp_path / "nowhere")) as address:
+        page.goto(address)
+        until(lambda: cells(page, 1)[0] == "NO ANSWER" and cells(page)[0] == "fine")
+        assert page.get_by_role("main").count() == page.get_by_role("table").count() == 1
+        assert page.get_by_role("columnheader").count() == 10
+        assert page.get_by_role("rowheader").count() == 2
+        assert page.evaluate(LOW_CONTRAST) == []
+        page.goto(address + "run/1")
+        page.get_by_role("alert").locator("p:visible").first.wait_for()
+        assert page.evaluate(LOW_CONTRAST) == []
+        assert page.evaluate("document.documentElement.lang") == "en-US"
+
+
+def test_a_page_of_another_name_cannot_read_it(tmp_path: Path) -> None:
+    with dashboard(tmp_path / "log") as address:
+        asked = urllib.request.Request(address, headers={"Host": "elsewhere.example"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=20)
+        with refused.value:
+            assert refused.value.code == 400

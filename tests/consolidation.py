@@ -1,0 +1,97 @@
+"""Chains to consolidate, and whether two restores gave the same bits."""
+
+from __future__ import annotations
+
+import torch
+
+from recpoint.catalog.chain import resolve_chain
+from recpoint.catalog.consolidate import Consolidated, consolidate
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.run import Run
+from recpoint.format.manifest import Manifest
+from tests.catalog_builder import Table, build, publish
+
+__all__ = ["chain_of", "merge", "name_of", "require_same", "restored", "trained"]
+
+
+def name_of(manifest: Manifest) -> ManifestName:
+    """What names the checkpoint."""
+    return ManifestName(manifest.step, manifest.generation)
+
+
+def trained(
+    run: Run,
+    tables: list[Table],
+    steps: list[int],
+    *,
+    parent: Manifest | None = None,
+    share: float = 0.3,
+    seed: int = 0,
+    bits: list[int | None] | None = None,
+    ranks: int = 1,
+) -> list[Manifest]:
+    """A checkpoint at each step, the first a full unless it has a parent; rows are 16 a chunk.
+
+    Args:
+        run: whose checkpoints; its newest generation is 1.
+        tables: trained in place.
+        steps: ascending.
+        parent: what the first follows.
+        share: of the rows that change between two.
+        seed: of what changes.
+        bits: of the first table's rows in each checkpoint.
+        ranks: how many ranks write a state.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = [] if parent is None else [parent]
+    for number, step in enumerate(steps):
+        dirty = []
+        for table in tables:
+            ids = (torch.rand(table.rows, generator=generator) < share).nonzero().flatten()
+            table.train(ids, generator)
+            dirty.append(ids)
+        if bits is not None:
+            tables[0].bits = bits[number % len(bits)]
+        checkpoint = build(
+            run,
+            tables,
+            step=step,
+            generation=1,
+            parent=made[-1] if made else None,
+            dirty=dirty if made else None,
+            state={"step": step, "weights": torch.arange(step)},
+            ranks=ranks,
+        )
+        made.append(publish(run, checkpoint))
+    return made if parent is None else made[1:]
+
+
+def merge(run: Run, manifest: Manifest, links: int | None = None) -> Consolidated:
+    """Plan and consolidate."""
+    return consolidate(run, plan_consolidation(run, name_of(manifest), links=links))
+
+
+def chain_of(run: Run, manifest: Manifest, *, original: bool = False) -> tuple[Manifest, ...]:
+    """What a restore reads."""
+    return resolve_chain(run, name_of(manifest), original=original).manifests
+
+
+def restored(run: Run, manifest: Manifest) -> tuple[MemoryTarget, RestoreReport]:
+    """The checkpoint, and how it was restored."""
+    target = MemoryTarget()
+    step, generation = name_of(manifest)
+    return target, restore(run, target, step=step, generation=generation, threads=2)
+
+
+def require_same(one: MemoryTarget, other: MemoryTarget) -> None:
+    """Every bit of every table, of every row state, and the state."""
+    assert one.tables.keys() == other.tables.keys()
+    for name, table in one.tables.items():
+        ours, theirs = [table.values, *table.row_states], other.tables[name]
+        for mine, their in zip(ours, [theirs.values, *theirs.row_states], strict=True):
+            assert mine is not None and their is not None
+            assert mine.dtype == their.dtype
+            assert torch.equal(mine.view(torch.uint8), their.view(torch.uint8))
+    assert repr(one.state) == repr(other.state)

@@ -1,0 +1,126 @@
+"""Jobs of ranks on one run, as torchrun starts them: processes that meet, train and end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recpoint.catalog import persist, staged
+from recpoint.errors import RanksMissing
+from recpoint.format.job import Job
+from tests.fault.lives import begin
+from tests.fault.rank_lives import rank_life
+
+__all__ = ["WAITING", "Agent", "Life", "RankJob", "require_same_end"]
+
+#: More than a rank waits for others, and then for its own checkpoint.
+_PATIENCE_SECONDS = 600.0
+
+#: No checkpoint is skipped because the agent was slow.
+WAITING = {"when_busy": "wait", "busy_wait_seconds": 60.0}
+
+
+class Life(NamedTuple):
+    """What a rank told, None if it told nothing; and how it ended."""
+
+    told: dict[str, Any]
+    exit_code: int | None
+
+
+class RankJob:
+    """Jobs of ranks on one run, one after another.
+
+    Args:
+        place: for all that is no run and no staging area.
+        url: of the run; None: in `place`.
+        hosts: the staging area of each rank, where they are on hosts of their own.
+        environment: of each rank.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        *,
+        url: str | None = None,
+        hosts: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.place, self._hosts, self._environment = place, list(hosts), dict(environment or {})
+        self.url, self.staging = url or str(place / "run"), place / "staging"
+        self._jobs = 0
+
+    def train(
+        self, ranks: int, until_batch: int, *, only: int | None = None, **one: Any
+    ) -> list[Life]:
+        """Run a job to its end; `one`: more arguments, for the rank `only`, or for all."""
+        self._jobs += 1
+        told = [self.place / f"told-{self._jobs}-{rank}" for rank in range(ranks)]
+        settings = one.pop("settings", None)
+        processes = []
+        for rank in range(ranks):
+            arguments: dict[str, Any] = {
+                "url": self.url,
+                "staging": str(self._hosts[rank] if self._hosts else self.staging),
+                "meeting": str(self.place / f"meeting-{self._jobs}"),
+                "rank": rank,
+                "ranks": ranks,
+                "until_batch": until_batch,
+                "told": str(told[rank]),
+                "settings": settings,
+                **(one if only in (None, rank) else {}),
+            }
+            processes.append(begin(rank_life, self._environment, **arguments))
+        for process in processes:
+            process.join(_PATIENCE_SECONDS)
+            assert not process.is_alive(), "a rank hangs"
+        return [
+            Life(json.loads(path.read_text()) if path.exists() else {}, process.exitcode)
+            for path, process in zip(told, processes, strict=True)
+        ]
+
+    def staged_jobs(self) -> list[Job]:
+        """What is staged, by step and rank."""
+        (run,) = staged.run_directories(self.staging)
+        found = [staged.read_job(path) for path in staged.staged_jobs(run)]
+        return sorted(found, key=lambda job: (job.step, job.rank))
+
+
+class Agent:
+    """Persists what is staged, in a thread, as long as the block runs."""
+
+    def __init__(self, staging: Path) -> None:
+        self._staging = staging
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.errors: list[BaseException] = []
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert not self.errors, self.errors
+
+    def _run(self) -> None:
+        try:
+            with staged.AgentLock(self._staging):
+                while not self._stop.wait(0.01):
+                    for run in staged.run_directories(self._staging):
+                        for path in staged.staged_jobs(run):
+                            with suppress(RanksMissing, FileNotFoundError):
+                                persist.persist_job(path)
+        except BaseException as error:
+            self.errors.append(error)
+
+
+def require_same_end(lives: Sequence[Life], expected: Sequence[Life]) -> None:
+    """That all ranks ended well, in the state in which those of another job did."""
+    for life, other in zip(lives, expected, strict=True):
+        assert life.exit_code == 0
+        for what in ("state", "drawn", "position"):
+            assert life.told[what] == other.told[what], what

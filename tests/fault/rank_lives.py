@@ -1,0 +1,313 @@
+"""A small training job of several ranks, each a process that can be killed at any step.
+
+Dense layers and one table are replicated (DDP), one table is sharded by rows (`tests.row_shards`),
+dropout and a reader make every rank's randomness and position matter.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from recpoint import Checkpointer
+from recpoint.catalog import durable
+from recpoint.errors import RankLost, SettingsError
+from recpoint.testing import die_at as dying
+from recpoint.trainer_plugin import table_source
+from recpoint.trainer_plugin.handoff import Handoff
+from recpoint.trainer_plugin.policy import FULL, PolicyName
+from recpoint.trainer_plugin.rank_agreement import CutAgreement, agree_on_cut, agree_on_settings
+from recpoint.trainer_plugin.ranks import Occasion, Ranks
+from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.snapshot import Snapshot
+from tests import row_shards
+from tests.polling import until
+
+__all__ = ["Shares", "disagreeing_rank", "rank_life"]
+
+ROWS, DIM, BATCH, SAMPLES = 60, 4, 4, 480
+
+table_source._SOURCES["tests.row_shards"] = "tests.row_shards"
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(ROWS, DIM)
+        self.items = row_shards.RowShard(ROWS + 1, DIM)
+        self.drop = nn.Dropout(0.2)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        both = torch.cat([self.users(ids % ROWS), self.items(ids % (ROWS + 1))], dim=1)
+        scores: Tensor = self.top(self.drop(both))
+        return scores.squeeze(1)
+
+
+class Shares:
+    """Each rank's share of one order of all samples; it can be divided among any number."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.position = rank, ranks, 0
+        self._order = np.random.default_rng(5).permutation(SAMPLES)
+
+    def next(self) -> Tensor:
+        """BATCH samples of this rank; those of all ranks follow each other in the order."""
+        at = self.position + self.rank * BATCH
+        self.position += self.ranks * BATCH
+        return torch.from_numpy(self._order[at : at + BATCH].copy())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, ranks: int) -> None:
+        (position,) = {state["position"] for state in states}
+        assert (rank, ranks) == (self.rank, self.ranks)
+        self.position = position
+
+
+def rank_life(
+    url: str,
+    staging: str,
+    meeting: str | None,
+    rank: int,
+    ranks: int,
+    until_batch: int,
+    told: str,
+    *,
+    kill: int | None = None,
+    kill_from: int = 0,
+    killed_after: int | None = None,
+    leave_at: int | None = None,
+    shard_dense: bool = False,
+    stop_at: int | None = None,
+    terminate_at: int | None = None,
+    outlive_signals: bool = False,
+    unstaged: int | None = None,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Train from the newest checkpoint to `until_batch`, and tell in a file what came of it.
+
+    Args:
+        meeting: a file that no job before has met at; None: where torchrun says.
+        kill: where to die by SIGKILL, at which durable step, see `recpoint.testing.die_at`; each
+            exchange with the other ranks is one as well.
+        kill_from: count from this batch on, when all that was cut before has been committed.
+        killed_after: die by SIGKILL after this batch, when all that was cut has been committed.
+        leave_at: end as if killed in place of this exchange with the other ranks.
+        shard_dense: dense layers under `fully_shard` in place of DDP.
+        stop_at: end after this batch as if killed, without a word.
+        terminate_at: send this very process SIGTERM after this batch.
+        outlive_signals: have a handler of SIGTERM that counts, and does not end the process.
+        unstaged: the first time, a checkpoint of this step cannot be staged.
+        settings: of the Checkpointer.
+    """
+    dist.init_process_group(
+        "gloo",
+        init_method="env://" if meeting is None else f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    if leave_at is not None:
+        _leave(leave_at)
+    if unstaged is not None:
+        _fail_to_stage(unstaged)
+    signals: list[int] = []
+    if outlive_signals:
+        signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    if kill is not None:
+        _announce_exchanges()
+        if kill_from == 0:
+            dying.install(die_at=kill)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(100 + rank)
+    torch.manual_seed(1)
+    # With three ranks or more the bits of a sum follow from the buckets: DDP keeps its first ones,
+    # in place of sorting them anew in the first step of each life, when it looks for unused ones.
+    model = (
+        _sharded(_Net())
+        if shard_dense
+        else DistributedDataParallel(_Net(), find_unused_parameters=True)
+    )
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    reader = Shares(rank, ranks)
+    samples: list[int] = []
+    given: dict[str, Any] = {"interval_batches": 2, "staging": staging, "ranks_wait_seconds": 90.0}
+    found: dict[str, Any] = {}
+    with (
+        _telling(Path(told), found),
+        Checkpointer(model, optimizer, run=url, reader=reader, **(given | (settings or {}))) as c,
+    ):
+        report = c.restore()
+        begun = c.batches_done
+        restored = _digest(model, optimizer)
+        while c.batches_done < until_batch:
+            ids = reader.next()
+            samples += ids.tolist()
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(ids), torch.rand(len(ids))).backward()
+            optimizer.step()
+            if terminate_at == c.batches_done + 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if killed_after == c.batches_done + 1:
+                until(lambda: c.stats.committed == c.stats.staged > 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            c.step()
+            if kill is not None and kill_from == c.batches_done > 0:
+                until(lambda: c.stats.committed == c.stats.staged > 0)
+                dying.install(die_at=kill)
+            if stop_at == c.batches_done:
+                os._exit(0)
+        c.close()
+        found.update(
+            begun=begun,
+            restored=None if report is None else report.restored.step,
+            restored_state=restored,
+            state=_digest(model, optimizer),
+            drawn=[random.random(), float(np.random.random()), float(torch.rand(()))],
+            position=reader.position,
+            samples=samples,
+            failed=c.stats.failed,
+            bound=c.memory_bound_bytes,
+            host_bound=c.host_memory_bound_bytes,
+            committed=c.stats.committed,
+            signals=len(signals),
+        )
+    dist.destroy_process_group()
+
+
+def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
+    """One of two ranks that differ in all that they may not; tell in a file what came of each."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    ranks = Ranks(wait_seconds=30.0)
+    found: dict[str, Any] = {}
+
+    def cut(step: int, cuts: int = 0) -> CutAgreement:
+        return agree_on_cut(ranks, step, link=FULL, tip=None, again=False, cuts=cuts, lost=())
+
+    def refused(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except SettingsError as error:
+            return str(error)
+        return "nothing"
+
+    found["numbers"] = [cut(6).number, cut(6, cuts=7 * rank).number]
+    found["kinds"] = refused(
+        lambda: cut(6) if rank == 0 else ranks.exchange("the end of training", [1], batches_done=6)
+    )
+    found["batches"] = refused(lambda: cut(6 + rank))
+    policies: list[PolicyName] = ["consecutive", "one_shot"]
+    for name, settings in (
+        ("policy", Settings(interval_batches=10, policy=policies[rank])),
+        ("interval", Settings(interval_batches=(rank + 1) * 10)),
+    ):
+        found[name] = refused(partial(agree_on_settings, ranks, settings.common))
+    with torch.device("meta"):  # in its place: a GPU
+        found["default_device"] = ranks.exchange("a cut", [rank])
+        found["gathered"] = ranks.gather(str(rank) * (rank + 1))
+    ranks.close()
+    Path(told).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _leave(at: int) -> None:
+    """End this process in place of its exchange number `at`."""
+    exchange = Ranks.exchange
+
+    def leaving(ranks: Ranks, about: Occasion, *said: Any, **more: Any) -> list[list[int]]:
+        if ranks._number == at:
+            os._exit(0)
+        return exchange(ranks, about, *said, **more)
+
+    setattr(Ranks, "exchange", leaving)  # noqa: B010
+
+
+def _announce_exchanges() -> None:
+    """Have each exchange be a step at which this process can die."""
+    exchange = Ranks.exchange
+
+    def announced(ranks: Ranks, about: Occasion, *said: Any, **more: Any) -> list[list[int]]:
+        durable.step(f"exchange {about}")
+        return exchange(ranks, about, *said, **more)
+
+    setattr(Ranks, "exchange", announced)  # noqa: B010
+
+
+def _fail_to_stage(step: int) -> None:
+    """As if the disk failed under the first checkpoint of this step."""
+    stage = Handoff._stage
+
+    def failing(handoff: Handoff, snapshot: Snapshot) -> None:
+        if snapshot.ref.step == step:
+            setattr(Handoff, "_stage", stage)  # noqa: B010
+            raise OSError("no such disk")
+        stage(handoff, snapshot)
+
+    setattr(Handoff, "_stage", failing)  # noqa: B010
+
+
+@contextmanager
+def _telling(told: Path, found: dict[str, Any]) -> Iterator[None]:
+    """Write what was found, and which error there was."""
+    try:
+        yield
+    except RankLost as error:
+        found["lost"] = str(error)
+        raise
+    finally:
+        told.write_text(json.dumps(found))
+
+
+def _sharded(net: _Net) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(net.top, mesh=mesh)
+
+    def average(table: Tensor) -> None:  # what DDP does for the table, which stays whole
+        assert table.grad is not None
+        dist.all_reduce(table.grad)
+        table.grad /= dist.get_world_size()
+
+    net.users.weight.register_post_accumulate_grad_hook(average)
+    return net
+
+
+def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of the whole model's bits, wherever its rows are."""
+    net: Any = getattr(model, "module", model)
+    found = hashlib.sha256()
+    for tensor in (net.items.weight, net.items.sums):
+        sizes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, tensor.numpy().tobytes())
+        for size in sizes:
+            found.update(size)
+    found.update(str(net.items.steps).encode())
+    for parameter in net.parameters():
+        for key, value in [("", parameter), *sorted(optimizer.state[parameter].items())]:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found.update(key.encode() + whole.detach().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,27 @@
+"""What torchrun starts on each rank in tests: `rank_lives.rank_life`.
+
+python -m torch.distributed.run … -m tests.fault.torchrun_life '{"url": …, "told": …}'
+
+The argument holds those of `rank_life`, and with `killed` the rank that kills itself in its first
+life. Each rank of each life tells in a file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from tests.fault.rank_lives import rank_life
+
+if __name__ == "__main__":
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if given.pop("killed", None) != rank or life > 0:
+        given.pop("killed_after", None)
+    given["told"] += f"-{life}-{rank}"
+    torch.set_num_threads(1)
+    rank_life(meeting=None, rank=rank, ranks=int(os.environ["WORLD_SIZE"]), **given)

@@ -1,0 +1,142 @@
+"""docs/operations.md as a program: the commands of an entry, and what they have to print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["TRAIN", "Site", "Step", "entries"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_SECONDS = 240
+
+#: A training script as a user has it; `python train.py 30` ends after so many batches in all.
+TRAIN = """
+import logging, os, sys
+import torch
+from torch import nn
+from recpoint import Checkpointer
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+torch.manual_seed(1)
+torch.set_num_threads(1)
+torch.sparse.check_sparse_tensor_invariants.disable()
+
+class Reader:
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(2)
+    def __iter__(self):
+        while True:
+            yield torch.randint(0, 400, (16,), generator=self.generator)
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+model = nn.ModuleDict({"goods": nn.Embedding(4000, 8, sparse=True), "top": nn.Linear(8, 1)})
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+reader = Reader()
+end = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+with Checkpointer(model, optimizer, reader=reader, run=os.environ["RUN"], interval_batches=10,
+                  when_busy="wait") as checkpoints:
+    checkpoints.restore()
+    for goods in reader:
+        if checkpoints.batches_done >= end:
+            break
+        optimizer.zero_grad()
+        (model["top"](model["goods"](goods)) ** 2).mean().backward()
+        optimizer.step()
+        checkpoints.step()
+"""
+
+
+class Step(NamedTuple):
+    """One command, and the lines that its output must have, in this order."""
+
+    command: str
+    lines: tuple[str, ...]
+
+
+def entries() -> dict[str, list[list[Step]]]:
+    """The console blocks of each entry of the runbook, by its heading's anchor."""
+    found: dict[str, list[list[Step]]] = {}
+    block: list[Step] | None = None
+    anchor = ""
+    for line in (ROOT / "docs" / "operations.md").read_text().splitlines():
+        if line.startswith("## "):
+            anchor = line[3:].lower().replace(" ", "-")
+            found[anchor] = []
+        elif line.startswith("```"):
+            assert block is not None or line == "```console", line
+            block = [] if block is None else None
+            if block is not None:
+                found[anchor].append(block)
+        elif block is not None and line.startswith("$ "):
+            block.append(Step(line[2:], ()))
+        elif block is not None:
+            block[-1] = block[-1]._replace(lines=(*block[-1].lines, line))
+    return found
+
+
+class Site:
+    """A place where an entry is played: a directory, an environment, the programs on the path.
+
+    Args:
+        directory: of the test; commands are run in it.
+        run: the run URL.
+        variables: added to the environment.
+    """
+
+    def __init__(self, directory: Path, run: str, **variables: str) -> None:
+        self.directory = directory
+        self.staging = Path(variables.get("RECPOINT_STAGING", directory / "staging"))
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "AWS_"))}
+        clean.pop("COLUMNS", None)  # of the terminal that the tests were started in, or of xdist
+        self.environment = {
+            **clean,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT / "src"),
+            "RECPOINT_STAGING": str(self.staging),
+            "RECPOINT_HOME": str(directory / "home"),
+            "RUN": run,
+            **variables,
+        }
+        (directory / "train.py").write_text(TRAIN)
+
+    def play(self, block: list[Step]) -> None:
+        """Run the commands of a block in one shell each, in which `export` of earlier ones holds.
+
+        An assertion error when a line is missing; the message has the whole output.
+        """
+        exports: list[str] = []
+        for step in block:
+            said = self.shell("\n".join([*exports, step.command]))
+            if step.command.startswith("export "):
+                exports.append(step.command)
+            rest = re.sub(r"[ \t]+", " ", said)
+            for line in step.lines:
+                pattern = ".*".join(
+                    re.escape(" ".join(part.split())) for part in line.split("…")
+                ).replace(".*", "[^\n]*")
+                match = re.search(pattern, rest)
+                assert match, f"$ {step.command}\nnot printed: {line}\nprinted:\n{said}"
+                rest = rest[match.end() :]
+
+    def shell(self, command: str) -> str:
+        """What a command prints, stderr too."""
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        return done.stdout

@@ -1,0 +1,270 @@
+"""The agent consolidates what nobody else ends: behind persists, and whoever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from recpoint.catalog import staged
+from recpoint.catalog.chain import resolve_chain
+from recpoint.catalog.check import check
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.validate import record, validate
+from recpoint.flows.agent import run_agent
+from recpoint.flows.background import BackgroundConsolidation, Which
+from tests.agent_process import AgentProcess
+from tests.catalog_builder import Table, tables
+from tests.job_builder import Links, stage
+from tests.polling import until
+
+AFTER = 4
+
+
+def stage_links(
+    run: Run, staging: Path, trained: list[Table], *, count: int, policy: str = "continuous"
+) -> list[Path]:
+    links = Links()
+    generator = torch.Generator().manual_seed(4)
+    paths = []
+    for step in range(1, count + 1):
+        dirty = [torch.tensor([step, step + 9]), torch.tensor([0, step])]
+        for table, ids in zip(trained, dirty, strict=True):
+            table.train(ids, generator)
+        paths.append(
+            stage(
+                run,
+                staging,
+                trained,
+                step=step,
+                generation=1,
+                links=links,
+                dirty=None if step == 1 else dirty,
+                slot=step,
+                policy=policy,
+                state={"step": step},
+            )  # fmt: skip
+        )
+    return paths
+
+
+def links_of(run: Run) -> int:
+    return len(resolve_chain(run, run.live_line()[0]).manifests)
+
+
+def require_trained(run: Run, trained: list[Table], step: int) -> None:
+    target = MemoryTarget()
+    assert restore(run, target).restored.step == step
+    assert target.state == {0: {"step": step}}
+    for table in trained:
+        assert torch.equal(target.tables[table.name].values, table.values)
+    assert check(run, level="full").ok
+
+
+def status_of(run: Run, staging: Path) -> dict[str, object]:
+    path = staged.status_path(staged.run_directory(staging, run.url))
+    status = json.loads(path.read_text())["consolidation"]
+    assert isinstance(status, dict)
+    return status
+
+
+def test_a_long_chain_of_a_continuous_run_is_shortened(run: Run, tmp_path: Path) -> None:
+    staging, trained = tmp_path / "staging", tables()
+    stage_links(run, staging, trained, count=5)
+    assert run_agent(staging, once=True, prefect="off", consolidate_after=AFTER) == 0
+    assert links_of(run) <= 2
+    require_trained(run, trained, 5)
+    status = status_of(run, staging)
+    assert status["state"] == "idle" and status["done"] == 1 and status["last_error"] is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "consolidate"), [("consecutive", "auto"), ("continuous", "off")]
+)
+def test_other_chains_are_left_alone(
+    run: Run, tmp_path: Path, policy: str, consolidate: Which
+) -> None:
+    staging, trained = tmp_path / "staging", tables()
+    stage_links(run, staging, trained, count=5, policy=policy)
+    settings = {"once": True, "prefect": "off", "consolidate_after": AFTER}
+    assert run_agent(staging, consolidate=consolidate, **settings) == 0  # type: ignore[arg-type]
+    assert links_of(run) == 5
+
+
+def consolidating(parent: psutil.Process) -> psutil.Process | None:
+    for child in parent.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # nor is a zombie one
+            if "consolidate_process" in " ".join(child.cmdline()):
+                return child
+    return None
+
+
+def stands_still(process: psutil.Process) -> bool:
+    return process.status() == psutil.STATUS_STOPPED
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+#: Of the processes that an agent starts: the one that consolidates stops at its first write.
+STOPS_ITSELF = """
+import os, signal, sys
+if "recpoint.flows.consolidate_process" in sys.orig_argv:
+    from recpoint.catalog import durable
+    durable.set_observer(lambda step: os.kill(os.getpid(), signal.SIGSTOP))
+"""
+
+
+def test_an_agent_killed_meanwhile_is_followed_by_one_that_finishes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, trained = tmp_path / "staging", tables()
+    stage_links(run, staging, trained, count=5)
+    (tmp_path / "sitecustomize.py").write_text(STOPS_ITSELF)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        agent = AgentProcess(staging, tmp_path / "log", consolidate_after=AFTER)
+    with agent:
+        child = until(lambda: consolidating(psutil.Process(agent.process.pid)))
+        until(lambda: stands_still(child))  # however fast it is, it is not done
+    until(lambda: is_gone(child))
+    assert links_of(run) == 5
+    # No job is left: that there is a chain to merge, the next agent knows from the last one.
+    assert run_agent(staging, once=True, prefect="off", consolidate_after=AFTER) == 0
+    assert links_of(run) <= 2
+    require_trained(run, trained, 5)
+
+
+def test_a_consolidation_killed_meanwhile_is_tried_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recpoint.flows.background._FIRST_PAUSE_SECONDS", 0.1)
+    staging, trained = tmp_path / "staging", tables()
+    stage_links(run, staging, trained, count=5)
+    run_agent(staging, once=True, prefect="off", consolidate="off")
+    run_dir = staged.run_directory(staging, run.url)
+    staged.remember_consolidated_run(run_dir, run.url)
+    with background(run_dir) as (consolidation, process):
+        process().kill()
+        until(lambda: status(consolidation, run_dir)["last_error"])
+        until(lambda: status(consolidation, run_dir)["done"] == 1)
+    assert links_of(run) <= 2
+    require_trained(run, trained, 5)
+
+
+def test_a_chain_with_a_link_that_failed_is_told_once_and_waits_for_the_next_commit(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recpoint.flows.background._FIRST_PAUSE_SECONDS", 0.0)
+    staging, trained = tmp_path / "staging", tables()
+    jobs = [staged.read_job(path) for path in stage_links(run, staging, trained, count=6)]
+    run_agent(staging, once=True, prefect="off", consolidate="off")
+    chunk = next(entry for entry in run.manifest(2, 1).chunks if entry.content == "rows")
+    there = run.store.get(chunk.key, max_bytes=1 << 20)
+    run.store.delete(chunk.key)
+    record(run, validate(run, ManifestName(2, 1)))
+    run.store.put(chunk.key, there)
+    run_dir = staged.run_directory(staging, run.url)
+    consolidation = BackgroundConsolidation(
+        which="all", after_links=AFTER, prefect_url=lambda: None, tell=lambda run_dir: None
+    )
+    consolidation.start([])
+    try:
+        for job in jobs[-2:]:
+            consolidation.committed(run_dir, job)
+            # Done with until something is committed, though there is no pause.
+            until(lambda: consolidation.idle)
+            assert "step 2" in str(status(consolidation, run_dir)["last_error"])
+        told = [r for r in caplog.records if r.levelname == "WARNING" and "step 2" in r.message]
+        assert len(told) == 1 and "after the next commit" in told[0].message
+        record(run, validate(run, ManifestName(2, 1)))
+        consolidation.committed(run_dir, jobs[-1])
+        until(lambda: status(consolidation, run_dir)["done"] == 1)
+    finally:
+        consolidation.stop()
+
+
+def test_it_stands_still_while_jobs_are_due(run: Run, tmp_path: Path) -> None:
+    staging, trained = tmp_path / "staging", tables()
+    stage_links(run, staging, trained, count=5)
+    run_agent(staging, once=True, prefect="off", consolidate="off")
+    run_dir = staged.run_directory(staging, run.url)
+    staged.remember_consolidated_run(run_dir, run.url)
+    with background(run_dir) as (consolidation, process):
+        child = process()
+        consolidation.give_way(True)  # it has hardly begun
+        until(lambda: stands_still(child))
+        assert child.nice() == 19
+        # At work: for a moment in which nobody can do anything.
+        consolidation.give_way(False)
+        consolidation.give_way(True)
+        until(lambda: stands_still(child))
+        assert status(consolidation, run_dir)["state"] == "waiting"
+        assert links_of(run) == 5
+        consolidation.give_way(False)
+        until(lambda: status(consolidation, run_dir)["done"] == 1)
+    assert links_of(run) <= 2
+
+
+class background:
+    """A consolidation without an agent around it, and what finds its process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._consolidation = BackgroundConsolidation(
+            which="auto", after_links=AFTER, prefect_url=lambda: None, tell=lambda run_dir: None
+        )
+
+    def __enter__(self) -> tuple[BackgroundConsolidation, Callable[[], psutil.Process]]:
+        self._consolidation.start([self._run_dir])
+        return self._consolidation, lambda: until(self._process)
+
+    def __exit__(self, *exception: object) -> None:
+        self._consolidation.stop()
+
+    def _process(self) -> psutil.Process | None:
+        return consolidating(psutil.Process())
+
+
+def status(consolidation: BackgroundConsolidation, run_dir: Path) -> dict[str, object]:
+    found = consolidation.status(run_dir)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("die_at", [1, 4, 9])
+def test_its_process_killed_at_a_step_is_followed_by_one_that_finishes(
+    run: Run, tmp_path: Path, die_at: int
+) -> None:
+    staging, trained = tmp_path / "staging", tables(rows=300)
+    stage_links(run, staging, trained, count=5)
+    run_agent(staging, once=True, prefect="off", consolidate="off")
+
+    def process(*before: str) -> subprocess.CompletedProcess[bytes]:
+        program = "-m", "recpoint.flows.consolidate_process", run.url, str(AFTER), str(os.getpid())
+        command = [sys.executable, *before, *program]
+        return subprocess.run(command, capture_output=True, timeout=240, check=False)
+
+    killed = process("-m", "recpoint.testing.die_at", str(die_at))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    require_trained(run, trained, 5)
+    finished = process()
+    assert finished.returncode == 0 and b'"done": "created' in finished.stdout
+    assert links_of(run) <= 2
+    require_trained(run, trained, 5)
+    assert b"a trigger" not in process().stdout

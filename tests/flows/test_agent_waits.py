@@ -1,0 +1,81 @@
+"""An agent that waits for other ranks goes on with other jobs, and says for whom it waits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import persist, staged
+from recpoint.catalog.run import Run
+from recpoint.flows.agent import Agent
+from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.format.naming import manifest_key
+from tests.catalog_builder import new_run, tables
+from tests.polling import until
+from tests.rank_jobs import RankJobs
+
+
+def test_missing_ranks_are_named_and_later_jobs_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    host = tmp_path / "host-a"
+    jobs = RankJobs(run, [host, tmp_path / "host-b"], tables())
+    first, other = jobs.stage(10)
+    second, after = jobs.stage(20, slot=1)
+    with caplog.at_level(logging.WARNING):
+        agent = Agent(host, gate=PrefectGate(enabled=False), name_ranks_after=0)
+        assert agent.serve(once=True) == 2  # both have their part in the store, and wait
+    assert len(list(run.store.list("parts/"))) == 2 and not run.manifest_names()
+    (seen,) = agent.observe().runs
+    assert seen.missing_ranks == 1 and seen.facts.failures["other"] == 0
+    status = json.loads(staged.status_path(first.parent.parent).read_text())
+    assert [(late["job"], late["ranks"]) for late in status["missing_ranks"]] == [
+        (first.stem, [1]),
+        (second.stem, [1]),
+    ]
+    assert "for the part of rank 1" in caplog.text
+    for job in (other, after):
+        assert persist.persist_job(job).result == "committed"
+    again = Agent(host, gate=PrefectGate(enabled=False))
+    assert again.serve(once=True) == 0 and run.live_line() == [(20, 1), (10, 1)]
+
+
+def _replaced(run: Run) -> None:
+    shutil.rmtree(run.url)
+    new_run(Path(run.url))
+
+
+def _damaged(run: Run) -> None:
+    run.store.put(manifest_key(10, 1), b"not a manifest")
+
+
+@pytest.mark.parametrize(
+    ("happens", "error_type"), [(_replaced, "ForeignObject"), (_damaged, "MalformedObject")]
+)
+def test_a_job_that_waits_in_vain_is_rejected(
+    tmp_path: Path, happens: Callable[[Run], None], error_type: str
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    host = tmp_path / "host-a"
+    (job,) = RankJobs(run, [host, tmp_path / "host-b"], tables()).stage(10, only=[0])
+    agent = Agent(host, gate=PrefectGate(enabled=False), name_ranks_after=0)
+    serving = threading.Thread(target=agent.serve)
+    serving.start()
+    try:
+        until(lambda: [seen.missing_ranks for seen in agent.observe().runs] == [1])
+        happens(run)
+        until(lambda: not job.exists())
+    finally:
+        agent.stop()
+        serving.join()
+    outcome = staged.read_outcome(staged.outcome_path(job.parent.parent, 1, 10, 0))
+    assert (outcome.result, outcome.error_type) == ("rejected", error_type)

@@ -1,0 +1,472 @@
+"""prefect.yaml, events and automations on a real server, with a real worker and a real agent."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from recpoint.catalog import staged
+from recpoint.catalog.publications import newest_publication
+from recpoint.catalog.run import Run
+from recpoint.catalog.trainer_note import write_note
+from recpoint.flows import prefect_server
+from recpoint.format.naming import expired_key, manifest_key
+from tests.agent_process import AgentProcess
+from tests.catalog_builder import build, new_run, publish, tables
+from tests.job_builder import stage
+from tests.polling import until
+from tests.prefect_api import ask
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployments")]
+
+ROOT = Path(__file__).resolve().parents[2]
+_SECONDS = 240.0
+
+
+class Server:
+    """A local server of its own, and what talks to it."""
+
+    def __init__(self, home: Path, url: str) -> None:
+        self.home = home
+        self.url = url
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+        self.environment = {
+            **clean,
+            **prefect_server.OFFLINE,
+            "RECPOINT_HOME": str(home),
+            "PREFECT_HOME": str(home / "client"),
+            "PREFECT_API_URL": url,
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PYTHONPATH": str(ROOT / "src"),
+        }
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`python -m` with these, in the root of the repository."""
+        return subprocess.run(
+            [sys.executable, "-m", *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What the API says; a GET without a body."""
+        return ask(f"{self.url}{path}", body)
+
+    def events(self, prefix: str) -> list[dict[str, Any]]:
+        """Events whose names begin with `prefix`."""
+        found: list[dict[str, Any]] = self.ask(
+            "/events/filter", {"filter": {"event": {"prefix": [prefix]}}, "limit": 50}
+        )["events"]
+        return found
+
+    def deployments(self) -> dict[str, dict[str, Any]]:
+        """All deployments by flow and name."""
+        flows = {flow["id"]: flow["name"] for flow in self.ask("/flows/filter", {})}
+        return {
+            f"{flows[one['flow_id']]}/{one['name']}": one
+            for one in self.ask("/deployments/filter", {})
+        }
+
+    def ended(self, flow_run: dict[str, Any]) -> dict[str, Any]:
+        """The flow run, once it has ended."""
+
+        def look() -> dict[str, Any] | None:
+            now: dict[str, Any] = self.ask(f"/flow_runs/{flow_run['id']}")
+            return now if now["end_time"] else None
+
+        return until(look, seconds=_SECONDS)
+
+    def worked_off(self, flow_run: dict[str, Any]) -> dict[str, Any]:
+        """The state of a flow run of the queue `default`, by a worker that looks once.
+
+        Once more where a busy server had not told it of the run.
+        """
+        arguments = ("--pool", "recpoint", "--work-queue", "default", "--run-once")
+
+        def look() -> dict[str, Any] | None:
+            self.run("prefect", "worker", "start", *arguments)
+            now: dict[str, Any] = self.ask(f"/flow_runs/{flow_run['id']}")
+            return now["state"] if now["state"]["type"] != "SCHEDULED" else None
+
+        until(look, seconds=_SECONDS)
+        state: dict[str, Any] = self.ended(flow_run)["state"]
+        return state
+
+    def events_of(self, run: Run, event: str) -> list[dict[str, Any]]:
+        """Events of that name, of a run of ours, newest first."""
+        resource = f"recpoint.run.{run.id}"
+        found = self.events(f"recpoint.checkpoint.{event}")
+        return [one for one in found if one["resource"]["prefect.resource.id"] == resource]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as the agent starts one, whose vacuum looks every second."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+            patch.delenv(name)
+        patch.setenv("RECPOINT_HOME", str(home))
+        patch.setenv("PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS", "1")
+        try:
+            local = prefect_server.start_server()
+            until(lambda: prefect_server.is_healthy(local.url), seconds=_SECONDS)
+            yield Server(home, local.url)
+        finally:
+            prefect_server.stop_server()
+
+
+@pytest.fixture(scope="module")
+def deployed(server: Server) -> dict[str, dict[str, Any]]:
+    made = server.run(
+        "prefect", "--no-prompt", "work-pool", "create", "recpoint", "--type", "process"
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    done = server.run("prefect", "--no-prompt", "deploy", "--all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return server.deployments()
+
+
+def gone(job: Path) -> bool:
+    return not job.exists()
+
+
+def persist_until_told(
+    server: Server, run: Run, event: str, stage_one: Callable[[int], Path], steps: Iterator[int]
+) -> dict[str, Any]:
+    """Have an agent do jobs until a flow of it tells `event` of one; the newest such event.
+
+    Not the first job for sure: on a busy machine an API is slow enough now and then to be given
+    up for a while, and a job that is done without Prefect tells nobody.
+    """
+
+    def told(step: int) -> dict[str, Any] | None:
+        found = server.events_of(run, event)
+        return next((one for one in found if one["payload"]["step"] == step), None)
+
+    deadline = time.monotonic() + _SECONDS
+    while time.monotonic() < deadline:
+        step = next(steps)
+        until(partial(gone, stage_one(step)), seconds=_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            return until(partial(told, step), seconds=20)
+    raise TimeoutError(f"no {event} of {run.url} was told within {_SECONDS:.0f} s")
+
+
+def test_each_deployment_is_there_with_schema_schedules_and_queue(
+    deployed: dict[str, dict[str, Any]],
+) -> None:
+    everywhere = {"consolidate/recpoint", "forget/recpoint", "publish/recpoint"}
+    everywhere |= {"retain/recpoint", "validate/recpoint"}
+    here = {"drain/host-1", "persist/host-1", "sweep/host-1"}
+    assert deployed.keys() == everywhere | here
+    for name, one in deployed.items():
+        assert one["entrypoint"].startswith("recpoint.flows.") and one["pull_steps"] == []
+        assert one["enforce_parameter_schema"] and one["work_pool_name"] == "recpoint"
+        assert one["work_queue_name"] == ("host-1" if name in here else "default")
+        assert "recpoint" in one["tags"]
+        assert one["global_concurrency_limit"]["limit"] == 1
+        # That one alone needs no run.
+        assert {schedule["active"] for schedule in one["schedules"]} <= {name == "forget/recpoint"}
+    retain = deployed["retain/recpoint"]
+    schema = retain["parameter_openapi_schema"]
+    assert schema["required"] == ["run_url", "keep"]
+    assert schema["properties"]["run_url"]["minLength"] == 1
+    assert schema["definitions"]["Keep"]["properties"]["last"]["minimum"] == 0
+    assert retain["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+    assert deployed["drain/host-1"]["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    (schedule,) = retain["schedules"]
+    assert schedule["slug"] == "retain-hourly"
+    assert schedule["schedule"] == {"cron": "17 * * * *", "timezone": "UTC", "day_or": True}
+
+
+def test_deploying_again_adds_nothing(server: Server, deployed: dict[str, dict[str, Any]]) -> None:
+    done = server.run("prefect", "--no-prompt", "deploy", "--all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = server.deployments()
+    assert {k: one["id"] for k, one in again.items()} == {
+        k: one["id"] for k, one in deployed.items()
+    }
+    assert all(len(one["schedules"]) == len(again[k]["schedules"]) for k, one in deployed.items())
+
+
+@pytest.mark.parametrize("run_url", [None, ""])
+def test_a_run_without_its_run_is_refused_at_once(
+    server: Server, deployed: dict[str, dict[str, Any]], run_url: str | None
+) -> None:
+    path = f"/deployments/{deployed['retain/recpoint']['id']}/create_flow_run"
+    given = {} if run_url is None else {"run_url": run_url}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.ask(path, {"parameters": {**given, "keep": {"last": 1}}})
+    assert refused.value.code == 409 and b"run_url" in refused.value.read()
+
+
+def test_workers_run_them_beside_the_staging_area_and_elsewhere(
+    server: Server, deployed: dict[str, dict[str, Any]], run: Run, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        publish(run, build(run, tables(), step=step, generation=1))
+    staging = tmp_path / "staging"
+    job = stage(run, staging, tables(), step=3, generation=1)
+
+    def create(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        path = f"/deployments/{deployed[name]['id']}/create_flow_run"
+        made: dict[str, Any] = server.ask(path, {"parameters": parameters})
+        return made
+
+    drained = create("drain/host-1", {"staging": str(staging)})
+    retained = create("retain/recpoint", {"run_url": run.url, "keep": {"last": 2}})
+    with (tmp_path / "worker.log").open("wb") as log:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "worker", "start", "--pool", "recpoint"]
+            + ["--work-queue", "host-1", "--name", "worker-of-host-1"],
+            cwd=tmp_path,
+            env=server.environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        state = server.ended(drained)["state"]
+        assert (state["type"], state["message"]) == ("COMPLETED", "1 jobs done, 0 still staged")
+        assert not job.exists() and run.manifest(3, 1).chunks
+        # That worker is for its host only.
+        assert server.ask(f"/flow_runs/{retained['id']}")["state"]["type"] == "SCHEDULED"
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+    state = server.worked_off(retained)
+    assert state["type"] == "COMPLETED", state
+    assert expired_key(manifest_key(1, 1)) in {info.key for info in run.store.list()}
+    name = "recpoint.checkpoint.retained"
+    (event,) = until(lambda: server.events(name) or None, seconds=_SECONDS)
+    assert event["resource"]["prefect.resource.id"] == f"recpoint.run.{run.id}"
+    assert event["payload"]["summary"].startswith("1 marked")
+
+
+def test_silence_and_rejection_raise_alerts(server: Server, run: Run, tmp_path: Path) -> None:
+    def automations(*arguments: str) -> Any:
+        done = server.run("recpoint", "automations", *arguments, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    alerts = ("checkpoint rejected", "flow run without a process", "no commit", "validation failed")
+    names = [f"recpoint: {alert}" for alert in alerts]
+    first = automations("apply", "--no-commit", "10s")["automations"]
+    assert sorted(one["name"] for one in first) == names
+    assert {one["result"] for one in first} == {"created"}
+    again = automations("apply", "--no-commit", "11s")["automations"]
+    assert {one["result"] for one in again} == {"updated"}
+    assert [one["name"] for one in automations("list")["automations"]] == names
+    assert len(server.ask("/automations/filter", {})) == 4
+
+    staging, steps = tmp_path / "staging", itertools.count(1)
+
+    def good(step: int) -> Path:
+        return stage(run, staging, tables(), step=step, generation=1, slot=step)
+
+    def bad(step: int) -> Path:
+        """Damaged before the agent can come to it, since it is staged elsewhere at first."""
+        job = stage(run, tmp_path / "aside", tables(), step=step, generation=1, slot=step)
+        there = staged.run_directory(staging, run.url)
+        slot = next((job.parent.parent / "slots").glob(f"*-{step}.bin"))
+        slot.write_bytes(bytes(slot.stat().st_size))
+        slot.rename(there / "slots" / slot.name)
+        return job.rename(there / "jobs" / job.name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RECPOINT_HOME", str(server.home))
+        with AgentProcess(staging, tmp_path / "agent.log", prefect="auto") as agent:
+            until(lambda: agent.logged("Prefect is at") > 0, seconds=_SECONDS)
+            committed = persist_until_told(server, run, "committed", good, steps)
+            persist_until_told(server, run, "failed", bad, steps)
+    assert committed["resource"]["prefect.resource.name"] == run.url
+    roles = {related["prefect.resource.role"] for related in committed["related"]}
+    assert "flow-run" in roles
+
+    def fired() -> bool:
+        found = {
+            one["resource"]["prefect.resource.name"]
+            for one in server.events("prefect.automation.triggered")
+        }
+        return found >= {"recpoint: checkpoint rejected", "recpoint: no commit"}
+
+    until(fired, seconds=_SECONDS)
+    assert automations("remove")["removed"] == names
+    assert server.ask("/automations/filter", {}) == []
+
+
+def test_a_training_that_ended_raises_no_alarm_and_one_that_died_does(
+    server: Server, run: Run, tmp_path: Path
+) -> None:
+    done = server.run("recpoint", "automations", "apply", "--no-commit", "40s")
+    assert done.returncode == 0, done.stdout + done.stderr
+    dead = new_run(tmp_path / "dead")
+    dead.claim(None)
+    staging = tmp_path / "staging"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RECPOINT_HOME", str(server.home))
+        with AgentProcess(staging, tmp_path / "agent.log", prefect="auto") as agent:
+            until(lambda: agent.logged("Prefect is at") > 0, seconds=_SECONDS)
+            for one in (run, dead):
+                write_note(
+                    (job := stage(one, staging, tables(), step=1, generation=1)).parent.parent,
+                    one.url,
+                    "ended" if one is run else "training",
+                )
+                until(partial(gone, job), seconds=_SECONDS)
+            ended = until(
+                lambda: server.events("recpoint.checkpoint.ended") or None, seconds=_SECONDS
+            )
+            assert [one["resource"]["prefect.resource.name"] for one in ended] == [run.url]
+
+            def fired() -> set[str] | None:
+                found = server.events("prefect.automation.triggered")
+                runs = {
+                    one["payload"]["triggering_labels"].get("prefect.resource.id") for one in found
+                }
+                return runs if f"recpoint.run.{dead.id}" in runs else None
+
+            # The run that ended had its last commit first: its time was up before this one's.
+            assert f"recpoint.run.{run.id}" not in until(fired, seconds=_SECONDS)
+    assert server.run("recpoint", "automations", "remove").returncode == 0
+
+
+def test_a_flow_run_of_ours_whose_process_is_gone_is_called_crashed(server: Server) -> None:
+    done = server.run("recpoint", "automations", "apply", "--no-heartbeat", "10s")
+    assert done.returncode == 0, done.stdout + done.stderr
+    hanging = (
+        "import sys, time\nfrom prefect import flow, tags\n"
+        "@flow\ndef hang():\n    time.sleep(900)\n"
+        "with tags(*sys.argv[1:]):\n    hang()\n"
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for tag in ("somebody-else", "recpoint"):
+        process = subprocess.Popen([sys.executable, "-c", hanging, tag], env=server.environment)
+
+        def beating(tag: str = tag) -> dict[str, Any] | None:
+            for event in server.events("prefect.flow-run.heartbeat"):
+                identity = event["resource"]["prefect.resource.id"].rpartition(".")[2]
+                one: dict[str, Any] = server.ask(f"/flow_runs/{identity}")
+                if one["tags"] == [tag]:
+                    return one
+            return None
+
+        try:
+            found[tag] = until(beating, seconds=_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+    state = server.ended(found["recpoint"])["state"]
+    assert state["type"] == "CRASHED" and "no sign of life" in state["message"]
+    other = server.ask(f"/flow_runs/{found['somebody-else']['id']}")
+    assert other["state"]["type"] == "RUNNING"
+    assert server.run("recpoint", "automations", "remove").returncode == 0
+
+
+def test_old_flow_runs_go_with_their_artifacts(server: Server) -> None:
+    settings = server.ask("/admin/settings")["server"]
+    assert settings["services"]["db_vacuum"]["retention_period"] == "P3D"
+    assert settings["events"]["retention_period"] == "P3D"
+    flow_id = server.ask("/flows/", {"name": "growth"})["id"]
+    made = server.ask(
+        "/flow_runs/", {"flow_id": flow_id, "name": "old", "state": {"type": "COMPLETED"}}
+    )
+    artifact = {"key": "recpoint-growth", "type": "markdown", "data": "x"}
+    server.ask("/artifacts/", {**artifact, "flow_run_id": made["id"]})
+    with sqlite3.connect(server.home / "prefect" / "prefect.db", timeout=240) as database:
+        changed = database.execute(
+            "UPDATE flow_run SET end_time = datetime('now', '-4 days'), "
+            "start_time = datetime('now', '-4 days') WHERE name = 'old'"
+        )
+        assert changed.rowcount == 1
+    database.close()
+
+    def gone() -> bool:
+        runs = server.ask("/flow_runs/filter", {"flows": {"name": {"any_": ["growth"]}}})
+        there = server.ask(
+            "/artifacts/filter", {"artifacts": {"key": {"any_": ["recpoint-growth"]}}}
+        )
+        return not runs and not there
+
+    until(gone, seconds=_SECONDS)
+
+
+def test_a_killed_server_still_knows_who_holds_a_slot(server: Server) -> None:
+    """Else the slot is taken for ever, and a deployment with a limit never runs again."""
+    held = {"names": ["one-at-a-time"], "slots": 1}
+    server.ask("/v2/concurrency_limits/", {"name": "one-at-a-time", "limit": 1})
+    lease = server.ask("/v2/concurrency_limits/increment-with-lease", held)["lease_id"]
+    local = prefect_server.running_server()
+    assert local is not None and local.url == server.url
+    os.killpg(local.pid, signal.SIGKILL)
+    until(lambda: prefect_server.running_server() is None)
+    # On its port again, unless somebody took that meanwhile.
+    server.url = prefect_server.start_server().url
+    server.environment["PREFECT_API_URL"] = server.url
+    until(lambda: prefect_server.is_healthy(server.url), seconds=_SECONDS)
+
+    def active() -> Any:
+        return server.ask("/v2/concurrency_limits/one-at-a-time")["active_slots"]
+
+    assert active() == 1
+    server.ask("/v2/concurrency_limits/decrement-with-lease", {"lease_id": lease})
+    assert active() == 0
+
+
+def test_what_is_committed_is_published(
+    server: Server, deployed: dict[str, dict[str, Any]], run: Run
+) -> None:
+    def automations(*arguments: str) -> None:
+        done = server.run("recpoint", "automations", *arguments, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    automations("apply", "--no-commit", "1h", "--publish", "committed")
+    publish(run, build(run, tables(), step=5, generation=1))
+    wanted = {"deployments": {"id": {"any_": [deployed["publish/recpoint"]["id"]]}}}
+
+    def flow_runs() -> list[dict[str, Any]] | None:
+        return server.ask("/flow_runs/filter", wanted) or None
+
+    def made_by_an_event() -> dict[str, Any] | None:
+        """Told again: an event is lost on a server that has not loaded its automations yet."""
+        event = {
+            "id": str(uuid4()),
+            "occurred": datetime.now(UTC).isoformat(),
+            "event": "recpoint.checkpoint.committed",
+            "resource": {
+                "prefect.resource.id": f"recpoint.run.{run.id}",
+                "prefect.resource.name": run.url,
+            },
+        }
+        ask(f"{server.url}/events", [event])
+        with contextlib.suppress(TimeoutError):
+            return until(flow_runs, seconds=20)[0]
+        return None
+
+    made = until(made_by_an_event, seconds=_SECONDS)
+    assert made["parameters"] == {"run_url": run.url, "which": "committed"}
+    state = server.worked_off(made)
+    assert state["type"] == "COMPLETED", state
+    record = newest_publication(run)
+    assert record is not None and record.checkpoint.step == 5 and not record.held
+    automations("remove")

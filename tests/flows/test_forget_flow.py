@@ -1,0 +1,97 @@
+"""The flow `forget`: our old flow runs go with their artifacts, and nothing that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow, tags
+from prefect.artifacts import Artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter
+from prefect.exceptions import ParameterTypeError
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
+
+from recpoint.flows import forget as module
+from recpoint.flows.forget import forget
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+MADE = ("recpoint-forgotten-lag", "recpoint-forgotten-g1-step-2-r0", "forgotten-elsewhere")
+
+
+@flow(name="forgotten", persist_result=False, result_storage=Path(tempfile.gettempdir()))
+async def made() -> UUID:
+    """A flow run with artifacts of ours, and one that an evaluation made."""
+    async with get_client() as client:
+        for key in MADE:
+            await Artifact(type="markdown", key=key, data="x").acreate(client)
+    return UUID(flow_run.get_id())
+
+
+def make(*names: str) -> UUID:
+    with tags(*names):
+        called: Any = made()
+        identity: UUID = asyncio.run(called)
+    return identity
+
+
+def age(runs: list[UUID], **ago: float) -> None:
+    """Let the runs have ended so long ago: the server takes no such time from a client."""
+    url = get_current_settings().server.database.connection_url
+    assert url is not None
+    path = url.get_secret_value().partition("///")[2]
+    ended = (datetime.now(UTC) - timedelta(**ago)).strftime("%Y-%m-%d %H:%M:%S.%f")
+    with sqlite3.connect(path, timeout=240) as database:
+        for run in runs:
+            changed = database.execute(
+                "UPDATE flow_run SET end_time = ? WHERE id = ?", (ended, str(run))
+            )
+            assert changed.rowcount == 1
+    database.close()
+
+
+def there(runs: list[UUID]) -> tuple[set[UUID], list[str]]:
+    """Which of the runs are left, and the keys of artifacts that are."""
+    with get_client(sync_client=True) as client:
+        chosen = FlowRunFilter.model_validate({"id": {"any_": runs}})
+        left = {run.id for run in client.read_flow_runs(flow_run_filter=chosen)}
+        keys = ArtifactFilter(key=ArtifactFilterKey(any_=list(MADE)))
+        artifacts = client.read_artifacts(artifact_filter=keys)
+    return left, sorted(str(one.key) for one in artifacts if one.flow_run_id in runs)
+
+
+def forgot(**parameters: float) -> Any:
+    async def call() -> Any:
+        called: Any = forget(**parameters, return_state=True)
+        return await called
+
+    return asyncio.run(call())
+
+
+def test_old_runs_of_ours_go_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAGE", 2)  # several pages
+    old = [make("recpoint", f"step:{step}") for step in range(3)]
+    young, foreign = make("recpoint"), make("somebody-else")
+    age([*old, foreign], days=2)
+    age([young], hours=20)
+
+    assert forgot(older_than_days=1).message == "3 flow runs and 6 artifacts deleted"
+    left, artifacts = there([*old, young, foreign])
+    assert left == {young, foreign}
+    # What an evaluation made in a flow run of ours is its own.
+    assert artifacts == sorted([*2 * MADE, *3 * MADE[2:]])
+    assert forgot(older_than_days=1).message == "0 flow runs and 0 artifacts deleted"
+
+
+def test_what_has_just_ended_is_never_forgotten() -> None:
+    for days in (0, -1, 0.01, float("nan")):
+        with pytest.raises(ParameterTypeError, match="older_than_days"):
+            forget.validate_parameters({"older_than_days": days})

@@ -1,0 +1,103 @@
+"""Rows quantized on the GPU in the cut are stored as the agent would have stored them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from recpoint import Checkpointer
+from recpoint.catalog import persist, staged
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.format.manifest import ChosenMethod
+from tests.training_builder import until
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 3000
+
+
+class _Stored(NamedTuple):
+    codes: list[bool]  # of each job: whether the slot held codes
+    methods: list[ChosenMethod]
+    values: Tensor
+
+
+def _trained(folder: Path, table: nn.Embedding, **settings: Any) -> _Stored:
+    """A full and two increments, each persisted before the next is cut."""
+    model = nn.ModuleDict({"table": table})
+    url, area = str(folder / "run"), folder / "staging"
+    ckpt = Checkpointer(
+        model,
+        [SGD(model.parameters(), lr=0.1)],
+        run=url,
+        staging=area,
+        interval_batches=10**9,
+        handle_sigterm=False,
+        on_error="raise",
+        **settings,
+    )
+    ckpt.restore()
+    jobs = staged.run_directory(area, open_store(url).url)
+    codes: list[bool] = []
+
+    def committed() -> bool:
+        return ckpt.stats.committed == len(codes)
+
+    def compiled() -> bool:
+        return not any(t.name == "recpoint-compile" for t in threading.enumerate())
+
+    for number in range(1, 4):
+        ids = torch.arange(number, ROWS, 7, device=table.weight.device)
+        with torch.no_grad():
+            table.weight[ids] += 0.01 * number
+        ckpt.mark("table", ids)
+        ckpt.step()
+        assert ckpt.checkpoint()
+        until(lambda: bool(staged.staged_jobs(jobs)))
+        (path,) = staged.staged_jobs(jobs)
+        codes.append(staged.read_job(path).tables[0].codes)
+        assert persist.persist_job(path).result == "committed"
+        until(committed)
+        until(compiled, seconds=300)
+    ckpt.close(final=False)
+    run, target = Run.open(open_store(url)), MemoryTarget()
+    restore(run, target)
+    methods = [run.manifest(number, 1).quantizers[0].chosen for number in (1, 2, 3)]
+    return _Stored(codes, methods, target.tables["table"].values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("bits", "quantizer"), [(2, "auto"), (3, "greedy"), (4, "auto"), (8, "auto"), (4, "symmetric")]
+)
+def test_both_restore_to_the_same(
+    device: torch.device, tmp_path: Path, bits: int, quantizer: str, dtype: torch.dtype
+) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("in the interpreter tables are on the CPU: what quantizes them is not Triton")
+    torch.manual_seed(1)
+    first = torch.randn(ROWS, 24).to(dtype)
+    first[7] = float("inf")
+    first[9] *= 1e4
+    found = {}
+    for where in ("host", "device"):
+        table = nn.Embedding.from_pretrained(first.clone().to(device), freeze=False, sparse=True)
+        found[where] = _trained(
+            tmp_path / where, table, bits=bits, quantizer=quantizer, quantize_on=where
+        )
+    host, gpu = found["host"], found["device"]
+    fixed = quantizer == "symmetric" or bits == 8
+    assert host.codes == [False] * 3 and gpu.codes == [fixed, True, True]
+    assert gpu.methods[1:] == [gpu.methods[0]] * 2
+    if host.methods == gpu.methods:  # the agent chooses for each job anew, nearly always the same
+        assert torch.equal(host.values.view(torch.uint8), gpu.values.view(torch.uint8))
+    assert bool(torch.isinf(gpu.values[7]).all())

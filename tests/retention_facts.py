@@ -1,0 +1,77 @@
+"""Facts of runs that never were, for tests of retention: no store, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.representations import RunFacts, StoredManifest
+from recpoint.format.naming import manifest_key
+
+__all__ = ["HOUR_MS", "NOW_MS", "facts", "full", "increment", "merged"]
+
+HOUR_MS = 3_600_000
+#: Thursday, 12 June 2025, 12:00 UTC.
+NOW_MS = 1_749_729_600_000
+
+
+def name(step: int, generation: int = 1) -> ManifestName:
+    return ManifestName(step, generation)
+
+
+def _attempt(checkpoint: ManifestName) -> str:
+    return f"{checkpoint.step:016x}{checkpoint.generation:016x}"
+
+
+def full(
+    step: int, *, generation: int = 1, hours_ago: float = 0.0, whole: bool = True
+) -> StoredManifest:
+    """A checkpoint's own manifest, of a full."""
+    at = ManifestName(step, generation)
+    return StoredManifest(
+        key=manifest_key(step, generation),
+        name=at,
+        attempt=_attempt(at),
+        parent=None,
+        parent_attempt="",
+        taken_ms=NOW_MS - int(hours_ago * HOUR_MS),
+        stored_bytes=100,
+        whole=whole,
+    )
+
+
+def increment(
+    step: int,
+    parent: StoredManifest,
+    *,
+    generation: int = 1,
+    hours_ago: float = 0.0,
+    whole: bool = True,
+) -> StoredManifest:
+    """A checkpoint's own manifest, of an increment on `parent`."""
+    return full(step, generation=generation, hours_ago=hours_ago, whole=whole)._replace(
+        parent=parent.name, parent_attempt=parent.attempt, stored_bytes=10
+    )
+
+
+def merged(of: StoredManifest, after: StoredManifest | None = None) -> StoredManifest:
+    """A consolidated manifest of the same checkpoint: a full, or an increment on `after`."""
+    stem = of.key.removeprefix("manifests/").removesuffix(".json")
+    tail = "full" if after is None else f"after-{after.name.step:012d}"
+    return of._replace(
+        key=f"consolidated/{stem}-{tail}.json",
+        parent=None if after is None else after.name,
+        parent_attempt="" if after is None else after.attempt,
+    )
+
+
+def facts(
+    manifests: Iterable[StoredManifest],
+    *,
+    live: Iterable[ManifestName] | None = None,
+    now_ms: int = NOW_MS,
+) -> RunFacts:
+    """Facts of a run whose checkpoints are all live, unless `live` says otherwise."""
+    there = tuple(manifests)
+    names = {manifest.name for manifest in there} if live is None else set(live)
+    return RunFacts(manifests=there, live=tuple(sorted(names, reverse=True)), now_ms=now_ms)

@@ -1,0 +1,162 @@
+"""A small library of row-wise sharded embeddings, updated in backward: what recpoint cannot see.
+
+Each rank holds a range of a table's rows; ids and gradients of all ranks go to everybody, so that
+the same rows come out whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recpoint.trainer_plugin.names import canonical_name
+from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.table_source import Marker
+
+__all__ = ["RowShard", "find"]
+
+
+class RowShard(nn.Module):
+    """Rows first … first + n − 1 of a table [rows, dim] that all ranks of the job hold together."""
+
+    def __init__(self, rows: int, dim: int, *, learning_rate: float = 0.1) -> None:
+        super().__init__()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        edges = [rows * rank // self.ranks for rank in range(self.ranks + 1)]
+        self.table_rows, self.first = rows, edges[self.rank]
+        whole = torch.randn(rows, dim, generator=torch.Generator().manual_seed(rows))
+        self.weight = whole[edges[self.rank] : edges[self.rank + 1]].clone()
+        self.sums = torch.zeros(len(self.weight))
+        self.learning_rate, self.steps = learning_rate, 0
+        self.marker: Marker | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[n, dim]: the rows of `ids`, int64 [n], from wherever they are."""
+        rows: Any = _Lookup.apply(ids, self._anchor, self)  # type: ignore[no-untyped-call]
+        return rows  # type: ignore[no-any-return]
+
+    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of this rank's ids, and the ids of all."""
+        everywhere = _gathered(ids)
+        here = self.here(everywhere)
+        if self.marker is not None:
+            self.marker.looked_up(everywhere[here] - self.first)
+        found = torch.zeros(len(everywhere), self.weight.shape[1])
+        found[here] = self.weight[everywhere[here] - self.first]
+        dist.all_reduce(found)
+        return found[self.rank * len(ids) :][: len(ids)], everywhere
+
+    def update(self, everywhere: Tensor, gradient: Tensor) -> None:
+        """One step of row-wise Adagrad."""
+        gradients = _gathered(gradient) / self.ranks
+        here = self.here(everywhere)
+        rows = everywhere[here] - self.first
+        total = torch.zeros_like(self.weight).index_add(0, rows, gradients[here])
+        touched = rows.unique()
+        self.sums[touched] += total[touched].square().mean(1)
+        scale = self.learning_rate / (self.sums[touched].sqrt() + 1e-8)
+        self.weight[touched] -= scale[:, None] * total[touched]
+        self.steps += 1
+        if self.marker is not None:
+            self.marker.applied()
+
+    def here(self, ids: Tensor) -> Tensor:
+        """Which ids are rows of this rank."""
+        return (ids >= self.first) & (ids < self.first + len(self.weight))
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, _anchor: Tensor, shard: RowShard) -> Tensor:
+        found, ctx.everywhere = shard.lookup(ids)
+        ctx.shard = shard
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
+        ctx.shard.update(ctx.everywhere, gradients[0].contiguous())
+        return None, torch.zeros(()), None
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return torch.cat(found)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ShardTable(Table):
+    module: RowShard
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight
+
+    @property
+    def first_row(self) -> int:
+        return self.module.first
+
+    @property
+    def table_rows(self) -> int:
+        return self.module.table_rows
+
+    @property
+    def trained(self) -> bool:
+        return True
+
+    @property
+    def fused(self) -> bool:
+        return True
+
+    @property
+    def row_states(self) -> Mapping[str, Tensor]:
+        return {"sum": self.module.sums}
+
+
+class _Source:
+    name = "row_shards"
+
+    def __init__(self, modules: Mapping[str, tuple[str, RowShard]]) -> None:
+        self._modules = [module for _, module in modules.values()]
+        self.modules: Collection[str] = list(modules)
+        self.tables: Sequence[Table] = [
+            _ShardTable(name=name, parameter_name=f"{name}.weight", module=module)
+            for name, module in modules.values()
+            if len(module.weight)
+        ]
+
+    def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        return given
+
+    def track(self, markers: Mapping[str, Marker]) -> None:
+        for table in self.tables:
+            assert isinstance(table, _ShardTable)
+            table.module.marker = markers.get(table.key)
+
+    def untrack(self) -> None:
+        for module in self._modules:
+            module.marker = None
+
+    def state_dict(self) -> Any:
+        return [module.steps for module in self._modules]
+
+    def load_state_dicts(self, states: Sequence[Any]) -> None:
+        for module, steps in zip(self._modules, states[0], strict=True):
+            module.steps = steps
+
+
+def find(model: nn.Module) -> _Source | None:
+    """See `table_source.find_sources`."""
+    found = {
+        name: (canonical_name(model, name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, RowShard)
+    }
+    return _Source(found) if found else None

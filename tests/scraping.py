@@ -1,0 +1,87 @@
+"""What a scrape finds, parsed by prometheus_client's own parser; and an agent to scrape."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.polling import until
+
+__all__ = ["MetricsAgent", "Samples", "scrape", "value"]
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(url: str) -> Samples:
+    """Samples by name and labels."""
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float | None:
+    """The one sample of this name that has these labels; None: there is none."""
+    found = [
+        number
+        for (known, have), number in samples.items()
+        if known == name and labels.items() <= dict(have).items()
+    ]
+    assert len(found) < 2, f"{len(found)} samples of {name}"
+    return found[0] if found else None
+
+
+class MetricsAgent:
+    """`recpoint agent --metrics-port 0`, as a person starts it; killed at the end of the block.
+
+    Args:
+        staging: the staging area.
+        log: file for what it says.
+        port: 0: any; after a restart the one that is scraped.
+        environment: to be added to this process's.
+    """
+
+    def __init__(
+        self, staging: Path, log: Path, *, port: int = 0, environment: Mapping[str, str] = {}
+    ) -> None:
+        self._log = log
+        self._from = log.stat().st_size if log.exists() else 0
+        inherited = {name: text for name, text in os.environ.items() if "PREFECT" not in name}
+        options = ["--prefect", "off", "--metrics-port", str(port), "--metrics-refresh", "0.2"]
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "recpoint", "agent", "--staging", str(staging), *options],
+                stdout=file,
+                stderr=file,
+                env=inherited | dict(environment),
+            )
+
+    @property
+    def url(self) -> str:
+        """Where its metrics are, once it has said so."""
+
+        def told() -> str | None:
+            assert self.process.poll() is None, self._log.read_text()
+            said = self._log.read_bytes()[self._from :].decode(errors="replace")
+            found = re.search(r"metrics: (http\S+)", said)
+            return None if found is None else found[1]
+
+        return until(told)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,159 @@
+"""What the benchmarks of policies and bytes count with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import stored_sizes
+from benchmarks.dirty_trace import fleet_masks, replay, rows_since
+from benchmarks.row_wise import RowWiseAdagrad
+from benchmarks.stored_sizes import (
+    EXACT,
+    NARROW,
+    WIDE,
+    MergedFull,
+    check,
+    form_of,
+    stored_parts,
+)
+from recpoint.catalog import persist_plan, row_moves
+from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.persist import persist_job
+from recpoint.catalog.staged import read_job
+from recpoint.format.job import Job
+from recpoint.format.manifest import Manifest
+from recpoint.trainer_plugin.policy import Policy, PolicyName
+from tests.catalog_builder import Table, new_run
+from tests.job_builder import Links, stage
+
+
+def sizes(since: int | None, to: int) -> int:
+    """A full is 100; each interval changes 30, and a tenth of that again each further one."""
+    return 100 if since is None else 27 + 3 * (to - since)
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "written", "kept"),
+    [
+        ("one_shot", None, [100, 30, 33, 36], [100, 130, 133, 136]),
+        ("consecutive", None, [100, 30, 30, 30], [100, 130, 160, 190]),
+        ("consecutive", 2, [100, 30, 100, 30], [100, 130, 100, 130]),
+        ("one_shot", 1, [100, 100, 100, 100], [100, 100, 100, 100]),
+    ],
+)
+def test_a_replay_writes_and_keeps_what_the_policy_says(
+    name: PolicyName, every: int | None, written: list[int], kept: list[int]
+) -> None:
+    taken = replay(Policy(name=name, full_every=every), 4, sizes)
+    assert [t.written for t in taken] == written
+    assert [t.kept for t in taken] == kept
+    assert [t.kind == "full" for t in taken] == [size == 100 for size in written]
+
+
+def test_a_merged_chain_is_one_full() -> None:
+    taken = replay(Policy(name="continuous"), 6, sizes, consolidate_every=2)
+    assert [t.written for t in taken] == [100, 30, 30, 30, 30, 30]
+    assert [t.kept for t in taken] == [100, 130, 100, 130, 100, 130]
+    assert [t.merged for t in taken] == [(0, 0), (0, 0), (160, 100), (0, 0), (160, 100), (0, 0)]
+
+
+def test_the_trace_has_its_curve() -> None:
+    masks = fleet_masks(50_000, 8, seed=3)
+    found = [rows_since(masks, 0, to).mean() for to in range(1, 8)]
+    assert found == pytest.approx([0.260, 0.319, 0.360, 0.391, 0.417, 0.439, 0.459], abs=0.01)
+    assert not rows_since(masks, 5, 5).any()
+
+
+def rows_of_all_forms() -> torch.Tensor:
+    rows = 0.05 * torch.randn(400, 12, generator=torch.Generator().manual_seed(1))
+    rows[5:60:7] *= 1e6  # beyond binary16
+    rows[100:130, 3] = float("nan")
+    return rows
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, None])
+def test_what_is_counted_is_what_an_agent_stores(tmp_path: Path, bits: int | None) -> None:
+    values = rows_of_all_forms()
+    table = Table("t", values, (torch.rand(400), torch.rand(400, 12)), bits=bits, state_bits=16)
+    other = Table("u", torch.randn(30, 4))
+    ids = torch.nonzero(torch.arange(400) % 3 != 0).flatten()
+    form = np.zeros(400, np.uint8) if bits is None else form_of(values, bits)
+    if bits is not None:
+        assert set(form.tolist()) == {NARROW, WIDE, EXACT}
+    job, manifest = persisted(tmp_path, [table, other], ids)
+    rows = [ids.numpy(), np.arange(0)]
+    check(job, manifest, rows, [form, np.zeros(30, np.uint8)])
+    parts = stored_parts(job, manifest, rows, [form, np.zeros(30, np.uint8)])
+    assert parts.total() - parts["manifest"] == manifest.stored_bytes
+    assert parts["row state"] == len(ids) * (4 + 2 * 12)
+
+
+def test_a_count_of_other_rows_is_refused(tmp_path: Path) -> None:
+    table = Table("t", torch.randn(40, 4), bits=4)
+    ids = torch.arange(0, 40, 3)
+    job, manifest = persisted(tmp_path, [table], ids)
+    with pytest.raises(RuntimeError, match="counted"):
+        check(job, manifest, [ids.numpy()], [np.full(40, WIDE, np.uint8)])
+
+
+@pytest.mark.parametrize("bits", [2, 8, None])
+def test_a_full_merged_again_and_again_is_counted(
+    tmp_path: Path, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks so small that rows of several checkpoints share some and fill others."""
+    for module in (stored_sizes, persist_plan, row_moves):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2500)
+    table = Table("t", rows_of_all_forms(), (torch.rand(400),), bits=bits)
+    form = np.zeros(400, np.uint8) if bits is None else form_of(table.values, bits)
+    run, staging, links = new_run(tmp_path / "run"), tmp_path / "staging", Links()
+    run.claim(None)
+    persist_job(stage(run, staging, [table], step=1, generation=1, links=links))
+    counted: MergedFull | None = None
+    for step, every in ((2, 3), (3, 5), (4, 2)):
+        ids = torch.arange(step, 400, every)
+        path = stage(run, staging, [table], step=step, generation=1, links=links, dirty=[ids])
+        job = read_job(path)
+        persist_job(path)
+        plan = plan_consolidation(run, ManifestName(step, 1))
+        assert plan.links_before == 2
+        consolidate(run, plan)
+        merged = run.read_manifest(plan.target)
+        counted = counted or MergedFull(job, merged, [form])
+        total = counted.merge([[ids.numpy()]])
+        assert counted.chunk_bytes == sorted((e.content, e.bytes) for e in merged.chunks)
+        assert total.total() - total["manifest"] == merged.stored_bytes
+        assert len(merged.chunks) > 4
+
+
+def persisted(tmp_path: Path, tables: list[Table], ids: torch.Tensor) -> tuple[Job, Manifest]:
+    """An increment of the rows `ids` of the first table, and of none of the others."""
+    run, staging, links = new_run(tmp_path / "run"), tmp_path / "staging", Links()
+    run.claim(None)
+    persist_job(stage(run, staging, tables, step=1, generation=1, links=links))
+    dirty = [ids, *(torch.arange(0) for _ in tables[1:])]
+    path = stage(run, staging, tables, step=2, generation=1, links=links, dirty=dirty)
+    job = read_job(path)
+    outcome = persist_job(path)
+    assert outcome.result == "committed", outcome.error
+    return job, run.manifest(2, 1)
+
+
+def test_row_wise_adagrad_moves_the_rows_that_have_a_gradient() -> None:
+    weight = torch.nn.Parameter(torch.arange(8.0).reshape(4, 2))
+    optimizer = RowWiseAdagrad([weight], lr=0.5, eps=0.0)
+    values = torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 1.0]])
+    for _ in range(2):
+        weight.grad = torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), values, (4, 2))
+        optimizer.step()
+    # Row 2: gradient (4, 2), mean square 10, twice; row 0: (0, 2), mean square 2, twice.
+    assert optimizer.state[weight]["sum"].tolist() == [4.0, 0.0, 20.0, 0.0]
+    step = 0.5 * (10**-0.5 + 20**-0.5)
+    torch.testing.assert_close(weight[2], torch.tensor([4 - 4 * step, 5 - 2 * step]))
+    assert weight[1].tolist() == [2.0, 3.0]
+    assert weight[3].tolist() == [6.0, 7.0]

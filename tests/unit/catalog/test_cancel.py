@@ -1,0 +1,101 @@
+"""Dropping a staged job at the trainer's wish (format §7, S4b)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import cancel, persist, staged
+from recpoint.catalog.run import Run
+from recpoint.errors import CheckpointCancelled
+from recpoint.format.records import CheckpointRef, pack_record
+from tests.catalog_builder import new_run, tables
+from tests.job_builder import stage
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run that a trainer has claimed."""
+    made = new_run(tmp_path / "run")
+    made.claim(None)
+    return made
+
+
+def staged_job(run: Run, tmp_path: Path, step: int = 10) -> Path:
+    return stage(run, tmp_path / "staging", tables(), step=step, generation=1)
+
+
+def run_dir(job_file: Path) -> Path:
+    return job_file.parent.parent
+
+
+def mark(job_file: Path) -> None:
+    cancel.write_mark(run_dir(job_file), staged.read_job(job_file).ref, 0)
+
+
+def test_a_marked_job_is_rejected_and_nothing_is_stored(run: Run, tmp_path: Path) -> None:
+    job_file = staged_job(run, tmp_path)
+    mark(job_file)
+    outcome = persist.persist_job(job_file)
+    assert (outcome.result, outcome.error_type) == ("rejected", "CheckpointCancelled")
+    assert run.manifest_names() == [] and not list(run.store.list("chunks/"))
+    assert not job_file.exists()
+    answer = staged.outcome_path(run_dir(job_file), 1, 10, 0)
+    assert staged.read_outcome(answer) == outcome
+
+
+def test_a_job_is_dropped_although_its_store_is_away(run: Run, tmp_path: Path) -> None:
+    job_file = staged_job(run, tmp_path)
+    mark(job_file)
+    Path(run.url).rename(tmp_path / "elsewhere")
+    assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
+
+
+def test_each_step_and_the_commit_look_first(run: Run, tmp_path: Path) -> None:
+    job_file = staged_job(run, tmp_path)
+    for group in persist.groups_of(job_file):
+        if group.quantized:
+            persist.quantize_step(job_file, group.index)
+        persist.encode_step(job_file, group.index)
+        persist.upload_step(job_file, group.index)
+    persist.verify_step(job_file)
+    mark(job_file)
+    for step in (persist.quantize_step, persist.encode_step, persist.upload_step):
+        with pytest.raises(CheckpointCancelled, match="next checkpoint holds these rows"):
+            step(job_file, 0)
+    with pytest.raises(CheckpointCancelled):
+        persist.commit_job(job_file)
+    assert run.manifest_names() == []
+    assert persist.classify(CheckpointCancelled("x", found="", expected="", next_step="")) == (
+        "rejected"
+    )
+
+
+@pytest.mark.parametrize("damage", ["another attempt", "not a record", "empty", "a directory"])
+def test_a_mark_that_is_not_for_this_job_means_nothing(
+    run: Run, tmp_path: Path, damage: str
+) -> None:
+    job_file = staged_job(run, tmp_path)
+    path = cancel.cancel_path(run_dir(job_file), staged.read_job(job_file).ref, 0)
+    if damage == "another attempt":
+        other = CheckpointRef(step=10, generation=1, attempt="ab" * 16)
+        cancel.write_mark(run_dir(job_file), other, 0)
+    elif damage == "a directory":
+        path.mkdir(parents=True)
+    else:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"" if damage == "empty" else pack_record(staged.read_job(job_file)))
+    assert not cancel.is_cancelled(job_file)
+    assert persist.persist_job(job_file).result == "committed"
+
+
+def test_a_mark_goes_with_its_answer(run: Run, tmp_path: Path) -> None:
+    job_file = staged_job(run, tmp_path)
+    ref = staged.read_job(job_file).ref
+    mark(job_file)
+    assert cancel.is_cancelled(job_file)
+    cancel.remove_mark(run_dir(job_file), ref, 0)
+    cancel.remove_mark(run_dir(job_file), ref, 0)
+    assert not cancel.is_cancelled(job_file)
+    assert list(cancel.cancels_directory(run_dir(job_file)).iterdir()) == []

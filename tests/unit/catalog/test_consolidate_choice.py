@@ -1,0 +1,67 @@
+"""Which consolidation is chosen: into a full where much is dead, else of the increments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
+from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
+from recpoint.catalog.run import Run
+from tests.catalog_builder import build, new_run, publish, tables
+
+
+def chain_plan(
+    run: Run, *, increments: int, dirty_rows: int, triggers: ConsolidationTriggers
+) -> ConsolidationPlan:
+    trained = tables(rows=4000, dim=16)
+    parent = publish(run, build(run, trained, step=1, generation=1, rows_per_chunk=4000))
+    for step in range(2, 2 + increments):
+        dirty = [torch.arange(dirty_rows), torch.arange(dirty_rows)]
+        trained[0].train(dirty[0], torch.Generator())
+        parent = publish(
+            run, build(run, trained, step=step, generation=1, parent=parent, dirty=dirty)
+        )
+    name = newest_checkpoint(run)
+    assert name is not None and name.step == 1 + increments
+    return choose_consolidation(run, name, triggers=triggers)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+def test_nothing_is_chosen_before_a_trigger(run: Run) -> None:
+    plan = chain_plan(run, increments=2, dirty_rows=10, triggers=ConsolidationTriggers())
+    assert not plan.pays
+
+
+def test_many_links_with_few_rows_become_one_increment(run: Run) -> None:
+    triggers = ConsolidationTriggers(links=5)
+    plan = chain_plan(run, increments=4, dirty_rows=10, triggers=triggers)
+    assert plan.pays and plan.target.form == "after" and plan.links_after == 2
+    consolidate(run, plan)
+    after = choose_consolidation(run, plan.target.name, triggers=triggers)
+    assert not after.pays and after.links_before == 2
+
+
+def test_much_that_is_dead_becomes_a_full(run: Run) -> None:
+    triggers = ConsolidationTriggers(links=100)
+    plan = chain_plan(run, increments=3, dirty_rows=1900, triggers=triggers)
+    assert plan.pays and plan.target.form == "full" and plan.links_after == 1
+
+
+def test_two_links_can_only_become_a_full(run: Run) -> None:
+    triggers = ConsolidationTriggers(links=2)
+    plan = chain_plan(run, increments=1, dirty_rows=10, triggers=triggers)
+    assert plan.pays and plan.target.form == "full"
+
+
+def test_a_run_without_checkpoints_has_no_newest(run: Run) -> None:
+    assert newest_checkpoint(run) is None

@@ -1,0 +1,83 @@
+"""How much memory a consolidation takes: bounded, whatever the size of the tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog.persist import persist_job
+from tests.catalog_builder import Table, new_run
+from tests.job_builder import Links, stage
+
+# The peak is that of the process alone, after everything has been imported and warmed up.
+_PROGRAM = """
+import json, sys, threading
+import psutil
+from recpoint import kernels
+from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+
+kernels.warm_up()
+run = Run.open(open_store(sys.argv[1]))
+process = psutil.Process()
+consolidate(run, plan_consolidation(run, ManifestName(2, 1)))
+idle = peak = process.memory_info().rss
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, process.memory_info().rss)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+merged = consolidate(run, plan_consolidation(run, ManifestName(12, 1)))
+done.set()
+watcher.join()
+found = {"outcome": merged.outcome, "read": merged.read_bytes, "extra_mb": (peak - idle) / 1e6}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_large_chain_takes_bounded_memory(tmp_path: Path, bits: int | None) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    # A small chain of 1 and 2 to warm up, and a large one of 11 and 12.
+    for first, rows in ((1, 1000), (11, (320 << 20) // 260 if bits is None else 4 << 20)):
+        links = Links()
+        dim = 64 if bits is None else 16
+        for step in (first, first + 1):
+            values = torch.zeros(rows, dim)
+            values[:, 0] = torch.arange(rows) + step
+            table = Table(f"t{first}", values, (torch.ones(rows),), bits=bits)
+            dirty = None if step == first else [torch.arange(0, rows, 3)]
+            job = stage(
+                run,
+                tmp_path / "staging",
+                [table],
+                step=step,
+                generation=1,
+                slot=0,
+                dirty=dirty,
+                links=links,
+            )
+            persist_job(job)
+    answer = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, run.url],
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=180,
+    )
+    report = json.loads(answer.stdout)
+    assert report["outcome"] == "created" and report["read"] > 60e6
+    # Three chunks of 32 MiB that were read, 48 MiB that wait, one being built, two on their way.
+    assert report["extra_mb"] < 400

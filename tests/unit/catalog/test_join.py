@@ -1,0 +1,248 @@
+"""Parts of all ranks to one manifest; each way in which they can disagree is named."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from recpoint.catalog import persist
+from recpoint.catalog.join import join_parts
+from recpoint.catalog.rank_parts import read_part
+from recpoint.catalog.run import Run
+from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
+from recpoint.format.manifest import Columns
+from recpoint.format.naming import PartName, part_key
+from recpoint.format.part import RankPart
+from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record
+from tests.catalog_builder import new_run, tables
+from tests.rank_jobs import RankJobs
+
+
+def parts_of(directory: Path) -> tuple[Run, RankJobs, list[RankPart]]:
+    """Those of ranks 0 and 1 of 3; rank 1 has nothing of the second table."""
+    run = new_run(directory / "run")
+    run.claim(None)
+    stagings = [directory / f"host-{rank}" for rank in range(3)]
+    jobs = RankJobs(run, stagings, tables(), [[20, 10, 10], [15, 0, 5]])
+    paths = jobs.stage(10)
+    for path in paths[:2]:
+        with pytest.raises(RanksMissing):
+            persist.persist_job(path)
+    names = [PartName(10, 1, jobs.attempt(10), rank) for rank in range(2)]
+    found = [read_part(run, name) for name in names]
+    # The third as a copy of the second, for the rows that are left.
+    fields = found[1].model_dump()
+    fields["rank"] = 2
+    fields["tables"][0]["first_row"] = 30
+    fields["tables"][1].update(first_row=15, rows=5)
+    fields["chunks"] = [
+        chunk | {"rank": 2, "key": chunk["key"].replace("/r00001-", "/r00002-")}
+        for chunk in fields["chunks"]
+    ]
+    for chunk in fields["chunks"]:
+        if chunk["table"] == 0:
+            chunk.update(first_row=30, last_row=39)
+    users = next(c.model_dump() for c in found[0].chunks if c.table == 1)
+    users |= {"rank": 2, "key": users["key"].replace("/r00000-", "/r00002-")}
+    fields["chunks"].append(users | {"row_count": 5, "first_row": 15, "last_row": 19})
+    found.append(RankPart.model_validate(fields))
+    return run, jobs, found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, RankJobs, list[RankPart]]:
+    return parts_of(tmp_path_factory.mktemp("join"))
+
+
+@pytest.fixture
+def parts(made: tuple[Run, RankJobs, list[RankPart]]) -> list[RankPart]:
+    return list(made[2])
+
+
+def changed(part: RankPart, **fields: Any) -> RankPart:
+    """Unchecked: what is wrong with a part alone is found before it is joined."""
+    return part.model_copy(update=fields)
+
+
+def with_table(part: RankPart, index: int, *, spec: dict[str, Any], **shard: Any) -> RankPart:
+    tables = list(part.tables)
+    new = tables[index].spec.model_copy(update=spec)
+    tables[index] = tables[index].model_copy(update={"spec": new, **shard})
+    return changed(part, tables=tuple(tables))
+
+
+def join(parts: list[RankPart]) -> Any:
+    return join_parts(parts, committed_ms=77, writer="tests")
+
+
+def test_what_a_manifest_has_of_its_parts(parts: list[RankPart]) -> None:
+    parts[1] = changed(parts[1], snapshot_ms=1, staged_ms=2**50, stall_us=10**6, state_bits=16)
+    # A rank without rows of a table need not know its row states.
+    others = parts[0].tables[0].spec.row_states
+    parts[1] = with_table(parts[1], 1, spec={"row_states": others})
+    manifest = join([parts[2], parts[0], parts[1]])
+    assert (manifest.ranks, manifest.kind, manifest.committed_ms) == (3, "full", 77)
+    assert manifest.tables == tuple(shard.spec for shard in parts[0].tables)
+    assert len(manifest.chunks) == sum(len(part.chunks) for part in parts)
+    assert [chunk.key for chunk in manifest.chunks] == sorted(c.key for c in manifest.chunks)
+    assert (manifest.snapshot_ms, manifest.staged_ms, manifest.stall_us) == (1, 2**50, 10**6)
+    assert manifest.dirty_rows == sum(part.dirty_rows for part in parts)
+    assert manifest.full_bytes == sum(part.full_bytes for part in parts)
+    assert (manifest.state_bits, manifest.history) == (16, parts[0].history)
+
+
+REF = CheckpointRef(step=3, generation=1, attempt="ab" * 16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run", "00" * 16),
+        ("step", 11),
+        ("generation", 2),
+        ("attempt", "00" * 16),
+        ("ranks", 4),
+        ("kind", "increment"),
+        ("base", REF),
+        ("parent", REF),
+        ("chain_length", 2),
+        ("policy", "continuous"),
+    ],
+)
+def test_a_rank_that_says_something_else(parts: list[RankPart], field: str, value: object) -> None:
+    expected = getattr(parts[0], field)
+    parts[1] = changed(parts[1], **{field: value})
+    with pytest.raises(MalformedObject) as caught:
+        join(parts)
+    assert caught.value.found == f"rank 1: {field} {value}"
+    assert caught.value.expected == f"{field} {expected}, as rank 0 has"
+    assert "/r00001.json" in caught.value.subject
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "other"),
+        ("columns", Columns(first=0, of=9)),
+        ("rows", 41),
+        ("dim", 4),
+        ("dtype", "F16"),
+        ("row_states", ()),
+    ],
+)
+def test_a_rank_with_another_table(parts: list[RankPart], field: str, value: object) -> None:
+    parts[2] = with_table(parts[2], 0, spec={field: value})
+    with pytest.raises(MalformedObject) as caught:
+        join(parts)
+    assert caught.value.found.startswith("rank 2: table 'items'")
+    assert f": {field} {value}" in caught.value.found and "rank 0" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("first", "rows", "found"),
+    [
+        (19, 10, "rank 1: rows from 19 of table 'items'"),
+        (21, 10, "rank 1: rows from 21 of table 'items'"),
+        (20, 9, "rank 2: rows from 30 of table 'items'"),
+        (0, 20, "rank 1: rows from 0 of table 'items'"),
+        (0, 0, "rank 2: rows from 30 of table 'items'"),
+    ],
+)
+def test_rows_twice_or_left_out(parts: list[RankPart], first: int, rows: int, found: str) -> None:
+    parts[1] = with_table(parts[1], 0, spec={}, first_row=first, rows=rows)
+    with pytest.raises(MalformedObject) as caught:
+        join(parts)
+    assert caught.value.found == found
+
+
+def test_ranks_that_are_missing_or_there_twice(parts: list[RankPart]) -> None:
+    for some in (parts[:2], [parts[0], parts[1], parts[1]], parts[1:]):
+        with pytest.raises(MalformedObject, match="one of each of 3 ranks"):
+            join(some)
+    parts[1] = changed(parts[1], tables=parts[1].tables[:1])
+    with pytest.raises(MalformedObject, match="rank 1: 1 tables; expected 2"):
+        join(parts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 3},
+        {"rank": 0},
+        {"ranks": 1},
+        {"ranks": 100_001},
+        {"kind": "increment"},
+        {"chunks": []},
+        {"chunks": [{}] * 100_000},
+        {"tables": [None] * 100_001},
+        {"tables.0.first_row": 2},
+        {"tables.0.first_row": 2**48},
+        {"tables.0.rows": 11},
+        {"tables.0.rows": 0},
+        {"tables.0.spec.rows": 25},
+        {"tables.1.first_row": 5},
+        {"tables.1.spec.name": "items"},
+        {"chunks.0.rank": 0},
+        {"chunks.0.row_count": 11},
+        {"chunks.0.last_row": 40},
+        {"chunks.0.first_row": 0},
+        {"quantizers": [{"table": 0, "rank": 1}]},
+        {"written_ms": -1},
+        {"extra": 1},
+    ],
+    ids=lambda change: str(change)[1:48],
+)
+def test_a_hostile_part_is_refused_before_it_costs_much(
+    parts: list[RankPart], change: dict[str, Any]
+) -> None:
+    fields = parts[1].model_dump(mode="json")
+    for path, value in change.items():
+        *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        target: Any = fields
+        for part in above:
+            target = target[part]
+        target[last] = value
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValidationError):
+            RankPart.model_validate(fields)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged", "foreign", "another attempt's", "huge"])
+def test_a_part_that_is_not_the_one_it_should_be(tmp_path: Path, what: str) -> None:
+    run, jobs, (first, second, third) = parts_of(tmp_path)
+    attempt = jobs.attempt(10)
+    key = part_key(10, 1, attempt, rank=1)
+    data = pack_record(second)
+    if what == "missing":
+        run.store.delete(key)
+    elif what == "damaged":
+        run.store.put(key, data.replace(b"full", b"fulk"))
+    elif what == "foreign":
+        run.store.put(key, pack_record(third))
+    elif what == "another attempt's":
+        run.store.put(key, data.replace(attempt.encode(), b"00" * 16))
+    else:
+        run.store.put(key, data + b" " * MAX_RECORD_BYTES)
+    run.store.put(part_key(10, 1, attempt, rank=2), pack_record(third))
+    job_file = tmp_path / "host-0"
+    (job_file,) = job_file.rglob("jobs/*.json")
+    if what == "missing":
+        with pytest.raises(RanksMissing) as caught:
+            persist.persist_job(job_file)
+        assert caught.value.ranks == (1,)
+        return
+    outcome = persist.persist_job(job_file)
+    kinds = {kind.__name__ for kind in FormatError.__subclasses__()}
+    assert outcome.result == "rejected" and outcome.error_type in kinds
+    if what == "foreign":
+        assert outcome.error_type == ForeignObject.__name__
+    assert "parts/" in outcome.error and not run.manifest_names()
+    assert first.rank == 0

@@ -1,0 +1,240 @@
+"""What is known from validations, and what a restore makes of it (format §10)."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.validations import add_record, read_record, records_of, verdict, verdicts
+from recpoint.errors import ForeignObject, NothingToRestore, StoreUnavailable
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import (
+    ValidationLevel,
+    ValidationName,
+    ValidationResult,
+    parse_validation_key,
+    validation_key,
+)
+from recpoint.format.records import pack_record
+from recpoint.format.validation import ValidationFinding, ValidationRecord
+from recpoint.testing.faults import Fault, FaultStore
+from tests.catalog_builder import build, copy_run, new_run, publish, tables
+
+DIRTY = [torch.tensor([1, 4, 7, 9]), torch.tensor([0, 3])]
+FINDING = ValidationFinding(
+    subject="items", row=1, what="values[0]", found="1", expected="2", bound="0.5"
+)
+RESULTS: dict[str, ValidationResult] = {"p": "passed", "f": "failed", "s": "stateless"}
+LEVELS: dict[str, ValidationLevel] = {"m": "metadata", "s": "sample", "f": "full"}
+
+
+def names(history: str) -> list[ValidationName]:
+    """For instance "sp ff": a sample that passed, then a full validation that failed."""
+    return [
+        ValidationName(10, 1, number, LEVELS[said[0]], RESULTS[said[1]])
+        for number, said in enumerate(history.split(), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ("mp", "metadata"),
+        ("mp sp fp", "full"),
+        ("fp sp mp", "full"),
+        ("ff", "failed (full)"),
+        ("ff fp", "full"),
+        ("ff sp", "failed (full)"),
+        ("sf fp", "full"),
+        ("mf fp", "full"),
+        ("mf mp", "metadata"),
+        ("ff mf fp", "full"),
+        ("ff mf mp", "failed (full)"),
+        ("fp mf", "failed (metadata)"),
+        ("fp mf mp", "metadata"),
+        ("fp ss", "stateless (sample)"),
+        ("ss sp", "sample"),
+    ],
+)
+def test_a_failure_stands_until_no_less_has_passed(history: str, expected: str) -> None:
+    assert str(verdict(names(history))) == expected
+
+
+def test_of_two_at_the_same_time_the_worse_counts() -> None:
+    both = [
+        ValidationName(10, 1, 3, "full", "failed"),
+        ValidationName(10, 1, 3, "full", "passed"),
+    ]
+    assert verdict(both).result == verdict(reversed(both)).result == "failed"
+
+
+@pytest.mark.parametrize("name", names("mp sf fs"))
+def test_keys_say_what_they_were_built_from(name: ValidationName) -> None:
+    key = validation_key(name)
+    assert parse_validation_key(key) == name
+    for other in (key + "\n", key[1:], key.replace("-00000001-", "-00000000-"), "validations/x"):
+        assert parse_validation_key(other) is None
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Manifest]]:
+    """Full 10, increments 11 and 12, full 20, increment 21."""
+    run = new_run(tmp_path_factory.mktemp("built") / "run")
+    run.claim(None)
+    made: list[Manifest] = []
+    for step in (10, 11, 12, 20, 21):
+        parent = None if step in (10, 20) else made[-1]
+        dirty = DIRTY if parent else None
+        checkpoint = build(
+            run, tables(seed=step), step=step, generation=1, parent=parent, dirty=dirty
+        )
+        made.append(publish(run, checkpoint))
+    return run, made
+
+
+@pytest.fixture
+def run(built: tuple[Run, list[Manifest]], tmp_path: Path) -> Run:
+    return copy_run(built[0], tmp_path / "run")
+
+
+_times = count(1)
+
+
+def say(run: Run, step: int, level: ValidationLevel, result: ValidationResult) -> ValidationName:
+    """Record that a validation came to this."""
+    now = next(_times)
+    record = ValidationRecord(
+        run=run.id,
+        checkpoint=run.manifest(step, 1).ref,
+        level=level,
+        result=result,
+        links_read=1,
+        chunks_read=1,
+        bytes_read=1,
+        rows_compared=1,
+        worst_ppm=1,
+        digests=(),
+        findings=() if result == "passed" else (FINDING,),
+        more_findings=0,
+        evaluated_by="",
+        started_ms=now,
+        finished_ms=now,
+        writer="recpoint tests",
+    )
+    return add_record(run, record)
+
+
+def restored(run: Run, *, validated_only: bool = False) -> RestoreReport:
+    return restore(run, MemoryTarget(), validated_only=validated_only)
+
+
+def test_without_validations_the_newest_is_restored(run: Run) -> None:
+    report = restored(run)
+    assert report.restored.step == 21 and report.skipped == ()
+
+
+def test_a_newer_one_that_was_never_validated_is_restored_and_the_report_says_so(run: Run) -> None:
+    """Going back to the validated one would lose committed training."""
+    say(run, 20, "full", "passed")
+    report = restored(run)
+    assert (report.restored.step, report.validation) == (21, None)
+    say(run, 21, "metadata", "passed")
+    known = restored(run).validation
+    assert known is not None and known.in_words == "validated (metadata)"
+    say(run, 21, "sample", "passed")
+    known = restored(run).validation
+    assert known is not None and known.in_words == "validated (sample)"
+    say(run, 21, "sample", "failed")
+    known = restore(run, MemoryTarget(), step=21).validation
+    assert known is not None and known.in_words == "validation 3 found wrong or damaged rows"
+    report = restored(run)
+    assert report.restored.step == 20 and report.validation == ("passed", "full", 1)
+    assert [skipped.name.step for skipped in report.skipped] == [21]
+
+
+@pytest.mark.parametrize("result", ["failed", "stateless"])
+def test_one_that_failed_is_passed_over_with_its_reason(run: Run, result: ValidationResult) -> None:
+    say(run, 21, "sample", result)
+    report = restored(run)
+    assert report.restored.step == 20
+    (skipped,) = report.skipped
+    assert skipped.name == (21, 1) and skipped.error.startswith("validation 1 found ")
+    assert "if its step is named" in skipped.error
+    assert restore(run, MemoryTarget(), step=21).restored.step == 21
+    say(run, 21, "sample", "passed")
+    assert restored(run).restored.step == 21
+
+
+def test_one_that_needs_one_that_failed_is_passed_over(run: Run) -> None:
+    say(run, 20, "sample", "failed")
+    report = restored(run)
+    assert report.restored.step == 12
+    assert [skipped.name.step for skipped in report.skipped] == [21, 20]
+    assert "of step 20 (generation 1), which it needs" in report.skipped[0].error
+    say(run, 21, "full", "passed")
+    assert restored(run).restored.step == 21, "its whole chain was looked at, and was good"
+
+
+def test_state_that_is_damaged_is_nobody_elses(run: Run) -> None:
+    say(run, 20, "sample", "stateless")
+    assert restored(run).restored.step == 21
+
+
+def test_only_validated_ones_when_that_is_asked_for(run: Run) -> None:
+    with pytest.raises(NothingToRestore, match="not validated"):
+        restored(run, validated_only=True)
+    say(run, 20, "metadata", "passed")
+    say(run, 12, "sample", "passed")
+    report = restored(run, validated_only=True)
+    assert report.restored.step == 12
+    assert [skipped.error.partition(";")[0] for skipped in report.skipped] == [
+        "not validated",
+        "not validated beyond its metadata",
+    ]
+    say(run, 20, "full", "passed")
+    assert restored(run, validated_only=True).restored.step == 20
+
+
+def test_all_failed_is_nothing_to_restore(run: Run) -> None:
+    for step in (10, 20):
+        say(run, step, "full", "failed")
+    with pytest.raises(NothingToRestore, match="validation 1 found wrong or damaged rows"):
+        restored(run)
+
+
+def test_damage_is_still_found_by_reading(run: Run, built: tuple[Run, list[Manifest]]) -> None:
+    say(run, 21, "full", "passed")
+    run.store.delete(built[1][4].chunks[0].key)
+    report = restored(run)
+    assert report.restored.step == 20 and "ObjectNotFound" in report.skipped[0].error
+
+
+# --- records -------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_got_lost_makes_no_second_record(run: Run) -> None:
+    store = FaultStore(run.store, [Fault.lost_reply(key_contains="validations/")])
+    first = say(Run.open(store), 21, "full", "passed")
+    assert records_of(run, ManifestName(21, 1)) == [first]
+    assert say(run, 21, "full", "passed").number == 2
+
+
+def test_a_store_that_cannot_be_written_keeps_nothing(run: Run) -> None:
+    with pytest.raises(StoreUnavailable):
+        say(Run.open(FaultStore(run.store, [Fault.stop_after(0)])), 21, "full", "failed")
+    assert verdicts(run) == {} and restored(run).restored.step == 21
+
+
+def test_a_record_under_anothers_key_is_refused(run: Run) -> None:
+    name = say(run, 21, "full", "failed")
+    record = read_record(run, name)
+    other = name._replace(step=20)
+    run.store.put(validation_key(other), pack_record(record))
+    with pytest.raises(ForeignObject):
+        read_record(run, other)

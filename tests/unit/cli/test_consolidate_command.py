@@ -1,0 +1,87 @@
+"""consolidate: what it says beforehand, what it does, and what list, show and check say then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog.lineage import Representation
+from recpoint.catalog.run import Run
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import consolidated_key
+from tests.catalog_builder import new_run, tables
+from tests.consolidation import merge, require_same, restored, trained
+from tests.unit.cli.conftest import Invoke
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def links(run: Run) -> list[Manifest]:
+    """A full at step 10 and increments up to step 13."""
+    return trained(run, tables(rows=100), [10, 11, 12, 13])
+
+
+def test_a_dry_run_changes_nothing(recpoint: Invoke, run: Run, links: list[Manifest]) -> None:
+    before = [info.key for info in run.store.list()]
+    ended = recpoint("consolidate", run.url, "--dry-run")
+    assert ended.code == 0 and "13-00000001-full.json" in ended.stdout
+    assert "4 manifests" in ended.stdout and "pays" in ended.stdout
+    document = recpoint("consolidate", run.url, "--dry-run", "--json").json
+    assert document["needed"] and document["outcome"] is None
+    assert (document["links_before"], document["links_after"]) == (4, 1)
+    assert document["sources"] == [Representation.of(link).key for link in links]
+    assert [info.key for info in run.store.list()] == before
+
+
+def test_the_newest_into_a_full(recpoint: Invoke, run: Run, links: list[Manifest]) -> None:
+    before, _ = restored(run, links[-1])
+    document = recpoint("consolidate", run.url, "--json").json
+    assert document["outcome"] == "created" and document["key"] == consolidated_key(13, 1, None)
+    require_same(before, restored(run, links[-1])[0])
+    again = recpoint("consolidate", run.url)
+    assert again.code == 0 and "nothing to do" in again.stdout
+    listed = recpoint("list", run.url, "--json").json["checkpoints"]
+    assert [entry["merged"] for entry in listed] == [["full"], [], [], []]
+    assert (listed[0]["kind"], listed[0]["consolidated"]) == ("increment", False)
+    assert "merged: full" in recpoint("list", run.url).stdout
+    shown = recpoint("show", run.url, 13)
+    assert "a restore reads 1" in shown.stdout and "full, consolidated" in shown.stdout
+    assert recpoint("check", run.url, "--level", "full").code == 0
+
+
+def test_the_newest_links_of_a_named_checkpoint(
+    recpoint: Invoke, run: Run, links: list[Manifest]
+) -> None:
+    arguments = ("consolidate", run.url, "--step", 12, "--generation", 1, "--links", 2)
+    ended = recpoint(*arguments)
+    assert ended.code == 0 and consolidated_key(12, 1, 10) in ended.stdout
+    assert recpoint("list", run.url, "--json").json["checkpoints"][1]["merged"] == ["after 10"]
+
+
+def test_what_was_passed_over_is_said(
+    recpoint: Invoke, run: Run, links: list[Manifest], tmp_path: Path
+) -> None:
+    done = merge(run, links[-1])
+    run.store.put(done.key, b"damaged")
+    file = tmp_path / "model.pt"
+    document = recpoint("restore", run.url, "--to", file, "--json").json
+    assert [passed["key"] for passed in document["passed_over"]] == [done.key]
+    assert document["chain_length"] == 4 and document["skipped"] == []
+    ended = recpoint("restore", run.url, "--to", file, "--force")
+    assert f"passed over {done.key}" in ended.stdout
+    assert f"passed over {done.key}" in recpoint("show", run.url, 13).stdout
+    assert recpoint("check", run.url).code == 0
+    assert recpoint("consolidate", run.url).code == 4
+
+
+def test_wrong_usage(recpoint: Invoke, run: Run) -> None:
+    assert recpoint("consolidate", run.url).code == 1
+    assert recpoint("consolidate", run.url, "--generation", 1).code == 2
+    assert recpoint("consolidate", run.url, "--links", 1).code == 2

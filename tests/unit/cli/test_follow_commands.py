@@ -1,0 +1,77 @@
+"""follow and publish on real committed checkpoints."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from tests.catalog_builder import new_run, tables
+from tests.consolidation import trained
+from tests.polling import PATIENCE_SECONDS
+from tests.unit.cli.conftest import Invoke
+
+
+def made(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    trained(run, tables(), [1, 2, 3])
+    return run
+
+
+def test_looks_once(recpoint: Invoke, tmp_path: Path) -> None:
+    run = made(tmp_path)
+    document = recpoint("follow", run.url, "--once", "--json").json
+    assert (document["step"], document["lag_seconds"], document["error"]) == (3, 0.0, None)
+    assert (document["fulls_applied"], document["increments_applied"]) == (1, 2)
+    text = recpoint("follow", run.url, "--once", "--table", "items", "--quantized").stdout
+    assert "step 3" in text and "1 fulls applied" in text
+    ended = recpoint("follow", run.url, "--once", "--channel", "published", "--json")
+    assert ended.code == 1 and "channel published" in ended.json["expected"]
+    assert ended.json["next_step"] == f"recpoint publish {run.url}"
+    assert recpoint("follow", run.url, "--once", "--channel", "best").code == 2
+
+
+def test_publishes_and_goes_back(recpoint: Invoke, tmp_path: Path) -> None:
+    run = made(tmp_path)
+    document = recpoint("publish", run.url, "--json").json
+    assert (document["step"], document["number"], document["held"]) == (3, 1, False)
+    text = recpoint("publish", run.url, "--step", 2, "--why", "3 is bad").stdout
+    assert "publication 2, held until --release" in text
+    served = recpoint("follow", run.url, "--once", "--channel", "published", "--json").json
+    assert served["step"] == 2
+    refused = recpoint("publish", run.url, "--json")
+    assert refused.code != 0 and "--release" in refused.json["next_step"]
+    assert recpoint("publish", run.url, "--release", "--json").json["step"] == 3
+    assert "was published already" in recpoint("publish", run.url).stdout
+    assert recpoint("publish", run.url, "--generation", 1).code == 2
+    assert recpoint("publish", run.url, "--validated").code == 1
+
+
+def _next(lines: IO[str]) -> dict[str, Any]:
+    found = json.loads(lines.readline())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_prints_each_version_until_it_is_interrupted(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    command = [sys.executable, "-m", "recpoint", "follow", run.url, "--poll-seconds", "0.05"]
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert _next(process.stdout)["step"] == 3
+        trained(Run.open(open_store(run.url)), tables(seed=4), [8])
+        assert _next(process.stdout)["step"] == 8
+        process.send_signal(signal.SIGINT)
+        assert _next(process.stdout)["error"] == "KeyboardInterrupt"
+        assert process.wait(PATIENCE_SECONDS) == 130
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

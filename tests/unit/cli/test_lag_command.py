@@ -1,0 +1,106 @@
+"""recpoint lag: what a run would lose now, for people, scripts and cron."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog.run_watch import RunWatch
+from tests.catalog_builder import new_run
+from tests.polling import PATIENCE_SECONDS, until
+from tests.training_builder import Place, checkpointer, simple_training, train
+from tests.unit.cli.conftest import Invoke, SavedRun
+
+
+def test_it_says_what_the_overview_says(recpoint: Invoke, saved_run: SavedRun) -> None:
+    before = time.monotonic()
+    ended = recpoint("lag", saved_run.directory, "--json")
+    (run,) = ended.json["runs"]
+    seen = RunWatch(saved_run.run).refresh()
+    assert ended.code == 0
+    assert (run["url"], run["run"]) == (saved_run.run.url, saved_run.run.id)
+    slack = time.monotonic() - before + 0.1
+    assert run["at_risk_seconds"] == pytest.approx(seen.lag.at_risk_seconds, abs=slack)
+    assert (run["step"], run["checkpoints"], run["restarts"]) == (30, 3, 1)
+    assert run["manifests_to_read"] == 3
+    assert run["ended"] is run["validated"] is None and run["above"] is False
+    table = recpoint("lag", saved_run.directory)
+    assert table.code == 0
+    assert "going on" in table.stdout and "never" in table.stdout
+
+
+def test_above_the_limit_it_ends_with_1(recpoint: Invoke, saved_run: SavedRun) -> None:
+    assert recpoint("lag", saved_run.directory, "--max-seconds", 1e9).code == 0
+    above = recpoint("lag", saved_run.directory, "--max-seconds", 0, "--json")
+    assert above.code == 1 and above.json["runs"][0]["above"] is True
+
+
+def test_a_run_that_has_ended_would_lose_nothing(recpoint: Invoke, tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    training = simple_training()
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 3)
+    ended = recpoint("lag", place.run, "--max-seconds", 0, "--json")
+    (run,) = ended.json["runs"]
+    assert ended.code == 0
+    assert (run["at_risk_seconds"], run["step"], run["ended"]) == (0, 3, "finished")
+
+
+def test_one_run_that_cannot_be_read_hides_no_other(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path
+) -> None:
+    damaged = new_run(tmp_path / "damaged")
+    damaged.claim(None)
+    for record in (tmp_path / "damaged" / "generations").iterdir():
+        record.write_bytes(b"{")
+    secret = "s3://key:secret@bucket/run"
+    ended = recpoint("lag", tmp_path / "none", secret, saved_run.directory, "--json")
+    none, refused, good = ended.json["runs"]
+    assert ended.code == 2
+    assert none["error"] == "NothingToRestore" and refused["error"] == "SettingsError"
+    assert good["step"] == 30
+    assert "secret" not in ended.stdout
+    assert recpoint("lag", tmp_path / "none").code == 1
+    both = recpoint("lag", tmp_path / "none", tmp_path / "damaged")
+    assert both.code == 4 and "generations" in both.stdout.replace("\n", "")
+
+
+def test_a_run_without_a_checkpoint_loses_what_was_trained(
+    recpoint: Invoke, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run")
+    early = recpoint("lag", tmp_path / "run")
+    assert early.code == 0 and "not started" in early.stdout
+    run.claim(None)
+    ended = recpoint("lag", tmp_path / "run", "--max-seconds", 0, "--json")
+    assert ended.code == 1
+    assert ended.json["runs"][0]["step"] is None
+
+
+def test_watching_shows_each_look_until_it_is_interrupted(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path
+) -> None:
+    assert recpoint("lag", saved_run.directory, "--watch", 1, "--json").code == 2
+    seen = tmp_path / "seen"
+    with seen.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "recpoint", "lag", str(saved_run.directory), "--watch", "0.1"],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"},
+        )
+    try:
+        until(lambda: seen.read_text().count("going on") > 2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 130 and b"interrupted" in said
+    finally:
+        process.kill()
+        process.communicate()

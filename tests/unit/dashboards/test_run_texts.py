@@ -1,0 +1,250 @@
+"""What the page says of a run: figures as texts and charts, without a browser."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog.overview import (
+    Age,
+    Alarm,
+    CheckpointFacts,
+    ExpiringManifest,
+    Failure,
+    Lag,
+    RunOverview,
+    Totals,
+)
+from recpoint.catalog.run import Run
+from recpoint.catalog.run_watch import RunWatch
+from recpoint.dashboards import charts, run_texts
+from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
+from recpoint.format.naming import manifest_key
+from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
+from tests.catalog_builder import new_run
+from tests.interposed_store import InterposedStore
+from tests.polling import until
+
+NOTHING = RunOverview(
+    url="/runs/a",
+    run="5e" * 16,
+    refreshed_ms=0,
+    checkpoints=(),
+    live_checkpoints=0,
+    superseded_checkpoints=0,
+    generation=None,
+    restarts=0,
+    ended=None,
+    lag=Lag(
+        seconds=None,
+        at_risk_seconds=0.0,
+        at_risk_batches=None,
+        clock="store",
+        interval_seconds=None,
+        intervals=None,
+    ),
+    restore=None,
+    totals=Totals(
+        checkpoints=0, stored_bytes=0, full_bytes=0, stall_seconds=0.0, trained_seconds=None
+    ),
+    plan=None,
+    expiring=(),
+    failures=(),
+)
+
+
+def facts(step: int, **changed: object) -> CheckpointFacts:
+    fields: dict[str, object] = {
+        "step": step,
+        "generation": 1,
+        "kind": "increment",
+        "chain_length": 2,
+        "state": "committed",
+        "validation": None,
+        "pins": (),
+        "expires": False,
+        "merged": False,
+        "snapshot_ms": 1000 * step,
+        "staged_ms": 1000 * step + 1,
+        "committed_ms": 1000 * step + 500,
+        "stall_seconds": 0.002,
+        "lag_seconds": 0.5,
+        "at_risk_seconds": 10.5,
+        "interval_batches": 10,
+        "at_risk_batches": 11,
+        "stored_bytes": 100,
+        "full_bytes": 1000,
+        "error": None,
+    }
+    return CheckpointFacts(**(fields | changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 ms"),
+        (0.0123, "12.3 ms"),
+        (59.94, "59.9 s"),
+        (61.0, "1 min 1 s"),
+        (3600.0, "1 h 0 min"),
+        (47 * 3600.0, "47 h 0 min"),
+        (49 * 3600.0, "2 d 1 h"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert run_texts.duration_text(seconds) == words
+
+
+def test_a_run_of_which_nothing_is_known_has_texts_for_everything() -> None:
+    values = run_texts.field_texts(NOTHING)
+    assert tuple(values) == run_texts.FIELDS and all(values.values())
+    for chart in (charts.lag_chart, charts.stall_chart, charts.bytes_chart):
+        options, words = chart(())
+        assert words.endswith(".") and all(not one["data"] for one in options["series"])
+
+
+def test_charts_run_from_old_to_new_and_leave_out_what_cannot_be_read() -> None:
+    checkpoints = (
+        facts(30, at_risk_seconds=99.0),
+        facts(20, error="damaged", stored_bytes=0, full_bytes=0),
+        facts(10, at_risk_seconds=None, at_risk_batches=None, stall_seconds=0.009),
+    )
+    options, words = charts.lag_chart(checkpoints)
+    assert options["series"][0]["data"] == [[30_500, 99.0]] and "before step 30" in words
+    options, words = charts.stall_chart(checkpoints)
+    assert options["series"][0]["data"] == [[10_500, 9.0], [30_500, 2.0]] and "at step 10" in words
+    assert "took 200 B" in charts.bytes_chart(checkpoints)[1]
+
+
+def test_rows_have_a_cell_for_each_heading() -> None:
+    assert len(run_texts.checkpoint_row(facts(1))) == len(run_texts.CHECKPOINT_HEADINGS)
+    row = run_texts.checkpoint_row(facts(1, error="x\x1b[31m", state="damaged"))
+    assert len(row) == len(run_texts.CHECKPOINT_HEADINGS) and row[-1] == "x\\x1b[31m"
+    marked = ExpiringManifest(key="manifests/1", reason="", age=Age(5.0, "store"))
+    assert run_texts.expiring_row(marked)[1:] == (
+        "its mark has not been read, or cannot be",
+        "5.0 s ago",
+    )
+    plan = Plan(
+        run="0a" * 16,
+        rules=PlannedRules(
+            last=10,
+            within_ms=0,
+            hourly=0,
+            daily=7,
+            weekly=0,
+            monthly=0,
+            best=(RuleBest(metric="auc", direction="max", count=3),),
+            require_validated=True,
+        ),
+        grace_ms=86_400_000,
+        keep=1,
+        mark=0,
+        wait=0,
+        delete=1,
+        manifests=(
+            PlannedManifest(manifest=manifest_key(20, 1), action="keep", reason="newest"),
+            PlannedManifest(
+                manifest=manifest_key(10, 1), action="delete", reason="no rule\x1b[31m"
+            ),
+        ),
+        host="host",
+        pid=7,
+        planned_ms=1000,
+    )
+    rows = run_texts.plan_rows(plan, 50)
+    assert rows[0] == (manifest_key(10, 1), "is deleted", "no rule\\x1b[31m")
+    assert [len(row) for row in rows] == [len(run_texts.PLAN_HEADINGS)] * 2
+    assert run_texts.plan_rows(plan, 1) == rows[:1] and run_texts.plan_rows(None, 50) == []
+    assert run_texts.plan_text(plan, 61_000) == (
+        "Rules: the newest 10, one of each of 7 days, the 3 best by max auc; what is pinned; "
+        "nothing goes unless a validated one stays. Grace 24 h 0 min. Planned 1 min 0 s ago by "
+        "process 7 of host: 1 stay, 0 to mark, 0 wait, 1 to delete."
+    )
+    failure = Failure(kind="chain", subject="a", cause="b", when_ms=None, next_step="c")
+    assert run_texts.failure_row(failure) == (run_texts.NONE, "a", "b", "c")
+
+
+def test_what_stands_for_a_run_is_the_worst_of_it(tmp_path: Path) -> None:
+    run = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=3.0)
+    assert run.seen.standing == "reading"
+    assert run.look().standing == "no answer"
+    first = run.seen.failing_since
+    assert run.look().failing_since == first and run.seen.version == 2
+    assert run_texts.run_row(run, 0)[0] == "NO ANSWER"
+    new_run(tmp_path / "run")
+    assert run.look().standing == "starting" and run.seen.error is None
+    assert len(run_texts.run_row(run, 0)) == len(run_texts.RUN_HEADINGS)
+    alarm = Alarm("no_commit", "late", "look")
+    run.seen = replace(run.seen, alarms=(alarm, alarm))
+    assert run_texts.run_row(run, 0)[0] == "ALARM (2)"
+    assert run_texts.alarm_texts(run.seen, time.monotonic()) == ["late. Next: look"] * 2
+    assert "1 of 1 run needs a look" in run_texts.summary_text([run])
+
+
+def test_a_run_that_another_takes_the_place_of_is_that_one(tmp_path: Path) -> None:
+    run = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=3.0)
+    for _ in range(2):
+        there = new_run(tmp_path / "run")
+        there.claim(None)
+        seen = run.look()
+        assert seen.overview is not None and seen.overview.run == there.id
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_an_error_that_nobody_expected_is_no_answer(tmp_path: Path) -> None:
+    there = new_run(tmp_path / "run")
+    run = WatchedRun(there.url, interval_seconds=1.0, intervals=3.0)
+    assert run.look().standing == "starting"
+
+    def before(call: str, key: str) -> None:
+        raise MemoryError("no room for a listing")
+
+    run._watch = RunWatch(Run(InterposedStore(there.store, before=before), there.record))
+    assert run.look().standing == "no answer"
+    assert "no room for a listing" in " ".join(run_texts.alarm_texts(run.seen, 0.0))
+    assert run.look().standing == "starting"  # the thread has lived on
+
+
+def test_a_look_that_does_not_come_back_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = new_run(tmp_path / "run")
+    (run,) = WatchedRuns([there.url], interval_seconds=1.0, intervals=3.0).runs
+    asked, answer = threading.Event(), threading.Event()
+
+    def before(call: str, key: str) -> None:
+        asked.set()
+        answer.wait()
+
+    run._watch = RunWatch(Run(InterposedStore(there.store, before=before), there.record))
+    run.start()
+    try:
+        assert asked.wait(60) and not run.seen.overdue
+        later = time.monotonic() + 3600
+        monkeypatch.setattr("recpoint.dashboards.watched_runs.time.monotonic", lambda: later)
+        assert run.seen.standing == "no answer"
+        assert "has not come back" in " ".join(run_texts.alarm_texts(run.seen, later))
+        monkeypatch.undo()
+        answer.set()
+        until(lambda: run.seen.standing == "starting")
+    finally:
+        answer.set()
+        run.stop()
+
+
+def test_a_credential_in_a_url_is_not_shown() -> None:
+    (run,) = WatchedRuns(["s3://key:secret@bucket/run"] * 2, interval_seconds=1, intervals=3).runs
+    row = " ".join(run_texts.run_row(run, 0))
+    run.look()
+    row += " ".join(run_texts.run_row(run, 0)) + " ".join(run_texts.alarm_texts(run.seen, 0.0))
+    assert "secret" not in row and "key:" not in row and "NO ANSWER" in row
+
+
+def test_nothing_seen_has_no_age() -> None:
+    assert Seen().age_seconds() is None

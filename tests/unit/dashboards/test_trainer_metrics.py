@@ -1,0 +1,264 @@
+"""Metrics of a trainer: what a scrape says is what the Checkpointer knows, and costs it nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import subprocess
+import sys
+import urllib.error
+from pathlib import Path
+
+import numpy as np
+import prometheus_client
+import pytest
+
+import recpoint
+from recpoint.catalog.failure_causes import CAUSES, cause_of, cause_of_name
+from recpoint.catalog.histogram import SECONDS, Histogram
+from recpoint.dashboards.metric_table import AGENT_METRICS, METRICS, TRAINER_METRICS
+from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
+from tests.scraping import scrape, value
+from tests.training_builder import Place, checkpointer, simple_training, train, until
+
+SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(str(tmp_path / "run"), tmp_path / "staging")
+
+
+def exposed(metrics: object) -> set[str]:
+    return {
+        metric.name + suffix
+        for metric in METRICS
+        if metric in metrics  # type: ignore[operator]
+        for suffix in SUFFIXES[metric.kind]
+    }
+
+
+def test_a_scrape_says_what_the_checkpointer_knows(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=2)
+    with recpoint.export_metrics(ckpt, port=0) as export, ckpt:
+        assert export.url is not None and export.url.startswith("http://127.0.0.1:")
+        before = scrape(export.url)
+        assert value(before, "recpoint_trainer_running", run=place.run) == 0
+        assert value(before, "recpoint_trainer_lag_seconds") is None
+        ckpt.restore()
+        train(training, ckpt, 5)  # cut at 2, skipped at 4: nobody has stored the first
+        alone = scrape(export.url)
+        assert value(alone, "recpoint_trainer_running", run=place.run) == 1
+        assert value(alone, "recpoint_trainer_agent_running") == 0
+        assert value(alone, "recpoint_trainer_lag_batches") == 5
+        assert value(alone, "recpoint_trainer_pending_checkpoints") == 1
+        assert value(alone, "recpoint_trainer_checkpoints_total", result="skipped") == 1
+        assert value(alone, "recpoint_trainer_last_commit_timestamp_seconds") is None
+        with place.agent():
+            assert value(scrape(export.url), "recpoint_trainer_agent_running") == 1
+            until(lambda: ckpt.stats.committed == 1)
+            train(training, ckpt, 1)
+            until(lambda: ckpt.stats.committed == 2)
+            found = scrape(export.url)
+            stats = ckpt.stats
+            assert value(found, "recpoint_trainer_lag_batches") == stats.lag_batches == 0
+            assert value(found, "recpoint_trainer_batches_total") == 6
+            assert value(found, "recpoint_trainer_checkpoints_total", result="committed") == 2
+            assert value(found, "recpoint_trainer_stall_seconds_count") == 2
+            stalled = value(found, "recpoint_trainer_stall_seconds_sum")
+            assert stalled == pytest.approx(sum(stats.stalls_ms) / 1000)
+            assert value(found, "recpoint_trainer_stall_seconds_bucket", le="+Inf") == 2
+            listed = (Path(place.run) / "chunks").rglob("*.safetensors")
+            stored = sum(
+                value(found, "recpoint_trainer_stored_bytes_total", kind=kind) or 0
+                for kind in ("full", "increment")
+            )
+            assert stored == sum(path.stat().st_size for path in listed)
+            free = value(found, "recpoint_trainer_staging_free_bytes") or 0
+            bound = value(found, "recpoint_trainer_staging_bound_bytes")
+            assert bound == ckpt.memory_bound_bytes < free
+            missing = exposed(TRAINER_METRICS) - {name for name, _ in found}
+            assert not missing
+            assert {name for name, _ in found if "recpoint" in name} <= exposed(TRAINER_METRICS)
+            ckpt.close()
+        after = scrape(export.url)
+        assert value(after, "recpoint_trainer_running", run=place.run) == 0
+        assert value(after, "recpoint_trainer_lag_seconds") is None
+        url = export.url
+    with pytest.raises(urllib.error.URLError):
+        scrape(url)
+
+
+def test_restores_and_failures_are_counted_by_cause(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = simple_training()
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 2)
+    again = simple_training()
+    with recpoint.export_metrics(ckpt := checkpointer(again, place), port=0) as export:
+        ckpt.restore()
+        assert export.url is not None
+        assert value(scrape(export.url), "recpoint_trainer_restores_total") == 1
+        assert value(scrape(export.url), "recpoint_trainer_batches_total") == 0
+        (place.run_directory / "slots" / "r00000-0.bin").unlink()
+        monkeypatch.setattr("os.posix_fallocate", _no_space)
+        again.model.users.weight.data.add_(1)
+        ckpt.mark_all("users")
+        train(again, ckpt, 2)
+        found = scrape(export.url)
+        failed = {
+            cause: value(found, "recpoint_trainer_failures_total", cause=cause) for cause in CAUSES
+        }
+        assert failed.pop("staging_full") == ckpt.stats.failed >= 1
+        assert set(failed.values()) == {0}
+        ckpt.close(final=False)
+
+
+def _no_space(*arguments: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_scraping_touches_no_generator_and_adds_nothing_to_step(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place)
+    ckpt.restore()
+    with recpoint.export_metrics(ckpt, port=0) as export:
+        assert export.url is not None
+        state = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[index]
+        for _ in range(20):
+            scrape(export.url)
+        now = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[index]
+        assert state == now
+        assert "step" not in vars(ckpt), "step() must not be replaced"
+    ckpt.close(final=False)
+
+
+def test_a_registry_of_the_users_own(place: Place) -> None:
+    ckpt = checkpointer(simple_training(), place)
+    registry = prometheus_client.CollectorRegistry(auto_describe=True)
+    export = recpoint.export_metrics(ckpt, registry=registry)
+    assert export.url is None
+    text = prometheus_client.generate_latest(registry).decode()
+    assert "recpoint_trainer_running" in text and "process_" not in text
+    with pytest.raises(SettingsError, match="one Checkpointer to a registry"):
+        recpoint.export_metrics(ckpt, registry=registry)
+    export.close()
+    export.close()
+    assert b"recpoint" not in prometheus_client.generate_latest(registry)
+
+
+def test_wrong_uses_are_refused_by_name(place: Place) -> None:
+    ckpt = checkpointer(simple_training(), place)
+    registry = prometheus_client.CollectorRegistry()
+    with pytest.raises(SettingsError, match="neither port nor registry"):
+        recpoint.export_metrics(ckpt)
+    with pytest.raises(SettingsError, match="both port and registry"):
+        recpoint.export_metrics(ckpt, port=0, registry=registry)
+    with pytest.raises(SettingsError, match="int"):
+        recpoint.export_metrics(ckpt, registry=1)  # type: ignore[arg-type]
+    with recpoint.export_metrics(ckpt, port=0) as export:
+        assert export.url is not None
+        port = int(export.url.split(":")[2].split("/")[0])
+        with pytest.raises(SettingsError, match=f"metrics at 127.0.0.1:{port}"):
+            recpoint.export_metrics(ckpt, port=port)
+
+
+def test_a_forked_worker_does_not_keep_the_port(place: Place) -> None:
+    ckpt = checkpointer(simple_training(), place)
+    export = recpoint.export_metrics(ckpt, port=0)
+    assert export.url is not None
+    port = int(export.url.split(":")[2].split("/")[0])
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+
+    def worker() -> None:
+        ready.set()
+        done.wait(60)
+
+    child = context.Process(target=worker)
+    child.start()
+    try:
+        assert ready.wait(60)
+        export.close()
+        with recpoint.export_metrics(ckpt, port=port) as taken:
+            assert taken.url == export.url
+    finally:
+        done.set()
+        child.join(60)
+    assert child.exitcode == 0
+
+
+def test_recpoint_does_without_prometheus_and_says_what_is_missing(tmp_path: Path) -> None:
+    program = f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "prometheus_client":
+            raise ModuleNotFoundError(name)
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "prometheus_client" else found(name, *a)
+sys.meta_path.insert(0, Missing())
+import torch, recpoint
+model = torch.nn.Embedding(3, 2)
+ckpt = recpoint.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=1.0),
+                             run={str(tmp_path / "run")!r}, staging={str(tmp_path / "s")!r},
+                             interval_batches=1)
+try:
+    recpoint.export_metrics(ckpt, port=0)
+except recpoint.errors.SettingsError as error:
+    print(error)
+assert "prefect" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no prometheus_client installed" in done.stdout
+    assert "pip install 'recpoint[metrics]'" in done.stdout
+
+
+def test_names_are_as_prometheus_wants_them() -> None:
+    for metric in METRICS:
+        assert metric.name.startswith("recpoint_")
+        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric
+        assert not set(metric.labels) - {"run", "result", "kind", "cause", "version"}, metric
+        assert not any(unit in metric.name for unit in ("_ms", "_mb", "minutes")), metric
+        assert metric.help[0].isupper() or metric.help[0].isdigit() or metric.name in metric.help
+        assert metric.help.endswith("."), metric
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    shared = {metric.name for metric in TRAINER_METRICS} & {m.name for m in AGENT_METRICS}
+    assert shared == {"recpoint_build_info"}
+
+
+def test_every_error_has_one_cause_and_the_names_say_the_same() -> None:
+    def kinds(base: type[BaseException]) -> list[type[BaseException]]:
+        return [base, *(kind for below in base.__subclasses__() for kind in kinds(below))]
+
+    for kind in kinds(RecpointError):
+        if kind.__module__ != "recpoint.errors":
+            continue
+        error = kind("a", found="b", expected="c", next_step="d")  # type: ignore[call-arg]
+        assert cause_of(error) in CAUSES
+        assert cause_of_name(kind.__name__) == cause_of(error)
+    away = StoreUnavailable("", found="", expected="", next_step="")
+    assert cause_of(away) == "store_unavailable"
+    assert cause_of(StoreFull("", found="", expected="", next_step="")) == "store_full"
+    assert cause_of(StaleWriter("", found="", expected="", next_step="")) == "superseded"
+    assert cause_of(MemoryError()) == "memory"
+    assert cause_of(OSError()) == "host"
+    assert cause_of(ZeroDivisionError()) == "other"
+    assert cause_of_name("SystemExit") == cause_of_name("annotations") == "other"
+    assert len(set(CAUSES)) == len(CAUSES)
+
+
+def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for number in (0.0, 1.0, 1.5, 2.0, 2.1, 9.0):
+        histogram.add(number)
+    assert histogram.read().counts == (2, 2, 2)
+    assert histogram.read().total == pytest.approx(15.6)
+    assert list(SECONDS) == sorted(SECONDS) and SECONDS[0] == 0.001 and SECONDS[-1] == 60

@@ -1,0 +1,39 @@
+"""The Accelerate example goes on where it ended, to the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training_builder import InlineAgent
+
+pytest.importorskip("accelerate", reason="the example needs accelerate")
+
+
+@pytest.mark.slow
+def test_it_ends_with_the_same_weights(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "examples" / "accelerate_loop.py"
+
+    def train(run: str, epochs: int) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, str(script), "--run", str(tmp_path / run), "--epochs", str(epochs)]
+            + ["--staging", str(tmp_path / "staging")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    with InlineAgent(tmp_path / "staging"):
+        assert train("parts", 1)["updates"] == 32
+        assert train("parts", 2) == train("whole", 2)

@@ -1,0 +1,102 @@
+"""Which runs an agent is seen to have, and what is told of each."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+from recpoint.catalog import staged
+from recpoint.catalog.trainer_note import write_note
+from recpoint.dashboards.catalog_watch import CatalogWatch
+from recpoint.flows.agent_observation import AgentObservation, observe_agent
+from recpoint.flows.agent_runs import RunState
+from tests.catalog_builder import new_run
+from tests.polling import until
+
+URL = "s3://bucket/ads"
+
+
+def observe(staging: Path, state: RunState) -> AgentObservation:
+    run_dir = staged.run_directory(staging, URL)
+    return observe_agent(staging, {run_dir: state}, prefect=False, consolidations=lambda _: 0)
+
+
+def run_directory(staging: Path) -> Path:
+    run_dir = staged.run_directory(staging, URL)
+    staged.jobs_directory(run_dir).mkdir(parents=True)
+    return run_dir
+
+
+def age_note(run_dir: Path, hours: float) -> None:
+    note = json.loads((run_dir / "trainer.json").read_text())
+    note["at_ms"] -= int(hours * 3_600_000)
+    (run_dir / "trainer.json").write_text(json.dumps(note))
+
+
+def test_a_run_that_ended_is_shown_for_an_hour_and_longer_while_something_is_staged(
+    tmp_path: Path,
+) -> None:
+    run_dir = run_directory(tmp_path)
+    write_note(run_dir, URL, "ended")
+    (run,) = observe(tmp_path, RunState()).runs
+    assert (run.run, run.trainer, run.staged_jobs, run.queue_age_seconds) == (URL, "ended", 0, 0)
+    age_note(run_dir, 0.9)
+    assert observe(tmp_path, RunState()).runs
+    age_note(run_dir, 0.2)
+    assert not observe(tmp_path, RunState()).runs
+    staged.job_path(run_dir, 1, 5, 0).write_text("a job")
+    (run,) = observe(tmp_path, RunState()).runs
+    assert run.staged_jobs == 1 and 0 <= run.queue_age_seconds < 60
+
+
+def test_a_run_whose_trainer_was_killed_is_shown_until_somebody_takes_it_up(tmp_path: Path) -> None:
+    run_dir = run_directory(tmp_path)
+    write_note(run_dir, URL, "training")
+    age_note(run_dir, 100)
+    (run,) = observe(tmp_path, RunState()).runs
+    assert run.trainer == "lost"
+
+
+def test_a_run_has_the_name_of_its_directory_until_somebody_tells_its_url(tmp_path: Path) -> None:
+    run_dir = run_directory(tmp_path)
+    staged.job_path(run_dir, 1, 5, 0).write_text("a job")
+    (run,) = observe(tmp_path, RunState()).runs
+    assert (run.run, run.has_url, run.trainer) == (run_dir.name, False, "unknown")
+    (run,) = observe(tmp_path, RunState(run_url="s3://key:secret@bucket/ads")).runs
+    assert not run.has_url, "a credential is nothing to show"
+    (run,) = observe(tmp_path, RunState(run_url=URL)).runs
+    assert (run.run, run.has_url) == (URL, True)
+
+
+def test_a_staging_area_that_is_gone_has_no_size(tmp_path: Path) -> None:
+    seen = observe(tmp_path / "none", RunState())
+    assert seen.staging_free_bytes is seen.staging_size_bytes is None
+    there = observe(tmp_path, RunState())
+    assert 0 < (there.staging_free_bytes or 0) <= (there.staging_size_bytes or 0)
+
+
+def test_catalogs_are_watched_as_long_as_their_runs_are_there(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    runs = [run.url]
+    watch = CatalogWatch(lambda: list(runs), refresh_seconds=0.02)
+
+    def watching() -> set[str]:
+        return {thread.name for thread in threading.enumerate() if "catalog /" in thread.name}
+
+    try:
+        facts = until(lambda: watch.facts(run.url))
+        assert facts.created_ms == run.record.created_ms
+        assert facts.overview.live_checkpoints == 0 and facts.last_validation_ms is None
+        later = until(lambda: (now := watch.facts(run.url)) is not facts and now or None)
+        assert later.overview.refreshed_ms <= time.time_ns() // 1_000_000
+        assert set(watch.failures(run.url).values()) == {0}
+        runs.append(str(tmp_path / "missing"))
+        until(lambda: watch.failures(runs[1])["run_missing"] > 1)
+        runs.clear()
+        until(lambda: not watching())
+        assert watch.facts(run.url) is None
+        assert set(watch.failures(run.url).values()) == {0}
+    finally:
+        watch.stop()

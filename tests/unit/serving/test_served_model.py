@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recpoint import Checkpointer, Follower
+from recpoint.errors import IncompatibleModel
+from recpoint.serving.version import Version
+from tests.training_builder import (
+    ROWS,
+    Place,
+    Recommender,
+    Training,
+    checkpointer,
+    simple_training,
+    until,
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(str(tmp_path / "run"), tmp_path / "staging")
+
+
+def requests() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    users = torch.randint(0, ROWS, (64,), generator=generator)
+    return users, torch.randint(0, ROWS // 2, (64, 3), generator=generator)
+
+
+def trained(training: Training, ckpt: Checkpointer, place: Place) -> None:
+    for _ in range(2):
+        training.batch()
+        ckpt.step()
+    until(lambda: place.persist_all() > 0)
+    # The trainer hears of it a moment later; before that, it would skip the next one.
+    until(lambda: ckpt.stats.lag_batches == 0)
+
+
+def predictions(model: nn.Module) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        scores = model(*requests())
+    model.train()
+    assert isinstance(scores, Tensor)
+    return scores
+
+
+def scored(version: Version) -> Tensor:
+    scores = version(*requests())
+    assert isinstance(scores, Tensor)
+    return scores
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_predicts_as_the_trainer_does_at_that_step(place: Place, quantized: bool) -> None:
+    training = simple_training()
+    follower = Follower(place.run, model=Recommender(), quantized=quantized)
+    with checkpointer(training, place, bits="lossless") as ckpt:
+        ckpt.restore()
+        for step in (2, 4, 6):
+            trained(training, ckpt, place)
+            assert follower.poll()
+            with follower.reading() as version:
+                assert version.step == step
+                assert torch.equal(scored(version), predictions(training.model))
+    assert follower.status.fulls_applied == 1
+
+
+def test_quantized_tables_predict_as_decoded_ones_in_less_memory(place: Place) -> None:
+    training = simple_training()
+    decoded = Follower(place.run, model=Recommender())
+    coded = Follower(place.run, model=Recommender(), quantized=True)
+    with checkpointer(training, place, bits=4) as ckpt:
+        ckpt.restore()
+        for _ in range(3):
+            trained(training, ckpt, place)
+            assert decoded.poll() and coded.poll()
+            with decoded.reading() as one, coded.reading() as other:
+                assert torch.equal(scored(one), scored(other))
+    assert coded.status.memory_bytes < decoded.status.memory_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: nn.Sequential(nn.Embedding(7, 6)), "table '0' is not in the checkpoint"),
+        (lambda: Recommender(dtype=torch.float64), "float64"),
+        (lambda: _without_norm(), "'norm.running_mean' is not in the model"),
+    ],
+)
+def test_another_model_is_refused_whole(place: Place, build: Any, text: str) -> None:
+    training = simple_training()
+    with checkpointer(training, place, bits="lossless") as ckpt:
+        ckpt.restore()
+        trained(training, ckpt, place)
+    follower = Follower(place.run, model=build())
+    with pytest.raises(IncompatibleModel, match=text):
+        follower.poll()
+    assert follower.version is None
+
+
+def _without_norm() -> nn.Module:
+    model = Recommender()
+    model.norm = nn.Identity()  # type: ignore[assignment]
+    return model
+
+
+def test_max_norm_cannot_be_kept_as_codes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))
+    with pytest.raises(IncompatibleModel, match="max_norm"):
+        Follower(str(tmp_path), model=model, quantized=True)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint import Follower
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.catalog.validate import validate
+from recpoint.errors import SettingsError
+from tests.consolidation import merge
+from tests.training_builder import (
+    Batches,
+    Place,
+    Recommender,
+    Training,
+    checkpointer,
+    seed_everything,
+    until,
+)
+
+DELETED = torch.tensor([[3, 77], [202, 3]])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(str(tmp_path / "run"), tmp_path / "staging")
+
+
+def adagrad() -> Training:
+    seed_everything(1)
+    model = Recommender()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    return Training(model, [optimizer], Batches(1))
+
+
+def restored(place: Place, step: int) -> tuple[torch.Tensor, ...]:
+    target = MemoryTarget(["users"])
+    restore(Run.open(open_store(place.run)), target, step=step)
+    table = target.tables["users"]
+    states = [state for state in table.row_states if state is not None]
+    assert states
+    return table.values, *states
+
+
+@pytest.mark.parametrize("bits", ["lossless", 4])
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_a_deleted_row_is_zeros_wherever_it_goes(place: Place, bits: object, policy: str) -> None:
+    training = adagrad()
+    follower = Follower(place.run)
+    gone = DELETED.flatten().unique()
+    with checkpointer(training, place, bits=bits, policy=policy, interval_batches=100) as ckpt:
+        ckpt.restore()
+
+        def checkpoint() -> int:
+            training.batch()
+            ckpt.step()
+            if ckpt.batches_done == 2:
+                ckpt.delete_rows("users", DELETED)
+            assert ckpt.checkpoint()
+            until(lambda: place.persist_all() > 0)
+            until(lambda: ckpt.stats.committed == ckpt.batches_done)
+            return ckpt.batches_done
+
+        checkpoint()
+        follower.poll()
+        assert not any(bool((part[gone] == 0).all()) for part in restored(place, 1))
+        step = checkpoint()
+        assert all(bool((part[gone] == 0).all()) for part in restored(place, step))
+        follower.poll()
+        with follower.reading() as version:
+            assert version.step == 2
+            assert bool((version.lookup("users", gone) == 0).all())
+        run = Run.open(open_store(place.run))
+        assert validate(run, ManifestName(step, 1), level="full").passed
+        merge(run, run.manifest(step, 1))
+        assert all(bool((part[gone] == 0).all()) for part in restored(place, step))
+        assert validate(run, ManifestName(step, 1), level="full").passed
+        # Trained again, it is a row like any other.
+        weight = training.model.users.weight
+        with torch.no_grad():
+            weight[77] = 1.0
+        ckpt.mark("users", torch.tensor([77]))
+        step = checkpoint()
+        values = restored(place, step)[0]
+        assert bool((values[77] != 0).all())
+
+
+def test_an_id_out_of_range_changes_nothing(place: Place) -> None:
+    training = adagrad()
+    with checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        before = training.model.users.weight.detach().clone()
+        for ids in (torch.tensor([0, 203]), torch.tensor([-1])):
+            with pytest.raises(IndexError):
+                ckpt.delete_rows("users", ids)
+        with pytest.raises(ValueError, match="int64"):
+            ckpt.delete_rows("users", torch.tensor([1.0]))
+        with pytest.raises(TypeError, match="list"):
+            ckpt.delete_rows("users", [0])  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match="nobody"):
+            ckpt.delete_rows("nobody", DELETED)
+        assert torch.equal(training.model.users.weight, before)

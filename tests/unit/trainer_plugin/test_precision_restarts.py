@@ -1,0 +1,217 @@
+"""Real runs with bits="auto" and interval_seconds="auto": what is decided, stored and shown."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recpoint import Checkpointer, ExpectedFailures
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.format.history import MAX_COUNT, History, Precision
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import manifest_key
+from recpoint.format.records import pack_record
+from recpoint.trainer_plugin.interval import MAX_SECONDS, MIN_SECONDS
+from tests.training_builder import (
+    Place,
+    checkpointer,
+    simple_training,
+    train,
+    until,
+)
+
+#: Two restores expected in 100 hours.
+TWO = ExpectedFailures(per_node_hour=0.01, nodes=2, job_hours=100)
+#: The tables of these tests are small: they are named, so that they are under the rule.
+BOTH: dict[str, Any] = {"users": "auto", "items": "auto"}
+
+
+def manifests(place: Place) -> list[Manifest]:
+    run = Run.open(open_store(place.run))
+    return [run.manifest(*name) for name in run.live_line()]
+
+
+def widths(manifest: Manifest, table: int) -> set[tuple[str | None, int | None]]:
+    return {(c.scheme, c.bits) for c in manifest.chunks if c.table == table}
+
+
+def _more(ckpt: Checkpointer, committed: int) -> bool:
+    return ckpt.stats.committed > committed
+
+
+def life(place: Place, **settings: Any) -> Manifest:
+    """A trainer that restores, trains four batches, and is gone; the newest checkpoint."""
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, **settings) as ckpt:
+        ckpt.restore()
+        for _ in range(2):
+            committed = ckpt.stats.committed
+            train(training, ckpt, 2)
+            until(partial(_more, ckpt, committed))
+        assert ckpt.stats.failed == 0
+        newest = manifests(place)[0]
+        assert ckpt.stats.precision == newest.history.precision
+    return newest
+
+
+def test_restores_beyond_the_estimate_end_in_8_bits_for_good(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="recpoint")
+    found = []
+    for restores in range(5):
+        caplog.clear()
+        newest = life(place, table_bits=BOTH, failures=TWO)
+        precision = newest.history.precision
+        assert precision is not None and newest.history.lossy_restores == restores
+        assert ("asymmetric", precision.bits) in widths(newest, 0)
+        assert f"{precision.bits} bits: {precision.reason}" in caplog.text
+        found.append((precision.bits, precision.fallen_back))
+    # Two to come; then one that was and nearly two to come; then two and two; then three.
+    assert found == [(3, False), (3, False), (4, False), (8, True), (8, True)]
+    assert "3 restores from quantized rows, 2 were expected" in caplog.text
+    trained = [manifest.history.trained_ms for manifest in reversed(manifests(place))]
+    assert trained == sorted(trained)
+    # A trainer that is told otherwise later does not go back to fewer bits.
+    more = ExpectedFailures(per_node_hour=0, job_hours=100)
+    precision = life(place, table_bits=BOTH, failures=more).history.precision
+    assert precision is not None and precision.bits == 8 and precision.fallen_back
+
+
+def test_widths_differ_within_a_chain_and_it_restores(place: Place) -> None:
+    never = ExpectedFailures(per_node_hour=0, job_hours=100)
+    life(place, table_bits=BOTH, failures=never, full_every=9)
+    life(place, table_bits=BOTH, failures=TWO, full_every=9)
+    newest, _, _, oldest = manifests(place)
+    assert newest.chain_length == 4
+    assert widths(oldest, 0) == {("asymmetric", 2)}
+    assert widths(newest, 0) == {("asymmetric", 8)}  # a restore, and none had been expected
+    training = simple_training(5)
+    with checkpointer(training, place) as ckpt:
+        report = ckpt.restore()
+        assert report is not None and report.quantized and report.chain_length == 4
+
+
+def test_only_restores_from_quantized_rows_count(place: Place) -> None:
+    for _ in range(3):
+        exact = life(place)
+        assert exact.history.lossy_restores == 0 and exact.history.precision is None
+    first = life(place, table_bits=BOTH, failures=TWO)
+    assert first.history.lossy_restores == 0
+    assert life(place).history.lossy_restores == 1  # lossless again: what was lost stays lost
+    with place.agent(), checkpointer(simple_training(), place) as ckpt:
+        ckpt.restore(fresh=True)
+        assert ckpt.checkpoint()
+    assert manifests(place)[0].history.lossy_restores == 0
+
+
+def test_parts_of_a_quantized_checkpoint_have_lost_what_it_lost(place: Place) -> None:
+    life(place, bits=4)
+    life(place, bits=4)
+    with place.agent(), checkpointer(simple_training(), place) as ckpt:
+        report = ckpt.restore(partial={"tables": ["users"]})
+        assert report is not None and report.quantized
+        assert ckpt.checkpoint()
+    history = manifests(place)[0].history
+    assert history.lossy_restores == 2 and history.trained_ms < 60_000
+
+
+def test_without_settings_and_without_a_past_it_is_8_bits(place: Place) -> None:
+    for _ in range(2):
+        newest = life(place, table_bits={"users": "auto"})
+        precision = newest.history.precision
+        assert precision is not None and not precision.fallen_back
+        assert (precision.bits, precision.expected_milli) == (8, None)
+        assert "past is too short" in precision.reason
+        assert widths(newest, 0) == {("asymmetric", 8)}
+        assert widths(newest, 1) == {("exact", 32)}
+
+
+def test_small_tables_are_exact_where_nothing_else_was_said(place: Place) -> None:
+    newest = life(place, bits="auto", failures=TWO)
+    assert newest.history.precision is None  # no table is under the rule
+    assert widths(newest, 0) == widths(newest, 1) == {("exact", 32)}
+
+
+class OneLargeTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Embedding(5_000, 8)
+        self.small = nn.Embedding(100, 8)
+        self.top = nn.Linear(8, 1)
+
+
+def test_a_large_table_is_under_the_rule_beside_a_small_one(place: Place) -> None:
+    model = OneLargeTable()
+    ckpt = Checkpointer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        run=place.run,
+        staging=place.staging,
+        interval_batches=1,
+        bits="auto",
+        failures=TWO,
+    )
+    with place.agent(), ckpt:
+        ckpt.restore()
+        assert ckpt.checkpoint()
+    (manifest,) = manifests(place)
+    assert widths(manifest, 0) == {("asymmetric", 3)}
+    assert widths(manifest, 1) == {("exact", 32)}
+
+
+def test_a_past_as_large_as_a_record_can_hold_fails_no_checkpoint(place: Place) -> None:
+    last = Precision(bits=4, expected_milli=MAX_COUNT, fallen_back=False, reason="x" * 500)
+    history = History(trained_ms=MAX_COUNT, lossy_restores=MAX_COUNT, precision=last)
+    first = life(place, bits=4)
+    run = Run.open(open_store(place.run))
+    key = manifest_key(first.step, first.generation)
+    run.store.delete(key)
+    run.store.put(key, pack_record(first.model_copy(update={"history": history})))
+    newest = life(place, table_bits=BOTH)
+    assert newest.history.trained_ms == newest.history.lossy_restores == MAX_COUNT
+    assert newest.history.precision is not None and newest.history.precision.bits == 8
+
+
+def test_clocks_of_hosts_make_no_difference(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time_ns
+    for offset_years in (0, -50, 200):
+        shift = offset_years * 365 * 86_400 * 10**9
+        monkeypatch.setattr(time, "time_ns", lambda shift=shift: max(0, real() + shift))
+        history = life(place, table_bits=BOTH).history
+        assert history.trained_ms < 600_000
+        assert history.precision is not None and history.precision.bits == 8
+
+
+def test_an_interval_that_follows_from_what_checkpoints_cost(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="recpoint")
+    training = simple_training()
+    settings = {"interval_batches": None, "interval_seconds": "auto", "failures": TWO}
+    with place.agent(), checkpointer(training, place, **settings) as ckpt:
+        ckpt.restore()
+        first = ckpt.stats.interval
+        assert first is not None and first.seconds == 60.0
+        assert training.reader.told == [1]
+        train(training, ckpt, 1)
+        assert len(training.reader.told) == 2 and training.reader.told[1] > 10
+        assert ckpt.checkpoint()
+        measured = ckpt.stats.interval
+        assert measured is not None and "a stall of" in measured.reason
+        assert "0.02 failures an hour (settings)" in measured.reason
+        stall_seconds = sum(ckpt.stats.stalls_ms) / len(ckpt.stats.stalls_ms) / 1e3
+        best = math.sqrt(2 * stall_seconds * 50 * 3600)
+        assert measured.seconds == pytest.approx(min(max(best, MIN_SECONDS), MAX_SECONDS))
+        until(lambda: ckpt.stats.committed == 1)
+        assert ckpt.stats.failed == 0
+    told = [r.getMessage() for r in caplog.records if "interval_seconds" in r.getMessage()]
+    assert "60 s: no checkpoint has been measured" in told[0]

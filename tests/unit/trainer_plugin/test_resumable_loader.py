@@ -1,0 +1,120 @@
+"""A position for dataloaders that have none, to the batch, whatever draws around them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from recpoint import ResumableLoader
+from recpoint.errors import SettingsError
+from recpoint.format import state_tree
+from recpoint.trainer_plugin import rng_state
+from tests.training_builder import (
+    Batches,
+    Place,
+    checkpointer,
+    everything,
+    seed_everything,
+    simple_training,
+)
+
+_SAMPLES = TensorDataset(torch.arange(40))
+
+
+def _through_a_checkpoint(state: dict[str, Any]) -> Any:
+    """As it is stored and read back."""
+    tree, tensors = state_tree.flatten(state)
+    return state_tree.unflatten(tree, [tensor.clone() for tensor in tensors])
+
+
+def _loader(kind: str) -> ResumableLoader:
+    settings: dict[str, Any] = {"shuffle": True}
+    if kind == "generator":
+        settings["generator"] = torch.Generator().manual_seed(4)
+    if kind == "workers":
+        settings["num_workers"] = 1
+    if kind == "distributed":
+        sampler: DistributedSampler[Any] = DistributedSampler(_SAMPLES, num_replicas=2, rank=1)
+        settings = {"sampler": sampler}
+    return ResumableLoader(DataLoader(_SAMPLES, batch_size=4, **settings))
+
+
+def _epochs(loader: ResumableLoader, first: int, taken: list[Any], most: int) -> list[Any]:
+    """Batches of epochs `first` to 2, each followed by draws of its own, until there are `most`."""
+    for epoch in range(first, 3):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            taken.append((batch[0].tolist(), random.random(), float(torch.rand(()))))
+            if len(taken) == most:
+                return taken
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "workers", "distributed"])
+@pytest.mark.parametrize("at", [1, 7, 10])
+def test_it_goes_on_with_the_next_batch(kind: str, at: int) -> None:
+    seed_everything(3)
+    batches = _epochs(_loader(kind), 0, [], 1000)
+    seed_everything(3)
+    loader = _loader(kind)
+    done = _epochs(loader, 0, [], at)
+    state = _through_a_checkpoint(loader.state_dict())
+    drawn = rng_state.capture()
+
+    seed_everything(99)
+    resumed = _loader(kind)
+    resumed.load_state_dict(state)
+    rng_state.restore(drawn)
+    epoch = at // len(resumed) if at % len(resumed) else at // len(resumed) - 1
+    assert _epochs(resumed, epoch, done, 1000) == batches
+
+
+def test_a_loader_with_a_position_is_asked_for_it(place: Place) -> None:
+    def run(seed: int, batches: int) -> list[object]:
+        training = simple_training(seed)
+        reader = ResumableLoader(training.reader)
+        with place.agent():
+            with checkpointer(training, place, reader=reader) as checkpoints:
+                checkpoints.restore()
+                for users, items, target in reader:
+                    training.optimizers[0].zero_grad()
+                    training.model(users, items).sub(target).square().mean().backward()
+                    training.optimizers[0].step()
+                    checkpoints.step()
+                    if checkpoints.batches_done == batches:
+                        break
+        return everything(training)
+
+    run(1, 5)
+    resumed = run(2, 9)
+    place.run += "-whole"
+    assert run(1, 9) == resumed
+
+
+def test_fewer_batches_than_were_trained_are_refused() -> None:
+    loader = _loader("shuffled")
+    _epochs(loader, 0, [], 9)
+    state = loader.state_dict()
+    short = ResumableLoader(DataLoader(TensorDataset(torch.arange(8)), batch_size=4))
+    short.load_state_dict(state)
+    with pytest.raises(SettingsError, match="2 batches in the epoch"):
+        next(iter(short))
+
+
+def test_more_than_one_batch_ahead_is_refused() -> None:
+    loader = _loader("shuffled")
+    loader.expect_counts()
+    batches = iter(loader)
+    next(batches), next(batches)
+    with pytest.raises(SettingsError, match="2 batches that were read and not trained"):
+        loader.state_dict()
+
+
+def test_what_is_no_iterable_is_refused() -> None:
+    with pytest.raises(SettingsError, match="a method"):
+        ResumableLoader(Batches(1).__next__)  # type: ignore[arg-type]

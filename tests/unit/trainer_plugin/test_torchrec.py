@@ -1,0 +1,214 @@
+"""Tables that TorchRec has sharded, in real processes of one and two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import torchrec_ranks
+from tests.torchrec_ranks import BAGS, DIM, ROWS
+
+pytestmark = [
+    pytest.mark.skipif(torchrec_ranks.MISSING is not None, reason=str(torchrec_ranks.MISSING)),
+    pytest.mark.xdist_group("torchrec"),  # one process imports it, for all of these
+]
+
+TABLES = {f"bags.embedding_bags.{name}": rows for name, (rows, _) in BAGS.items()} | {
+    f"rows.embeddings.{name}": rows for name, (rows, _) in ROWS.items()
+}
+
+
+def each(kind: str) -> dict[str, str]:
+    """All tables sharded in one way."""
+    return {name: kind for name in (*BAGS, *ROWS)}
+
+
+#: What is sharded how, on how many ranks, and by which fused optimizer trained.
+PLANS: dict[str, tuple[int, dict[str, str], str]] = {
+    "table_wise": (2, each("table_wise"), "RowWiseAdagrad"),
+    "row_wise": (2, each("row_wise"), "Adagrad"),
+    "column_wise": (2, each("column_wise"), "RowWiseAdagrad"),
+    "table_row_wise": (2, each("table_wise") | {"t0": "table_row_wise"}, "SGD"),
+    "columns_of_one_rank": (1, each("column_wise"), "SGD"),
+    "data_parallel": (2, each("data_parallel"), "SGD"),
+}
+#: What is trained, killed and restored, on how many ranks.
+LIVED = {"row_wise": (2, "RowWiseAdagrad"), "data_parallel": (2, "SGD")}
+#: The plans of one run, one life after the other.
+RESHARDED = [
+    (4, each("row_wise")),
+    (2, each("table_wise")),
+    (1, each("column_wise")),
+    (3, each("table_wise") | {"t0": "table_row_wise", "s0": "row_wise"}),
+]
+STATES: dict[str, Any] = {
+    "RowWiseAdagrad": lambda table: {"sum": (table["rows"][1],)},
+    "Adagrad": lambda table: {"sum": (table["rows"][1], table["dim"])},
+    "SGD": lambda _: {},
+}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Any]]:
+    """(play, plan) -> what each rank returned."""
+    plays: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, (ranks, kinds, optimizer) in PLANS.items():
+        common = {"ranks": ranks, "kinds": kinds, "optimizer": optimizer}
+        plays["found", name] = {"play": "found", **common}
+        if name != "data_parallel":
+            plays["tracked", name] = {"play": "tracked", **common}
+    plays["theirs", ""] = {"play": "tracker_of_theirs", "ranks": 1}
+    plays["refused", ""] = {"play": "refused", "ranks": 1}
+    folder = tmp_path_factory.mktemp("torchrec")
+    for kind, (ranks, optimizer) in LIVED.items():
+        common = {"play": "lived", "ranks": ranks, "kinds": each(kind), "optimizer": optimizer}
+        whole, cut = (
+            {"run": str(folder / f"{kind}.{life}"), "staging": str(folder / life), "steps": 9}
+            for life in ("whole", "cut")
+        )
+        plays["whole", kind] = {**common, **whole}
+        plays["killed", kind] = {**common, **cut, "die_at": 5}
+        plays["restored", kind] = {**common, **cut}
+    place = {"run": str(folder / "resharded"), "staging": str(folder / "staging")}
+    for number, (ranks, kinds) in enumerate(RESHARDED):
+        common = {"play": "lived", "ranks": ranks, "kinds": kinds, "optimizer": "Adagrad"}
+        plays["resharded", str(number)] = {**common, **place, "steps": 3 + 2 * number}
+    plays["plain", ""] = {"play": "plain", "ranks": 1, **place, "into": str(folder / "plain")}
+    results = torchrec_ranks.play(list(plays.values()), folder)
+    return dict(zip(plays, results, strict=True))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_shards_are_the_plain_model_cut_into_pieces(
+    played: dict[tuple[str, str], list[Any]], plan: str
+) -> None:
+    ranks, kinds, optimizer = PLANS[plan]
+    held = {name: torch.zeros(rows, DIM) for name, rows in TABLES.items()}
+    for tables in played["found", plan]:
+        assert not any(table["rows"][1] == 0 for table in tables)
+        for table in tables:
+            first, rows, whole = table["rows"]
+            column, of = table["columns"] or (0, DIM)
+            assert (whole, of) == (TABLES[table["name"]], DIM)
+            assert table["same"], "a new object would look like another weight"
+            assert table["fused"] == ("data_parallel" not in kinds.values())
+            if table["fused"]:
+                assert table["states"] == STATES[optimizer](table)
+            held[table["name"]][first : first + rows, column : column + table["dim"]] += 1
+            expected = _initial(first, rows, column, table["dim"], table["name"])
+            assert torch.equal(table["values"], expected)
+    copies = ranks if plan == "data_parallel" else 1
+    for name, times in held.items():
+        if plan == "data_parallel" and name.startswith("rows."):
+            continue  # FBGEMM's dense sequence lookups return pooled rows on a CPU: left out there
+        assert torch.equal(times, torch.full_like(times, copies)), name
+
+
+def _initial(first: int, rows: int, column: int, dim: int, name: str) -> Tensor:
+    ids = torch.arange(first, first + rows).unsqueeze(1)
+    columns = torch.arange(column, column + dim).unsqueeze(0)
+    return torch.sin(1.0 + ids + 0.37 * columns + len(name))
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "data_parallel"])
+def test_what_is_marked_is_what_training_changed_and_what_torchrecs_tracker_has(
+    played: dict[tuple[str, str], list[Any]], plan: str
+) -> None:
+    seen = 0
+    for trained, evaluated, empty, again in played["tracked", plan]:
+        for ours, theirs in (trained, empty, again):
+            for name, marked, changed in ours.values():
+                assert marked == changed
+                assert marked == sorted(theirs[name])
+                seen += len(marked)
+        assert not any(marked for _, marked, _ in empty[0].values())
+        # A difference: it takes what an evaluation looks up for changed too.
+        ours, theirs = evaluated
+        assert not any(marked or changed for _, marked, changed in ours.values())
+        assert any(theirs[name] for name, _, _ in ours.values())
+    assert seen > 100
+
+
+def test_where_torchrecs_tracker_fails_and_this_one_does_not(
+    played: dict[tuple[str, str], list[Any]],
+) -> None:
+    (result,) = played["theirs", ""]
+    # Read twice without a batch between.
+    assert "non-empty list" in result["read_twice"]
+    # A model without dense parameters, which TorchRec does not wrap in DDP.
+    assert "no attribute 'module'" in result["no_dense"]
+    assert result["no_dense_ours"] == sorted(TABLES)
+
+
+def test_what_is_not_supported_is_named(played: dict[tuple[str, str], list[Any]]) -> None:
+    (refused,) = played["refused", ""]
+    assert "version 1.7.0" in refused["version"] and "1.8" in refused["version"]
+    assert "GradientClippingOptimizer" in refused["optimizer"]
+    assert "LARS_SGD" in refused["fused"] and "EXACT_ROWWISE_ADAGRAD" in refused["fused"]
+
+
+@pytest.mark.parametrize("kind", LIVED)
+def test_killed_ranks_go_on_bit_for_bit(
+    played: dict[tuple[str, str], list[Any]], kind: str
+) -> None:
+    ranks, _ = LIVED[kind]
+    assert played["killed", kind] == [None] * ranks
+    for expected, found in zip(played["whole", kind], played["restored", kind], strict=True):
+        assert (expected["restored"], found["restored"]) == (None, 4)
+        for part in ("tables", "fused", "dense", "optimizer"):
+            assert same(found[part], expected[part]), part
+    # Increments hold what was looked up, and no table as a whole.
+    increments = played["restored", kind][0]["increments"]
+    assert increments and all(0 < rows < sum(TABLES.values()) / 2 for rows in increments)
+
+
+def test_a_run_goes_on_with_other_ranks_and_plans_bit_for_bit(
+    played: dict[tuple[str, str], list[Any]],
+) -> None:
+    lives = [played["resharded", str(number)] for number in range(len(RESHARDED))]
+    for number, (before, after) in enumerate(pairwise(lives)):
+        begun = [rank["begun"] for rank in after]
+        assert {rank["restored"] for rank in after} == {3 + 2 * number}
+        expected, found = whole(before), whole(begun)
+        assert len(expected) == 2 * len(TABLES)  # values and the sums of squares
+        assert same(found, expected)
+        for rank in begun:
+            assert same(rank["dense"], before[0]["dense"])
+            assert same(rank["optimizer"], before[0]["optimizer"])
+
+
+def test_the_plain_model_takes_tables_over_and_gives_them_back(
+    played: dict[tuple[str, str], list[Any]],
+) -> None:
+    (plain,) = played["plain", ""]
+    last = played["resharded", str(len(RESHARDED) - 1)]
+    values = {key: value for key, value in whole(last).items() if key[1] == "weight"}
+    assert same(whole([plain]), values)
+    back = {key: value for key, value in whole([plain["back"]]).items() if key[1] == "weight"}
+    assert same(back, values)
+    assert same(plain["dense"], last[0]["dense"]) and same(plain["back"]["dense"], plain["dense"])
+
+
+def whole(ranks: Sequence[Any]) -> dict[tuple[str, str], Tensor]:
+    """(table, "weight" or row state) -> [rows, DIM], put together from what the ranks hold."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for rank in ranks:
+        for (name, row, column), tensors in rank["tables"].items():
+            for kind, part in tensors.items():
+                into = found.setdefault((name, kind), torch.full((TABLES[name], DIM), float("nan")))
+                into[row : row + part.shape[0], column : column + part.shape[1]] = part
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nested dicts are equal, tensors bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor):
+        return bool(a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes())
+    return bool(a == b)

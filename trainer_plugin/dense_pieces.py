@@ -1,0 +1,106 @@
+"""Dense tensors of which this rank holds a piece (`fully_shard`): stored as pieces, format §3.4.
+
+A piece that several ranks hold, where a mesh both shards and replicates, is stored by the first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.dense_shards import DenseShard, fill_part, join_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Stored", "form_of", "is_piece", "piece_of", "restored_like", "write_into"]
+
+#: A dense tensor as a checkpoint has it: whole, or the pieces of all ranks.
+Stored = Tensor | Sequence[DenseShard]
+
+
+def is_piece(tensor: object) -> TypeGuard[DTensor]:
+    """Whether only a piece of it is here."""
+    # Who has one has imported it, which takes a while.
+    there = sys.modules.get("torch.distributed.tensor")
+    return there is not None and isinstance(tensor, there.DTensor)
+
+
+def piece_of(tensor: DTensor) -> dict[str, Any] | None:
+    """The piece that is here, for the state tree; None: another rank stores it."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(
+        place.is_replicate() and at for place, at in zip(tensor.placements, coordinate, strict=True)
+    ):
+        return None
+    local = tensor.to_local()
+    return {
+        "shard_of": list(tensor.shape),
+        "at": list(_offset(tensor)),
+        "tensor": local.detach(),
+    }
+
+
+def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
+    """Write a tensor, or what is here of it, in place; shapes and dtypes have been checked."""
+    with torch.no_grad():
+        local, at = _local(here)
+        if not local.numel():
+            return
+        if isinstance(stored, Tensor):
+            box = tuple(slice(a, a + n) for a, n in zip(at, local.shape, strict=True))
+            local.copy_(stored[box])
+        else:
+            fill_part(stored, at, local, name=name)
+
+
+def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:
+    """Optimizer state of a parameter: cut as the parameter is, where it has its shape.
+
+    Else the whole of it, where the checkpoint had it.
+    """
+    shape, _ = form_of(stored)
+    if not is_piece(parameter) or shape != tuple(parameter.shape):
+        return stored if isinstance(stored, Tensor) else join_shards(stored, name=name)
+    dtype = stored.dtype if isinstance(stored, Tensor) else stored[0].tensor.dtype
+    local = torch.empty_like(parameter.to_local(), dtype=dtype, requires_grad=False)
+    from torch.distributed.tensor import DTensor
+
+    found = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    write_into(found, stored, name=name)
+    return found
+
+
+def form_of(stored: Stored) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape of the whole, and dtype."""
+    if isinstance(stored, Tensor):
+        return tuple(stored.shape), stored.dtype
+    return stored[0].shape, stored[0].tensor.dtype
+
+
+def _local(here: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    if is_piece(here):
+        return here.to_local(), _offset(here)
+    return here, (0,) * here.dim()
+
+
+def _offset(tensor: DTensor) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    # Of an empty piece it may lie behind the end.
+    return tuple(min(at, size) for at, size in zip(offset, tensor.shape, strict=True))

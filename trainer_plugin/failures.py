@@ -1,0 +1,125 @@
+"""How often a job fails and how long it goes on: what was said, or what its past suggests. Pure.
+
+Time is that of the trainers' monotonic clocks, carried from checkpoint to checkpoint: clocks of
+hosts that disagree make no difference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from recpoint.errors import SettingsError
+from recpoint.format.history import Precision
+
+__all__ = ["MS_PER_HOUR", "ExpectedFailures", "Past", "Rate", "failure_rate", "hours_left"]
+
+#: A job of unknown length is taken to go on for as long as it has lasted, and at least this long.
+LEAST_HOURS_LEFT = 7 * 24.0
+
+MS_PER_HOUR = 3_600_000
+_MOST = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedFailures:
+    """What is known of a job's failures beforehand; what is not given follows from its past.
+
+    Attributes:
+        per_node_hour: failures, and other restarts, of one node in an hour of training.
+        nodes: nodes of the job; any one that fails restarts the job.
+        job_hours: how long the whole job trains.
+
+    Raises:
+        SettingsError: a value that cannot be, or that means nothing without another.
+    """
+
+    per_node_hour: float | None = None
+    nodes: int = 1
+    job_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        _number("failures.per_node_hour", self.per_node_hour, zero=True)
+        _number("failures.job_hours", self.job_hours, zero=False)
+        if type(self.nodes) is not int or not 1 <= self.nodes <= _MOST:
+            raise _refused("failures.nodes", self.nodes, f"a whole number, 1 to {_MOST}")
+        if self.per_node_hour is None:
+            if self.nodes != 1:
+                expected = "per_node_hour with it: restarts of the past are of all nodes together"
+                raise _refused("failures.nodes", self.nodes, expected)
+            if self.job_hours is None:
+                raise _refused("failures", "neither of the two", "per_node_hour or job_hours")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What came before a trainer's start, on the line of checkpoints that it goes on with.
+
+    Attributes:
+        trained_ms: training that the restored checkpoint holds.
+        restarts: starts of trainers on the line after its first, this one included.
+        lossy_restores: restores from quantized rows that the state has been through, this one's
+            included.
+        precision: what the rule had chosen for the restored checkpoint.
+    """
+
+    trained_ms: int = 0
+    restarts: int = 0
+    lossy_restores: int = 0
+    precision: Precision | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Failures of the job in an hour, infinite when nothing is known; and where that is from."""
+
+    per_hour: float
+    source: str
+
+
+def failure_rate(
+    expected: ExpectedFailures | None, past: Past, *, trained_ms: int, assumed_hours: float = 0.0
+) -> Rate:
+    """As was said; else the restarts so far and one more, in the time trained so far.
+
+    One more, since the next may come at once: few restarts in little time say little.
+
+    Args:
+        expected: what was said.
+        past: what came before this trainer.
+        trained_ms: training so far, this trainer's included.
+        assumed_hours: without failures, added to the time trained: a rate to begin with.
+    """
+    if expected is not None and expected.per_node_hour is not None:
+        return Rate(per_hour=expected.per_node_hour * expected.nodes, source="settings")
+    hours = trained_ms / MS_PER_HOUR + assumed_hours
+    source = f"{past.restarts} restarts so far and one to come in {hours:.3g} h"
+    if assumed_hours:
+        source += f", {assumed_hours:g} h of them assumed"
+    return Rate(per_hour=(past.restarts + 1) / hours if hours > 0 else math.inf, source=source)
+
+
+def hours_left(expected: ExpectedFailures | None, *, trained_ms: int) -> float | None:
+    """Hours of training to come; None when the job goes on for longer than was said."""
+    trained = trained_ms / MS_PER_HOUR
+    if expected is None or expected.job_hours is None:
+        return max(LEAST_HOURS_LEFT, trained)
+    return expected.job_hours - trained if trained < expected.job_hours else None
+
+
+def _number(setting: str, value: Any, *, zero: bool) -> None:
+    if value is None:
+        return
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
+    if not fits or not math.isfinite(value) or not 0 <= value <= _MOST or (value == 0 and not zero):
+        raise _refused(setting, value, f"a number, {'0' if zero else 'more than 0'} to {_MOST}")
+
+
+def _refused(setting: str, found: Any, expected: str) -> SettingsError:
+    return SettingsError(
+        setting,
+        found=f"{found!r:.200}",
+        expected=expected,
+        next_step="see the docstring of recpoint.ExpectedFailures",
+    )

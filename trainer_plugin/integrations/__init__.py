@@ -1,0 +1,1 @@
+"""What fits recpoint into other libraries, each of which is an optional extra."""

@@ -1,0 +1,260 @@
+"""One FBGEMM module of TorchRec: several tables in one buffer, looked up and trained together.
+
+TorchRec groups the shards of a process into table-batched embeddings (TBE). A fused one updates the
+rows that were looked up in its backward pass, and keeps their optimizer state in buffers beside
+them. A dense one leaves that to an optimizer of torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedDenseEmbedding,
+    BatchedDenseEmbeddingBag,
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+)
+
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.table_source import Marker
+
+__all__ = ["Kernel"]
+
+_log = logging.getLogger("recpoint")
+
+_FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
+_DENSE = (BatchedDenseEmbedding, BatchedDenseEmbeddingBag)
+#: Their updates leave the rows that were not looked up as they are.
+_OPTIMIZERS = (
+    EmbOptimType.EXACT_SGD,
+    EmbOptimType.EXACT_ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbOptimType.ADAM,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM,
+)
+_BUFFERS = ("weights", "momentum1", "momentum2")
+_PLACES = ("dev", "host", "uvm")
+_HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
+#: One number a module, although FBGEMM lists it for each table.
+_SCALARS = ("iter",)
+
+
+class Kernel:
+    """A TBE and what TorchRec knows of its tables.
+
+    Args:
+        owner: full name of the sharded module, for messages.
+        module: TorchRec's wrapper of the TBE.
+
+    Attributes:
+        tables: TorchRec's configuration of each shard in it, in order.
+        fused: whether rows are updated in backward.
+
+    Raises:
+        SettingsError: a kind of module, an optimizer or a place of rows that is not supported.
+    """
+
+    def __init__(self, owner: str, module: Any) -> None:
+        # Their subclasses keep rows elsewhere: in other processes, in files, in host memory.
+        if type(module) not in (*_FUSED, *_DENSE):
+            raise _refused(
+                owner,
+                f"rows in a {type(module).__name__}",
+                ", ".join(kind.__name__ for kind in (*_FUSED, *_DENSE)),
+                "choose the compute kernel 'fused' or 'dense' in the sharding plan",
+            )
+        self._owner = owner
+        self._module: Any = module
+        self._tbe: Any = module._emb_module
+        self.tables: Sequence[Any] = tuple(self._module.config.embedding_tables)
+        self.fused = isinstance(module, _FUSED)
+        wanted = (
+            SplitTableBatchedEmbeddingBagsCodegen
+            if self.fused
+            else DenseTableBatchedEmbeddingBagsCodegen
+        )
+        if not isinstance(self._tbe, wanted):
+            raise _refused(
+                owner, f"a {type(self._tbe).__name__}", wanted.__name__, "use FBGEMM's own kernels"
+            )
+        if self.fused:
+            self._check_fused()
+        #: Position among `tables` of what each feature looks up.
+        self.table_of: Sequence[int] = tuple(self._module._feature_table_map)
+        self._views: tuple[Any, list[Tensor], list[dict[str, Tensor]]] = (None, [], [])
+
+    def _check_fused(self) -> None:
+        optimizer, args = self._tbe.optimizer, self._tbe.optimizer_args
+        if optimizer not in _OPTIMIZERS:
+            raise _refused(
+                self._owner,
+                f"the fused optimizer {optimizer.name}",
+                ", ".join(known.name for known in _OPTIMIZERS),
+                "choose another in apply_optimizer_in_backward",
+            )
+        places = {int(place) for place in self._tbe.weights_physical_placements}
+        if not places <= {EmbeddingLocation.DEVICE.value, EmbeddingLocation.HOST.value}:
+            raise _refused(
+                self._owner,
+                "rows in unified memory, cached or not",
+                "rows in the memory of one device",
+                "choose the compute kernel 'fused' in the sharding plan",
+            )
+        if args.regularization_mode and (
+            self._tbe._used_rowwise_adagrad_with_counter
+            or self._tbe._used_rowwise_adagrad_with_global_weight_decay
+        ):
+            raise _refused(
+                self._owner,
+                "weight decay that counts steps for each row",
+                "a weight decay without, or none",
+                "leave counter_based_regularization and global weight decay out",
+            )
+
+    def weights(self) -> list[Tensor]:
+        """The rows of each table, [rows, dim]; the same objects until they lie elsewhere."""
+        return self._split()[1]
+
+    def row_states(self) -> list[dict[str, Tensor]]:
+        """For each table: what the fused optimizer keeps for its rows, [rows] or [rows, dim]."""
+        return self._split()[2]
+
+    def _split(self) -> tuple[Any, list[Tensor], list[dict[str, Tensor]]]:
+        # Splitting makes new views, and a tracker takes another object for another weight.
+        places = tuple(tensor.data_ptr() for tensor in self._buffers())
+        if self._views[0] != places:
+            states: list[dict[str, Tensor]] = [{} for _ in self.tables]
+            if self.fused and self._tbe.optimizer is not EmbOptimType.EXACT_SGD:
+                for into, found in zip(states, self._tbe.get_optimizer_state(), strict=True):
+                    into |= {name: t for name, t in found.items() if name not in _SCALARS}
+            self._views = (places, list(self._tbe.split_embedding_weights()), states)
+        return self._views
+
+    def _buffers(self) -> list[Tensor]:
+        names = [f"{name}_{place}" for name in _BUFFERS for place in _PLACES] + ["weights"]
+        found = [getattr(self._tbe, name, None) for name in names]
+        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+    def state(self) -> dict[str, Any]:
+        """What the fused optimizer keeps beside rows: steps and hyperparameters."""
+        args = self._tbe.optimizer_args
+        return {
+            "optimizer": self._tbe.optimizer.value,
+            # Counted in every forward pass, also of an evaluation; Adam corrects its bias by it.
+            "iter": int(self._tbe.iter_cpu) if hasattr(self._tbe, "iter_cpu") else None,
+            "lr": float(self._tbe.get_learning_rate()),
+            # What the next zero_grad() or step() of the fused optimizer sets as the learning rate.
+            "group_lr": float(self._module.fused_optimizer.param_groups[0]["lr"]),
+            **{name: float(getattr(args, name)) for name in _HYPERPARAMETERS},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` returned, of this or another module with the same optimizer."""
+        if state["iter"] is not None and hasattr(self._tbe, "iter_cpu"):
+            self._tbe.iter_cpu.fill_(state["iter"])
+            self._tbe.iter.fill_(state["iter"])
+        self._tbe.set_learning_rate(state["lr"])
+        self._tbe.update_hyper_parameters({name: state[name] for name in _HYPERPARAMETERS})
+        for group in self._module.fused_optimizer.param_groups:
+            group["lr"] = state["group_lr"]
+
+    def track(self, markers: Sequence[Marker]) -> RemovableHandle:
+        """Mark the rows that backward passes change from now on; `markers` are of `tables`."""
+        handle: Any = self._tbe.register_forward_hook(
+            _ForwardHook(markers, self.table_of), with_kwargs=True
+        )
+        return handle  # type: ignore[no-any-return]
+
+
+class _ForwardHook:
+    """What a fused TBE calls after a lookup. In copies and pickles of the model it does nothing.
+
+    Rows change in the backward pass of a lookup, so they are marked there: by a hook of what the
+    lookup returned, which autograd calls before the pass. An evaluation has none, and a lookup
+    whose backward pass comes after a cut is marked after it.
+    """
+
+    __slots__ = ("_markers", "_table_of")
+
+    def __init__(self, markers: Sequence[Marker] = (), table_of: Sequence[int] = ()) -> None:
+        self._markers = markers
+        self._table_of = table_of
+
+    def __call__(
+        self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not self._markers or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        names = ("indices", "offsets", "", "", "batch_size_per_feature_per_rank")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        ids, offsets = given["indices"], given["offsets"]
+        sizes = given.get("batch_size_per_feature_per_rank")
+
+        def before_backward(_gradient: Tensor) -> None:
+            try:
+                self._mark(ids, offsets, sizes)
+            except Exception as error:
+                # It must not stop training, and not knowing the rows has a safe form.
+                _log.warning("all rows of a table are stored next: %s", error)
+                for marker in self._markers:
+                    marker.mark_all()
+
+        output.register_hook(before_backward)
+
+    def _mark(self, ids: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None) -> None:
+        bounds = feature_bounds(offsets, len(self._table_of), sizes)
+        for table, (start, stop) in zip(self._table_of, pairwise(bounds), strict=True):
+            if stop > start:
+                _mark_one(self._markers[table], ids[start:stop])
+
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
+        return _ForwardHook, ()
+
+
+def _mark_one(marker: Marker, ids: Tensor) -> None:
+    try:
+        marker.looked_up(ids)
+    except IndexError:
+        try:
+            marker.looked_up(ids[ids != -1])  # the id of a pruned row, which FBGEMM passes over
+        except IndexError:
+            marker.mark_all()  # in place of other ids that are no row's it trains row 0
+    marker.applied()
+
+
+def feature_bounds(
+    offsets: Tensor, features: int, sizes: Sequence[Sequence[int]] | None
+) -> list[int]:
+    """Where the ids of each feature begin, and the end of the last: [features + 1].
+
+    Args:
+        offsets: where the ids of each bag begin, feature by feature: [bags + 1].
+        features: how many there are.
+        sizes: bags of each feature and rank; None: each feature has as many.
+    """
+    if sizes is None:
+        bags = (offsets.numel() - 1) // features
+        found: list[int] = offsets[:: max(bags, 1)].tolist() if bags else [0] * (features + 1)
+        return found
+    firsts = torch.tensor([0, *(sum(ranks) for ranks in sizes)]).cumsum(0)
+    found = offsets[firsts.to(offsets.device)].tolist()
+    return found
+
+
+def _refused(owner: str, found: str, expected: str, next_step: str) -> SettingsError:
+    return SettingsError(
+        f"tables of {owner!r}", found=found, expected=expected, next_step=next_step
+    )

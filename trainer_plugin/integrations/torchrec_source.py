@@ -1,0 +1,252 @@
+"""TorchRec: the shards of a `DistributedModelParallel` as tables, with their fused optimizers.
+
+Names are those of the model before it was sharded: table t1 of a collection at `ebc` is
+`ebc.embedding_bags.t1`, whatever the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+
+from recpoint.errors import SettingsError
+from recpoint.format.manifest import Columns
+from recpoint.trainer_plugin.integrations.fbgemm import Kernel
+from recpoint.trainer_plugin.names import canonical_name
+from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.table_source import Marker
+
+__all__ = ["ShardTable", "TorchRecSource"]
+
+#: Sharded module -> the attribute of the plain one under which its tables are.
+_COLLECTIONS = {
+    ShardedEmbeddingBagCollection: "embedding_bags",
+    ShardedEmbeddingCollection: "embeddings",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardTable(Table):
+    """The rows and columns of one table that one TBE of this process holds.
+
+    Attributes:
+        kernel: the TBE.
+        position: of the shard in it.
+        slice: of a table that a torch optimizer trains: the parameter that it was given.
+    """
+
+    kernel: Kernel
+    position: int
+    slice: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows in the TBE's buffer, or the parameter that is the same rows."""
+        if self.slice is not None:
+            return self.slice
+        return self.kernel.weights()[self.position]
+
+    @property
+    def first_row(self) -> int:
+        """From TorchRec's plan."""
+        return self._offsets[0]
+
+    @property
+    def table_rows(self) -> int:
+        """From the table's configuration."""
+        return int(self._config.num_embeddings)
+
+    @property
+    def columns(self) -> Columns | None:
+        """From TorchRec's plan."""
+        whole = int(self._config.embedding_dim)
+        return None if self.dim == whole else Columns(first=self._offsets[1], of=whole)
+
+    @property
+    def trained(self) -> bool:
+        """A fused TBE trains whatever is looked up in training mode."""
+        return self.fused or self.weight.requires_grad
+
+    @property
+    def fused(self) -> bool:
+        """Whether the TBE updates rows in backward."""
+        return self.kernel.fused
+
+    @property
+    def counts_changes(self) -> bool:
+        """All tables of a TBE are one tensor, whose changes are counted together."""
+        return False
+
+    @property
+    def row_states(self) -> Mapping[str, Tensor] | None:
+        """What the fused optimizer keeps."""
+        return self.kernel.row_states()[self.position] if self.fused else None
+
+    @property
+    def _config(self) -> Any:
+        return self.kernel.tables[self.position]
+
+    @property
+    def _offsets(self) -> tuple[int, int]:
+        # A replicated table has none.
+        place = self._config.local_metadata
+        return (0, 0) if place is None else (place.shard_offsets[0], place.shard_offsets[1])
+
+
+class TorchRecSource:
+    """The sharded modules of one model; see `table_source.TableSource`.
+
+    Args:
+        model: whose.
+        sharded: full names and modules, none part of another.
+    """
+
+    name = "torchrec"
+
+    def __init__(self, model: nn.Module, sharded: Sequence[tuple[str, nn.Module]]) -> None:
+        self.modules: Collection[str] = [name for name, _ in sharded]
+        self._kernels: list[Kernel] = []
+        found: list[ShardTable] = []
+        for name, module in sharded:
+            found += self._shards(canonical_name(model, name), module)
+        self._tables = found
+        self.tables: Sequence[Table] = [table for table in found if table.rows]
+        self._handles: list[RemovableHandle] = []
+
+    def _shards(self, name: str, module: nn.Module) -> list[ShardTable]:
+        attribute = _COLLECTIONS.get(type(module))
+        if attribute is None:
+            raise _refused(
+                f"module {name!r}",
+                f"a {type(module).__name__}",
+                " or ".join(kind.__name__ for kind in _COLLECTIONS),
+                "leave it out of the sharding plan, or use EmbeddingBagCollection",
+            )
+        prefix = f"{name}.{attribute}" if name else attribute
+        found = []
+        for kernel in _kernels(name, module):
+            self._kernels.append(kernel)
+            for position, config in enumerate(kernel.tables):
+                holder = getattr(module, attribute)[config.name]
+                table = f"{prefix}.{config.name}"
+                found.append(
+                    ShardTable(
+                        name=table,
+                        parameter_name=f"{table}.weight",
+                        kernel=kernel,
+                        position=position,
+                        slice=None if kernel.fused else holder.weight,
+                    )
+                )
+        return found
+
+    def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """See `table_source.TableSource.optimizers`.
+
+        Raises:
+            SettingsError: one of TorchRec's that is neither fused, nor a plain one with names.
+        """
+        return [optimizer for one in given for optimizer in _taken_apart(one)]
+
+    def track(self, markers: Mapping[str, Marker]) -> None:
+        """See `table_source.TableSource.track`; of other tables the gradients tell."""
+        self.untrack()
+        for kernel in self._kernels:
+            if kernel.fused:
+                own = [table for table in self._tables if table.kernel is kernel]
+                self._handles.append(kernel.track([_marker(table, markers) for table in own]))
+
+    def untrack(self) -> None:
+        """See `table_source.TableSource.untrack`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps and hyperparameters of the fused optimizers, by table."""
+        states = {id(kernel): kernel.state() for kernel in self._kernels if kernel.fused}
+        return {table.name: states[id(table.kernel)] for table in self._tables if table.fused}
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """See `table_source.TableSource.load_state_dicts`."""
+        stored: dict[str, Mapping[str, Any]] = {}
+        for state in states:
+            stored |= state
+        for kernel in self._kernels:
+            names = [table.name for table in self._tables if table.kernel is kernel]
+            known = [stored[name] for name in names if name in stored]
+            if kernel.fused and known:
+                # One TBE has one count. Those of tables that were in several differ only where a
+                # TBE was left out of batches: the largest then, as FBGEMM would have counted.
+                kernel.load_state(max(known, key=lambda state: state["iter"] or 0))
+
+
+class _NoRows:
+    """In place of a marker, for a shard without rows: nothing of it can be looked up."""
+
+    def looked_up(self, ids: Tensor) -> None:
+        pass
+
+    def applied(self) -> None:
+        pass
+
+    def mark(self, ids: Tensor) -> None:
+        pass
+
+    def mark_all(self) -> None:
+        pass
+
+
+def _marker(table: ShardTable, markers: Mapping[str, Marker]) -> Marker:
+    return markers[table.key] if table.rows else _NoRows()
+
+
+def _kernels(name: str, module: nn.Module) -> Iterator[Kernel]:
+    lookups: Any = module._lookups
+    for lookup in lookups:
+        while isinstance(lookup, DistributedDataParallel):
+            lookup = lookup.module
+        for wrapper in lookup._emb_modules:
+            kernel = Kernel(name, wrapper)
+            names = [config.name for config in kernel.tables]
+            if not kernel.fused and len(set(names)) < len(names):
+                raise _refused(
+                    f"tables of {name!r}",
+                    "several columns of one table in one module of the compute kernel 'dense'",
+                    "one shard of each table",
+                    "choose the compute kernel 'fused' for tables that are sharded by columns",
+                )
+            yield kernel
+
+
+def _taken_apart(optimizer: Optimizer) -> Iterator[Optimizer]:
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            yield from _taken_apart(part)
+    elif isinstance(optimizer, KeyedOptimizerWrapper):
+        yield optimizer._optimizer
+    elif isinstance(optimizer, FusedOptimizer):
+        pass  # its rows and counts come with the tables
+    elif isinstance(optimizer, KeyedOptimizer):
+        raise _refused(
+            "optimizers",
+            f"a {type(optimizer).__name__}, whose own state cannot be saved",
+            "optimizers of torch, KeyedOptimizerWrapper, CombinedOptimizer, or fused ones",
+            "pass the optimizer in it, and use a learning-rate scheduler of torch",
+        )
+    else:
+        yield optimizer
+
+
+def _refused(subject: str, found: str, expected: str, next_step: str) -> SettingsError:
+    return SettingsError(subject, found=found, expected=expected, next_step=next_step)

@@ -1,0 +1,175 @@
+"""What becomes of checkpoints that were handed over: learned, counted, waited for.
+
+A checkpoint that comes to nothing raises nothing here: it is noted, and raised by `raise_noted`
+only when the settings ask for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import recpoint.errors
+from recpoint.errors import CheckpointCancelled, RecpointError
+from recpoint.format.records import CheckpointRef
+from recpoint.trainer_plugin.cutter import Cutter
+from recpoint.trainer_plugin.handoff import Answered, Event, Failed, Handoff, Staged
+from recpoint.trainer_plugin.ledger import Ledger
+from recpoint.trainer_plugin.policy import superseded
+from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.trainer_plugin.statistics import Statistics
+
+__all__ = ["Outcomes"]
+
+_log = logging.getLogger("recpoint")
+
+#: How long the end of training waits for an agent to appear when none is there.
+_AGENT_GRACE_SECONDS = 2.0
+_WAIT_SLICE_SECONDS = 0.2
+
+
+class Outcomes:
+    """The outcomes of one trainer's checkpoints. Used by the training thread only.
+
+    Args:
+        handoff: where they were handed over.
+        ledger: those on their way.
+        area: where they are staged.
+        cutter: learns what stored tables were quantized with.
+        settings: of the checkpointer.
+        statistics: what happened is counted there.
+        ends: whether the process is to end.
+        batches_done: when training began.
+
+    Attributes:
+        last_safe: batches of the newest checkpoint that is stored.
+        superseded: another trainer owns the run: nothing more of this one is stored.
+    """
+
+    def __init__(
+        self,
+        *,
+        handoff: Handoff,
+        ledger: Ledger,
+        area: StagingArea,
+        cutter: Cutter,
+        settings: Settings,
+        statistics: Statistics,
+        ends: Callable[[], bool],
+        batches_done: int,
+    ) -> None:
+        self._handoff = handoff
+        self._ledger = ledger
+        self._area = area
+        self._cutter = cutter
+        self._settings = settings
+        self._statistics = statistics
+        self._ends = ends
+        self._unraised: BaseException | None = None
+        self.last_safe = batches_done
+        self.superseded = False
+
+    def fetch(self) -> None:
+        """Act on what has happened since the last call; costs nothing when nothing has."""
+        if self._handoff.has_events():
+            for event in self._handoff.events():
+                self._apply(event)
+
+    def wait(
+        self, deadline: float, *, until_below: int, for_agent_seconds: float | None = None
+    ) -> None:
+        """Wait until fewer than `until_below` checkpoints are on their way.
+
+        Args:
+            deadline: no longer than until this monotonic time.
+            until_below: see above.
+            for_agent_seconds: nor longer than this without an agent; given: during training, so
+                nor once the process is to end. None: as long as a moment.
+        """
+        training = for_agent_seconds is not None
+        patience = _AGENT_GRACE_SECONDS if for_agent_seconds is None else for_agent_seconds
+        agent_seen = time.monotonic()
+        while True:
+            self.fetch()
+            now = time.monotonic()
+            if len(self._ledger) < until_below or now >= deadline or (training and self._ends()):
+                return
+            if self._area.agent_is_running():
+                agent_seen = now
+            elif now - agent_seen > patience and not self._handoff.is_staging():
+                return
+            if self._handoff.ensure_alive():
+                continue
+            self._handoff.wait_for_event(min(_WAIT_SLICE_SECONDS, deadline - now))
+
+    def wait_until_staged(self) -> None:
+        """Wait until all that was cut is in the staging area, or was given up."""
+        while self._handoff.is_staging():
+            if not self._handoff.ensure_alive():
+                self._handoff.wait_for_event(_WAIT_SLICE_SECONDS)
+            self.fetch()
+
+    def note_failure(self, error: BaseException) -> None:
+        """Count and log what went wrong; with `on_error="raise"` keep it for `raise_noted`."""
+        self._statistics.lost(error)
+        _log.error("a checkpoint failed: %s: %s", type(error).__name__, error)
+        if self._settings.on_error == "raise" and self._unraised is None:
+            self._unraised = error
+
+    def raise_noted(self) -> None:
+        """Raise what `note_failure` kept, once."""
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
+            raise error
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, Staged):
+            self._statistics.staged += 1
+        elif isinstance(event, Failed):
+            self._ledger.lost(event.ref, type(event.error).__name__)
+            self.note_failure(event.error)
+        elif event.outcome.result == "committed":
+            self._committed(event)
+        else:
+            self._rejected(event)
+
+    def _committed(self, event: Answered) -> None:
+        outcome = event.outcome
+        pending = self._ledger.committed(
+            event.ref, stored_bytes=outcome.stored_bytes, links_to_read=outcome.links_to_read
+        )
+        if pending is None:
+            return
+        self.last_safe = event.ref.step
+        self._cutter.learn(pending, outcome.quantizers)
+        self._statistics.safe(
+            event.ref.step,
+            pending.cut_seconds,
+            kind=pending.link.kind,
+            stored_bytes=outcome.stored_bytes,
+            committed_ms=outcome.finished_ms,
+        )
+
+    def _rejected(self, event: Answered) -> None:
+        outcome = event.outcome
+        self._ledger.lost(event.ref, outcome.error_type)
+        self.superseded = self.superseded or superseded(outcome.error_type)
+        if outcome.error_type == CheckpointCancelled.__name__:
+            self._statistics.cancelled += 1
+            return
+        self.note_failure(_rejection(event.ref, outcome.error_type, outcome.error))
+
+
+def _rejection(ref: CheckpointRef, error_type: str, text: str) -> RecpointError:
+    """The agent's error as one of ours, of the class that it had there if there is such a one."""
+    found = getattr(recpoint.errors, error_type, None)
+    if not (isinstance(found, type) and issubclass(found, RecpointError)):
+        found = RecpointError
+    return found(
+        f"checkpoint of {ref}",
+        found=f"rejected by the agent: {text}",
+        expected="a commit",
+        next_step="see the message; the next checkpoint holds these rows too",
+    )

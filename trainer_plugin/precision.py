@@ -1,0 +1,168 @@
+"""How many bits a stored value gets, from the restores that a job has to expect. Pure decisions.
+
+Each restore from quantized rows costs accuracy once, so the width follows from how many there will
+be; the thresholds are those of Check-N-Run (NSDI 2022). Restores of the past count too: what they
+have cost stays in the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from recpoint.errors import SettingsError
+from recpoint.format.dtypes import item_bytes
+from recpoint.format.history import Precision, RuleBits
+from recpoint.trainer_plugin.failures import ExpectedFailures, Past, failure_rate, hours_left
+from recpoint.trainer_plugin.settings import Bits
+from recpoint.trainer_plugin.table import Table
+
+__all__ = ["SMALL_TABLE_VALUES", "Width", "bits_for", "decide", "in_bits", "table_widths"]
+
+#: Restores that a width is good for.
+_RULE: tuple[tuple[int, RuleBits], ...] = ((1, 2), (3, 3), (20, 4))
+_WIDEST: RuleBits = 8
+
+#: With bits="auto" a table of at most so many values is exact: as float32 it takes 64 KiB, so that
+#: fewer bits save next to nothing, and its rows are often those that most samples share.
+SMALL_TABLE_VALUES = 1 << 14
+
+#: More than this from a past alone says no more than that there is hardly any past.
+_MOST_FROM_PAST = 1_000
+
+_MOST_EXPECTED = 10**9
+
+#: Bits of a stored value; None: as the rule says for each checkpoint.
+Width = int | None
+
+
+def bits_for(expected_milli: int | None) -> RuleBits:
+    """The width for so many thousandths of a restore; None: nobody knows how many."""
+    if expected_milli is not None:
+        for most, bits in _RULE:
+            if expected_milli <= 1_000 * most:
+                return bits
+    return _WIDEST
+
+
+def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) -> Precision:
+    """The width of a checkpoint.
+
+    Restores expected: those from quantized rows so far, and failure rate x hours left. Once there
+    were more of them than had been expected, the rest of the job has 8 bits.
+
+    Args:
+        expected: what was said of the job's failures.
+        past: what came before this trainer.
+        trained_ms: training so far, this trainer's included.
+    """
+    before = past.precision
+    if before is not None and before.fallen_back:
+        return before
+    estimate = _exceeded(expected, past)
+    if estimate is not None:
+        return Precision(
+            bits=_WIDEST,
+            expected_milli=estimate,
+            fallen_back=True,
+            reason=f"{past.lossy_restores} restores from quantized rows, {estimate / 1000:.3g} "
+            f"were expected: {_WIDEST} bits for the rest of the job",
+        )
+    left = hours_left(expected, trained_ms=trained_ms)
+    if left is None:
+        assert expected is not None and expected.job_hours is not None  # else there is time left
+        return _unknown(f"the job goes on for longer than the {expected.job_hours:g} h it was said")
+    rate = failure_rate(expected, past, trained_ms=trained_ms)
+    to_come = rate.per_hour * left
+    said = expected is not None and expected.per_node_hour is not None
+    if not said and to_come > _MOST_FROM_PAST:
+        return _unknown("no failure rate was given, and the job's past is too short to tell one")
+    milli = _milli(min(past.lossy_restores + to_come, _MOST_EXPECTED))
+    return Precision(
+        bits=bits_for(milli),
+        expected_milli=milli,
+        fallen_back=False,
+        reason=f"{milli / 1000:.3g} restores expected: {past.lossy_restores} from quantized rows "
+        f"so far, and {rate.per_hour:.3g} an hour ({rate.source}) in the next {left:.3g} h",
+    )
+
+
+def _exceeded(expected: ExpectedFailures | None, past: Past) -> int | None:
+    """An estimate that the restores so far exceed, in thousandths: for the whole job, or the one
+    that the restored checkpoint was written under; None when there is none.
+    """
+    estimates = []
+    if expected is not None and expected.per_node_hour is not None:
+        if expected.job_hours is not None:
+            whole = expected.per_node_hour * expected.nodes * expected.job_hours
+            estimates.append(_milli(min(whole, _MOST_EXPECTED)))
+    if past.precision is not None and past.precision.expected_milli is not None:
+        estimates.append(past.precision.expected_milli)
+    least = min(estimates, default=None)
+    return least if least is not None and 1_000 * past.lossy_restores > least else None
+
+
+def _milli(restores: float) -> int:
+    # What is a whole number but for rounding errors stays one.
+    return math.ceil(round(1_000 * restores, 6))
+
+
+def _unknown(reason: str) -> Precision:
+    return Precision(bits=_WIDEST, expected_milli=None, fallen_back=False, reason=reason)
+
+
+def in_bits(width: Width, precision: Precision | None) -> int:
+    """The bits that a table of this width is stored in."""
+    if width is not None:
+        return width
+    return _WIDEST if precision is None else precision.bits
+
+
+def table_widths(
+    tables: Sequence[Table],
+    bits: Bits,
+    table_bits: Mapping[str, Bits],
+    names: Collection[str] | None = None,
+) -> dict[str, Width]:
+    """`Table.key` -> its width; the dtype's own: stored exactly.
+
+    Args:
+        tables: that this process stores.
+        bits: of all that `table_bits` does not name.
+        table_bits: table name -> of its rows.
+        names: of the tables of the whole job; None: `tables` are all.
+
+    With `bits="auto"`, tables of at most `SMALL_TABLE_VALUES` values that `table_bits` does not
+    name are exact.
+
+    Raises:
+        SettingsError: `table_bits` names a table that there is not, or that is not trained.
+    """
+    known = {table.name: table for table in tables}
+    for name in table_bits:
+        if name not in known and names is not None and name in names:
+            continue  # another rank's
+        if name not in known:
+            raise SettingsError(
+                f"table_bits[{name!r}]",
+                found="no such table",
+                expected=f"one of {sorted(known)!r:.400}",
+                next_step="use the name of the embedding module, as in model.named_modules()",
+            )
+        if not known[name].changes:
+            raise SettingsError(
+                f"table_bits[{name!r}]",
+                found="a table that is not trained (requires_grad=False)",
+                expected="a table whose rows change",
+                next_step="take it out of table_bits: it is stored once, in fulls",
+            )
+    return {table.key: _width(table, bits, table_bits.get(table.name)) for table in tables}
+
+
+def _width(table: Table, bits: Bits, own: Bits | None) -> Width:
+    wanted = bits if own is None else own
+    # A frozen table is stored seldom and cannot recover from a rounding: keep its bytes.
+    small = wanted == "auto" and own is None and table.table_rows * table.dim <= SMALL_TABLE_VALUES
+    if wanted == "lossless" or not table.changes or small:
+        return 8 * item_bytes(table.dtype)
+    return None if wanted == "auto" else wanted

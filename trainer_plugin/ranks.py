@@ -1,0 +1,277 @@
+"""The processes that train one model together, and how they agree about its checkpoints.
+
+They agree when training starts, where a checkpoint is due, and at the end: by exchanges of a few
+integers over a group of their own, on the CPU, whatever training itself communicates with. Between
+two checkpoints nothing is exchanged. Every exchange has a time-out, after which an error says which
+ranks did not answer: one that is gone must not hold up the others for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from recpoint.errors import RankLost, SettingsError
+
+__all__ = ["Occasion", "Ranks"]
+
+_log = logging.getLogger("recpoint")
+
+_POLL_SECONDS: Final = 0.5
+#: How long a failed exchange waits for the ranks that are alive to say so.
+_ROLL_CALL_SECONDS: Final = 5.0
+
+#: What ranks exchange integers about.
+Occasion = Literal[
+    "what each rank has",
+    "whether all can go on",
+    "the memory of hosts",
+    "a checkpoint to restore",
+    "the interval",
+    "a checkpoint",
+    "a cut",
+    "lost checkpoints",
+    "the end of training",
+]
+_OCCASIONS: Final[tuple[str, ...]] = get_args(Occasion)
+_HEADER: Final = 3  # occasion, batches done or -1, how many integers follow
+
+#: Most integers that a rank says at once. All exchanges are of one length, so that ranks which do
+#: not do the same find out: gloo ends a process whose neighbours send another length.
+_MOST: Final = 12
+_serial = 0
+
+
+class Ranks:
+    """The ranks of this job; of a single process none of this does anything.
+
+    Every method but `announce` and `announced` is collective: all ranks call it, in one order.
+
+    Args:
+        wait_seconds: longest that a rank may be behind the others where they agree.
+
+    Attributes:
+        rank: of this process.
+        count: how many there are.
+
+    Raises:
+        RankLost: one did not answer.
+    """
+
+    def __init__(self, *, wait_seconds: float = 600.0) -> None:
+        self.rank, self.count = 0, 1
+        self._group: Any = None
+        self._store: Any = None
+        self._number = 0  # of exchanges so far
+        self._wait_seconds = wait_seconds
+        self._watch: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._announced: str | None = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._join()
+
+    def _join(self) -> None:
+        global _serial
+        _serial += 1
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        # Of its own, so that no exchange meets a collective of training, and on the CPU, so that
+        # none waits for a GPU.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._wait_seconds))
+        default = dist.distributed_c10d._get_default_store()
+        self._store = dist.distributed_c10d.PrefixStore(f"recpoint/{_serial}", default)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return self.count > 1
+
+    def exchange(
+        self, about: Occasion, values: Sequence[int], *, batches_done: int = -1
+    ) -> list[list[int]]:
+        """What each rank says, in the order of ranks.
+
+        Args:
+            about: the same on all ranks.
+            values: at most 12 integers of 64 bits; as many on each rank.
+            batches_done: the same on all ranks; -1: it does not matter.
+
+        Raises:
+            SettingsError: ranks came here for different things, or after different batches.
+            RankLost: one did not answer.
+        """
+        if self._group is None:
+            return [list(values)]
+        assert len(values) <= _MOST
+        header = [_OCCASIONS.index(about), batches_done, len(values)]
+        # Whatever the default device is: the group is of the CPU.
+        here = torch.zeros(_HEADER + _MOST, dtype=torch.int64, device="cpu")
+        here[: _HEADER + len(values)] = torch.tensor(
+            [*header, *map(int, values)], dtype=torch.int64, device="cpu"
+        )
+        there = [torch.empty_like(here) for _ in range(self.count)]
+        with self._answered():
+            dist.all_gather(there, here, group=self._group)
+        said = [one.tolist() for one in there]
+        if any(one[:_HEADER] != header for one in said):
+            raise _out_of_step(said)
+        return [one[_HEADER : _HEADER + len(values)] for one in said]
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of each rank, in the order of ranks; plain objects, at the start only."""
+        if self._group is None:
+            return [value]
+        data = pickle.dumps(value)
+        sizes = [size for (size,) in self.exchange("what each rank has", [len(data)])]
+        padded = bytearray(data.ljust(max(sizes), b"\0"))
+        here = torch.from_numpy(np.frombuffer(padded, dtype=np.uint8))  # on the CPU in any case
+        there = [torch.empty_like(here) for _ in range(self.count)]
+        with self._answered():
+            dist.all_gather(there, here, group=self._group)
+        # From the processes of this very job, which run the same code.
+        return [
+            pickle.loads(one.numpy().tobytes()[:size])
+            for one, size in zip(there, sizes, strict=True)
+        ]
+
+    def first(self, value: Any = None) -> Any:
+        """What rank 0 says."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def agree(self, error: BaseException | None, *, doing: str) -> None:
+        """Go on only when no rank has an error.
+
+        Raises:
+            BaseException: `error` itself, where there is one; elsewhere RankLost names the ranks
+                that had one.
+        """
+        if self._group is not None:
+            said = self.exchange("whether all can go on", [error is not None])
+            failed = [rank for rank, (bad,) in enumerate(said) if bad]
+            if failed and error is None:
+                raise self._lost(failed, f"an error while {doing}; see their logs")
+        if error is not None:
+            raise error
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        self._number += 1
+        try:
+            yield
+        except RuntimeError as error:  # gloo's: a time-out, or a closed connection
+            lost = self._missing()
+            raise self._lost(lost, f"no answer in exchange {self._number}") from error
+
+    def _missing(self) -> list[int]:
+        """Who does not say that it is alive; nobody, if that cannot be told."""
+        try:
+            self._store.set(f"alive/{self._number}/{self.rank}", b"1")
+            deadline = time.monotonic() + _ROLL_CALL_SECONDS
+            missing = list(range(self.count))
+            while missing and time.monotonic() < deadline:
+                missing = [
+                    rank
+                    for rank in missing
+                    if not self._store.check([f"alive/{self._number}/{rank}"])
+                ]
+                time.sleep(0.05)
+        except RuntimeError:
+            return []  # whoever kept the store is gone too
+        return missing
+
+    def _lost(self, ranks: list[int], found: str) -> RankLost:
+        who = ", ".join(map(str, ranks)) if ranks else "one or more (which cannot be told)"
+        return RankLost(
+            f"rank {who} of {self.count}",
+            found=found,
+            expected=f"every rank within {self._wait_seconds:g} s",
+            next_step="see the log of that rank; start the job again: it goes on from its last "
+            "checkpoint",
+        )
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """From now on know when any rank has announced that it is to end."""
+        if self._group is None or self._watch is not None:
+            return
+        self._watch = threading.Thread(target=self._look, name="recpoint-ranks", daemon=True)
+        self._watch.start()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_POLL_SECONDS):
+            try:
+                if self._store.check(["end"]):
+                    self._announced = "end"
+                    return
+            except RuntimeError:
+                return  # the store is gone: exchanges will tell
+
+    def announce(self) -> None:
+        """This rank is to end: all of them are, then."""
+        if self._group is not None and self._announced is None:
+            self._announced = "end"
+            with contextlib.suppress(RuntimeError):
+                self._store.set("end", b"1")
+
+    @property
+    def announced(self) -> bool:
+        """Whether some rank has said that it is to end; not collective, and costs nothing."""
+        return self._announced is not None
+
+    def meet(self, batches_done: int) -> int | None:
+        """Where all ranks can stop together, once all know that they are to; waits for nobody.
+
+        Called after each batch, from the one on after which a rank knows. No rank begins a batch
+        before every other one has begun the one before, since they train together: so the batch
+        after the last at which one of them learned of it is one that each can still stop after.
+
+        Returns:
+            The batch to stop after; None: not all have said yet.
+        """
+        if self._group is None:
+            return batches_done
+        with contextlib.suppress(RuntimeError):
+            mine = f"at/{self.rank}"
+            if not self._store.check([mine]):
+                self._store.set(mine, str(batches_done))
+            keys = [f"at/{rank}" for rank in range(self.count)]
+            if self._store.check(keys):
+                return max(int(self._store.get(key)) for key in keys) + 1
+        return None
+
+    def close(self) -> None:
+        """Leave; not collective."""
+        self._ended.set()
+        if self._watch is not None:
+            self._watch.join()
+            self._watch = None
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            # ValueError: the job has destroyed all groups already, and begun anew.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
+
+
+def _out_of_step(said: Sequence[Sequence[int]]) -> SettingsError:
+    """What is wrong when ranks came to one exchange with different headers."""
+    found = []
+    for rank, (about, batches_done, *_) in enumerate(said):
+        after = f" after batch {batches_done}" if batches_done >= 0 else ""
+        found.append(f"rank {rank} at {_OCCASIONS[about]}{after}")
+    return SettingsError(
+        "ranks",
+        found=", ".join(found),
+        expected="the same on all ranks",
+        next_step="call step() after every batch on each rank, and restore(), checkpoint() and "
+        "close() on all ranks after the same batch",
+    )

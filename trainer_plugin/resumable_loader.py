@@ -1,0 +1,208 @@
+"""A position in the batches of a dataloader, to the batch, for loaders that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin.reader import Stateful
+
+__all__ = ["ResumableLoader"]
+
+
+class ResumableLoader:
+    """The batches of `loader`, with a state: a `reader` for the Checkpointer, as a loader is one.
+
+    A loader that has `state_dict` and `load_state_dict` itself, as torchdata's, is asked for its
+    position. Of any other, like torch's DataLoader, the position is the number of batches given out
+    since an epoch began, and the state of the random generators at that moment: after a restore the
+    same epoch is begun with the same generators, and that many batches are read and dropped. So
+    what such a loader gives must follow from the global generators of python, numpy and torch at
+    the beginning of an epoch, its own `generator`, and what `set_epoch` tells its sampler.
+
+    Args:
+        loader: an iterable of batches; each `iter` of it is an epoch.
+
+    Attributes:
+        loader: it.
+        before_fetch: called each time before the next batch is asked of the loader, when set.
+        resumed_from: the state that was loaded last.
+        begun: whether a batch has been asked for since `iter`.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        if not isinstance(loader, Iterable):
+            raise SettingsError(
+                "ResumableLoader(loader)",
+                found=f"a {type(loader).__name__}",
+                expected="an iterable of batches, such as a DataLoader",
+                next_step="wrap the loader itself, not one of its batches or its iterator",
+            )
+        self.loader = loader
+        self.before_fetch: Callable[[], None] | None = None
+        self.resumed_from: dict[str, Any] | None = None
+        self.begun = False
+        self._given = self._given_before = 0
+        self._consumed: int | None = None
+        self._began: dict[str, Any] | None = None
+        self._before: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # a TypeError if it has none, as usual
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of `loader`; frameworks call its `set_epoch`."""
+        return getattr(self.loader, "sampler", None)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler of `loader`."""
+        return getattr(self.loader, "batch_sampler", None)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of `loader`."""
+        return getattr(self.loader, "dataset", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun = False
+        if self._loaded is None:
+            self._forget_epoch()
+        return self._epoch()
+
+    def count_consumed(self) -> None:
+        """One batch was trained: for a training loop that asks for one more before it trains.
+
+        Never called, each batch counts as trained when `state_dict` is.
+        """
+        self.expect_counts()
+        assert self._consumed is not None
+        self._consumed += 1
+
+    def expect_counts(self) -> None:
+        """From now on batches count as trained by `count_consumed`; none of this epoch is yet."""
+        if self._consumed is None:
+            self._consumed = self._given_before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batches that were trained."""
+        if self._loaded is not None:
+            return self._loaded
+        ahead = 0 if self._consumed is None else self._given - self._consumed
+        if ahead == 0:
+            return {**self._place(), "given": self._given, "fetch": rng_state.capture()}
+        if ahead != 1 or self._before is None:
+            raise SettingsError(
+                "the training dataloader",
+                found=f"{ahead} batches that were read and not trained",
+                expected="one at most",
+                next_step="let a framework read one batch ahead at most, or none",
+            )
+        return {**self._before, "then": rng_state.capture()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position of `state_dict`, with the next `iter`."""
+        if isinstance(self.loader, Stateful) and state["own"] is not None:
+            self.loader.load_state_dict(state["own"])
+        self._loaded = self.resumed_from = state
+
+    def _forget_epoch(self) -> None:
+        self._given, self._given_before, self._began, self._before = 0, 0, None, None
+        if self._consumed is not None:
+            self._consumed = 0
+
+    def _place(self) -> dict[str, Any]:
+        # Copied: the loader goes on before this is stored.
+        own = deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
+        return {"own": own, "began": self._began, "then": None}
+
+    def _epoch(self) -> Iterator[Any]:
+        """Begins when its first batch is asked for: a framework may call `iter` much earlier."""
+        self._tell()
+        self.begun = True
+        batches, resumed = self._begin()
+        while True:
+            if resumed is not None:
+                # As it was read, or would have been: whoever begins an epoch early, or looks at
+                # the first batch of one, may have drawn since the restore.
+                rng_state.restore(resumed["fetch"])
+            if self._may_be_ahead:
+                state = {**self._place(), "given": self._given}
+                self._before = {**state, "fetch": rng_state.capture()}
+            batch = next(batches, self)
+            if resumed is not None and resumed["then"] is not None:
+                rng_state.restore(resumed["then"])
+            resumed = None
+            if batch is self:
+                return
+            self._given += 1
+            yield batch
+            self._tell()
+
+    def _begin(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
+        """The batches that are left of the epoch, and what was loaded."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._forget_epoch()
+            self._given = self._given_before = loaded["given"]
+            if self._consumed is not None:
+                self._consumed = self._given
+        if isinstance(self.loader, Stateful):
+            return iter(self.loader), loaded
+        if loaded is not None and loaded["began"] is not None:
+            return self._skip(loaded), loaded
+        if loaded is not None:
+            rng_state.restore(loaded["fetch"])
+        self._began = self._generators()
+        return iter(self.loader), None
+
+    def _skip(self, loaded: dict[str, Any]) -> Iterator[Any]:
+        """Begin the epoch as it was begun then, and drop the batches that were trained."""
+        rng_state.restore(loaded["began"]["global"])
+        generator = self._own_generator()
+        if generator is not None and loaded["began"]["own"] is not None:
+            generator.set_state(loaded["began"]["own"])
+        self._began = self._generators()
+        batches = iter(self.loader)
+        for number in range(loaded["given"]):
+            if next(batches, self) is self:
+                raise SettingsError(
+                    "the training dataloader",
+                    found=f"{number} batches in the epoch",
+                    expected=f"more than the {loaded['given']} that the checkpoint was trained on",
+                    next_step="give the dataloader that the run was trained with",
+                )
+        return batches
+
+    def _generators(self) -> dict[str, Any]:
+        generator = self._own_generator()
+        return {
+            "global": rng_state.capture(),
+            "own": None if generator is None else generator.get_state(),
+        }
+
+    def _own_generator(self) -> torch.Generator | None:
+        found = getattr(self.loader, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+    @property
+    def _may_be_ahead(self) -> bool:
+        """Whether a framework that counts may read a batch before it trains the one before it."""
+        if self._consumed is None:
+            return False
+        try:
+            len(self)
+        except (TypeError, NotImplementedError):
+            return True
+        return False
+
+    def _tell(self) -> None:
+        if self.before_fetch is not None:
+            self.before_fetch()

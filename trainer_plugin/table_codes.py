@@ -1,0 +1,203 @@
+"""Quantizing rows where their table lives, in the cut, instead of staging their values (format §7).
+
+What reaches the slot is then smaller by the width, and of a table on a GPU so is what has to come
+to the host. The method is never chosen here: that takes longer than a stall may. A setting that
+leaves no choice says it; else it is what the agent chose for an earlier checkpoint of the chain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.staged_job import kernel_method
+from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.manifest import CODE_BITS, ChosenMethod, Quantizer
+from recpoint.format.records import CheckpointRef
+from recpoint.kernels import dirty_bitmap
+from recpoint.kernels.bit_packing.widths import packed_width
+from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows, quantize_rows
+from recpoint.trainer_plugin.device_drain import spare_bytes
+from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.table import Table
+
+__all__ = ["CODE_ARRAYS", "Codes", "TableQuantizer"]
+
+#: Bytes of a row beside its codes: scale, offset, flag; on the way also a second flag and the id.
+_ROW_BYTES = 9
+_ROW_BYTES_ON_DEVICE = 18
+
+CODE_ARRAYS: dict[str, Dtype] = {"codes": "U8", "scale": "F32", "offset": "F32", "wide": "BOOL"}
+
+
+class _Learned(NamedTuple):
+    """A method, and the width that it was chosen for."""
+
+    bits: int
+    method: ChosenMethod
+
+
+class Codes(NamedTuple):
+    """Rows of one table, quantized, on the table's device.
+
+    `ids`: which rows, int64 ascending; None: all.
+    """
+
+    method: ChosenMethod
+    ids: Tensor | None
+    rows: PackedRows
+    exact: ExactRows
+
+    def arrays(self) -> list[tuple[str, Dtype | None, Tensor]]:
+        """Name, stored dtype (None: the table's) and bytes of each array of the slot."""
+        named = zip(CODE_ARRAYS.items(), (*self.rows[:3], self.rows.wide), strict=True)
+        found: list[tuple[str, Dtype | None, Tensor]] = [
+            (name, dtype, array) for (name, dtype), array in named
+        ]
+        return [*found, ("exact_at", "I64", self.exact.positions), ("exact", None, self.exact[1])]
+
+
+class TableQuantizer:
+    """Knows which tables' rows to quantize in the cut, and with what.
+
+    All methods are called from the training thread.
+
+    Args:
+        tables: what this rank stores, in the order in which the job's tables are stored.
+        settings: `quantize_on` and `quantizer`.
+
+    Attributes:
+        wanted: whether any table may be quantized here.
+    """
+
+    def __init__(self, tables: Sequence[Table | None], settings: Settings) -> None:
+        self._tables = tuple(tables)
+        self._on = settings.quantize_on
+        self._name = settings.quantizer
+        self.wanted = self._on != "host"
+        self._learned: tuple[CheckpointRef | None, dict[str, _Learned]] = (None, {})
+
+    def prepare(self, widths: Mapping[str, int | None]) -> None:
+        """Compile what is known to be needed: before training.
+
+        Args:
+            widths: `Table.key` -> bits of a value; None: any.
+        """
+        for table in self._tables:
+            if table is None:
+                continue
+            width = widths[table.key]
+            for bits in CODE_BITS if width is None else (width,):
+                method = _fixed(self._name, bits)
+                if method is not None and self._may(table, bits):
+                    _compile(table, bits, method)
+
+    def learn(
+        self, base: CheckpointRef, bits: Sequence[int], quantizers: Sequence[Quantizer]
+    ) -> None:
+        """Remember what a checkpoint of the chain from `base` was quantized with.
+
+        Args:
+            bits: of a value of each table.
+            quantizers: as its outcome has them.
+        """
+        known = dict(self._learned[1]) if self._learned[0] == base else {}
+        new: list[tuple[Table, _Learned]] = []
+        for quantizer in quantizers:
+            table = self._tables[quantizer.table]
+            if table is None:
+                continue
+            found = _Learned(bits[quantizer.table], quantizer.chosen)
+            if self._may(table, found.bits) and known.get(table.key) != found:
+                known[table.key] = found
+                new.append((table, found))
+        if not any(table.weight.is_cuda for table, _ in new):
+            self._learned = base, known
+            return
+
+        def compile_first() -> None:
+            # A GPU kernel is compiled for its method: that takes seconds, and no stall may.
+            for table, found in new:
+                _compile(table, found.bits, found.method)
+            self._learned = base, known
+
+        threading.Thread(target=compile_first, name="recpoint-compile", daemon=True).start()
+
+    def codes(
+        self,
+        table: Table,
+        bits: int,
+        bitmap: Tensor | None,
+        row_count: int,
+        *,
+        base: CheckpointRef | None,
+    ) -> Codes | None:
+        """Quantize the rows to be staged of a table; None: their values are to be staged.
+
+        Waits for the table's device, to know how many rows have to be kept exactly.
+
+        Args:
+            table: whose.
+            bits: of a value.
+            bitmap: of the rows; None: all.
+            row_count: how many they are.
+            base: of the chain; None: this is a full.
+        """
+        method = self._method(table, bits, base)
+        if method is None or row_count == 0 or not self._may(table, bits):
+            return None
+        values = table.weight.detach()
+        value_bytes = table.dim * item_bytes(table.dtype)
+        code_bytes = packed_width(table.dim, bits)
+        if values.is_cuda and row_count * (code_bytes + _ROW_BYTES_ON_DEVICE) > spare_bytes(
+            values.device
+        ):
+            return None
+        try:
+            ids = None if bitmap is None else dirty_bitmap.collect(bitmap, rows=table.rows)
+            rows = quantize_rows(values, ids, bits, kernel_method(method), half_parameters=True)
+            exact = exact_rows(values, ids, rows.exact)
+        except torch.OutOfMemoryError:
+            return None  # spare, but in pieces that are too small
+        kept = exact.positions.numel() * (8 + value_bytes)
+        # A slot takes a full of values at most, whatever the rows are.
+        if row_count * (code_bytes + _ROW_BYTES) + kept > row_count * value_bytes:
+            return None
+        return Codes(method, ids, rows, exact)
+
+    def _method(self, table: Table, bits: int, base: CheckpointRef | None) -> ChosenMethod | None:
+        fixed = _fixed(self._name, bits)
+        if fixed is not None:
+            return fixed
+        known, learned = self._learned
+        found = learned.get(table.key) if base is not None and known == base else None
+        return found.method if found is not None and found.bits == bits else None
+
+    def _may(self, table: Table, bits: int) -> bool:
+        """Whether setting, width and the table's form allow it."""
+        wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
+        possible = table.weight.is_cuda or table.weight.is_cpu
+        narrower = bits < 8 * item_bytes(table.dtype)
+        return wanted and possible and narrower and table.dtype != "F64"
+
+
+def _compile(table: Table, bits: int, method: ChosenMethod) -> None:
+    row = torch.zeros_like(table.weight[:1], requires_grad=False)
+    first = torch.zeros(1, dtype=torch.int64, device=row.device)
+    for ids in (None, first):
+        quantize_rows(row, ids, bits, kernel_method(method), half_parameters=True)
+
+
+@cache
+def _fixed(quantizer: str, bits: int) -> ChosenMethod | None:
+    """The method of a setting that leaves the agent no choice."""
+    if quantizer == "auto" and bits == 8:
+        quantizer = "asymmetric"
+    if quantizer not in ("asymmetric", "symmetric"):
+        return None
+    return ChosenMethod(method=quantizer, bins=0, ratio_permille=0, refits=0, sample_rows=0, seed=0)
