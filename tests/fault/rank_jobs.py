@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recpoint.catalog import persist, staged
-from recpoint.errors import RanksMissing
+from recpoint.catalog import staged
 from recpoint.format.job import Job
 from tests.fault.lives import begin
 from tests.fault.rank_lives import rank_life
 
-__all__ = ["WAITING", "Agent", "Life", "RankJob", "require_same_end"]
+__all__ = ["WAITING", "Life", "RankJob", "require_same_end"]
 
 #: More than a rank waits for others, and then for its own checkpoint.
 _PATIENCE_SECONDS = 600.0
@@ -87,35 +84,6 @@ class RankJob:
         (run,) = staged.run_directories(self.staging)
         found = [staged.read_job(path) for path in staged.staged_jobs(run)]
         return sorted(found, key=lambda job: (job.step, job.rank))
-
-
-class Agent:
-    """Persists what is staged, in a thread, as long as the block runs."""
-
-    def __init__(self, staging: Path) -> None:
-        self._staging = staging
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.errors: list[BaseException] = []
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        assert not self.errors, self.errors
-
-    def _run(self) -> None:
-        try:
-            with staged.AgentLock(self._staging):
-                while not self._stop.wait(0.01):
-                    for run in staged.run_directories(self._staging):
-                        for path in staged.staged_jobs(run):
-                            with suppress(RanksMissing, FileNotFoundError):
-                                persist.persist_job(path)
-        except BaseException as error:
-            self.errors.append(error)
 
 
 def require_same_end(lives: Sequence[Life], expected: Sequence[Life]) -> None:

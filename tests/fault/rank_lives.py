@@ -1,7 +1,8 @@
 """A small training job of several ranks, each a process that can be killed at any step.
 
 Dense layers and one table are replicated (DDP), one table is sharded by rows (`tests.row_shards`),
-dropout and a reader make every rank's randomness and position matter.
+dropout and a reader make every rank's randomness and position matter. On request the dense layers
+are in pieces, none of which is as long as every other (`fully_shard`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ from tests.polling import until
 __all__ = ["Shares", "disagreeing_rank", "rank_life"]
 
 ROWS, DIM, BATCH, SAMPLES = 60, 4, 4, 480
+#: Outputs of the hidden layer: no number of ranks but 1 divides them evenly.
+HIDDEN = 7
 
 table_source._SOURCES["tests.row_shards"] = "tests.row_shards"
 
@@ -52,11 +56,12 @@ class _Net(nn.Module):
         self.users = nn.Embedding(ROWS, DIM)
         self.items = row_shards.RowShard(ROWS + 1, DIM)
         self.drop = nn.Dropout(0.2)
-        self.top = nn.Linear(2 * DIM, 1)
+        self.hidden = nn.Linear(2 * DIM, HIDDEN)
+        self.top = nn.Linear(HIDDEN, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         both = torch.cat([self.users(ids % ROWS), self.items(ids % (ROWS + 1))], dim=1)
-        scores: Tensor = self.top(self.drop(both))
+        scores: Tensor = self.top(self.hidden(self.drop(both)).tanh())
         return scores.squeeze(1)
 
 
@@ -150,24 +155,27 @@ def rank_life(
         else DistributedDataParallel(_Net(), find_unused_parameters=True)
     )
     torch.manual_seed(100 + rank)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    table = [p for name, p in model.named_parameters() if "users" in name]
+    dense = [p for name, p in model.named_parameters() if "users" not in name]
+    optimizers = [torch.optim.Adagrad(table, lr=0.1), torch.optim.Adam(dense, lr=0.1)]
     reader = Shares(rank, ranks)
     samples: list[int] = []
     given: dict[str, Any] = {"interval_batches": 2, "staging": staging, "ranks_wait_seconds": 90.0}
     found: dict[str, Any] = {}
     with (
         _telling(Path(told), found),
-        Checkpointer(model, optimizer, run=url, reader=reader, **(given | (settings or {}))) as c,
+        Checkpointer(model, optimizers, run=url, reader=reader, **(given | (settings or {}))) as c,
     ):
         report = c.restore()
         begun = c.batches_done
-        restored = _digest(model, optimizer)
+        restored = _digest(model, optimizers)
         while c.batches_done < until_batch:
             ids = reader.next()
             samples += ids.tolist()
-            optimizer.zero_grad()
+            model.zero_grad()
             nn.functional.mse_loss(model(ids), torch.rand(len(ids))).backward()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             if terminate_at == c.batches_done + 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             if killed_after == c.batches_done + 1:
@@ -184,10 +192,11 @@ def rank_life(
             begun=begun,
             restored=None if report is None else report.restored.step,
             restored_state=restored,
-            state=_digest(model, optimizer),
+            state=_digest(model, optimizers),
             drawn=[random.random(), float(np.random.random()), float(torch.rand(()))],
             position=reader.position,
             samples=samples,
+            pieces=[len(p.to_local()) for p in model.parameters() if isinstance(p, DTensor)],
             failed=c.stats.failed,
             bound=c.memory_bound_bytes,
             host_bound=c.host_memory_bound_bytes,
@@ -284,7 +293,13 @@ def _sharded(net: _Net) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    count = dist.get_world_size()
+    # Four ranks: two copies of each piece, of which one is stored.
+    if count == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "pieces"))
+    else:
+        mesh = init_device_mesh("cpu", (count,))
+    fully_shard(net.hidden, mesh=mesh)
     fully_shard(net.top, mesh=mesh)
 
     def average(table: Tensor) -> None:  # what DDP does for the table, which stays whole
@@ -296,7 +311,7 @@ def _sharded(net: _Net) -> nn.Module:
     return net
 
 
-def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def _digest(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str:
     """Of the whole model's bits, wherever its rows are."""
     net: Any = getattr(model, "module", model)
     found = hashlib.sha256()
@@ -307,7 +322,8 @@ def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
             found.update(size)
     found.update(str(net.items.steps).encode())
     for parameter in net.parameters():
-        for key, value in [("", parameter), *sorted(optimizer.state[parameter].items())]:
+        states = [one.state[parameter] for one in optimizers if parameter in one.state]
+        for key, value in [("", parameter), *sorted(chain(*map(dict.items, states)))]:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             found.update(key.encode() + whole.detach().numpy().tobytes())
     return found.hexdigest()

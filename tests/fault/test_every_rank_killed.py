@@ -24,8 +24,9 @@ from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.testing.seaweed import SeaweedServer
 from tests.fault.kill_points import at_every_step
 from tests.fault.lives import serving
-from tests.fault.rank_jobs import WAITING, Agent, Life, RankJob, require_same_end
+from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end
 from tests.fault.rank_lives import BATCH, SAMPLES
+from tests.training_builder import InlineAgent
 
 #: A checkpoint is cut after every second batch and at the end.
 _COMMITTED, _KILLED_FROM, _CUT, _END = 2, 3, 4, 5
@@ -38,7 +39,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Li
     found = {}
     for ranks in (2, 4):
         job = RankJob(tmp_path_factory.mktemp("uninterrupted"))
-        with Agent(job.staging):
+        with InlineAgent(job.staging):
             found[ranks] = job.train(ranks, _END, settings=WAITING)
     return found
 
@@ -48,7 +49,7 @@ def killed_at(
 ) -> bool:
     """Whether `rank` was killed; what it left is right in any case."""
     job, ranks = RankJob(place), len(expected)
-    with Agent(job.staging):
+    with InlineAgent(job.staging):
         first = job.train(ranks, _CUT, only=rank, kill=kill, kill_from=kill_from, settings=WAITING)
         killed = first[rank].exit_code == -signal.SIGKILL
         assert killed or [life.exit_code for life in first] == [0] * ranks
@@ -145,7 +146,7 @@ def test_torchrun_restarts_all_and_another_one_goes_on_with_more(
     tmp_path: Path, uninterrupted: dict[int, list[Life]]
 ) -> None:
     common = {"url": str(tmp_path / "run"), "staging": str(tmp_path / "staging")}
-    with Agent(tmp_path / "staging"):
+    with InlineAgent(tmp_path / "staging"):
         two = torchrun(2, tmp_path / "two", **common, until_batch=_END, killed=1, killed_after=_CUT)
         three = torchrun(3, tmp_path / "three", **common, until_batch=_END + 2)
     restarted = [two["1-0"], two["1-1"]]
