@@ -27,6 +27,7 @@ from recpoint.format.naming import (
     parse_generation_key,
     parse_manifest_key,
     parse_part_key,
+    parse_rejections_key,
     parse_validation_key,
     part_prefix,
 )
@@ -201,6 +202,7 @@ class _Checking:
                 and parse_manifest_key(key) is None
                 and parse_consolidated_key(key) is None
                 and parse_validation_key(key) is None
+                and parse_rejections_key(key) is None
             ):
                 self._add("info", key, "not an object of recpoint; ignored")
         self._look_at_parts(orphans)

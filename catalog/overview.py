@@ -51,7 +51,7 @@ _CLOCK_SECONDS = 60.0
 
 #: committed: there, nothing more is known. validated: its bytes have been compared (§10, sample or
 #: full). failed, stateless: a validation stands against it. damaged: its manifest is unreadable.
-#: What is staged, and what the agent has rejected, is in no catalog.
+#: What is only staged is in no catalog; of what an agent has rejected there is word only.
 State = Literal["committed", "validated", "failed", "stateless", "damaged"]
 
 
@@ -209,11 +209,13 @@ class Failure:
     `kind`: `validation` (failed), `manifest` (unreadable), `chain` (does not join up), `restart`
     (a trainer was killed, its successor went on), `deletion` (announced and not finished), `record`
     (another one, that nothing depends on, is damaged), `ranks` (a checkpoint waits for some of
-    several).
+    several), `rejected` (an agent found that it can never be stored).
     `when_ms`: by the clock of whoever recorded it; None: nobody did.
     """
 
-    kind: Literal["validation", "manifest", "chain", "restart", "deletion", "record", "ranks"]
+    kind: Literal[
+        "validation", "manifest", "chain", "restart", "deletion", "record", "ranks", "rejected"
+    ]
     subject: str
     cause: str
     when_ms: int | None

@@ -14,6 +14,7 @@ from recpoint.catalog.pins import read_deletion
 from recpoint.catalog.plan_record import PlanWatch
 from recpoint.catalog.rank_parts import read_part
 from recpoint.catalog.ranks_text import ranks_text
+from recpoint.catalog.rejections import RejectionWatch
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_end import read_end
 from recpoint.catalog.store_contract import ObjectInfo
@@ -71,6 +72,7 @@ class Troubles:
         self.chains: dict[ManifestName, RecpointError] = {}
         self.end: FormatError | None = None
         self.plan = PlanWatch(run)
+        self._rejections = RejectionWatch(run)
 
     def marks(self, age: Callable[[ObjectInfo], Age]) -> tuple[ExpiringManifest, ...]:
         """What retention has marked, ascending by key; new marks are read, some at each call."""
@@ -110,6 +112,7 @@ class Troubles:
             *self._chains(),
             *self._deletion(),
             *self._restarts(),
+            *self._rejected(),
             *self._records_for_people(),
             *self._ranks(live),
         ]
@@ -212,9 +215,23 @@ class Troubles:
                 when_ms=None,
                 next_step=error.next_step,
             )
-            for error in (self.end, self.plan.error)
+            for error in (self.end, self.plan.error, *self._rejections.damaged)
             if error is not None
         ]
+
+    def _rejected(self) -> list[Failure]:
+        found = [
+            Failure(
+                kind="rejected",
+                subject=f"{one.checkpoint}" + (f" of rank {record.rank}" if record.rank else ""),
+                cause=f"{one.error_type}: {one.error}",
+                when_ms=one.rejected_ms,
+                next_step="see the agent's log; the trainer stages its rows again",
+            )
+            for record in self._rejections.look()
+            for one in record.newest
+        ]
+        return sorted(found, key=lambda one: -(one.when_ms or 0))[:_TOLD]
 
     def _ranks(self, live: Sequence[ManifestName]) -> list[Failure]:
         """Checkpoints that the newest trainer can still commit, and that wait for some ranks."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
+from recpoint.catalog.answers import finish_committed, reject_job
 from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.commit import commit
 from recpoint.catalog.committed import Committed, committed
+from recpoint.catalog.job_store import forget_stores, job_store
 from recpoint.catalog.persist_encode import encode_group
 from recpoint.catalog.persist_plan import Group, plan_groups
 from recpoint.catalog.persist_quantize import Quantization, quantization_of, quantize_group
@@ -28,16 +28,14 @@ from recpoint.catalog.rank_parts import (
     missing_ranks,
     own_part,
     ranks_missing,
-    remove_parts,
     write_part,
 )
 from recpoint.catalog.run import Run
-from recpoint.catalog.staged import finish, read_job
+from recpoint.catalog.staged import read_job
 from recpoint.catalog.staged_job import StagedJob, open_job
-from recpoint.catalog.store import S3Timeouts, Store, open_store
+from recpoint.catalog.store import Store
 from recpoint.errors import (
     ForeignObject,
-    FormatError,
     MalformedObject,
     NothingToRestore,
     ObjectNotFound,
@@ -46,9 +44,9 @@ from recpoint.errors import (
     StaleWriter,
     StoreError,
 )
-from recpoint.format.job import Job, Outcome
+from recpoint.format.job import Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import generation_key, parse_job_stem
+from recpoint.format.naming import generation_key
 
 __all__ = [
     "Committed",
@@ -56,23 +54,18 @@ __all__ = [
     "classify",
     "commit_job",
     "encode_step",
-    "finish_committed",
-    "forget_stores",
     "groups_of",
     "is_stored",
     "look_again",
     "open_target",
     "persist_job",
     "quantize_step",
-    "reject_job",
     "upload_step",
     "verify_step",
 ]
 
 #: Groups that are worked on at once: one is prepared while the one before it is uploaded.
 _GROUPS_IN_FLIGHT = 2
-
-_TIMEOUTS = S3Timeouts(attempts=3)
 
 
 def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
@@ -127,7 +120,7 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
         ForeignObject: another run is there.
     """
     job = read_job(job_file)
-    run = Run.open(_store_for(job.run_url, job.attempt) if store is None else store)
+    run = Run.open(job_store(job.run_url, job.attempt) if store is None else store)
     if run.id != job.run:
         raise ForeignObject(
             str(job_file),
@@ -136,18 +129,6 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
             next_step="nothing: the job is rejected; another run took the place of its run",
         )
     return run
-
-
-@lru_cache(maxsize=4)
-def _store_for(run_url: str, attempt: str) -> Store:
-    # One for all steps of a job: a new client of an object store takes a fifth of a second. Few
-    # attempts: whoever persists tries again by pauses of its own, which follow the interval.
-    return open_store(run_url, timeouts=_TIMEOUTS)
-
-
-def forget_stores() -> None:
-    """Open stores anew from here on: after a failure, since credentials may have been changed."""
-    _store_for.cache_clear()
 
 
 def already_committed(run: Run, job_file: Path | str) -> Committed | None:
@@ -241,7 +222,7 @@ def upload_step(job_file: Path | str, group: int, *, store: Store | None = None)
     """`upload_group` by number; bytes of the group's chunks."""
     staged, chosen = _group(job_file, group)
     if store is None:
-        store = _store_for(staged.job.run_url, staged.job.attempt)
+        store = job_store(staged.job.run_url, staged.job.attempt)
     return upload_group(store, staged, chosen)
 
 
@@ -324,69 +305,6 @@ def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quanti
     )
 
 
-def finish_committed(job_file: Path | str, there: Committed) -> Outcome:
-    """Tell the trainer that the checkpoint is there, and remove the job."""
-    job = read_job(job_file)
-    outcome = Outcome(
-        step=job.step,
-        generation=job.generation,
-        attempt=job.attempt,
-        result="committed",
-        error_type="",
-        error="",
-        stored_bytes=there.stored_bytes,
-        rank_bytes=there.rank_bytes,
-        links_to_read=there.links_to_read,
-        quantizers=there.quantizers,
-        finished_ms=_now_ms(),
-    )
-    finish(job_file, outcome)
-    return outcome
-
-
-def reject_job(
-    job_file: Path | str, error: RecpointError, *, store: Store | None = None
-) -> Outcome:
-    """Tell the trainer that the checkpoint will never be there, and why; remove the job."""
-    generation, step, attempt = _identity(Path(job_file))
-    job = _several_ranks(job_file)
-    outcome = Outcome(
-        step=step,
-        generation=generation,
-        attempt=attempt,
-        result="rejected",
-        error_type=type(error).__name__,
-        error=str(error)[:4000],
-        stored_bytes=0,
-        rank_bytes=0,
-        links_to_read=0,
-        quantizers=(),
-        finished_ms=_now_ms(),
-    )
-    finish(job_file, outcome)
-    if job is not None:
-        # After the answer, since a store that is away must not keep the trainer waiting for it.
-        _withdraw(job, store)
-    return outcome
-
-
-def _several_ranks(job_file: Path | str) -> Job | None:
-    try:
-        job = read_job(job_file)
-    except (FormatError, OSError):
-        return None
-    return job if job.ranks > 1 else None
-
-
-def _withdraw(job: Job, store: Store | None) -> None:
-    """Remove the part of a job that is dropped, or the others could still make a checkpoint of it:
-    one that is sound, and that nobody expects. A sweep removes what is left."""
-    with suppress(RecpointError):
-        run = Run.open(_store_for(job.run_url, job.attempt) if store is None else store)
-        if run.id == job.run:
-            remove_parts(run, job.ref, rank=job.rank)
-
-
 def _persist_groups(store: Store, job_file: Path) -> None:
     groups = groups_of(job_file)
     with ThreadPoolExecutor(_GROUPS_IN_FLIGHT + 1, thread_name_prefix="persist") as pool:
@@ -409,18 +327,6 @@ def _group(job_file: Path | str, index: int) -> tuple[StagedJob, Group]:
     raise_if_cancelled(job_file)  # each step looks first: nothing is quantized, encoded or sent
     staged = open_job(job_file)
     return staged, plan_groups(staged)[index]
-
-
-def _identity(job_file: Path) -> tuple[int, int, str]:
-    """(generation, step, attempt) of a job, which may be unreadable: the name says the rest."""
-    try:
-        job = read_job(job_file)
-        return job.generation, job.step, job.attempt
-    except RecpointError:
-        named = parse_job_stem(job_file.stem)
-        if named is None:
-            raise
-        return named[0], named[1], "0" * 32
 
 
 def _now_ms() -> int:

@@ -25,6 +25,7 @@ from recpoint.format.naming import (
     parse_generation_key,
     parse_manifest_key,
     parse_part_key,
+    parse_rejections_key,
     parse_validation_key,
     part_prefix,
 )
@@ -326,6 +327,7 @@ def _is_record(key: str) -> bool:
         or parse_manifest_key(key) is not None
         or parse_consolidated_key(key) is not None
         or is_retention_key(key)
+        or parse_rejections_key(key) is not None
     )
 
 

@@ -179,7 +179,7 @@ def _run_page(run: WatchedRun) -> Callable[[], None]:
     )
     heading(2, "Failures")
     failures = Table(
-        "As far as the catalog holds them; rejected checkpoints are in the agent's log",
+        "As far as the catalog holds them; what only has to wait is in the agent's log",
         run_texts.FAILURE_HEADINGS,
         long=(1, 2, 3),
         empty="None.",

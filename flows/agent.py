@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-from recpoint.catalog import persist, staged
+from recpoint.catalog import answers, persist, staged
 from recpoint.catalog.cancel import is_cancelled
 from recpoint.errors import (
     FormatError,
@@ -391,7 +391,7 @@ class Agent:
         log: logging.LoggerAdapter[logging.Logger],
     ) -> bool:
         try:
-            persist.reject_job(
+            answers.reject_job(
                 job_file,
                 StagingError(
                     str(job_file),

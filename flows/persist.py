@@ -20,19 +20,18 @@ from prefect.context import SyncClientContext, TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
+from recpoint.catalog.answers import finish_committed, reject_job
 from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.committed import Committed
+from recpoint.catalog.job_store import forget_stores
 from recpoint.catalog.persist import (
     already_committed,
     classify,
     encode_step,
-    finish_committed,
-    forget_stores,
     groups_of,
     is_stored,
     open_target,
     quantize_step,
-    reject_job,
     verify_step,
 )
 from recpoint.catalog.persist_plan import Group

@@ -25,6 +25,7 @@ __all__ = [
     "PINS_PREFIX",
     "PLAN_KEY",
     "PUBLISHED_PREFIX",
+    "REJECTIONS_PREFIX",
     "RUN_KEY",
     "NamedCheckpoint",
     "PARTS_PREFIX",
@@ -62,10 +63,12 @@ __all__ = [
     "parse_part_prefix",
     "parse_pin_key",
     "parse_publication_key",
+    "parse_rejections_key",
     "part_key",
     "part_prefix",
     "pin_key",
     "publication_key",
+    "rejections_key",
     "parse_validation_key",
     "row_chunk_key",
     "sample_chunk_key",
@@ -96,6 +99,7 @@ PLAN_KEY = "retention.json"
 CONSOLIDATED_PREFIX = "consolidated/"
 VALIDATIONS_PREFIX = "validations/"
 PUBLISHED_PREFIX = "published/"
+REJECTIONS_PREFIX = "rejections/"
 
 # [0-9] and \Z, not \d and $: the latter let other digits and a final newline through.
 _GENERATION = re.compile(r"generations/([0-9]{8})\.json\Z")
@@ -119,6 +123,7 @@ _LABEL = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}\Z")
 _NAMED = re.compile(r"(?:pins|metrics)/([0-9]{12})-([0-9]{8})-([a-z0-9][a-z0-9_.-]{0,63})\.json\Z")
 _EXPIRED = re.compile(r"expired/([0-9]{12}-[0-9]{8})(-full|-after-[0-9]{12})?\.json\Z")
 _PUBLISHED = re.compile(r"published/([0-9]{8})\.json\Z")
+_REJECTIONS = re.compile(r"rejections/r([0-9]{5})\.json\Z")
 _LEASE = re.compile(r"leases/([0-9a-f]{32})\.json\Z")
 _JOB = re.compile(r"([0-9]{8})-([0-9]{12})-r([0-9]{5})\Z")
 
@@ -332,6 +337,17 @@ def parse_publication_key(key: str) -> int | None:
     """Number of a publication record; None if `key` is not one's."""
     match = _PUBLISHED.match(key)
     return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def rejections_key(rank: int) -> str:
+    """Key of what was rejected of a rank."""
+    return f"{REJECTIONS_PREFIX}r{_within('rank', rank, 0, MAX_RANK):05d}.json"
+
+
+def parse_rejections_key(key: str) -> int | None:
+    """Rank in the key of what was rejected of one; None if `key` is not such a key."""
+    match = _REJECTIONS.match(key)
+    return int(match[1]) if match else None
 
 
 def is_retention_key(key: str) -> bool:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import torch
 
+from recpoint.catalog import staged
 from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.persist import persist_job
 from recpoint.catalog.pins import pin
 from recpoint.catalog.prune import execute
 from recpoint.catalog.prune_plan import plan_prune
@@ -34,6 +36,7 @@ from tests import catalog_builder
 from tests.agent_process import AgentProcess
 from tests.browser.conftest import PATIENCE_SECONDS, dashboard
 from tests.catalog_builder import build, copy_run, new_run, publish
+from tests.job_builder import stage
 from tests.polling import until as poll
 
 if TYPE_CHECKING:
@@ -160,6 +163,10 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
     pin(run, run.live_line()[1], label="release")
     plan = plan_prune(run, RetentionPolicy(keep_last=1), grace_seconds=3600)
     execute(run, plan)
+    job_file = stage(run, tmp_path / "staging", catalog_builder.tables(), step=400, generation=1)
+    slot = staged.slots_directory(job_file.parent.parent) / staged.read_job(job_file).slot
+    slot.write_bytes(bytes(slot.stat().st_size))
+    rejected = persist_job(job_file)
     with dashboard(tmp_path / "log", run.url) as address:
         page.goto(address)
         shows(page, "fine")
@@ -205,6 +212,9 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
             line.locator("th, td").all_inner_texts()
             for line in planned.locator("tbody tr:visible").all()
         ] == [[row.key, "stays", row.reason] for row in plan.rows()]
+        failed = page.locator("table", has_text="As far as the catalog holds them")
+        assert "step 400 (generation 1, " in failed.inner_text()
+        assert f"{rejected.error_type}: {rejected.error[:1024]}" in failed.inner_text()
         captions = page.locator("figcaption").all_inner_texts()
         assert "at most 42.0 s and 105 batches" in captions[0]
         assert not page.get_by_role("alert").locator("p:visible").count()

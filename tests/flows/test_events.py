@@ -11,7 +11,7 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from recpoint.catalog import persist
+from recpoint.catalog import job_store, persist
 from recpoint.catalog.run import Run
 from recpoint.errors import StoreAccessDenied
 from recpoint.flows.consolidate import run_consolidate
@@ -54,7 +54,7 @@ def test_a_job_that_lags_and_is_committed(
         kind="fail", on=frozenset({"put"}), key_contains="state", times=1, error=StoreAccessDenied
     )
     store = FaultStore(run.store, [fault])
-    monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
+    monkeypatch.setattr(job_store, "open_store", lambda url, **_: store)
     assert not run_persist(str(path)).is_completed()
     assert run_persist(str(path)).is_completed()
     lagging, committed = told(run, count=2)

@@ -17,7 +17,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 
-from recpoint.catalog import cancel, persist, persist_plan, staged
+from recpoint.catalog import cancel, job_store, persist, persist_plan, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.memory_target import MemoryTarget
 from recpoint.catalog.restore import restore
@@ -179,7 +179,7 @@ def test_tasks_are_run_again_for_what_may_heal_only(
         kind="fail", on=frozenset({"put"}), key_contains="state", times=times, error=error
     )
     store: Store = FaultStore(run.store, [fault])
-    monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
+    monkeypatch.setattr(job_store, "open_store", lambda url, **_: store)
     step = 100 + len(error.__name__)
     path = stage(run, tmp_path / "retried", tables(), step=step, generation=1)
     state = run_persist(str(path))

@@ -39,6 +39,7 @@ with atheris.instrument_imports(include=["recpoint"]):
         pack_record,
         unpack_record,
     )
+    from recpoint.format.rejections import Rejections
     from recpoint.format.retention_records import (
         Deletion,
         Lease,
@@ -56,7 +57,7 @@ with atheris.instrument_imports(include=["recpoint"]):
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 KINDS: list[type[Record]] = [
     *(RunRecord, GenerationRecord, EndRecord, Manifest, Job, Outcome),
-    *(Pin, Metric, Mark, Deletion, Lease, Cancel, Publication, Plan),
+    *(Pin, Metric, Mark, Deletion, Lease, Cancel, Publication, Plan, Rejections),
 ]
 SPLIT = b"\x00|\x00|"
 
@@ -99,6 +100,7 @@ def record_seeds() -> list[bytes]:
         "staging/cancel.json": 11,
         "published/00000007.json": 12,
         "retention.json": 13,
+        "rejections/r00003.json": 14,
     }
     seeds = []
     for path, kind in paths.items():

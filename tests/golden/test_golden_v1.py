@@ -26,6 +26,7 @@ from recpoint.format.records import (
     pack_record,
     unpack_record,
 )
+from recpoint.format.rejections import Rejections
 from recpoint.format.retention_records import Deletion, Lease, Mark, Metric, Pin, Plan, Publication
 from recpoint.format.state_tree import flatten, unflatten
 from recpoint.format.validation import ValidationRecord
@@ -306,6 +307,15 @@ def test_the_plan_of_a_retention() -> None:
     assert plan.manifests[1].manifest == naming.manifest_key(100, 1)
 
 
+def test_the_rejections_of_a_rank() -> None:
+    record = read(Rejections, naming.rejections_key(3))
+    assert (record.rank, record.count, record.host) == (3, 21, "trainer-0")
+    newest, before = record.newest
+    assert (newest.checkpoint.step, newest.error_type) == (120, "DigestMismatch")
+    assert newest.error.startswith("größe") and newest.rejected_ms == before.rejected_ms + 1
+    assert (before.checkpoint.step, before.error) == (100, "")
+
+
 def test_the_publication() -> None:
     record = read(Publication, naming.publication_key(7))
     assert (record.number, record.held, record.why) == (7, True, "zurück")
@@ -348,6 +358,7 @@ RETENTION = {
     Deletion: naming.DELETION_KEY,
     Lease: naming.lease_key("5f" * 16),
     Plan: naming.PLAN_KEY,
+    Rejections: naming.rejections_key(3),
     Publication: naming.publication_key(7),
     ValidationRecord: naming.validation_key(naming.ValidationName(100, 1, 3, "full", "failed")),
 }

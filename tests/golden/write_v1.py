@@ -39,6 +39,7 @@ from recpoint.format.records import (
     RunRecord,
     pack_record,
 )
+from recpoint.format.rejections import Rejection, Rejections
 from recpoint.format.retention_records import (
     Deletion,
     Lease,
@@ -523,6 +524,23 @@ def write_retention(directory: Path) -> None:
         planned_ms=TIME_MS,
     )
     _record(directory / naming.PLAN_KEY, plan)
+    rejections = Rejections(
+        run=RUN,
+        rank=3,
+        count=21,
+        newest=(
+            Rejection(
+                checkpoint=INCREMENT,
+                error_type="DigestMismatch",
+                error="größe: crc32c 1, expected 2",
+                rejected_ms=TIME_MS,
+            ),
+            Rejection(checkpoint=FULL, error_type="StaleWriter", error="", rejected_ms=TIME_MS - 1),
+        ),
+        host="trainer-0",
+        pid=4242,
+    )
+    _record(directory / naming.rejections_key(rejections.rank), rejections)
     metric = Metric(run=RUN, checkpoint=FULL, name="auc", value=(0.8125).hex(), created_ms=TIME_MS)
     _record(directory / naming.metric_key(FULL.step, FULL.generation, metric.name), metric)
     for key, ref in ((full, FULL), (merged, INCREMENT)):

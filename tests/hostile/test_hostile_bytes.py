@@ -29,6 +29,7 @@ from recpoint.format.records import (
     pack_record,
     unpack_record,
 )
+from recpoint.format.rejections import Rejections
 from recpoint.format.retention_records import Deletion, Lease, Mark, Metric, Pin, Plan, Publication
 from recpoint.format.untrusted_json import parse_json
 from recpoint.format.validation import ValidationRecord
@@ -41,6 +42,7 @@ PIN = naming.pin_key(100, 1, "release-7")
 METRIC = naming.metric_key(100, 1, "auc")
 PUBLISHED = naming.publication_key(7)
 PLAN = naming.PLAN_KEY
+REJECTIONS = naming.rejections_key(3)
 MARK = naming.expired_key(naming.manifest_key(100, 1))
 DELETION = naming.DELETION_KEY
 LEASE = naming.lease_key("5f" * 16)
@@ -538,6 +540,11 @@ RETENTION_FIELDS: list[tuple[type[Record], str, str, object]] = [
     (Plan, PLAN, "manifests", [{"manifest": "../x", "action": "keep", "reason": ""}] * 100_000),
     (Plan, PLAN, "manifests", None),
     (Plan, PLAN, "grace_ms", 0.5),
+    (Rejections, REJECTIONS, "newest", []),
+    (Rejections, REJECTIONS, "newest", [{"error": "x"}] * 100_000),
+    (Rejections, REJECTIONS, "count", 0),
+    (Rejections, REJECTIONS, "rank", 10**5),
+    (Rejections, REJECTIONS, "host", "x" * 256),
     (Metric, METRIC, "value", "nan"),
     (Metric, METRIC, "value", "inf"),
     (Metric, METRIC, "value", "0.5"),

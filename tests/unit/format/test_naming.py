@@ -62,6 +62,15 @@ def test_keys_of_retention_say_what_they_were_built_from(
         assert not naming.is_retention_key(key + "\n")
 
 
+@given(st.integers(0, naming.MAX_RANK))
+def test_keys_of_rejections(rank: int) -> None:
+    key = naming.rejections_key(rank)
+    assert naming.parse_rejections_key(key) == rank
+    assert naming.parse_rejections_key(key + "\n") is None
+    with pytest.raises(ValueError, match="rank"):
+        naming.rejections_key(naming.MAX_RANK + 1)
+
+
 @given(STEPS, GENERATIONS, st.none() | STEPS)
 def test_keys_of_consolidated_manifests(step: int, generation: int, after: int | None) -> None:
     if after is not None and after >= step:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog import cancel, persist, staged
+from recpoint.catalog import answers, cancel, persist, staged
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
@@ -190,7 +190,7 @@ def test_a_job_that_is_committed_all_the_same(place: Place) -> None:
         committed = persist.commit_job(job_file, store=run.store)
         train(training, ckpt, 2)
         until(lambda: is_marked(place))
-        persist.finish_committed(job_file, committed)
+        answers.finish_committed(job_file, committed)
         until(lambda: ckpt.stats.committed == 1)
         train(training, ckpt, 1)
         until(lambda: ckpt.stats.staged == 2)

@@ -1,0 +1,43 @@
+"""The record of checkpoints that were rejected, for people (format §4, §7)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import FailFast, Field
+
+from recpoint.format.naming import MAX_RANK
+from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part, Record
+
+__all__ = ["MAX_REJECTIONS", "MAX_REJECTIONS_BYTES", "Rejection", "Rejections"]
+
+#: So many are kept of a rank, the newest.
+MAX_REJECTIONS = 20
+
+#: A record is no larger: 20 errors of 1,024 characters of 6 bytes at most, each with its names.
+MAX_REJECTIONS_BYTES = 256 << 10
+
+
+class Rejection(Part):
+    """A checkpoint that an agent will never store, or a rank's part of one."""
+
+    checkpoint: CheckpointRef
+    error_type: Annotated[str, Field(max_length=80)]
+    error: Annotated[str, Field(max_length=1024)]
+    rejected_ms: Milliseconds
+
+
+class Rejections(Record):
+    """The newest of a rank, newest first; `count`: how many there were, these included."""
+
+    format: Literal["recpoint/rejections"] = "recpoint/rejections"
+    run: HexToken
+    rank: Annotated[int, Field(ge=0, le=MAX_RANK)]
+    count: Annotated[int, Field(ge=1, le=10**9)]
+    newest: Annotated[
+        tuple[Rejection, ...],
+        Field(min_length=1, max_length=MAX_REJECTIONS, strict=False),
+        FailFast(),
+    ]
+    host: Annotated[str, Field(max_length=255)]
+    pid: Annotated[int, Field(ge=0, lt=2**32)]
