@@ -9,10 +9,10 @@ import torch
 from recpoint.catalog.chain import Chain
 from recpoint.catalog.chain_rows import TableRows
 from recpoint.catalog.chunk_pool import SMALL_BYTES, ChunkPool
-from recpoint.catalog.chunk_reader import read_rows, read_state
-from recpoint.catalog.dense_shards import check_shards, dense_shards
+from recpoint.catalog.chunk_reader import read_rows
 from recpoint.catalog.restore_target import RestoreTarget, StateCheckingTarget, check_targets
 from recpoint.catalog.run import Run
+from recpoint.catalog.state_reading import StateReading
 from recpoint.catalog.stored_objects import look_at_stored
 from recpoint.errors import FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import ChunkEntry
@@ -71,13 +71,10 @@ class ChainReading:
             for table, into in enumerate(targets)
             if into is not None
         ]
-        states = [entry for entry in newest.chunks if entry.content == "state"]
-        self._bytes_to_read = sum(entry.bytes for entry in states)
-        self._bytes_to_read += sum(table.bytes for table in self._tables)
+        self._bytes_to_read = sum(table.bytes for table in self._tables)
         # The state first: when it is damaged, no table has been touched yet.
-        state = read_state(self._store, newest, pool, self._account)
-        for name, shards in dense_shards(state).items():
-            check_shards(shards, name=name)
+        states = StateReading(self._store, newest, pool, self._account, self._expect)
+        state = states.for_target(target)
         if isinstance(target, StateCheckingTarget):
             target.check_state(newest, state)
         with torch.no_grad():
@@ -113,6 +110,9 @@ class ChainReading:
             self._account(chunk.entry)
         for table in tables:
             table.finish()
+
+    def _expect(self, size_bytes: int) -> None:
+        self._bytes_to_read += size_bytes
 
     def _account(self, entry: ChunkEntry) -> None:
         self.chunks_read += 1

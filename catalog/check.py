@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple
 
 from recpoint.catalog.check_graph import DAMAGE, Damage, RepresentationGraph
 from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.chunk_reader import check_entry, check_stored, read_rows, read_state
+from recpoint.catalog.chunk_reader import check_entry, check_stored, read_rows
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
+from recpoint.catalog.state_reading import read_state
 from recpoint.errors import FormatError, MissingLink, NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (

@@ -1,4 +1,4 @@
-"""From stored chunks to checked rows and state trees: nothing is believed before it is checked.
+"""From stored chunks to checked rows: nothing is believed before it is checked.
 
 Read order R5 (format §6.3): length and crc32c of all bytes, then the header against the manifest's
 entry, then the row set and the row parameters.
@@ -6,22 +6,18 @@ entry, then the row set and the row parameters.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from recpoint.catalog.checked_read import read_checked
-from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.lineage import Representation
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import DigestMismatch, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
 from recpoint.format.dtypes import array_bytes, item_bytes
 from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
-from recpoint.format.state_tree import unflatten
 from recpoint.kernels import row_set
 
 __all__ = [
@@ -30,13 +26,11 @@ __all__ = [
     "check_stored",
     "read_chunk",
     "read_rows",
-    "read_state",
     "row_ids",
     "row_parameter",
 ]
 
 _NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"
-_TENSOR = re.compile(r"tensor\.(0|[1-9][0-9]{0,8})(?:\.(0|[1-9][0-9]{0,8}))?\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,68 +245,6 @@ def _decoded_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Te
         raise _malformed(
             entry.key, f"a row set that does not decode ({error})", "format §3.1"
         ) from error
-
-
-# --- state ---------------------------------------------------------------------------------------
-
-
-def read_state(
-    store: Store,
-    manifest: Manifest,
-    pool: ChunkPool,
-    on_chunk: Callable[[ChunkEntry], None],
-) -> dict[int, object]:
-    """The state tree of every rank, in new memory.
-
-    Raises:
-        FormatError: a chunk is damaged, or a rank's chunks do not make one tree.
-        ObjectNotFound: a chunk is missing.
-        StoreError: a chunk could not be read.
-    """
-    entries = [entry for entry in manifest.chunks if entry.content == "state"]
-    entries.sort(key=lambda entry: entry.key)
-    sections: dict[int, dict[str, Section]] = {rank: {} for rank in range(manifest.ranks)}
-    chunks = pool.in_order(entries, lambda entry: read_chunk(store, manifest, entry))
-    for entry, outcome in chunks:
-        chunk = outcome.result()
-        of_rank = sections[entry.rank]
-        twice = of_rank.keys() & chunk.sections.keys()
-        if twice:
-            raise _malformed(entry.key, f"{min(twice)} again", "each part of the state once")
-        of_rank.update(chunk.sections)
-        on_chunk(entry)
-    return {rank: _assemble(manifest, rank, parts) for rank, parts in sections.items()}
-
-
-def _assemble(manifest: Manifest, rank: int, sections: dict[str, Section]) -> object:
-    """One rank's state tree from the sections of all its state chunks (format §3.4)."""
-    key = f"{Representation.of(manifest).key}, state of rank {rank}"
-    if "tree" not in sections:
-        raise _malformed(key, "no tree", "one tree")
-    whole: dict[int, Tensor] = {}
-    pieces: dict[int, dict[int, Tensor]] = {}
-    for name, section in sections.items():
-        if name == "tree":
-            continue
-        match = _TENSOR.match(name)
-        if match is None:
-            raise _malformed(key, f"the tensor {name!r:.80}", "tensor.<i> or tensor.<i>.<piece>")
-        if match[2] is None:
-            whole[int(match[1])] = section_tensor(section)
-        else:
-            pieces.setdefault(int(match[1]), {})[int(match[2])] = section_tensor(section)
-    for number, parts in pieces.items():
-        if number in whole or sorted(parts) != list(range(len(parts))):
-            raise _malformed(key, f"tensor {number} with pieces missing", "each piece once")
-        ordered = [parts[piece] for piece in range(len(parts))]
-        if any(part.dim() != 1 or part.dtype != ordered[0].dtype for part in ordered):
-            raise _malformed(key, f"tensor {number} in pieces that do not fit", "1-D, one dtype")
-        whole[number] = torch.cat(ordered)
-    if sorted(whole) != list(range(len(whole))):
-        raise _malformed(key, f"the tensors {sorted(whole)!r:.80}", "numbers from 0 without gap")
-    tree = bytes(sections["tree"].data)
-    tensors = [whole[number] for number in range(len(whole))]
-    return unflatten(tree, tensors, name=key)
 
 
 def _malformed(key: str, found: str, expected: str) -> MalformedObject:

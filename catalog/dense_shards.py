@@ -22,6 +22,7 @@ __all__ = [
     "check_shards",
     "dense_shards",
     "fill_part",
+    "has_part",
     "is_shard",
     "join_shards",
     "parse_shard",
@@ -105,16 +106,16 @@ def fill_part(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor, *, 
     """Copy what lies at `at` of the whole tensor into `into`, however the pieces are cut.
 
     Args:
-        shards: of all ranks.
+        shards: of all ranks, or of those that have some of the part.
         at: where the part begins that is wanted.
         into: that part, of any strides and on any device.
         name: of the tensor, for errors.
 
     Raises:
-        MalformedObject: the pieces leave a gap, overlap, or differ in shape or dtype.
+        MalformedObject: the pieces leave a gap in it, overlap, or differ in shape or dtype.
         ValueError: the part does not lie in the tensor, or is of another dtype.
     """
-    filled = _checked(shards, name)
+    filled = _disjoint(shards, name)
     shape, dtype = shards[0].shape, shards[0].tensor.dtype
     inside = len(at) == into.dim() == len(shape) and all(
         0 <= part.start and part.stop <= size
@@ -123,7 +124,20 @@ def fill_part(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor, *, 
     if not inside or into.dtype != dtype:
         found = f"{into.dtype} {list(into.shape)} at {list(at)}"
         raise ValueError(f"{name!r}: {found} is no part of {dtype} {list(shape)}")
+    stored, needed = _elements_in(filled, _box(at, into)), into.numel()
+    if stored != needed:  # and they are disjoint
+        found = f"{stored} elements of {list(into.shape)} at {list(at)}"
+        raise _malformed(name, found, f"{needed}, without a gap")
     _copy(filled, at, into)
+
+
+def has_part(shards: Sequence[DenseShard], box: Sequence[range], *, name: str) -> bool:
+    """Whether every element of a part, a range along each dimension, is in one of these pieces.
+
+    Raises:
+        MalformedObject: they overlap, or differ in shape or dtype.
+    """
+    return _elements_in(_disjoint(shards, name), box) == math.prod(map(len, box))
 
 
 def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
@@ -149,6 +163,15 @@ def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
 
 def _checked(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
     """Those that hold something, in order; together they are the whole tensor, each part once."""
+    filled = _disjoint(shards, name)
+    stored, needed = sum(shard.tensor.numel() for shard in filled), math.prod(shards[0].shape)
+    if stored != needed:  # and they are disjoint
+        raise _malformed(name, f"{stored} elements in all pieces", f"{needed}, without a gap")
+    return filled
+
+
+def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
+    """Those that hold something, in order; pieces of one tensor, of which none overlap."""
     if not shards:
         raise _malformed(name, "no piece", "pieces that make it up")
     forms = {(shard.shape, shard.tensor.dtype) for shard in shards}
@@ -163,10 +186,15 @@ def _checked(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
             if all(_common(a, b) for a, b in zip(shard.box, other.box, strict=True)):
                 found = f"pieces at {list(shard.at)} and {list(other.at)} that overlap"
                 raise _malformed(name, found, "each element in one piece")
-    stored, needed = sum(shard.tensor.numel() for shard in filled), math.prod(shards[0].shape)
-    if stored != needed:  # and they are disjoint
-        raise _malformed(name, f"{stored} elements in all pieces", f"{needed}, without a gap")
     return filled
+
+
+def _elements_in(shards: Sequence[DenseShard], box: Sequence[range]) -> int:
+    """How many elements of a part disjoint pieces hold."""
+    return sum(
+        math.prod(len(_common(a, b)) for a, b in zip(shard.box, box, strict=True))
+        for shard in shards
+    )
 
 
 def _copy(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor) -> None:

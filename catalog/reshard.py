@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recpoint.catalog.logical_tables import LogicalState, LogicalTable, Piece, logical_tables
 from recpoint.catalog.part_placement import PartOfPiece, PieceSink, StateOfPiece
-from recpoint.catalog.restore_target import RowSink, TableTarget
+from recpoint.catalog.restore_target import RowSink, StateWanted, TableTarget
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
@@ -169,18 +169,20 @@ class PartsTarget:
 
     Attributes:
         manifest: the checkpoint that was restored.
-        state: the state tree of each rank.
     """
 
     def __init__(self, parts: Sequence[TablePart]) -> None:
         self._parts = parts
         self.manifest: Manifest | None = None
-        self.state: dict[int, object] = {}
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """See `RestoreTarget.begin`."""
         return map_parts(manifest, self._parts)
 
+    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+        """See `StateChoosingTarget.state_wanted`: nothing."""
+        return StateWanted()
+
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `RestoreTarget.finish`."""
-        self.manifest, self.state = manifest, state
+        self.manifest = manifest

@@ -100,9 +100,9 @@ def restore(
     Rows are decoded once: a row that a newer checkpoint of the chain has brought is passed over in
     the older ones.
 
-    Memory beyond the target's: `threads` + 3 chunks with their row ids, the state of all ranks,
-    8 MiB of rows a few times over, and two bits a row of the table that is being read, or of the
-    rows of it that are wanted.
+    Memory beyond the target's: `threads` + 3 chunks with their row ids, the state of the ranks that
+    the target asks for, 8 MiB of rows a few times over, and two bits a row of the table that is
+    being read, or of the rows of it that are wanted.
 
     Args:
         run: the run.

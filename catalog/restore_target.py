@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ __all__ = [
     "RestoreTarget",
     "RowSink",
     "StateCheckingTarget",
+    "StateChoosingTarget",
+    "StateWanted",
     "TableTarget",
     "check_targets",
     "mark_rows",
@@ -101,7 +103,8 @@ class RestoreTarget(Protocol):
         """
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """Take the state tree of each rank; every row has been written."""
+        """Take the state tree of each rank, or what `StateChoosingTarget` asked for; every row has
+        been written."""
 
 
 @runtime_checkable
@@ -113,6 +116,36 @@ class StateCheckingTarget(Protocol):
 
         Raises:
             IncompatibleModel: the state does not fit; nothing has been written.
+        """
+
+
+class StateWanted(NamedTuple):
+    """What a target needs of the state trees.
+
+    Attributes:
+        whole: ranks whose tree it needs.
+        briefly: ranks of whose tree, a dict, what is under `keys` is enough; more may come.
+        keys: of trees that are read briefly.
+    """
+
+    whole: Collection[int] = ()
+    briefly: Collection[int] = ()
+    keys: Collection[str] = ()
+
+
+@runtime_checkable
+class StateChoosingTarget(Protocol):
+    """A target that does not need the state of every rank."""
+
+    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+        """What it needs, of ranks of the checkpoint; asked again until that has all been read.
+
+        Args:
+            manifest: as for `begin`, which has been called.
+            known: the trees that have been read so far; nothing at first.
+
+        Raises:
+            FormatError: what is known is damaged.
         """
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple, Self
 
 from recpoint.catalog.chain import Chain, PassedOver
 from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.chunk_reader import read_state
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.run import Run
 from recpoint.catalog.sampled_rows import Sampled, read_samples
+from recpoint.catalog.state_reading import read_state
 from recpoint.catalog.stored_objects import look_at_stored
 from recpoint.catalog.validate_rows import RowValidation, Unequal
 from recpoint.catalog.validations import read_record, records_of

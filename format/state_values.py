@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = [
     "array_bits",
     "tensor_bits",
     "unflatten",
+    "unflatten_keys",
 ]
 
 MAX_TREE_BYTES = 64 << 20
@@ -87,17 +88,58 @@ def unflatten(
     Raises:
         MalformedObject: a tree or tensors that no `flatten` gave.
     """
-    tree = parse_json(
+    tree = _parsed(tree_json, name, next_step)
+    reader = _Reader(dict(enumerate(tensors)), name, next_step)
+    value = reader.value(tree)
+    reader.finish()
+    return value
+
+
+def unflatten_keys(
+    tree_json: bytes,
+    tensors: Mapping[int, torch.Tensor],
+    keys: Collection[str],
+    *,
+    name: str = "state tree",
+    next_step: str = "recpoint check URL --level full",
+) -> dict[str, Any] | None:
+    """Of a tree that is a dict what is under some keys; {} of another one.
+
+    Args:
+        tree_json: the tree.
+        tensors: some of its tensors by number, as for `unflatten`.
+        keys: those that are wanted; not all need to be there.
+        name, next_step: for errors.
+
+    Returns:
+        None where a tensor that it names is not among those given.
+
+    Raises:
+        MalformedObject: as `unflatten`, of what is looked at.
+    """
+    tree = _parsed(tree_json, name, next_step)
+    items = tree.get("dict") if isinstance(tree, dict) else None
+    wanted = [
+        item
+        for item in (items if isinstance(items, list) else ())
+        if isinstance(item, list) and item and isinstance(item[0], str) and item[0] in keys
+    ]
+    try:
+        reader = _Reader(tensors, name, next_step, partial=True)
+        found: dict[str, Any] = reader.value({"dict": wanted})
+    except _NotGiven:
+        return None
+    return found
+
+
+def _parsed(tree_json: bytes, name: str, next_step: str) -> Any:
+    return parse_json(
         tree_json,
         name=name,
         next_step=next_step,
         max_bytes=MAX_TREE_BYTES,
         max_depth=MAX_TREE_DEPTH,
     )
-    reader = _Reader(tensors, name, next_step)
-    value = reader.value(tree)
-    reader.finish()
-    return value
 
 
 def tensor_bits(value: torch.Tensor, name: str) -> torch.Tensor:
@@ -117,14 +159,26 @@ def _stored_dtype(name: str) -> Dtype:
     return _BITS_OF.get(name) or cast(Dtype, name)
 
 
+class _NotGiven(Exception):
+    """A tensor that the tree names, and that was not read."""
+
+
 class _Reader:
-    def __init__(self, tensors: Sequence[torch.Tensor], name: str, next_step: str) -> None:
-        self._tensors: list[torch.Tensor | None] = list(tensors)
+    def __init__(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        name: str,
+        next_step: str,
+        *,
+        partial: bool = False,
+    ) -> None:
+        self._tensors: dict[int, torch.Tensor | None] = dict(tensors)
+        self._partial = partial
         self._name = name
         self._next_step = next_step
 
     def finish(self) -> None:
-        left = sum(tensor is not None for tensor in self._tensors)
+        left = sum(tensor is not None for tensor in self._tensors.values())
         if left:
             self._refuse(f"{left} tensors that the tree does not name", "each of them named once")
 
@@ -255,7 +309,9 @@ class _Reader:
 
     def _take(self, index: Any, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:
         """Tensor `index`, which nothing else may name, after checking that it fits."""
-        if type(index) is not int or not 0 <= index < len(self._tensors):
+        if type(index) is int and self._partial and index not in self._tensors:
+            raise _NotGiven
+        if type(index) is not int or index not in self._tensors:
             self._refuse(f"tensor {brief(index)}", f"one of {len(self._tensors)}")
         tensor = self._tensors[index]
         if tensor is None:

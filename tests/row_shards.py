@@ -147,6 +147,9 @@ class _Source:
     def state_dict(self) -> Any:
         return [module.steps for module in self._modules]
 
+    def lacks_states(self, states: Sequence[Any]) -> bool:
+        return not states
+
     def load_state_dicts(self, states: Sequence[Any]) -> None:
         for module, steps in zip(self._modules, states[0], strict=True):
             module.steps = steps

@@ -70,7 +70,10 @@ class Checkpointer:
         run: the run URL: a local path, `file://`, `s3://bucket/prefix`.
         reader: where batches come from, with `state_dict` and `load_state_dict`.
         schedulers: learning-rate schedulers.
-        extras: name -> anything else with a state: gradient scalers, metrics.
+        extras: name -> anything else with a state: gradient scalers, metrics. Of several ranks each
+            has its own, which the rank of the same number gets back; those of ranks that are gone
+            are dropped, and a rank that was not there gets those of rank 0, with generators that
+            are seeded from the checkpoint's name and its number.
 
     The remaining settings are described at `Settings`.
 

@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from recpoint.catalog.dense_shards import DenseShard, fill_part, join_shards
+from recpoint.catalog.dense_shards import DenseShard, fill_part, has_part, join_shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Stored", "form_of", "is_piece", "piece_of", "restored_like", "write_into"]
+__all__ = [
+    "Stored",
+    "are_pieces",
+    "form_of",
+    "is_piece",
+    "lacks_some",
+    "piece_of",
+    "restored_like",
+    "write_into",
+]
 
 #: A dense tensor as a checkpoint has it: whole, or the pieces of all ranks.
 Stored = Tensor | Sequence[DenseShard]
@@ -28,6 +37,11 @@ def is_piece(tensor: object) -> TypeGuard[DTensor]:
     # Who has one has imported it, which takes a while.
     there = sys.modules.get("torch.distributed.tensor")
     return there is not None and isinstance(tensor, there.DTensor)
+
+
+def are_pieces(value: object) -> TypeGuard[Sequence[DenseShard]]:
+    """Whether it is a tensor that was stored in pieces, and no list of the user's."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], DenseShard)
 
 
 def piece_of(tensor: DTensor) -> dict[str, Any] | None:
@@ -44,6 +58,29 @@ def piece_of(tensor: DTensor) -> dict[str, Any] | None:
         "at": list(_offset(tensor)),
         "tensor": local.detach(),
     }
+
+
+def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
+    """Whether pieces that `write_into`, or `restored_like`, would need are not among these.
+
+    Args:
+        here: a parameter or buffer.
+        stored: it, or a part of its optimizer's state; pieces of all ranks, or of some.
+        name: for errors.
+    """
+    if isinstance(stored, Tensor):
+        return False
+    shape, _ = form_of(stored)
+    if shape == tuple(here.shape):
+        local, at = _local(here)
+        sizes = local.shape
+    else:  # state of another shape, which is needed whole
+        at, sizes = (0,) * len(shape), torch.Size(shape)
+    if not sizes.numel():
+        return False
+    return not has_part(
+        stored, [range(a, a + n) for a, n in zip(at, sizes, strict=True)], name=name
+    )
 
 
 def write_into(here: Tensor, stored: Stored, *, name: str) -> None:

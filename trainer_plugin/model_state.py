@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recpoint.trainer_plugin.dense_pieces import Stored, form_of, is_piece, piece_of, write_into
+from recpoint.trainer_plugin.dense_pieces import (
+    Stored,
+    form_of,
+    is_piece,
+    lacks_some,
+    piece_of,
+    write_into,
+)
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.table_source import TableSource
 from recpoint.trainer_plugin.tables import modules_of
@@ -63,6 +70,14 @@ class ModelState:
             if tensors[name] is None:
                 del tensors[name]
         return {"tensors": tensors, "extra": extra}
+
+    def lacks(self, saved: Mapping[str, Any]) -> bool:
+        """Whether other ranks may have pieces of tensors that are here, beside these."""
+        there = saved["tensors"]
+        return any(
+            name not in there or lacks_some(tensor, there[name], name=name)
+            for name, tensor in self.tensors().items()
+        )
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """What does not fit, one sentence each; [] when `restore` will work."""

@@ -12,7 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint.trainer_plugin.dense_pieces import is_piece, piece_of, restored_like
+from recpoint.trainer_plugin.dense_pieces import (
+    are_pieces,
+    is_piece,
+    lacks_some,
+    piece_of,
+    restored_like,
+)
 from recpoint.trainer_plugin.optimizer_rows import row_states
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.tables import parameter_names
@@ -70,6 +76,17 @@ class OptimizerState:
             }
             for optimizer in self._optimizers
         ]
+
+    def lacks(self, saved: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether other ranks have pieces of state of parameters that are here, beside these."""
+        names = parameter_names(self._model)
+        by_name = {names[id(p)]: p for p in self._model.parameters()}
+        return any(
+            name in by_name and are_pieces(value) and lacks_some(by_name[name], value, name=name)
+            for one in saved
+            for name, entry in one["state"].items()
+            for value in entry["values"].values()
+        )
 
     def differences(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
         """What does not fit, one sentence each."""
@@ -215,7 +232,7 @@ def _restored(
     for key in entry["keys"]:
         if key in entry["values"]:
             value = entry["values"][key]
-            if isinstance(value, list) or (isinstance(value, Tensor) and is_piece(parameter)):
+            if are_pieces(value) or (isinstance(value, Tensor) and is_piece(parameter)):
                 value = restored_like(parameter, value, name=str(key))
             if isinstance(value, Tensor) and key not in entry["on_host"]:
                 value = value.to(parameter.device)

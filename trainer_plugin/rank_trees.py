@@ -11,9 +11,10 @@ from typing import Any
 
 from recpoint.catalog.dense_shards import dense_shards, is_shard, parse_shard
 
-__all__ = ["own_part", "tree_for"]
+__all__ = ["nearest", "own_part", "tree_for"]
 
 _SHARED = ("schedulers",)
+_WHOLE = frozenset(("model", "optimizers"))
 
 
 def own_part(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,45 +41,76 @@ def _pieces(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {**entry, "values": values}
 
 
-def tree_for(state: Mapping[int, object], rank: int, count: int) -> dict[str, Any] | None:
+def tree_for(
+    state: Mapping[int, object], rank: int, count: int, stored: int
+) -> dict[str, Any] | None:
     """One tree for a rank, of those of a checkpoint; None: they hold no training state.
 
-    Pieces of dense tensors are lists of `DenseShard`, of all ranks. `rng` is None where no rank of
-    this number was there; `readers` are the states of all ranks' readers, `reader` is that of this
-    one, None where the number of ranks is another.
+    Pieces of dense tensors are lists of `DenseShard`, of all ranks whose trees are whole. `rng` is
+    None where no rank of this number was there; `readers` are the states of all ranks' readers,
+    None of those that were not read; `reader` is that of this one, None where the number of ranks
+    is another.
 
     Args:
-        state: rank -> its tree, as restored.
+        state: rank -> its tree, as restored: of rank 0 and of this one, where it was there, whole;
+            of others whole, in part, or not at all.
         rank: of this process.
         count: of ranks now.
+        stored: of ranks of the checkpoint.
 
     Raises:
         MalformedObject: a piece that is none.
     """
-    trees = [state[number] for number in sorted(state)]
-    if not all(isinstance(tree, dict) and {"model", "optimizers"} <= tree.keys() for tree in trees):
+    trees = {number: state[number] for number in sorted(state)}
+    if not all(isinstance(tree, dict) for tree in trees.values()):
         return None
-    first: Any = trees[0]
-    own: Any = state.get(rank)
-    tensors = {**first["model"]["tensors"], **dense_shards(state)}
-    readers = [tree.get("reader") for tree in trees]  # type: ignore[attr-defined]
+    whole: dict[int, Any] = {n: tree for n, tree in trees.items() if _is_whole(tree)}
+    if 0 not in whole or (rank in state and rank not in whole):
+        return None
+    first, own = whole[0], whole.get(rank)
+    readers = [trees[n].get("reader") if n in trees else None for n in range(stored)]  # type: ignore[attr-defined]
     sources: dict[str, list[Any]] = {}
-    for tree in trees:
+    for tree in trees.values():
         for name, value in tree.get("sources", {}).items():  # type: ignore[attr-defined]
             sources.setdefault(name, []).append(value)
     return {
         **first,
-        "model": {**first["model"], "tensors": tensors},
+        "model": {**first["model"], "tensors": first["model"]["tensors"] | dense_shards(whole)},
         "optimizers": [
-            _optimizer([tree["optimizers"][number] for tree in trees])  # type: ignore[index]
+            _optimizer([tree["optimizers"][number] for tree in whole.values()])
             for number in range(len(first["optimizers"]))
         ],
-        "reader": readers[rank] if len(trees) == count else None,
+        "reader": readers[rank] if stored == count else None,
         "readers": readers,
         "extras": first.get("extras") if own is None else own.get("extras"),
         "sources": sources,
         "rng": None if own is None else own.get("rng"),
     }
+
+
+def _is_whole(tree: object) -> bool:
+    return isinstance(tree, dict) and tree.keys() >= _WHOLE
+
+
+def nearest(rank: int, count: int, stored: int, known: Mapping[int, object]) -> set[int]:
+    """Ranks of a checkpoint that are likely to have the pieces which one of now lacks.
+
+    Libraries cut tensors in the order of ranks, so those come first whose share lies where this
+    rank's does; each time that it is asked with the trees of all these, twice as many beside them.
+
+    Args:
+        rank, count: of this process, and how many there are.
+        stored: how many the checkpoint has.
+        known: the trees that are there, whole or in part.
+    """
+    have = {number for number, tree in known.items() if _is_whole(tree)}
+    first, end = rank * stored // count, -(-(rank + 1) * stored // count)
+    reach = 0
+    while True:
+        near = set(range(max(0, first - reach), min(stored, end + reach)))
+        if len(near) == stored or not near <= have:
+            return near
+        reach = max(1, 2 * reach)
 
 
 def _optimizer(saved: list[Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recpoint.catalog.logical_tables import LogicalState, LogicalTable, logical_tables
 from recpoint.catalog.reshard import TablePart, map_parts
-from recpoint.catalog.restore_target import RowSink, TableTarget
+from recpoint.catalog.restore_target import RowSink, StateWanted, TableTarget
 from recpoint.catalog.restored_model import dense_tensors, weight_name
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import dtype_name, torch_dtype
@@ -18,9 +18,9 @@ from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
 from recpoint.trainer_plugin.policy import Tip
-from recpoint.trainer_plugin.rank_trees import tree_for
+from recpoint.trainer_plugin.rank_trees import nearest, tree_for
 from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.training_state import TrainingState
+from recpoint.trainer_plugin.training_state import OF_ALL_RANKS, TrainingState
 
 __all__ = ["ModelTarget", "PartialTarget", "tip_of"]
 
@@ -78,21 +78,38 @@ class ModelTarget:
         parts = [self._part(table, there[table.name]) for table in self._tables]
         return map_parts(manifest, parts)
 
+    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+        """See `catalog.restore_target.StateChoosingTarget.state_wanted`.
+
+        What all ranks have alike is in the tree of rank 0. Of other ranks this one needs readers'
+        states where they are to be divided anew, and the trees that have pieces which it lacks.
+        """
+        own = {0, self._rank} & set(range(manifest.ranks))
+        saved = self._tree(manifest, known) if own <= known.keys() else None
+        if saved is None:
+            return StateWanted(whole=own)
+        briefly: set[int] = set()
+        if self._state.lacks_ranks(saved):
+            briefly = set(range(manifest.ranks))
+        if self._state.lacks_pieces(saved):
+            own |= nearest(self._rank, self._count, manifest.ranks, known)
+        return StateWanted(whole=own, briefly=briefly, keys=OF_ALL_RANKS)
+
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.StateCheckingTarget.check_state`."""
-        _refuse(manifest, self._state.differences(self._tree(state)))
+        _refuse(manifest, self._state.differences(self._tree(manifest, state)))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.RestoreTarget.finish`."""
-        saved = self._tree(state)
+        saved = self._tree(manifest, state)
         assert saved is not None  # check_state has looked at it
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
         )
         self.manifest = manifest
 
-    def _tree(self, state: dict[int, object]) -> dict[str, Any] | None:
-        return tree_for(state, self._rank, self._count)
+    def _tree(self, manifest: Manifest, state: Mapping[int, object]) -> dict[str, Any] | None:
+        return tree_for(state, self._rank, self._count, manifest.ranks)
 
     def _part(self, table: Table, stored: LogicalTable) -> TablePart:
         current = self._state.optimizers.row_states(table).tensors

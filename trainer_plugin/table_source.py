@@ -83,9 +83,13 @@ class TableSource(Protocol):
         """What the next life needs beside rows and row states: step counts, learning rates. Of what
         format §3.4 can store; stored by each rank."""
 
+    def lacks_states(self, states: Sequence[Any]) -> bool:
+        """Whether what further ranks of the checkpoint returned may be needed beside these."""
+
     def load_state_dicts(self, states: Sequence[Any]) -> None:
-        """Go on from what the ranks of a checkpoint returned, in the order of ranks. They may be
-        more or fewer than now, and may have held other tables. Rows and row states are in place."""
+        """Go on from what ranks of a checkpoint returned, in the order of ranks: all of them, or
+        some that nothing was lacking from. They may be more or fewer than now, and may have held
+        other tables. Rows and row states are in place."""
 
 
 def find_sources(model: nn.Module) -> list[TableSource]:

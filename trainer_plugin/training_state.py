@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -18,11 +18,14 @@ from recpoint.trainer_plugin.reader import Divisible, Stateful
 from recpoint.trainer_plugin.settings import several
 from recpoint.trainer_plugin.table_source import TableSource
 
-__all__ = ["TrainingState"]
+__all__ = ["OF_ALL_RANKS", "TrainingState"]
 
 _log = logging.getLogger("recpoint")
 
 _KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras", "sources", "rng")
+
+#: What `TrainingState.lacks_ranks` is about.
+OF_ALL_RANKS: Final = ("reader", "sources")
 
 
 class TrainingState:
@@ -94,6 +97,22 @@ class TrainingState:
             "sources": {name: source.state_dict() for name, source in self._sources.items()},
             "rng": rng_state.capture(),
         }
+
+    def lacks_ranks(self, saved: Mapping[str, Any]) -> bool:
+        """Whether `OF_ALL_RANKS` is needed of ranks whose trees are not in it.
+
+        A reader that goes on in another number of ranks divides what all of them had left.
+        """
+        if any(key not in saved for key in _KEYS):
+            return False
+        return (self._reader is not None and saved["reader"] is None) or any(
+            source.lacks_states(saved["sources"].get(name, ()))
+            for name, source in self._sources.items()
+        )
+
+    def lacks_pieces(self, saved: Mapping[str, Any]) -> bool:
+        """Whether pieces of dense tensors are needed of ranks whose trees are not in it."""
+        return self.model.lacks(saved["model"]) or self.optimizers.lacks(saved["optimizers"])
 
     def differences(self, saved: Mapping[str, Any] | None) -> list[str]:
         """What does not fit this process, one sentence each; [] when `restore` will work.

@@ -39,6 +39,7 @@ from recpoint.trainer_plugin.ranks import Occasion, Ranks
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot import Snapshot
 from tests import row_shards
+from tests.interposed_store import InterposedStore
 from tests.polling import until
 
 __all__ = ["Shares", "disagreeing_rank", "rank_life"]
@@ -166,6 +167,7 @@ def rank_life(
         _telling(Path(told), found),
         Checkpointer(model, optimizers, run=url, reader=reader, **(given | (settings or {}))) as c,
     ):
+        c._store = reads = InterposedStore(c._store)
         report = c.restore()
         begun = c.batches_done
         restored = _digest(model, optimizers)
@@ -200,6 +202,7 @@ def rank_life(
             failed=c.stats.failed,
             bound=c.memory_bound_bytes,
             host_bound=c.host_memory_bound_bytes,
+            chunks_read=[key for call, key in reads.calls if call == "get" and "chunks/" in key],
             committed=c.stats.committed,
             signals=len(signals),
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpoint.catalog import staged
+from recpoint.catalog import persist_plan, staged
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from tests.fault.rank_jobs import WAITING, RankJob, require_same_end
@@ -60,20 +60,26 @@ def test_the_last_batch_is_stored_when_one_rank_loses_its_part_of_it(job: RankJo
 
 
 def test_dense_layers_in_uneven_pieces_go_to_any_number_of_ranks(
-    job: RankJob, tmp_path: Path
+    job: RankJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Several chunks of each tree, as those of large models have: the first has the tree itself.
+    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 512)
     other = RankJob(tmp_path / "uninterrupted")
     with InlineAgent(other.staging):
         uninterrupted = other.train(2, 4, shard_dense=True, settings=WAITING)
     state, batches = None, 0
+    stored: dict[int, set[str]] = {}
     with InlineAgent(job.staging):
-        for ranks, pieces in (
-            (2, [4, 3]),
-            (2, [4, 3]),
-            (3, [3, 3, 1]),
-            (4, [4, 3, 4, 3]),  # two copies of two pieces
-            (1, None),  # whole
-            (2, [4, 3]),
+        # Pieces of each rank, and the ranks of the checkpoint before whose trees it reads: its own,
+        # that of rank 0, and those that have some of its pieces; of others only the reader's state.
+        for ranks, pieces, trees in (
+            (2, [4, 3], [set(), set()]),
+            (2, [4, 3], [{0}, {0, 1}]),
+            (3, [3, 3, 1], [{0}, {0, 1}, {0, 1}]),
+            # Two copies of two pieces.
+            (4, [4, 3, 4, 3], [{0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2}]),
+            (1, None, [{0, 1, 2, 3}]),  # whole
+            (2, [4, 3], [{0}, {0}]),
         ):
             batches += 2
             lives = job.train(ranks, batches, shard_dense=pieces is not None, settings=WAITING)
@@ -83,6 +89,29 @@ def test_dense_layers_in_uneven_pieces_go_to_any_number_of_ranks(
                 assert life.told["pieces"][:2] == ([] if pieces is None else [pieces[rank]] * 2)
                 assert state in (None, life.told["restored_state"])
                 assert life.told["state"] != life.told["restored_state"]
+                divided = len(stored) != ranks
+                for held, chunks in stored.items():
+                    read = chunks.intersection(life.told["chunks_read"])
+                    some = {min(chunks)} if divided else set()
+                    assert read == (chunks if held in trees[rank] else some), (rank, held)
+            stored = state_chunks(job.url)
+            assert len(stored) == ranks and all(len(chunks) > 2 for chunks in stored.values())
             state = lives[0].told["state"]
             if batches == 4:
                 require_same_end(lives, uninterrupted)
+                # Of the sharded table each has read its rows, of the replicated one all.
+                tables = {key.rsplit("/r", 1)[1][:12] for key in lives[1].told["chunks_read"]}
+                assert {key for key in tables if "-t0" in key} == {
+                    "00000-t00000",
+                    "00001-t00001",
+                }
+
+
+def state_chunks(url: str) -> dict[int, set[str]]:
+    """Of the newest checkpoint, by rank: the keys of its state chunks."""
+    run = Run.open(open_store(url))
+    found: dict[int, set[str]] = {}
+    for entry in run.manifest(*run.live_line()[0]).chunks:
+        if entry.content == "state":
+            found.setdefault(entry.rank, set()).add(entry.key)
+    return found

@@ -177,6 +177,11 @@ class TorchRecSource:
         states = {id(kernel): kernel.state() for kernel in self._kernels if kernel.fused}
         return {table.name: states[id(table.kernel)] for table in self._tables if table.fused}
 
+    def lacks_states(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """See `table_source.TableSource.lacks_states`: of a table that none of these ranks held."""
+        fused = {table.name for table in self._tables if table.fused}
+        return not fused <= {name for state in states for name in state}
+
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """See `table_source.TableSource.load_state_dicts`."""
         stored: dict[str, Mapping[str, Any]] = {}

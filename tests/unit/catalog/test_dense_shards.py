@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpoint.catalog.dense_shards import DenseShard, fill_part, join_shards, parse_shard
+from recpoint.catalog.dense_shards import (
+    DenseShard,
+    fill_part,
+    has_part,
+    join_shards,
+    parse_shard,
+)
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.restored_model import dense_tensors, model_tensors
 from recpoint.errors import MalformedObject
@@ -83,8 +89,19 @@ def test_pieces_that_do_not_make_it_up_are_refused(pieces: list[object], found: 
     with pytest.raises(MalformedObject, match=found) as error:
         join_shards(shards, name="w")
     assert "dense tensor 'w'" in str(error.value)
-    with pytest.raises(MalformedObject, match=found):
-        fill_part(shards, [0, 0], torch.empty(1, 1), name="w")
+    with pytest.raises(MalformedObject, match=found.removesuffix(" in all pieces")):
+        fill_part(shards, [0, 0], torch.empty(4, 3), name="w")
+
+
+def test_a_part_needs_the_pieces_that_have_some_of_it() -> None:
+    shards = [parse_shard(TOP, name="w")]
+    assert has_part(shards, [range(1, 2), range(3)], name="w")
+    assert not has_part(shards, [range(1, 3), range(3)], name="w")
+    into = torch.zeros(1, 2)
+    fill_part(shards, [1, 1], into, name="w")
+    assert torch.equal(into, WHOLE[1:2, 1:3])
+    with pytest.raises(MalformedObject, match=r"1 elements of \[2, 1\] at \[1, 1\]"):
+        fill_part(shards, [1, 1], torch.zeros(2, 1), name="w")
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,7 @@ def test_only_pieces_and_rows_that_are_wanted_are_read(run: Run) -> None:
     report = restore(Run.open(store), PartsTarget([part]))
     entries = {entry.key: entry for entry in manifest.chunks}
     read = [entries[key] for call, key in store.calls if call == "get" and key in entries]
-    rows = [entry for entry in read if entry.content == "rows"]
-    assert [(entry.table, entry.rank, entry.row_count) for entry in rows] == [(1, 1, 5), (1, 1, 5)]
+    assert [(entry.table, entry.rank, entry.row_count) for entry in read] == [(1, 1, 5), (1, 1, 5)]
     assert report.bytes_read == sum(entry.bytes for entry in read)
     assert torch.equal(part.values, table.values[10:20, 3:6])
 

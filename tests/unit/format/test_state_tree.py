@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from recpoint.errors import MalformedObject, SettingsError
 from recpoint.format.state_tree import flatten, unflatten
+from recpoint.format.state_values import unflatten_keys
 
 
 def back(value: object) -> Any:
@@ -410,3 +411,28 @@ def test_trees_that_no_writer_made(tree: bytes, tensors: list[torch.Tensor]) -> 
         unflatten(tree, tensors, name="chunk 7")
     assert caught.value.subject == "chunk 7"
     assert len(str(caught.value)) < 1000
+
+
+def test_some_keys_need_only_the_tensors_that_they_name() -> None:
+    tree, tensors = flatten({"a": [torch.arange(2), b"x"], 7: torch.zeros(3), "b": 1.5})
+    some = unflatten_keys(tree, {0: tensors[0], 1: tensors[1]}, ("a", "b", "c"))
+    assert some is not None and some.keys() == {"a", "b"} and some["b"] == 1.5
+    assert torch.equal(some["a"][0], torch.arange(2)) and some["a"][1] == b"x"
+    assert unflatten_keys(tree, {1: tensors[1]}, ("a",)) is None
+    assert unflatten_keys(flatten([1])[0], {}, ("a",)) == {}
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        '["a",{"bytes":0}],["a",{"bytes":1}]',
+        '["a",{"list":[{"bytes":0},{"bytes":0}]}]',
+        '["a",{"bytes":"0"}]',
+        '["a"]',
+        '["a",{"set":[]}]',
+    ],
+)
+def test_what_is_under_some_keys_is_checked(items: str) -> None:
+    given = {number: torch.zeros(1, dtype=torch.uint8) for number in range(2)}
+    with pytest.raises(MalformedObject):
+        unflatten_keys(f'{{"dict":[{items}]}}'.encode(), given, ("a",))
