@@ -49,6 +49,14 @@ class _Order(NamedTuple):
     error: str = ""
 
 
+class _KnownToAll(Exception):
+    """A failure of which the other ranks have been told: none of them waits for another order."""
+
+    def __init__(self, failure: BaseException) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
 def claim_together(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationRecord:
     """The generation record that rank 0 creates, on all ranks.
 
@@ -126,6 +134,8 @@ def _leading(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationR
         record = claim()
     except RankLost:
         raise  # nobody listens
+    except _KnownToAll as known:
+        raise known.failure from None
     except BaseException as error:
         ranks.first(_Order("failed", error=f"{type(error).__name__}: {error}"))
         raise
@@ -138,7 +148,10 @@ def _follow(ranks: Ranks, restore_one: RestoreOne | None) -> GenerationRecord:
         order: _Order = ranks.first()
         if order.kind == "restore":
             assert restore_one is not None and order.name is not None
-            _restore(ranks, restore_one, order.name)
+            try:
+                _restore(ranks, restore_one, order.name)
+            except _KnownToAll as known:
+                raise known.failure from None
         elif order.kind == "claimed":
             assert order.record is not None
             return order.record
@@ -155,7 +168,8 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
     """Restore a checkpoint on all ranks: which it was, or why not everywhere.
 
     Raises:
-        BaseException: what has nothing to do with damage; RankLost where another rank had it.
+        _KnownToAll: what has nothing to do with damage.
+        RankLost: another rank had that.
     """
     restored: CheckpointRef | None = None
     damage = ""
@@ -172,7 +186,7 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
     said = [result for (result,) in ranks.exchange("a checkpoint to restore", [mine])]
     failed = [rank for rank, result in enumerate(said) if result == _FAILED]
     if failure is not None:
-        raise failure
+        raise _KnownToAll(failure)
     if failed:
         raise RankLost(
             f"rank {', '.join(map(str, failed))} of {ranks.count}",

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import Checkpointer
 from recpoint.catalog import durable
-from recpoint.errors import RankLost, SettingsError
+from recpoint.errors import IncompatibleModel, RankLost, SettingsError
 from recpoint.testing import die_at as dying
 from recpoint.trainer_plugin import table_source
 from recpoint.trainer_plugin.handoff import Handoff
@@ -39,6 +39,7 @@ from recpoint.trainer_plugin.ranks import Occasion, Ranks
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot import Snapshot
 from tests import row_shards
+from tests.fault.rank_watch import Origin, count_exchanges
 from tests.interposed_store import InterposedStore
 from tests.polling import until
 
@@ -66,8 +67,8 @@ class _Net(nn.Module):
         return scores.squeeze(1)
 
 
-class Shares:
-    """Each rank's share of one order of all samples; it can be divided among any number."""
+class FixedShares:
+    """Each rank's share of one order of all samples; as many ranks have to go on."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.position = rank, ranks, 0
@@ -84,6 +85,10 @@ class Shares:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+class Shares(FixedShares):
+    """One that can be divided among any number."""
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, ranks: int) -> None:
         (position,) = {state["position"] for state in states}
@@ -109,6 +114,7 @@ def rank_life(
     terminate_at: int | None = None,
     outlive_signals: bool = False,
     unstaged: int | None = None,
+    divisible: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Train from the newest checkpoint to `until_batch`, and tell in a file what came of it.
@@ -125,6 +131,7 @@ def rank_life(
         terminate_at: send this very process SIGTERM after this batch.
         outlive_signals: have a handler of SIGTERM that counts, and does not end the process.
         unstaged: the first time, a checkpoint of this step cannot be staged.
+        divisible: whether the reader goes on with another number of ranks.
         settings: of the Checkpointer.
     """
     dist.init_process_group(
@@ -159,13 +166,21 @@ def rank_life(
     table = [p for name, p in model.named_parameters() if "users" in name]
     dense = [p for name, p in model.named_parameters() if "users" not in name]
     optimizers = [torch.optim.Adagrad(table, lr=0.1), torch.optim.Adam(dense, lr=0.1)]
-    reader = Shares(rank, ranks)
+    reader = (Shares if divisible else FixedShares)(rank, ranks)
+    origin, exchanges = Origin(rank), count_exchanges()
+    exchanged: list[list[str]] = []
     samples: list[int] = []
-    given: dict[str, Any] = {"interval_batches": 2, "staging": staging, "ranks_wait_seconds": 90.0}
+    given: dict[str, Any] = {
+        "reader": reader,
+        "extras": {"origin": origin},
+        "interval_batches": 2,
+        "staging": staging,
+        "ranks_wait_seconds": 90.0,
+    }
     found: dict[str, Any] = {}
     with (
         _telling(Path(told), found),
-        Checkpointer(model, optimizers, run=url, reader=reader, **(given | (settings or {}))) as c,
+        Checkpointer(model, optimizers, run=url, **(given | (settings or {}))) as c,
     ):
         c._store = reads = InterposedStore(c._store)
         report = c.restore()
@@ -183,7 +198,9 @@ def rank_life(
             if killed_after == c.batches_done + 1:
                 until(lambda: c.stats.committed == c.stats.staged > 0)
                 os.kill(os.getpid(), signal.SIGKILL)
+            before = len(exchanges)
             c.step()
+            exchanged.append(exchanges[before:])
             if kill is not None and kill_from == c.batches_done > 0:
                 until(lambda: c.stats.committed == c.stats.staged > 0)
                 dying.install(die_at=kill)
@@ -197,6 +214,8 @@ def rank_life(
             state=_digest(model, optimizers),
             drawn=[random.random(), float(np.random.random()), float(torch.rand(()))],
             position=reader.position,
+            origin=origin.rank,
+            exchanged=exchanged,
             samples=samples,
             pieces=[len(p.to_local()) for p in model.parameters() if isinstance(p, DTensor)],
             failed=c.stats.failed,
@@ -285,8 +304,8 @@ def _telling(told: Path, found: dict[str, Any]) -> Iterator[None]:
     """Write what was found, and which error there was."""
     try:
         yield
-    except RankLost as error:
-        found["lost"] = str(error)
+    except (IncompatibleModel, RankLost) as error:
+        found["refused" if isinstance(error, IncompatibleModel) else "lost"] = str(error)
         raise
     finally:
         told.write_text(json.dumps(found))

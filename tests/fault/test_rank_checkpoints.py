@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from recpoint.catalog import persist_plan, staged
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
+from recpoint.trainer_plugin import rng_state
 from tests.fault.rank_jobs import WAITING, RankJob, require_same_end
 from tests.fault.rank_lives import BATCH, SAMPLES
 from tests.training_builder import InlineAgent
@@ -23,12 +25,17 @@ def job(tmp_path: Path) -> RankJob:
 
 def test_another_number_of_ranks_goes_on_where_the_others_stopped(job: RankJob) -> None:
     samples: list[int] = []
-    state, batches = None, 0
+    state, batches, drawn = None, 0, None
     with InlineAgent(job.staging):
-        for ranks in (4, 2, 1, 3):
+        # Extras are those of the rank of the same number; of one that was not there, of rank 0.
+        for ranks, origins in ((4, [0, 1, 2, 3]), (2, [0, 1]), (1, [0]), (3, [0, 0, 0])):
             batches += 3
             lives = job.train(ranks, batches, settings=WAITING)
             assert [life.exit_code for life in lives] == [0] * ranks
+            assert [life.told["origin"] for life in lives] == origins
+            # So it is with the generators: rank 0 has gone on with its own through all lives.
+            assert drawn in (None, lives[0].told["drawn"][:2])
+            drawn = lives[0].told["drawn"][:2]
             for life in lives:
                 assert state in (None, life.told["restored_state"])
                 samples += life.told["samples"]
@@ -36,9 +43,28 @@ def test_another_number_of_ranks_goes_on_where_the_others_stopped(job: RankJob) 
             (run,) = staged.run_directories(job.staging)
             of_ranks = {path.name[:6] for path in staged.slots_directory(run).iterdir()}
             assert of_ranks == {f"r{rank:05d}" for rank in range(ranks)}
+        # The reader of three ranks cannot be divided between two, and that is said.
+        refused = job.train(2, batches, divisible=False, settings=WAITING)
+    for life in refused:
+        assert life.exit_code == 1
+        assert "the readers of 3 ranks" in life.told["refused"]
+        assert "give the reader load_state_dicts(states, rank, ranks)" in life.told["refused"]
+    # Those that were not there have drawn from new ones, named after checkpoint and rank.
+    attempt = restored_attempt(job.url, step=9)
+    with rng_state.untouched():
+        for rank, life in enumerate(lives[1:], start=1):
+            rng_state.seed(f"{attempt}|{rank}")
+            assert life.told["drawn"][:2] == [random.random(), float(np.random.random())]
     assert len(samples) == len(set(samples)) == 3 * BATCH * (4 + 2 + 1 + 3)
     order = np.random.default_rng(5).permutation(SAMPLES)
     assert set(samples) == set(order[: len(samples)].tolist())
+
+
+def restored_attempt(url: str, *, step: int) -> str:
+    """The name of the checkpoint of a step."""
+    run = Run.open(open_store(url))
+    (name,) = (name for name in run.live_line() if name.step == step)
+    return run.manifest(*name).attempt
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_batch(job: RankJob) -> None:

@@ -12,7 +12,15 @@ from recpoint.trainer_plugin.policy import Policy
 from recpoint.trainer_plugin.settings import FixedBits
 
 #: 4 ranks on 2 hosts, rows of 64 values and 4 bytes: 260 bytes, and 1,000,000 of them.
-_FLEET = Fleet(ranks=4, hosts=2, network_bytes=10e6, dim=64, state_bytes=4)
+_FLEET = Fleet(
+    ranks=4,
+    hosts=2,
+    network_bytes=10e6,
+    dim=64,
+    state_bytes=4,
+    staging_bytes=4 * (130e6 + 125e3 + 2**30),
+    hop_seconds=0.03,
+)
 _MODEL_BYTES = 260e6
 _RATES = Rates(
     cut_bytes=65e6,
@@ -22,6 +30,7 @@ _RATES = Rates(
     stored_row_bytes={"lossless": 256.0, 4: 36.0},
     id_bytes=0.4,
     entry_bytes=250.0,
+    hop_seconds=0.02,
 )
 
 
@@ -43,25 +52,33 @@ def _costs(bits: FixedBits = 4, **given: Any) -> Costs:
 
 def test_a_full() -> None:
     exact, narrow = _costs("lossless"), _costs(4)
-    # 130 MB a host at 65 MB/s; 130 at 26 and at 13; 130 MB and 20 MB at the network's 10.
-    assert exact.stall_seconds == narrow.stall_seconds == 2.0
+    # 130 MB a host at 65 MB/s, and two exchanges of three hops; 130 at 26 and at 13; 130 MB and
+    # 20 MB at the network's 10.
+    assert exact.coordination_seconds == pytest.approx(2 * 3 * 0.05)
+    assert exact.stall_seconds == narrow.stall_seconds == pytest.approx(2.3)
     assert exact.persist_seconds == 13.0
     assert narrow.persist_seconds == 10.0
-    assert narrow.lag_seconds == 1800 + 2 + 10
-    assert exact.slot_bytes == 130e6
+    assert narrow.lag_seconds == pytest.approx(1800 + 2.3 + 10)
+    assert narrow.uses["stall"] == pytest.approx(2.3 / 1800)
+    # 500,000 rows of a host: 260 bytes and two bits each; two groups of 512 MiB in the agent's.
+    assert exact.memory_bytes == 130e6 + 125e3 + 2**30
+    assert exact.uses["memory"] == pytest.approx(0.25)
+    assert _costs(staged_jobs=2).memory_bytes == 260e6 + 125e3 + 2**30
     # 65 MB of a rank are two chunks of 32 MiB; 10 MB are one.
     assert (exact.chunks, narrow.chunks) == (8, 4)
     assert exact.manifest_bytes == 2000
     assert exact.uses["manifest"] == 0.2
     assert exact.uses["upload"] == 13 / 1800
     assert narrow.uses["encode"] == 10 / 1800
-    assert (exact.first, narrow.first) == ("manifest", "manifest")
+    assert (exact.first, narrow.first) == ("memory", "memory")
+    assert exact.nearest[1] == "manifest"
+    assert _costs("lossless", record_bytes=4_000).first == "manifest"
     assert _costs(4, minutes=0.1).first == "encode"
 
 
 def test_a_host_that_is_worth_two() -> None:
     two = _costs(4, machines=2)
-    assert two.stall_seconds == 1.0
+    assert two.stall_seconds == pytest.approx(1.3)  # ranks agree no faster
     assert two.persist_seconds == 5.0  # encoding; the network stays what it is
     assert _costs("lossless", machines=2).persist_seconds == 13.0
 

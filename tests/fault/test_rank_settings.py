@@ -1,0 +1,104 @@
+"""Policies and intervals with several ranks: what is stored, how often, and who talks when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recpoint.catalog.memory_target import MemoryTarget
+from recpoint.catalog.restore import restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.format.manifest import Manifest
+from recpoint.trainer_plugin.policy import PolicyName
+from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end
+from tests.fault.rank_lives import DIM, HIDDEN, ROWS
+from tests.training_builder import InlineAgent
+
+_RANKS, _HALF, _END = 2, 4, 8
+
+
+def trained(place: Path, **settings: Any) -> tuple[Run, list[Life], list[Life]]:
+    """Two lives of two ranks, the second from where the first has ended."""
+    job = RankJob(place)
+    with InlineAgent(job.staging):
+        first, second = (
+            job.train(_RANKS, end, settings=WAITING | settings) for end in (_HALF, _END)
+        )
+    for life in (*first, *second):
+        assert life.exit_code == 0 and life.told["failed"] == 0
+    assert {life.told["restored_state"] for life in second} == {first[0].told["state"]}
+    return Run.open(open_store(job.url)), first, second
+
+
+def manifests(run: Run) -> list[Manifest]:
+    """Of the live line, oldest first; each of two ranks."""
+    found = [run.manifest(*name) for name in reversed(run.live_line())]
+    assert all(manifest.ranks == _RANKS for manifest in found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def consecutive(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Life], list[Life]]:
+    return trained(tmp_path_factory.mktemp("consecutive"))
+
+
+def test_each_checkpoint_stands_on_the_one_before_and_holds_what_all_have_alike_once(
+    consecutive: tuple[Run, list[Life], list[Life]],
+) -> None:
+    run, *lives = consecutive
+    line = manifests(run)
+    assert [(one.step, one.kind) for one in line] == [(2, "full")] + [
+        (step, "increment") for step in (4, 6, 8)
+    ]
+    assert [one.parent for one in line[1:]] == [one.ref for one in line[:-1]]
+    # Nothing is said between two due steps: before a cut, and after it.
+    for life in (life for ranks in lives for life in ranks):
+        assert [len(said) for said in life.told["exchanged"]] == [0, 2, 0, 2]
+    users = [entry for entry in line[0].chunks if entry.table == 0]
+    assert sum(entry.row_count or 0 for entry in users) == ROWS
+    assert {entry.rank for entry in users} == {0}
+    target = MemoryTarget()
+    restore(run, target)
+    dense = (2 * DIM + 1) * HIDDEN + HIDDEN + 1
+    # Layers, and Adam's two moments of each; steps of one value, and the replicated table's own.
+    stored = {rank: dense_bytes(tree) for rank, tree in target.state.items()}
+    assert stored == {0: 4 * (3 * dense + 4 + 1), 1: 0}
+
+
+def dense_bytes(tree: Any) -> int:
+    """Of a rank's state tree: tensors of the model and of its optimizers."""
+    values = list(tree["model"]["tensors"].values())
+    for optimizer in tree["optimizers"]:
+        for entry in optimizer["state"].values():
+            values += entry["values"].values()
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("policy", ["one_shot", "intermittent"])
+def test_a_cumulative_policy_ends_where_the_consecutive_one_does(
+    policy: PolicyName, tmp_path: Path, consecutive: tuple[Run, list[Life], list[Life]]
+) -> None:
+    run, _, second = trained(tmp_path, policy=policy)
+    require_same_end(second, consecutive[2])
+    line = manifests(run)
+    assert [one.step for one in line] == [2, 4, 6, 8] and line[0].kind == "full"
+    assert all(one.parent == one.base for one in line[1:])
+    fulls = [one for one in line if one.kind == "full"]
+    assert policy == "intermittent" or len(fulls) == 1
+
+
+def test_an_interval_in_seconds_is_rank_0s(
+    tmp_path: Path, consecutive: tuple[Run, list[Life], list[Life]]
+) -> None:
+    # Any batch takes longer than this.
+    run, *lives = trained(tmp_path, interval_batches=None, interval_seconds=0.001)
+    for one, other in lives:
+        assert one.told["exchanged"] == other.told["exchanged"]
+        assert any("the interval" in said for said in one.told["exchanged"])
+    line = manifests(run)
+    assert len(line) > 2 and {_HALF, _END} <= {one.step for one in line}
+    require_same_end(lives[1], consecutive[2])
