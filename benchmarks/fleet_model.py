@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.dirty_trace import Checkpoint, replay
-from recpoint.catalog.persist_plan import CHUNK_BYTES
+from benchmarks.exchanges import EXCHANGES
+from recpoint.catalog.persist_plan import CHUNK_BYTES, GROUP_BYTES
 from recpoint.trainer_plugin.policy import Policy
 from recpoint.trainer_plugin.settings import FixedBits
 
@@ -22,6 +23,9 @@ __all__ = ["PAPER_FLEET", "Costs", "Fleet", "Rates", "costs", "dirty_share"]
 _SHARE, _INTERVAL_MINUTES, _EXPONENT = 0.26, 30, 0.289
 
 _INTERVALS = 25
+
+#: Of an agent that persists one run: a group that is encoded, and one that is uploaded.
+_SPOOL_BYTES = 2 * GROUP_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class Fleet:
         network_bytes: a second, of one host to the store.
         dim: F32 values of a row.
         state_bytes: of optimizer state of a row.
+        staging_bytes: of a host's memory, that its staging area may take.
+        hop_seconds: of a message between two hosts, beside what it takes on one.
     """
 
     ranks: int
@@ -41,6 +47,8 @@ class Fleet:
     network_bytes: float
     dim: int
     state_bytes: int
+    staging_bytes: float
+    hop_seconds: float
 
     @property
     def row_bytes(self) -> int:
@@ -48,7 +56,17 @@ class Fleet:
         return 4 * self.dim + self.state_bytes
 
 
-PAPER_FLEET = Fleet(ranks=128, hosts=16, network_bytes=25e9 / 8, dim=64, state_bytes=4)
+#: The paper says neither how much memory a host has nor how fast messages are: assumed are 1.5 TB,
+#: of which `/dev/shm` takes half unless it is mounted larger, and 50 µs.
+PAPER_FLEET = Fleet(
+    ranks=128,
+    hosts=16,
+    network_bytes=25e9 / 8,
+    dim=64,
+    state_bytes=4,
+    staging_bytes=750e9,
+    hop_seconds=50e-6,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +81,7 @@ class Rates:
         stored_row_bytes: by width: of a row of 64 values without state, in a full, all counted.
         id_bytes: of a row's id in an increment, one more.
         entry_bytes: of a chunk in a manifest.
+        hop_seconds: of an exchange between ranks of one host, for each other rank.
     """
 
     cut_bytes: float
@@ -72,6 +91,7 @@ class Rates:
     stored_row_bytes: Mapping[FixedBits, float]
     id_bytes: float
     entry_bytes: float
+    hop_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +99,15 @@ class Costs:
     """Of one model, width, policy and interval.
 
     Attributes:
-        stall_seconds: training waits for a full, the longest there is.
+        stall_seconds: training waits for a full, the longest there is; coordination is in it.
+        coordination_seconds: of that, what ranks need to agree.
         persist_seconds: from the cut of a full to its commit.
         lag_seconds: training that a crash costs at worst: an interval and the commit after it.
         write_share: of a host's network, on average.
         capacity: most bytes kept, over those of a full in F32.
         restore_seconds: reading the longest chain, all hosts at once.
-        slot_bytes: of a host's staging area, with one checkpoint on its way.
+        memory_bytes: of a host: the slots of its ranks as the trainer bounds them, a full for each
+            staged job, two bits a row for what is marked, and what an agent has encoded.
         manifest_bytes: of a full's manifest.
         chunks: of a full.
         merge_seconds: one host that merges, at its network's speed, for each checkpoint.
@@ -93,21 +115,27 @@ class Costs:
     """
 
     stall_seconds: float
+    coordination_seconds: float
     persist_seconds: float
     lag_seconds: float
     write_share: float
     capacity: float
     restore_seconds: float
-    slot_bytes: float
+    memory_bytes: float
     manifest_bytes: float
     chunks: int
     merge_seconds: float
     uses: Mapping[str, float]
 
     @property
+    def nearest(self) -> tuple[str, ...]:
+        """The limits, the one that is nearest first, or that is exceeded most."""
+        return tuple(sorted(self.uses, key=lambda name: -self.uses[name]))
+
+    @property
     def first(self) -> str:
-        """The limit that is nearest, or that is exceeded most."""
-        return max(self.uses, key=lambda name: self.uses[name])
+        """The nearest limit: what breaks first."""
+        return self.nearest[0]
 
 
 def dirty_share(minutes: float) -> float:
@@ -130,6 +158,7 @@ def costs(
     machines: float,
     record_bytes: int,
     merge_every: int | None = None,
+    staged_jobs: int = 1,
 ) -> Costs:
     """Of a run of 25 intervals.
 
@@ -143,6 +172,7 @@ def costs(
         machines: measured ones that a host is worth, for all but the network.
         record_bytes: most that a manifest may have.
         merge_every: increments after which a chain is merged; None: never.
+        staged_jobs: checkpoints that may be on their way at once.
     """
     rows = model_bytes / fleet.row_bytes
     stored_row = rates.stored_row_bytes[bits] * fleet.dim / 64 + fleet.state_bytes
@@ -158,7 +188,9 @@ def costs(
     encode = model_bytes / fleet.hosts / (rates.encode_bytes[bits] * machines)
     upload = size(None, 0) / fleet.hosts / network
     persist = max(encode, upload)
-    stall = model_bytes / fleet.hosts / (rates.cut_bytes * machines)
+    coordination = EXCHANGES * (fleet.ranks - 1) * (rates.hop_seconds + fleet.hop_seconds)
+    stall = model_bytes / fleet.hosts / (rates.cut_bytes * machines) + coordination
+    memory = staged_jobs * model_bytes / fleet.hosts + rows / fleet.hosts / 4 + _SPOOL_BYTES
     chunks = fleet.ranks * math.ceil(size(None, 0) / fleet.ranks / CHUNK_BYTES)
     manifest = chunks * rates.entry_bytes
     merged = _mean(taken, merged=True)
@@ -169,17 +201,20 @@ def costs(
     merge = merged / fleet.network_bytes
     return Costs(
         stall_seconds=stall,
+        coordination_seconds=coordination,
         persist_seconds=persist,
         lag_seconds=seconds + stall + persist,
         write_share=written / fleet.hosts / seconds / fleet.network_bytes,
         capacity=kept / (rows * fleet.row_bytes),
         restore_seconds=kept / fleet.hosts / min(fleet.network_bytes, decode),
-        slot_bytes=model_bytes / fleet.hosts,
+        memory_bytes=memory,
         manifest_bytes=manifest,
         chunks=chunks,
         merge_seconds=merge,
         uses={
+            "memory": memory / fleet.staging_bytes,
             "manifest": manifest / record_bytes,
+            "stall": stall / seconds,
             "encode": encode / seconds,
             "upload": upload / seconds,
             "merge": merge / seconds,

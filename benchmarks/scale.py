@@ -2,8 +2,10 @@
 
 Measured here: bytes a second of the cut, of quantizing and encoding in each width into a store in
 memory, of uploading to a real S3 server, of restoring; bytes of a stored row, of an id, of a chunk
-in a manifest. Taken from the paper: 128 GPUs on 16 hosts, models of 1 to 8 TB, 25 Gbit/s from a
-host to the store, 26 % of the rows in half an hour. All else is arithmetic, `fleet_model.py`.
+in a manifest; seconds of an exchange between ranks. Taken from the paper: 128 GPUs on 16 hosts,
+models of 1 to 8 TB, 25 Gbit/s from a host to the store, 26 % of the rows in half an hour. Assumed,
+since the paper does not say: a host's memory, and what a network adds to a message. All else is
+arithmetic, `fleet_model.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.dirty_trace import fleet_masks
+from benchmarks.exchanges import hop_seconds
 from benchmarks.fleet_model import PAPER_FLEET, Costs, Rates, costs, dirty_share
 from benchmarks.report import Report
 from benchmarks.workload import Tables, scratch, staged_run
@@ -64,7 +67,7 @@ def run(*, quick: bool) -> Report:
         name="scale",
         columns=(
             "policy", "host", "TB", "bits", "min", "stall s", "persist", "lag min", "net %",
-            "kept x", "read s", "slot GB", "limit",
+            "kept x", "read s", "mem GB", "limit", "then",
         ),
     )  # fmt: skip
     for machines in _MACHINES:
@@ -115,10 +118,10 @@ def _row(
                 100 * found.write_share,
                 found.capacity,
                 found.restore_seconds,
-                found.slot_bytes / 1e9,
+                found.memory_bytes / 1e9,
             )
         ),
-        f"{found.first} {100 * found.uses[found.first]:.0f}%",
+        *(f"{name} {100 * found.uses[name]:.0f}%" for name in found.nearest[:2]),
     )
 
 
@@ -132,6 +135,9 @@ def _figures(rates: Rates) -> dict[str, float]:
             f"restore_s_8tb_4bit_x{machines}": eight.restore_seconds,
             f"shortest_min_8tb_4bit_x{machines}": _shortest(rates, 8, 4, machines),
         }
+    figures["coordination_s_128"] = eight.coordination_seconds
+    figures["host_memory_gb_8tb"] = eight.memory_bytes / 1e9
+    figures["largest_tb_by_memory"] = 8 / eight.uses["memory"]
     widths: tuple[FixedBits, ...] = ("lossless", 4)
     for bits in widths:
         one = _costs(rates, 1, bits, _PLANS[0], 30, 1)
@@ -165,6 +171,7 @@ def _measure(*, rows: int, rounds: int) -> Rates:
         stored_row_bytes=stored,
         id_bytes=_id_bytes(rows),
         entry_bytes=_entry_bytes(),
+        hop_seconds=hop_seconds(2, 200 * rounds),
     )
 
 
@@ -238,7 +245,8 @@ def _measured(rates: Rates) -> list[str]:
 
     lines = [
         f"measured: cut {megabytes(rates.cut_bytes)}, upload {megabytes(rates.store_bytes)}, "
-        f"{8 * rates.id_bytes:.2f} bits an id, {rates.entry_bytes:.0f} bytes a chunk in a manifest"
+        f"{8 * rates.id_bytes:.2f} bits an id, {rates.entry_bytes:.0f} bytes a chunk in a "
+        f"manifest, {1e6 * rates.hop_seconds:.0f} microseconds an exchange between 2 ranks"
     ]
     lines += [
         f"measured at {bits} bits: encode {megabytes(rates.encode_bytes[bits])} of staged bytes, "
@@ -259,7 +267,12 @@ def _explained() -> list[str]:
         "persist are those of a full; lag: an interval and both; read: a restore of the longest "
         "chain. "
         "net %: of a host's network, on average. kept: over a full in F32, at its peak. "
-        "limit: the nearest, and how much of it a full uses; above 100 % it does not work.",
+        "limit, then: the two nearest, and how much of them a full uses; above 100 % it does not "
+        "work. memory, mem: slots of one staged job, marks and the agent's spool, of the "
+        f"{PAPER_FLEET.staging_bytes / 1e9:.0f} GB that a staging area may take (assumed: 1.5 TB a "
+        "host, a tmpfs of half of it; tables on the GPUs). stall: has two exchanges in it, 127 "
+        "hops each, of the measured time and "
+        f"{1e6 * PAPER_FLEET.hop_seconds:.0f} microseconds of network (assumed).",
         "left out: the store's own limits, the digests before a job is staged, Prefect's share "
         "(`prefect_overhead`), listing (1,000 keys a request), and hosts that are slower than "
         "others.",

@@ -1,0 +1,62 @@
+"""What an exchange between ranks takes: the two of a checkpoint are what agreeing on it costs.
+
+An exchange is an all-gather of gloo, a ring: as many hops, one after the other, as there are other
+ranks. Measured between processes of this machine, on whose cores they all have to fit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from recpoint.trainer_plugin.ranks import Ranks
+
+__all__ = ["EXCHANGES", "hop_seconds"]
+
+#: Of a checkpoint: before the cut and after it (decision 29).
+EXCHANGES = 2
+
+_PATIENCE_SECONDS = 600.0
+
+
+def hop_seconds(ranks: int, count: int) -> float:
+    """Median seconds of an exchange between so many ranks, for each of its hops."""
+    with tempfile.TemporaryDirectory(prefix="recpoint-exchanges-") as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.exchanges", folder]
+                + [str(number) for number in (rank, ranks, count)],
+                stdout=subprocess.PIPE,
+            )
+            for rank in range(ranks)
+        ]
+        said = [process.communicate(timeout=_PATIENCE_SECONDS)[0] for process in processes]
+        if any(process.returncode for process in processes):
+            raise RuntimeError("a rank failed")
+    return float(said[0].split()[-1]) / (ranks - 1)
+
+
+def _rank(folder: Path, rank: int, ranks: int, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
+    )
+    here = Ranks(wait_seconds=_PATIENCE_SECONDS)
+    seconds = []
+    for number in range(count):
+        start = perf_counter()
+        here.exchange("a cut", [rank], batches_done=number)
+        seconds.append(perf_counter() - start)
+    here.close()
+    print(statistics.median(seconds))
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]), *map(int, sys.argv[2:]))
