@@ -28,20 +28,24 @@ def place(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> No
     """
     if positions is not None and positions.numel() == 0:
         return
-    ids = stored.rows if positions is None else _ids_at(stored.rows, positions)
+    rows = stored.rows
+    ids: range | Tensor = rows
+    among = slice(None)
+    if positions is not None and isinstance(rows, range):
+        # Positions in the chunk are ids in its part of the table: no ids have to be made of them.
+        ids, among = positions, slice(rows.start, rows.stop)
+    elif positions is not None and isinstance(rows, Tensor):
+        ids = rows[positions]
+    values = into.values[among]
     if stored.scheme == "exact":
-        _put(stored.values, positions, into.values, ids)
-    elif into.values.is_cpu and into.values.dtype == torch.float32:
-        _decode(stored, positions, into.values, ids)
+        _put(stored.values, positions, values, ids)
+    elif values.is_cpu and values.dtype == torch.float32:
+        _decode(stored, positions, values, ids)
     else:
-        _decode_in_passes(stored, positions, into.values, ids)
+        _decode_in_passes(stored, positions, values, ids)
     for part, dest in zip(stored.row_states, into.row_states, strict=True):
         if dest is not None:
-            _put(part, positions, dest, ids)
-
-
-def _ids_at(rows: range | Tensor, positions: Tensor) -> Tensor:
-    return positions + rows.start if isinstance(rows, range) else rows[positions]
+            _put(part, positions, dest[among], ids)
 
 
 def _decode(
