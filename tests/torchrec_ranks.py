@@ -149,7 +149,11 @@ def _jagged(tables: Mapping[str, tuple[int, Any]], generator: torch.Generator, e
 
 
 def sharded(
-    kinds: Mapping[str, str], *, optimizer: str = "RowWiseAdagrad", dense: bool = True
+    kinds: Mapping[str, str],
+    *,
+    optimizer: str = "RowWiseAdagrad",
+    dense: bool = True,
+    sequences: bool | None = None,
 ) -> Any:
     """A `DistributedModelParallel`, each table sharded as `kinds` says; seeded, so that all ranks
     and all plans begin with what their places hold."""
@@ -160,7 +164,8 @@ def sharded(
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     world = dist.get_world_size()
-    sequences = "data_parallel" not in kinds.values()
+    if sequences is None:  # of replicated tables FBGEMM looks up none on a CPU
+        sequences = "data_parallel" not in kinds.values()
     model = Ranker(sequences=sequences, dense=dense)
     ways: dict[str, Callable[[int], Any]] = {
         "table_wise": lambda number: plans.table_wise(rank=number % world),
@@ -333,6 +338,8 @@ def refused() -> dict[str, str]:
         "version": version,
         "optimizer": _error(lambda: source.optimizers([GradientClippingOptimizer(dense)])),
         "fused": _error(lambda: find(model)),
+        "adam": _error(lambda: sharded(kinds, optimizer="Adam")),
+        "partial": _error(lambda: sharded(kinds, optimizer="PartialRowWiseAdam")),
     }
 
 
@@ -384,9 +391,44 @@ def lived(
                 checkpoints.close(final=False)
                 os.kill(os.getpid(), signal.SIGKILL)
     return everything(model, torch_optimizer) | {
+        "lacks": _lacks(model),
         "begun": begun,
         "restored": report and report.restored.step,
         "increments": _increments(run) if rank == 0 else [],
+    }
+
+
+def replicated_sequences(run: str, staging: str, steps: int) -> Any:
+    """Replicated tables of sequences, with gradients made here: FBGEMM looks none up on a CPU."""
+    from recpoint import Checkpointer
+
+    model = sharded(dict.fromkeys((*BAGS, *ROWS), "data_parallel"), sequences=True)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    with Checkpointer(
+        model,
+        optimizer,
+        run=run,
+        staging=staging,
+        interval_batches=2,
+        when_busy="wait",
+        on_error="raise",
+        handle_sigterm=False,
+    ) as checkpoints:
+        report = checkpoints.restore()
+        begun = everything(model, optimizer)
+        while checkpoints.batches_done < steps:
+            generator = torch.Generator().manual_seed(checkpoints.batches_done)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                row = checkpoints.batches_done % len(parameter)
+                parameter.grad[row] = torch.randn(parameter[row].shape, generator=generator)
+            optimizer.step()
+            checkpoints.step()
+    return everything(model, optimizer) | {
+        "begun": begun,
+        "restored": report and report.restored.step,
+        "increments": _increments(run) if dist.get_rank() == 0 else [],
+        "lookup": _error(lambda: model.module.rows(batch(0, 0)[1])["h0"]),
     }
 
 
@@ -464,6 +506,15 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             for key, value in state.items()
         },
     }
+
+
+def _lacks(model: nn.Module) -> list[bool]:
+    """Whether it needs states of further ranks beside none, and beside those of its own tables."""
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    source = find(model)
+    assert source is not None
+    return [source.lacks_states([]), source.lacks_states([source.state_dict()])]
 
 
 def _agent(staging: str) -> None:

@@ -38,11 +38,16 @@ PLANS: dict[str, tuple[int, dict[str, str], str]] = {
     "data_parallel": (2, each("data_parallel"), "SGD"),
 }
 #: What is trained, killed and restored, on how many ranks.
-LIVED = {"row_wise": (2, "RowWiseAdagrad"), "data_parallel": (2, "SGD")}
+LIVED = {
+    "row_wise": (2, "RowWiseAdagrad"),
+    "column_wise": (2, "RowWiseAdagrad"),
+    "data_parallel": (2, "SGD"),
+}
 #: The plans of one run, one life after the other.
 RESHARDED = [
     (4, each("row_wise")),
     (2, each("table_wise")),
+    (2, each("column_wise")),
     (1, each("column_wise")),
     (3, each("table_wise") | {"t0": "table_row_wise", "s0": "row_wise"}),
 ]
@@ -78,6 +83,11 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], li
     for number, (ranks, kinds) in enumerate(RESHARDED):
         common = {"play": "lived", "ranks": ranks, "kinds": kinds, "optimizer": "Adagrad"}
         plays["resharded", str(number)] = {**common, **place, "steps": 3 + 2 * number}
+    sequences = {"run": str(folder / "sequences"), "staging": str(folder / "of-sequences")}
+    for life in ("first", "again"):
+        plays["sequences", life] = {
+            "play": "replicated_sequences", "ranks": 2, "steps": 5, **sequences
+        }  # fmt: skip
     plays["plain", ""] = {"play": "plain", "ranks": 1, **place, "into": str(folder / "plain")}
     results = torchrec_ranks.play(list(plays.values()), folder)
     return dict(zip(plays, results, strict=True))
@@ -150,6 +160,26 @@ def test_what_is_not_supported_is_named(played: dict[tuple[str, str], list[Any]]
     assert "version 1.7.0" in refused["version"] and "1.8" in refused["version"]
     assert "GradientClippingOptimizer" in refused["optimizer"]
     assert "LARS_SGD" in refused["fused"] and "EXACT_ROWWISE_ADAGRAD" in refused["fused"]
+    # FBGEMM's own words: what it has on a GPU only is never seen here.
+    assert refused["adam"] == "Optimizer adam is not supported in CPU mode."
+    assert refused["partial"] == "Optimizer partial_row_wise_adam is not supported in CPU mode."
+
+
+def test_replicated_tables_of_sequences_go_on_bit_for_bit(
+    played: dict[tuple[str, str], list[Any]],
+) -> None:
+    for before, after in zip(
+        played["sequences", "first"], played["sequences", "again"], strict=True
+    ):
+        assert {name for name, _, _ in before["tables"]} == TABLES.keys()
+        assert (before["restored"], after["restored"]) == (None, 5)
+        for part in ("tables", "dense", "optimizer"):
+            assert same(after["begun"][part], before[part]), part
+            assert not same(before["begun"][part], before[part]), part
+        # TorchRec cannot look them up on a CPU: FBGEMM pools there.
+        assert "split_with_sizes expects split_sizes to sum exactly" in before["lookup"]
+    # Of each table a row a batch: two in the increment after two, one in the last.
+    assert played["sequences", "first"][0]["increments"] == [2 * len(TABLES), len(TABLES)]
 
 
 @pytest.mark.parametrize("kind", LIVED)
@@ -162,9 +192,11 @@ def test_killed_ranks_go_on_bit_for_bit(
         assert (expected["restored"], found["restored"]) == (None, 4)
         for part in ("tables", "fused", "dense", "optimizer"):
             assert same(found[part], expected[part]), part
-    # Increments hold what was looked up, and no table as a whole.
+        assert found["lacks"] == [kind != "data_parallel", False]
+    # Increments hold what was looked up, and no table as a whole; a row once in each of its pieces.
+    rows = sum(TABLES.values()) * (2 if kind == "column_wise" else 1)
     increments = played["restored", kind][0]["increments"]
-    assert increments and all(0 < rows < sum(TABLES.values()) / 2 for rows in increments)
+    assert increments and all(0 < dirty < rows / 2 for dirty in increments)
 
 
 def test_a_run_goes_on_with_other_ranks_and_plans_bit_for_bit(
