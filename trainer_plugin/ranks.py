@@ -13,6 +13,7 @@ import logging
 import pickle
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal, get_args
@@ -49,6 +50,8 @@ _HEADER: Final = 3  # occasion, batches done or -1, how many integers follow
 #: Most integers that a rank says at once. All exchanges are of one length, so that ranks which do
 #: not do the same find out: gloo ends a process whose neighbours send another length.
 _MOST: Final = 12
+#: In place of a group that is gone: this is not a single process.
+_DISCONNECTED: Final = object()
 _serial = 0
 
 
@@ -71,6 +74,7 @@ class Ranks:
     def __init__(self, *, wait_seconds: float = 600.0) -> None:
         self.rank, self.count = 0, 1
         self._group: Any = None
+        self._broken: RankLost | None = None
         self._store: Any = None
         self._number = 0  # of exchanges so far
         self._wait_seconds = wait_seconds
@@ -84,11 +88,13 @@ class Ranks:
         global _serial
         _serial += 1
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        # Of its own, so that no exchange meets a collective of training, and on the CPU, so that
-        # none waits for a GPU.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._wait_seconds))
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"recpoint/{_serial}", default)
+        # Of its own, so that no exchange meets a collective of training, and on the CPU, so that
+        # none waits for a GPU.
+        timeout = timedelta(seconds=self._wait_seconds)
+        with self._answered():  # ranks connect
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def several(self) -> bool:
@@ -164,29 +170,58 @@ class Ranks:
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
+        if self._broken is not None:
+            raise self._broken
         self._number += 1
         try:
             yield
         except RuntimeError as error:  # gloo's: a time-out, or a closed connection
+            self._disconnect(error)
             lost = self._missing()
-            raise self._lost(lost, f"no answer in exchange {self._number}") from error
+            self._broken = self._lost(lost, f"no answer in exchange {self._number}")
+            raise self._broken from error
+
+    def _disconnect(self, error: BaseException) -> None:
+        """Have those notice who wait for this rank, and not for the one that is gone.
+
+        Only then can they say that they are alive: of four ranks in a ring, one always waits so.
+        """
+        group, self._group = self._group, _DISCONNECTED
+        if group is not None:
+            with contextlib.suppress(ValueError):  # as in close
+                dist.destroy_process_group(group)
+        del group
+        # Connections are closed with the last reference to the group; the calls that failed hold
+        # some.
+        traceback.clear_frames(error.__traceback__)
 
     def _missing(self) -> list[int]:
         """Who does not say that it is alive; nobody, if that cannot be told."""
-        try:
+        found: list[list[int]] = []
+        # In a thread: whoever keeps the store may be the one that hangs, and a call to it then
+        # returns after minutes.
+        call = threading.Thread(target=self._call_roll, args=(found,), daemon=True)
+        call.start()
+        call.join(2 * _ROLL_CALL_SECONDS)
+        if found:
+            return found[0]
+        # The store does not answer, or is gone. Of two it can only be the other.
+        return [1 - self.rank] if self.count == 2 else []
+
+    def _call_roll(self, found: list[list[int]]) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
             self._store.set(f"alive/{self._number}/{self.rank}", b"1")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
             missing = list(range(self.count))
             while missing and time.monotonic() < deadline:
-                missing = [
-                    rank
-                    for rank in missing
-                    if not self._store.check([f"alive/{self._number}/{rank}"])
-                ]
+                missing = [rank for rank in missing if not self._is_alive(rank)]
                 time.sleep(0.05)
-        except RuntimeError:
-            return []  # whoever kept the store is gone too
-        return missing
+            found.append(missing)
+
+    def _is_alive(self, rank: int) -> bool:
+        # An exchange can end well on some ranks only, which notice in the next one.
+        near = range(self._number - 1, self._number + 2)
+        return any(self._store.check([f"alive/{number}/{rank}"]) for number in near)
 
     def _lost(self, ranks: list[int], found: str) -> RankLost:
         who = ", ".join(map(str, ranks)) if ranks else "one or more (which cannot be told)"
@@ -253,10 +288,10 @@ class Ranks:
         """Leave; not collective."""
         self._ended.set()
         if self._watch is not None:
-            self._watch.join()
+            self._watch.join(_ROLL_CALL_SECONDS)  # it may wait for a store that hangs
             self._watch = None
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
+        if group not in (None, _DISCONNECTED) and dist.is_initialized():
             # ValueError: the job has destroyed all groups already, and begun anew.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)

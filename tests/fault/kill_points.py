@@ -21,12 +21,13 @@ _AT_ONCE = 4
 _MOST_STEPS = 400
 
 
-def at_every_step(attempt: Callable[[int], bool]) -> int:
+def at_every_step(attempt: Callable[[int], bool], *, at_once: int = _AT_ONCE) -> int:
     """Call `attempt` with 1, 2, 3 …, until there was nothing left to kill; the number of steps.
 
     Args:
         attempt: has a process die at the step it is given, and looks at what is left; whether
             it was killed. Called from several threads at once.
+        at_once: from so many.
 
     Raises:
         Exception: what an attempt raised.
@@ -45,8 +46,8 @@ def at_every_step(attempt: Callable[[int], bool]) -> int:
             finished.set()
         return _MOST_STEPS
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        ends = [pool.submit(one_after_another) for _ in range(_AT_ONCE)]
+    with ThreadPoolExecutor(at_once) as pool:
+        ends = [pool.submit(one_after_another) for _ in range(at_once)]
     return min(end.result() for end in ends) - 1
 
 

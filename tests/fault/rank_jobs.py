@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class RankJob:
         hosts: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        place.mkdir(parents=True, exist_ok=True)
         self.place, self._hosts, self._environment = place, list(hosts), dict(environment or {})
         self.url, self.staging = url or str(place / "run"), place / "staging"
         self._jobs = 0
@@ -53,10 +55,11 @@ class RankJob:
     def train(
         self, ranks: int, until_batch: int, *, only: int | None = None, **one: Any
     ) -> list[Life]:
-        """Run a job to its end; `one`: more arguments, for the rank `only`, or for all."""
+        """Run a job to its end; `one`: more arguments, for the rank `only`, or for all;
+        `settings` and `hosted` are for all."""
         self._jobs += 1
         told = [self.place / f"told-{self._jobs}-{rank}" for rank in range(ranks)]
-        settings = one.pop("settings", None)
+        common = {key: one.pop(key, None) for key in ("settings", "hosted")}
         processes = []
         for rank in range(ranks):
             arguments: dict[str, Any] = {
@@ -67,13 +70,18 @@ class RankJob:
                 "ranks": ranks,
                 "until_batch": until_batch,
                 "told": str(told[rank]),
-                "settings": settings,
+                **common,
                 **(one if only in (None, rank) else {}),
             }
             processes.append(begin(rank_life, self._environment, **arguments))
+        hangs = processes[only] if only is not None and one.get("by") == signal.SIGSTOP else None
         for process in processes:
-            process.join(_PATIENCE_SECONDS)
-            assert not process.is_alive(), "a rank hangs"
+            if process is not hangs:
+                process.join(_PATIENCE_SECONDS)
+                assert not process.is_alive(), "a rank hangs"
+        if hangs is not None:
+            hangs.kill()
+            hangs.join()
         return [
             Life(json.loads(path.read_text()) if path.exists() else {}, process.exitcode)
             for path, process in zip(told, processes, strict=True)

@@ -13,7 +13,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -24,21 +25,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import Checkpointer
 from recpoint.catalog import durable
 from recpoint.errors import IncompatibleModel, RankLost, SettingsError
-from recpoint.testing import die_at as dying
 from recpoint.trainer_plugin import table_source
 from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.policy import FULL, PolicyName
 from recpoint.trainer_plugin.rank_agreement import CutAgreement, agree_on_cut, agree_on_settings
-from recpoint.trainer_plugin.ranks import Occasion, Ranks
+from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot import Snapshot
 from tests import row_shards
+from tests.fault.rank_points import announce_protocol, stop_at_step
 from tests.fault.rank_watch import Origin, count_exchanges
 from tests.interposed_store import InterposedStore
 from tests.polling import until
@@ -105,53 +107,59 @@ def rank_life(
     until_batch: int,
     told: str,
     *,
-    kill: int | None = None,
+    kill: int | str | None = None,
     kill_from: int = 0,
+    by: signal.Signals = signal.SIGKILL,
+    besides: Container[str] = (),
+    count_into: str | None = None,
     killed_after: int | None = None,
-    leave_at: int | None = None,
     shard_dense: bool = False,
     stop_at: int | None = None,
     terminate_at: int | None = None,
     outlive_signals: bool = False,
     unstaged: int | None = None,
     divisible: bool = True,
+    hosted: bool | None = None,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Train from the newest checkpoint to `until_batch`, and tell in a file what came of it.
 
     Args:
         meeting: a file that no job before has met at; None: where torchrun says.
-        kill: where to die by SIGKILL, at which durable step, see `recpoint.testing.die_at`; each
-            exchange with the other ranks is one as well.
+        kill: where to die by SIGKILL: at which durable step, see `recpoint.testing.die_at`, or at
+            the first whose name begins so. Each exchange with the other ranks and each part of a
+            restore is a step as well.
         kill_from: count from this batch on, when all that was cut before has been committed.
+        by: the signal, with a name: SIGSTOP has it hang, with all connections open.
+        besides: kinds of steps that are not counted.
+        count_into: a file for a line at each step.
         killed_after: die by SIGKILL after this batch, when all that was cut has been committed.
-        leave_at: end as if killed in place of this exchange with the other ranks.
         shard_dense: dense layers under `fully_shard` in place of DDP.
         stop_at: end after this batch as if killed, without a word.
         terminate_at: send this very process SIGTERM after this batch.
         outlive_signals: have a handler of SIGTERM that counts, and does not end the process.
         unstaged: the first time, a checkpoint of this step cannot be staged.
         divisible: whether the reader goes on with another number of ranks.
+        hosted: rank 0 keeps what ranks meet with, as where nobody else does; else a file does.
         settings: of the Checkpointer.
     """
     dist.init_process_group(
         "gloo",
-        init_method="env://" if meeting is None else f"file://{meeting}",
+        store=None if meeting is None else _store(Path(meeting), rank, ranks, hosted),
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=60),
     )
-    if leave_at is not None:
-        _leave(leave_at)
     if unstaged is not None:
         _fail_to_stage(unstaged)
     signals: list[int] = []
     if outlive_signals:
         signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    at_step = partial(stop_at_step, kill, by, besides=besides, count_into=count_into)
     if kill is not None:
-        _announce_exchanges()
+        announce_protocol()
         if kill_from == 0:
-            dying.install(die_at=kill)
+            at_step()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + rank)
     torch.manual_seed(1)
@@ -184,8 +192,11 @@ def rank_life(
     ):
         c._store = reads = InterposedStore(c._store)
         report = c.restore()
-        begun = c.batches_done
-        restored = _digest(model, optimizers)
+        found.update(
+            begun=c.batches_done,
+            restored=None if report is None else report.restored.step,
+            restored_state=_digest(model, optimizers),
+        )
         while c.batches_done < until_batch:
             ids = reader.next()
             samples += ids.tolist()
@@ -203,14 +214,11 @@ def rank_life(
             exchanged.append(exchanges[before:])
             if kill is not None and kill_from == c.batches_done > 0:
                 until(lambda: c.stats.committed == c.stats.staged > 0)
-                dying.install(die_at=kill)
+                at_step()
             if stop_at == c.batches_done:
                 os._exit(0)
         c.close()
         found.update(
-            begun=begun,
-            restored=None if report is None else report.restored.step,
-            restored_state=restored,
             state=_digest(model, optimizers),
             drawn=[random.random(), float(np.random.random()), float(torch.rand(()))],
             position=reader.position,
@@ -263,27 +271,15 @@ def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
     dist.destroy_process_group()
 
 
-def _leave(at: int) -> None:
-    """End this process in place of its exchange number `at`."""
-    exchange = Ranks.exchange
-
-    def leaving(ranks: Ranks, about: Occasion, *said: Any, **more: Any) -> list[list[int]]:
-        if ranks._number == at:
-            os._exit(0)
-        return exchange(ranks, about, *said, **more)
-
-    setattr(Ranks, "exchange", leaving)  # noqa: B010
-
-
-def _announce_exchanges() -> None:
-    """Have each exchange be a step at which this process can die."""
-    exchange = Ranks.exchange
-
-    def announced(ranks: Ranks, about: Occasion, *said: Any, **more: Any) -> list[list[int]]:
-        durable.step(f"exchange {about}")
-        return exchange(ranks, about, *said, **more)
-
-    setattr(Ranks, "exchange", announced)  # noqa: B010
+def _store(meeting: Path, rank: int, ranks: int, hosted: bool | None) -> Store:
+    if not hosted:
+        return FileStore(str(meeting), ranks)
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        durable.write_atomically(meeting, str(store.port).encode())
+        return store
+    until(meeting.exists)
+    return TCPStore("127.0.0.1", int(meeting.read_text()), ranks)
 
 
 def _fail_to_stage(step: int) -> None:
@@ -306,6 +302,12 @@ def _telling(told: Path, found: dict[str, Any]) -> Iterator[None]:
         yield
     except (IncompatibleModel, RankLost) as error:
         found["refused" if isinstance(error, IncompatibleModel) else "lost"] = str(error)
+        raise
+    except RuntimeError as error:
+        # Of a collective of training itself, whose errors are gloo's.
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if not any("trainer_plugin" in file for file in files):
+            found["training_failed"] = str(error)
         raise
     finally:
         told.write_text(json.dumps(found))

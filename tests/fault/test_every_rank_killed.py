@@ -1,17 +1,23 @@
 """Ranks that die by SIGKILL at any point of a checkpoint cost no batch, and leave nothing behind.
 
-The points are the steps that a rank takes on disk and its exchanges with the others, from the batch
-before a checkpoint to the end of training.
+The points are the steps that a rank takes on disk and its exchanges with the others: those of a
+start on a run that has a checkpoint, and those from the batch before a checkpoint to the end of
+training. A rank that hangs is one more way to be gone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -32,35 +38,71 @@ from tests.training_builder import InlineAgent
 _COMMITTED, _KILLED_FROM, _CUT, _END = 2, 3, 4, 5
 _TORCHRUN_SECONDS = 240.0
 
+#: No checkpoint is waited for, so that ranks may wait for each other a short time only.
+_SOON = {"drain_seconds": 5.0, "close_wait_seconds": 5.0, "ranks_wait_seconds": 20.0}
+
+
+class Reference(NamedTuple):
+    """What jobs that nobody kills come to.
+
+    Attributes:
+        run: one with a single checkpoint, after batch `_COMMITTED`, at which training ended.
+        there: how all ranks ended there.
+        ended: how all ranks of a job end that goes to the end without a stop.
+    """
+
+    run: Path
+    there: list[Life]
+    ended: list[Life]
+
+    def job_on_copy(self, place: Path) -> RankJob:
+        """A job on a run of its own, with that checkpoint, and a staging area of its own."""
+        shutil.copytree(self.run, place / "run")
+        return RankJob(place)
+
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Life]]:
-    """Number of ranks -> how they end when none of them is killed."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Reference]:
+    """Number of ranks -> what is right."""
     found = {}
     for ranks in (2, 4):
-        job = RankJob(tmp_path_factory.mktemp("uninterrupted"))
-        with InlineAgent(job.staging):
-            found[ranks] = job.train(ranks, _END, settings=WAITING)
+        short, whole = (RankJob(tmp_path_factory.mktemp("reference")) for _ in range(2))
+        with InlineAgent(short.staging), InlineAgent(whole.staging):
+            there = short.train(ranks, _COMMITTED, settings=WAITING)
+            ended = whole.train(ranks, _END, settings=WAITING)
+        found[ranks] = Reference(Path(short.url), there, ended)
     return found
 
 
 def killed_at(
-    place: Path, kill: int, *, rank: int, expected: list[Life], kill_from: int = _KILLED_FROM
+    job: RankJob, kill: int | str, *, rank: int, expected: list[Life], kill_from: int = _KILLED_FROM
 ) -> bool:
     """Whether `rank` was killed; what it left is right in any case."""
-    job, ranks = RankJob(place), len(expected)
+    ranks = len(expected)
     with InlineAgent(job.staging):
         first = job.train(ranks, _CUT, only=rank, kill=kill, kill_from=kill_from, settings=WAITING)
         killed = first[rank].exit_code == -signal.SIGKILL
         assert killed or [life.exit_code for life in first] == [0] * ranks
+        require_told(first, rank)
         second = job.train(ranks, _END, settings=WAITING)
     # All go on from one checkpoint that was committed.
     (begun,) = {life.told["begun"] for life in second}
-    assert begun in ({0, _COMMITTED, _CUT} if kill_from == 0 else {_COMMITTED, _CUT})
+    assert begun in {_COMMITTED, _CUT}
     assert killed or begun == _CUT
     require_same_end(second, expected)
     require_whole(job.url)
     return killed
+
+
+def require_told(lives: Sequence[Life], lost: int) -> None:
+    """That every rank but this one has ended well, or says who is gone."""
+    for rank, life in enumerate(lives):
+        if rank == lost or life.exit_code == 0:
+            continue
+        assert life.exit_code == 1
+        # Else it was in a collective of training itself, whose error is not recpoint's to tell.
+        if "training_failed" not in life.told:
+            assert life.told["lost"].startswith(f"rank {lost} of {len(lives)}: ")
 
 
 def require_whole(url: str) -> None:
@@ -74,31 +116,116 @@ def require_whole(url: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_of_two_is_killed_at_every_point(
-    tmp_path: Path, uninterrupted: dict[int, list[Life]], rank: int
+    tmp_path: Path, reference: dict[int, Reference], rank: int
 ) -> None:
-    points = at_every_step(
-        lambda kill: killed_at(tmp_path / str(kill), kill, rank=rank, expected=uninterrupted[2])
-    )
-    assert points > 10
+    def killed(kill: int) -> bool:
+        place = tmp_path / str(kill)
+        return killed_at(RankJob(place), kill, rank=rank, expected=reference[2].ended)
+
+    assert at_every_step(killed) > 10
 
 
-@pytest.mark.parametrize(
-    ("rank", "kill", "kill_from"), [(0, 8, 0), (3, 2, _KILLED_FROM), (2, 7, _KILLED_FROM)]
-)
-def test_a_rank_of_four_is_killed(
-    tmp_path: Path,
-    uninterrupted: dict[int, list[Life]],
-    rank: int,
-    kill: int,
-    kill_from: int,
+#: Steps between which nothing changes that anybody else could see. What is on disk between them is
+#: there without ranks too, where they are gone through (`test_kill_everywhere`).
+_UNSEEN = frozenset({"fsync", "mkdir", "open", "reserve", "unlink", "write"})
+
+#: For most of its life such a start waits for a rank that will not say that it is alive.
+_STARTS_AT_ONCE = 8
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_two_is_killed_at_every_point_of_a_start(
+    tmp_path: Path, reference: dict[int, Reference], rank: int
 ) -> None:
-    expected = uninterrupted[4]
-    assert killed_at(tmp_path, kill, rank=rank, expected=expected, kill_from=kill_from)
+    """Each start that is killed comes after another one that was, on one run."""
+    runs: queue.SimpleQueue[RankJob] = queue.SimpleQueue()
+    jobs = [reference[2].job_on_copy(tmp_path / str(number)) for number in range(_STARTS_AT_ONCE)]
+    for job in jobs:
+        runs.put(job)
+
+    def killed(kill: int) -> bool:
+        job = runs.get()
+        # It has nothing to store, and ends.
+        lives = job.train(2, _COMMITTED, only=rank, kill=kill, besides=_UNSEEN, settings=_SOON)
+        found = lives[rank].exit_code == -signal.SIGKILL
+        assert found or [life.exit_code for life in lives] == [0, 0]
+        require_told(lives, rank)
+        for life in lives:
+            state = reference[2].there[0].told["state"]
+            assert life.told.get("restored_state", state) == state
+        if not found:
+            require_same_end(lives, reference[2].there)
+        assert Run.open(open_store(job.url)).live_line() == [(_COMMITTED, 1)]
+        runs.put(job)
+        return found
+
+    assert at_every_step(killed, at_once=_STARTS_AT_ONCE) > 20
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(lambda job: goes_on(job, reference[2].ended), jobs))
+
+
+def goes_on(job: RankJob, expected: list[Life]) -> None:
+    """That a job that nobody kills goes on from the only checkpoint, to the right end."""
+    with InlineAgent(job.staging):
+        lives = job.train(len(expected), _END, settings=WAITING)
+    assert {life.told["begun"] for life in lives} == {_COMMITTED}
+    require_same_end(lives, expected)
+    require_whole(job.url)
+
+
+def test_ranks_of_four_are_killed(tmp_path: Path, reference: dict[int, Reference]) -> None:
+    def killed(place: Path, rank: int, kill: str, kill_from: int) -> None:
+        job = reference[4].job_on_copy(place) if kill_from == 0 else RankJob(place)
+        assert killed_at(job, kill, rank=rank, expected=reference[4].ended, kill_from=kill_from)
+
+    cases = [
+        (3, "exchange what each rank has", 0),
+        (1, "restored-rows", 0),
+        (0, "created generations", 0),  # and nobody was told
+        (2, "exchange a checkpoint", _KILLED_FROM),
+        (3, "exchange a cut", _KILLED_FROM),
+        (1, "rename", _KILLED_FROM),  # of its job file
+        (0, "exchange the end", _KILLED_FROM),
+    ]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(lambda n: killed(tmp_path / str(n), *cases[n]), range(len(cases))))
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path, reference: dict[int, Reference]) -> None:
+    """All connections stay open: it is told by its silence."""
+
+    def hangs(place: Path, ranks: int, rank: int, step: str, hosted: bool) -> None:
+        lives = (
+            reference[ranks]
+            .job_on_copy(place)
+            .train(
+                ranks,
+                _CUT,
+                only=rank,
+                kill=step,
+                by=signal.SIGSTOP,
+                hosted=hosted,
+                settings=_SOON | {"max_staged_jobs": 2},
+            )
+        )
+        assert lives[rank].exit_code == -signal.SIGKILL  # when all others had ended
+        for life in lives[:rank] + lives[rank + 1 :]:
+            assert life.told["lost"].startswith(f"rank {rank} of {ranks}: "), life
+
+    cases = [
+        (2, 1, "meet", False),
+        (2, 0, "restored-rows", False),
+        (4, 2, "exchange a checkpoint", False),
+        (2, 0, "exchange a cut", True),  # it keeps what ranks meet with, too
+        (2, 1, "exchange the end", True),
+    ]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(lambda n: hangs(tmp_path / str(n), *cases[n]), range(len(cases))))
 
 
 def test_two_hosts_with_an_agent_each_over_one_s3_server(
     tmp_path: Path,
-    uninterrupted: dict[int, list[Life]],
+    reference: dict[int, Reference],
     s3_environment: SeaweedServer,
     s3_run_url: str,
 ) -> None:
@@ -109,7 +236,7 @@ def test_two_hosts_with_an_agent_each_over_one_s3_server(
         first = job.train(2, _CUT, only=1, kill=6, kill_from=_KILLED_FROM, settings=WAITING)
         assert first[1].exit_code == -signal.SIGKILL
         second = job.train(2, _END, settings=WAITING)
-    require_same_end(second, uninterrupted[2])
+    require_same_end(second, reference[2].ended)
     assert {life.told["begun"] for life in second} == {_COMMITTED}
     require_whole(s3_run_url)
     for rank, host in enumerate(hosts):  # neither has seen anything of the other
@@ -121,7 +248,7 @@ def test_two_hosts_with_an_agent_each_over_one_s3_server(
 def torchrun(ranks: int, told: Path, **given: object) -> dict[str, Life]:
     """What ranks told that torchrun has started, by life and rank; it has ended well."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--max-restarts=1", "--monitor-interval=0.1", "--rdzv-backend=c10d"]
+    command += ["--max-restarts=2", "--monitor-interval=0.1", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     arguments = json.dumps({"told": str(told), "settings": WAITING, **given})
     ended = subprocess.run(
@@ -143,15 +270,24 @@ def torchrun(ranks: int, told: Path, **given: object) -> dict[str, Life]:
 
 
 def test_torchrun_restarts_all_and_another_one_goes_on_with_more(
-    tmp_path: Path, uninterrupted: dict[int, list[Life]]
+    tmp_path: Path, reference: dict[int, Reference]
 ) -> None:
     common = {"url": str(tmp_path / "run"), "staging": str(tmp_path / "staging")}
     with InlineAgent(tmp_path / "staging"):
-        two = torchrun(2, tmp_path / "two", **common, until_batch=_END, killed=1, killed_after=_CUT)
+        two = torchrun(
+            2,
+            tmp_path / "two",
+            **common,
+            until_batch=_END,
+            killed=1,
+            killed_after=_CUT,
+            killed_restoring=0,
+        )
         three = torchrun(3, tmp_path / "three", **common, until_batch=_END + 2)
-    restarted = [two["1-0"], two["1-1"]]
-    assert "0-1" not in two and {life.told["begun"] for life in restarted} == {_COMMITTED}
-    require_same_end(restarted, uninterrupted[2])
+    restarted = [two["2-0"], two["2-1"]]
+    assert not {"0-1", "1-0"} & two.keys()  # the first life of one, the second of the other
+    assert {life.told["begun"] for life in restarted} == {_COMMITTED}
+    require_same_end(restarted, reference[2].ended)
     assert three.keys() == {"0-0", "0-1", "0-2"}
     samples = [life.told["samples"] for life in (*restarted, *three.values())]
     for life in three.values():

@@ -51,8 +51,7 @@ _SOON = {"drain_seconds": 5.0, "close_wait_seconds": 5.0, "ranks_wait_seconds": 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_wait_for_one_that_is_gone_name_it(job: RankJob, rank: int) -> None:
-    # Later than all exchanges of the start, and before one of the first cuts.
-    lives = job.train(2, 40, only=rank, leave_at=18, settings=_SOON)
+    lives = job.train(2, 40, only=rank, kill="exchange a checkpoint", settings=_SOON)
     assert not lives[rank].told and lives[1 - rank].exit_code == 1
     assert lives[1 - rank].told["lost"].startswith(f"rank {rank} of 2: ")
 

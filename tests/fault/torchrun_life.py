@@ -2,8 +2,9 @@
 
 python -m torch.distributed.run … -m tests.fault.torchrun_life '{"url": …, "told": …}'
 
-The argument holds those of `rank_life`, and with `killed` the rank that kills itself in its first
-life. Each rank of each life tells in a file of its own.
+The argument holds those of `rank_life`, with `killed` the rank that kills itself in its first life,
+and with `killed_restoring` the one that does so in its second, while it restores. Each rank of each
+life tells in a file of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if __name__ == "__main__":
     rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if given.pop("killed", None) != rank or life > 0:
         given.pop("killed_after", None)
+    if given.pop("killed_restoring", None) == rank and life == 1:
+        given["kill"] = "restored-rows"
     given["told"] += f"-{life}-{rank}"
     torch.set_num_threads(1)
     rank_life(meeting=None, rank=rank, ranks=int(os.environ["WORLD_SIZE"]), **given)
