@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,20 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from tests.agent_program import serve
+from tests.forked_program import ForkedProgram
 from tests.polling import PATIENCE_SECONDS
 
 __all__ = ["AgentProcess"]
 
-_PROGRAM = """
-import logging, sys
-logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
-from recpoint.testing.die_at import install_from_environment
-install_from_environment()
-from recpoint.flows.agent import run_agent
-after = int(sys.argv[4]) or None
-once = sys.argv[2] == "once"
-sys.exit(run_agent(sys.argv[1], once=once, prefect=sys.argv[3], consolidate_after=after))
-"""
+_ROOT = Path(__file__).parents[1]
 
 
 class AgentProcess:
@@ -52,13 +46,20 @@ class AgentProcess:
         if die_at is not None:
             environment["RECPOINT_DIE_AT"] = str(die_at)
         self._log = log
-        settings = "once" if once else "", prefect, str(consolidate_after or 0)
+        settings = str(staging), once, prefect, consolidate_after
+        self.process: ForkedProgram | subprocess.Popen[bytes]
+        if prefect == "off":
+            output = log, log
+            self.process = ForkedProgram(serve, settings, environment=environment, output=output)
+            return
+        # One that uses Prefect has to import it, and to settle what it is told before.
+        path = f"{_ROOT / 'src'}{os.pathsep}{_ROOT}"
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(staging), *settings],
+                [sys.executable, "-m", "tests.agent_program", json.dumps(settings)],
                 stdout=file,
                 stderr=file,
-                env=environment,
+                env={**environment, "PYTHONPATH": path},
             )
 
     def __enter__(self) -> Self:

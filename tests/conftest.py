@@ -73,7 +73,7 @@ def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of flows last, and of those the ones that take longest first.
+    """What takes longest first, and last what uses Prefect in its own process.
 
     Prefect's client leaves threads in the process that draw from python's generator now and then.
     A training process never has them (`test_structure`); tests of bit-identical resumption, which
@@ -82,9 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
 
     def order(item: pytest.Item) -> tuple[bool, bool, bool]:
-        if "flows" not in item.path.parts:
-            return (False, False, False)
+        uses_prefect = "prefect_api" in getattr(item, "fixturenames", ())
         grouped, slow = (item.get_closest_marker(name) for name in ("xdist_group", "slow"))
-        return (True, grouped is None, slow is None)
+        return (uses_prefect, grouped is None, slow is None)
 
     items.sort(key=order)

@@ -15,7 +15,7 @@ from typing import Any, Self
 import pytest
 
 from recpoint.testing.seaweed import free_ports
-from tests.polling import until
+from tests.polling import PATIENCE_SECONDS, until
 
 __all__ = ["PrometheusServer", "free_port", "needs_prometheus"]
 
@@ -88,7 +88,7 @@ class PrometheusServer:
     def _get(self, path: str, **parameters: str) -> Any:
         url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
+            with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
                 document = json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error

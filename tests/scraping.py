@@ -13,7 +13,7 @@ from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.polling import until
+from tests.polling import PATIENCE_SECONDS, until
 
 __all__ = ["MetricsAgent", "Samples", "scrape", "value"]
 
@@ -22,7 +22,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def scrape(url: str) -> Samples:
     """Samples by name and labels."""
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value

@@ -371,6 +371,6 @@ def test_a_page_of_another_name_cannot_read_it(tmp_path: Path) -> None:
     with dashboard(tmp_path / "log") as address:
         asked = urllib.request.Request(address, headers={"Host": "elsewhere.example"})
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(asked, timeout=20)
+            urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS)
         with refused.value:
             assert refused.value.code == 400

@@ -80,7 +80,7 @@ def test_a_checkpoint_and_the_lag_are_seen(
                 return False
             return True
 
-        until(is_shown, seconds=PATIENCE_SECONDS)
+        until(is_shown, seconds=3 * PATIENCE_SECONDS)
     artifacts = {one["key"]: one for one in ask(f"{server}/artifacts/filter", {})}
     ours = f"recpoint-ads-ranker-{run.id[:12]}"
     name = f"{ours}-g1-step-{step}-r0"

@@ -51,7 +51,7 @@ STEPS = 5
 _INTERVAL = 2
 _ROWS = 40
 _DIM = 3
-_PATIENCE_SECONDS = 150.0
+_PATIENCE_SECONDS = 240.0
 
 _OF_STAGING = {"chunk", "fsync", "mkdir", "open", "rename", "reserve", "unlink", "write"}
 _BEFORE_A_REQUEST = {"create", "delete", "put"}

@@ -111,6 +111,19 @@ def fires(server: PrometheusServer, *names: str) -> Callable[[], bool]:
     return look
 
 
+def names_in(server: PrometheusServer) -> set[str]:
+    """The metrics of ours that it has now."""
+    samples = server.query('{__name__=~"recpoint_.+"}')
+    found = {sample["metric"]["__name__"] for sample in samples}
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found} | found
+
+
+def looked_at(server: PrometheusServer) -> float | None:
+    """When it last read that no trainer is lost; None while it has no such sample."""
+    samples = server.query("timestamp(recpoint_agent_trainer_lost == 0)")
+    return float(samples[0]["value"][1]) if samples else None
+
+
 def is_quiet(server: PrometheusServer) -> bool:
     return all(rule["state"] == "inactive" for rule in server.rules())
 
@@ -143,12 +156,7 @@ def test_panels_answer_rules_work_and_alerts_fire_for_what_they_are_for(tmp_path
                 until(lambda: bool(server.query(restores)))
                 assert command("validate", str(run), "--level", "metadata").returncode == 0
                 until(lambda: not unanswered(server))
-                found = {
-                    sample["metric"]["__name__"]
-                    for sample in server.query('{__name__=~"recpoint_.+"}')
-                }
-                bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in found} | found
-                assert {metric.name for metric in METRICS} <= bases
+                until(lambda: {metric.name for metric in METRICS} <= names_in(server))
                 until(lambda: is_quiet(server))
                 assert {rule["health"] for rule in server.rules()} == {"ok"}
 
@@ -162,10 +170,9 @@ def test_panels_answer_rules_work_and_alerts_fire_for_what_they_are_for(tmp_path
                     shown = scrape(again.url)
                     assert value(shown, "recpoint_agent_trainer_lost") == 0
                     assert value(shown, "recpoint_agent_staged_jobs") == 0
-                    looked = "timestamp(recpoint_agent_trainer_lost == 0)"
-                    ended = float(server.query(looked)[0]["value"][1])
-                    until(lambda: float(server.query(looked)[0]["value"][1]) > ended + 5)
-                    assert is_quiet(server), "a run that ended cleanly must not alert"
+                    ended = until(lambda: looked_at(server))
+                    until(lambda: (looked_at(server) or 0) > ended + 5)
+                    assert not server.firing(), "a run that ended cleanly must not alert"
                     fail_validation(run)
                     until(fires(server, "RecpointValidationFailed"))
         assert {rule["health"] for rule in server.rules()} == {"ok"}

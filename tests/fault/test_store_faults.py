@@ -35,8 +35,9 @@ from tests.polling import PATIENCE_SECONDS, until
 _QUICK = S3Timeouts(connect_seconds=1, read_seconds=1, attempts=2, call_seconds=6)
 #: Of all others.
 _PATIENT = S3Timeouts(attempts=2)
-# Two attempts of a second each, a pause of at most one, and room for a busy machine.
-_BOUND_SECONDS = 10.0
+# Two attempts of a second each, a pause of at most one, and room for a busy machine: a call without
+# these limits takes two minutes.
+_BOUND_SECONDS = 60.0
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
+from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import (
     Place,
     checkpointer,
@@ -26,8 +26,9 @@ from tests.training_builder import (
     until,
 )
 
-#: From the cut to the commit, once the agent is up; a hanging API must not be waited for.
-_LAG_SECONDS = 10.0
+#: From the cut to the commit, once the agent is up; a hanging API must not be waited for, which
+#: Prefect's client would do for minutes.
+_LAG_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def recpoint_agent(place: Place, environment: dict[str, str], log: Path) -> Iter
     try:
         yield
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     finally:
         process.kill()
         process.wait()
@@ -79,9 +80,7 @@ def test_training_is_checkpointed_without_prefect_for_ever(
         until(lambda: ckpt.stats.committed == 1)
         for _ in range(3):
             train(training, ckpt, 2)
-            cut = time.monotonic()
             until(lambda: ckpt.stats.committed == ckpt.batches_done // 2, seconds=_LAG_SECONDS)
-            assert time.monotonic() - cut < _LAG_SECONDS
         if prefect == "cannot be started":
             until(lambda: "going on without Prefect" in log.read_text())
         ckpt.close()

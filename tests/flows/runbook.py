@@ -6,8 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.forked_shell import forked_programs
 
 __all__ = ["TRAIN", "Site", "Step", "entries"]
 
@@ -89,16 +92,23 @@ class Site:
         directory: of the test; commands are run in it.
         run: the run URL.
         variables: added to the environment.
+        forked: run `recpoint` and `python` in forked processes, which are there at once; else the
+            installed programs.
     """
 
-    def __init__(self, directory: Path, run: str, **variables: str) -> None:
+    def __init__(
+        self, directory: Path, run: str, variables: Mapping[str, str] = {}, *, forked: bool = True
+    ) -> None:
         self.directory = directory
         self.staging = Path(variables.get("RECPOINT_STAGING", directory / "staging"))
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "AWS_"))}
         clean.pop("COLUMNS", None)  # of the terminal that the tests were started in, or of xdist
+        programs = [Path(sys.executable).parent]
+        if forked and (there := forked_programs()) is not None:
+            programs.insert(0, there)
         self.environment = {
             **clean,
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT / "src"),
             "RECPOINT_STAGING": str(self.staging),
             "RECPOINT_HOME": str(directory / "home"),

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from recpoint.flows.agent import run_agent
 from recpoint.flows.background import BackgroundConsolidation, Which
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Table, tables
+from tests.forked_program import PARENT, run_module
 from tests.job_builder import Links, stage
 from tests.polling import until
 
@@ -255,16 +255,16 @@ def test_its_process_killed_at_a_step_is_followed_by_one_that_finishes(
     stage_links(run, staging, trained, count=5)
     run_agent(staging, once=True, prefect="off", consolidate="off")
 
-    def process(*before: str) -> subprocess.CompletedProcess[bytes]:
-        program = "-m", "recpoint.flows.consolidate_process", run.url, str(AFTER), str(os.getpid())
-        command = [sys.executable, *before, *program]
-        return subprocess.run(command, capture_output=True, timeout=240, check=False)
+    program = "recpoint.flows.consolidate_process", run.url, str(AFTER), PARENT
 
-    killed = process("-m", "recpoint.testing.die_at", str(die_at))
+    def process(*before: str) -> subprocess.CompletedProcess[str]:
+        return run_module([*before, *program], environment=os.environ, directory=tmp_path)
+
+    killed = process("recpoint.testing.die_at", str(die_at), "-m")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     require_trained(run, trained, 5)
     finished = process()
-    assert finished.returncode == 0 and b'"done": "created' in finished.stdout
+    assert finished.returncode == 0 and '"done": "created' in finished.stdout
     assert links_of(run) <= 2
     require_trained(run, trained, 5)
-    assert b"a trigger" not in process().stdout
+    assert "a trigger" not in process().stdout

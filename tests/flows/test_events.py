@@ -37,7 +37,7 @@ def told(run: Run, *, count: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = answer.json()["events"]
         return found if len(found) >= count else None
 
-    found = until(look, seconds=120)
+    found = until(look)
     assert {one["resource"]["prefect.resource.name"] for one in found} == {run.url}
     return found
 

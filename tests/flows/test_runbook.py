@@ -98,7 +98,7 @@ def s3_site(tmp_path: Path, trained: Path, own_seaweed: SeaweedServer) -> Site:
     store = open_store(url)
     for path in sorted(trained.rglob("*.*")):
         store.put(path.relative_to(trained).as_posix(), path.read_bytes())
-    return Site(tmp_path, url, **own_seaweed.environment())
+    return Site(tmp_path, url, own_seaweed.environment())
 
 
 def damage(site: Site, step: int) -> None:
@@ -145,7 +145,7 @@ def test_agent_dead(tmp_path: Path) -> None:
 
 def test_rank_missing(tmp_path: Path) -> None:
     there = tmp_path / "there"
-    site = Site(tmp_path, str(tmp_path / "run"), THERE=str(there))
+    site = Site(tmp_path, str(tmp_path / "run"), {"THERE": str(there)})
     run = new_run(tmp_path / "run")
     run.claim(None)
     RankJobs(run, [site.staging, there], tables()).stage(10)
@@ -207,7 +207,10 @@ def test_move_a_run(s3_site: Site, own_seaweed: SeaweedServer) -> None:
     play(s3_site, "move-a-run-to-another-bucket")
 
 
-def test_prefect_gone(site: Site) -> None:
+def test_prefect_gone(tmp_path: Path, trained: Path) -> None:
+    # The installed programs, once: nothing here takes them seconds to import.
+    shutil.copytree(trained, tmp_path / "run")
+    site = Site(tmp_path, str(tmp_path / "run"), forked=False)
     try:
         play(site, "prefect-gone")
     finally:
@@ -228,7 +231,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_disk_full(tmp_path: Path, trained: Path, small_disk: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
-    site = Site(tmp_path, str(tmp_path / "run"), RECPOINT_STAGING=str(small_disk))
+    site = Site(tmp_path, str(tmp_path / "run"), {"RECPOINT_STAGING": str(small_disk)})
     with agent_of(site) as agent:
         until(lambda: agent.logged("serving") > 0)
         site.shell("python train.py 30; rm -r $RECPOINT_STAGING/*/slots")

@@ -14,7 +14,7 @@ def test_outcomes_come_in_the_order_of_the_jobs() -> None:
 
     def work(job: int) -> int:
         if job == 0:
-            assert first_may_end.wait(30)
+            assert first_may_end.wait(240)
         elif job == 1:
             first_may_end.set()  # the second job ends before the first
         return job * job
@@ -64,7 +64,7 @@ def test_small_ones_do_not_wait_for_a_large_one_nor_fill_the_memory() -> None:
     def work(job: int) -> int:
         begun.append(job)
         if job == 0:
-            assert large_may_end.wait(30)
+            assert large_may_end.wait(240)
         elif job == 18:
             large_may_end.set()  # 1 + 2 + 16: so many are under way with the first
         return job

@@ -228,7 +228,7 @@ def test_of_many_threads_one_wins_and_the_others_know(run: Run) -> None:
     barrier = threading.Barrier(len(candidates))
 
     def together(manifest: Manifest) -> str:
-        barrier.wait(30)
+        barrier.wait(240)
         return _try_to_commit(run, manifest)
 
     with ThreadPoolExecutor(len(candidates)) as pool:

@@ -244,7 +244,7 @@ def test_two_at_once_both_end_well(run: Run, links: list[Manifest]) -> None:
     def work() -> None:
         ours = Run.open(run.store)
         entries = [entry for part in plan.parts for entry in merge_part(ours, plan, part)]
-        together.wait(30)
+        together.wait(240)
         outcomes.append(commit_consolidation(ours, plan, entries)[0])
 
     threads = [threading.Thread(target=work) for _ in range(2)]

@@ -56,7 +56,7 @@ def test_each_manifest_is_read_once_and_several_at_a_time(run: Run, links: list[
     def before(call: str, key: str) -> None:
         # All but the first, which tells of the others: none ends before each has begun.
         if call == "get" and key != manifest_key(STEPS[-1], 1):
-            together.wait(60)
+            together.wait(240)
 
     assert isinstance(run.store, InterposedStore)
     line = run.live_line()

@@ -32,7 +32,7 @@ def at_once(count: int, work: Callable[[], object]) -> list[object]:
     barrier = threading.Barrier(count)
 
     def together() -> object:
-        barrier.wait(30)
+        barrier.wait(240)
         return work()
 
     with ThreadPoolExecutor(count) as pool:

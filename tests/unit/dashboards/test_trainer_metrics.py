@@ -176,12 +176,12 @@ def test_a_forked_worker_does_not_keep_the_port(place: Place) -> None:
 
     def worker() -> None:
         ready.set()
-        done.wait(60)
+        done.wait(240)
 
     child = context.Process(target=worker)
     child.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(240)
         export.close()
         with recpoint.export_metrics(ckpt, port=port) as taken:
             assert taken.url == export.url

@@ -1,0 +1,26 @@
+"""What an agent's process runs; it imports nothing that the agent would not import."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Literal
+
+from recpoint.flows.agent import run_agent
+from recpoint.testing.die_at import install_from_environment
+
+__all__ = ["serve"]
+
+
+def serve(
+    staging: str, once: bool, prefect: Literal["auto", "off"], consolidate_after: int | None
+) -> None:
+    """Be an agent: `run_agent`, whose log goes to standard error."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+    install_from_environment()
+    sys.exit(run_agent(staging, once=once, prefect=prefect, consolidate_after=consolidate_after))
+
+
+if __name__ == "__main__":
+    serve(*json.loads(sys.argv[1]))

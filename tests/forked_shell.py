@@ -1,0 +1,78 @@
+"""`recpoint` and `python` for a shell, each in a forked process that has imported everything.
+
+What the shell starts is a script that imports next to nothing: it hands over its arguments, its
+environment and where its output goes, and ends as the forked process does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import runpy
+import socketserver
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from tests.forked_program import ForkedProgram
+
+__all__ = ["forked_programs"]
+
+_SCRIPT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as door:
+    door.connect({door!r})
+    asked = sys.argv, dict(os.environ), os.getcwd(), os.getpid()
+    with door.makefile("rw") as talk:
+        print(json.dumps(asked), file=talk, flush=True)
+        sys.exit(int(talk.readline()))
+"""
+
+
+@functools.cache
+def forked_programs() -> Path | None:
+    """A directory with the two programs, for the path; None where only Linux could have them."""
+    if sys.platform != "linux":
+        return None
+    place = Path(tempfile.mkdtemp(prefix="recpoint-programs-"))
+    server = _Server(str(place / "door"), _Asked)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("python", "recpoint"):
+        (place / name).write_text(_SCRIPT.format(python=sys.executable, door=str(place / "door")))
+        (place / name).chmod(0o755)
+    return place
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+
+class _Asked(socketserver.StreamRequestHandler):
+    """One program that a shell started."""
+
+    def handle(self) -> None:
+        arguments, environment, directory, pid = json.loads(self.rfile.readline())
+        # The script waits for the answer: its files are there as long as they are needed.
+        output = Path(f"/proc/{pid}/fd/1"), Path(f"/proc/{pid}/fd/2")
+        process = ForkedProgram(
+            _run, arguments, environment=environment, output=output, directory=Path(directory)
+        )
+        try:
+            code = process.wait()
+        finally:
+            process.kill()
+        self.wfile.write(f"{code if code >= 0 else 128 - code}\n".encode())
+
+
+def _run(program: str, *arguments: str) -> None:
+    if Path(program).name == "recpoint":
+        sys.argv = [program, *arguments]
+        from recpoint.__main__ import main
+
+        main()
+    else:
+        sys.argv = list(arguments)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        runpy.run_path(arguments[0], run_name="__main__")
