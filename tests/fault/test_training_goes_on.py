@@ -39,8 +39,8 @@ from tests.training_builder import (
 
 #: The agent gives up on a request after a second, so that a test takes seconds too.
 _QUICK = {"connect_timeout": 1, "read_timeout": 1, "retries": {"total_max_attempts": 2}}
-#: The trainer's own client would wait for 30 s, five times, and a store is away here until a test has
-#: seen that training went on. So much is allowed for ten batches.
+#: The trainer's own client would wait for 30 s, five times, and a store is away here until a test
+#: has seen that training went on. So much is allowed for ten batches.
 _TRAINING_SECONDS = 60.0
 
 FAULTS: dict[str, tuple[Break, str]] = {
