@@ -18,7 +18,7 @@ import torch
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 
-__all__ = ["PARENT", "ForkedProgram", "run_module"]
+__all__ = ["PARENT", "ForkedProgram", "be_module", "run_module"]
 
 #: An argument that stands for the id of the process that a program is forked from.
 PARENT = "the parent's pid"
@@ -62,6 +62,14 @@ class ForkedProgram:
         if self._process.is_alive():
             os.kill(self.pid, number)
 
+    def poll(self) -> int | None:
+        """The exit code; None while it has not ended."""
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """Send it SIGKILL."""
         self.send_signal(signal.SIGKILL)
@@ -90,7 +98,7 @@ def run_module(
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "out", Path(folder) / "err"
         process = ForkedProgram(
-            _main, arguments, environment=environment, output=said, directory=directory
+            be_module, arguments, environment=environment, output=said, directory=directory
         )
         try:
             code = process.wait()
@@ -99,7 +107,8 @@ def run_module(
         return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in said))
 
 
-def _main(module: str, *arguments: str) -> None:
+def be_module(module: str, *arguments: str) -> None:
+    """A program that does what `python -m` does with these."""
     sys.argv = [module, *(str(os.getppid()) if one == PARENT else one for one in arguments)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.forked_program import ForkedProgram, be_module
 from tests.polling import PATIENCE_SECONDS, until
 
 __all__ = ["MetricsAgent", "Samples", "scrape", "value"]
@@ -43,7 +42,7 @@ def value(samples: Samples, name: str, **labels: str) -> float | None:
 
 
 class MetricsAgent:
-    """`recpoint agent --metrics-port 0`, as a person starts it; killed at the end of the block.
+    """`recpoint agent --metrics-port 0`, in a forked process; killed at the end of the block.
 
     Args:
         staging: the staging area.
@@ -59,13 +58,12 @@ class MetricsAgent:
         self._from = log.stat().st_size if log.exists() else 0
         inherited = {name: text for name, text in os.environ.items() if "PREFECT" not in name}
         options = ["--prefect", "off", "--metrics-port", str(port), "--metrics-refresh", "0.2"]
-        with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "recpoint", "agent", "--staging", str(staging), *options],
-                stdout=file,
-                stderr=file,
-                env=inherited | dict(environment),
-            )
+        self.process = ForkedProgram(
+            be_module,
+            ["recpoint", "agent", "--staging", str(staging), *options],
+            environment=inherited | dict(environment),
+            output=(log, log),
+        )
 
     @property
     def url(self) -> str:

@@ -17,6 +17,7 @@ import pytest
 from recpoint.catalog import staged
 from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
 from recpoint.dashboards.metric_table import METRICS
+from tests.forked_program import run_module
 from tests.polling import PATIENCE_SECONDS, until
 from tests.prometheus_server import PrometheusServer, free_port, needs_prometheus
 from tests.scraping import MetricsAgent, scrape, value
@@ -99,9 +100,7 @@ def unanswered(server: PrometheusServer) -> list[tuple[str, str]]:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "recpoint", *arguments], capture_output=True, text=True, timeout=240
-    )
+    return run_module(["recpoint", *arguments], environment=os.environ, directory=ROOT)
 
 
 def fires(server: PrometheusServer, *names: str) -> Callable[[], bool]:
