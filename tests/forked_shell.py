@@ -6,10 +6,12 @@ environment and where its output goes, and ends as the forked process does.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
 import runpy
+import shutil
 import socketserver
 import sys
 import tempfile
@@ -37,6 +39,7 @@ def forked_programs() -> Path | None:
     if sys.platform != "linux":
         return None
     place = Path(tempfile.mkdtemp(prefix="recpoint-programs-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     server = _Server(str(place / "door"), _Asked)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     for name in ("python", "recpoint"):
