@@ -24,7 +24,7 @@ from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.deleted_rows import held_ids, zero_rows
 from recpoint.trainer_plugin.failures import ExpectedFailures
 from recpoint.trainer_plugin.host_memory import HostShare, host_share
-from recpoint.trainer_plugin.layout import lay_out
+from recpoint.trainer_plugin.layout import copies_of, lay_out
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
@@ -35,6 +35,7 @@ from recpoint.trainer_plugin.policy import PolicyName
 from recpoint.trainer_plugin.rank_agreement import agree_on_settings
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.reader import Stateful
+from recpoint.trainer_plugin.replicas import Replicas
 from recpoint.trainer_plugin.settings import Bits, OnError, Settings, StateBits, WhenBusy, Where
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics, Stats
@@ -156,6 +157,9 @@ class Checkpointer:
             sources=self._sources,
             rank=self._ranks.rank,
         )
+        self._replicas = Replicas(
+            self._ranks, lambda: self._state.model.parameters() | copies_of(self._shards)
+        )
         self._trackers = {
             shard.key: Tracker(shard.table) for shard in self._shards if shard.table is not None
         }
@@ -269,6 +273,7 @@ class Checkpointer:
             settings=self._settings,
             ends=lambda: self._end.is_due,
             ranks=self._ranks,
+            replicas=self._replicas,
         )
         pipeline.prepare()
         if self._settings.handle_sigterm:

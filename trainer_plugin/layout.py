@@ -15,7 +15,7 @@ from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.table import Table, TableDtype
 
-__all__ = ["Shard", "lay_out"]
+__all__ = ["Shard", "copies_of", "lay_out"]
 
 
 class _Held(NamedTuple):
@@ -42,10 +42,12 @@ class Shard:
     Attributes:
         table: has the rows that this rank stores; None: it stores none, because it holds none, or
             because a lower rank holds the same ones.
+        copy: what is here of a table that every rank holds whole, and one of them stores.
     """
 
     seen: _Held  # of some rank that holds rows of it
     table: Table | None
+    copy: Table | None
 
     @property
     def key(self) -> str:
@@ -122,8 +124,19 @@ def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
         by_rank = {rank: one[key] for rank, one in enumerate(held) if key in one}
         owners = _owners(key, by_rank)
         table = here[key] if ranks.rank in owners else None
-        found.append(Shard(seen=next(iter(by_rank.values())), table=table))
+        first = next(iter(by_rank.values()))
+        everywhere = ranks.several and all(
+            (rank in by_rank and by_rank[rank].rows == first.table_rows)
+            for rank in range(ranks.count)
+        )
+        copy = here[key] if everywhere else None
+        found.append(Shard(seen=first, table=table, copy=copy))
     return tuple(found)
+
+
+def copies_of(shards: Sequence[Shard]) -> dict[str, Tensor]:
+    """The live values of the tables that every rank holds whole, by key."""
+    return {shard.key: shard.copy.weight for shard in shards if shard.copy is not None}
 
 
 def _held(table: Table) -> _Held:

@@ -43,6 +43,15 @@ class ModelState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name."""
+        parameters, buffers = self._named()
+        return parameters | buffers
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The live parameters that are here whole."""
+        parameters, _ = self._named()
+        return {name: tensor for name, tensor in parameters.items() if not is_piece(tensor)}
+
+    def _named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         seen = {id(table.weight) for table in self._tables}
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
@@ -52,7 +61,7 @@ class ModelState:
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
                         found[f"{prefix}.{name}" if prefix else name] = tensor
-        return parameters | buffers
+        return parameters, buffers
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return modules_of(self._model, self._sources)

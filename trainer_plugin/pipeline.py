@@ -33,6 +33,7 @@ from recpoint.trainer_plugin.rank_agreement import (
     incomplete,
 )
 from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.replicas import NOTHING, Replicas, Sketch
 from recpoint.trainer_plugin.schedule import (
     AutoInterval,
     BatchInterval,
@@ -59,6 +60,7 @@ class Plan(NamedTuple):
 
     link: Link
     specs: tuple[TableSpec, ...]
+    sketch: Sketch  # of what all ranks have alike
 
 
 class Pipeline:
@@ -81,9 +83,11 @@ class Pipeline:
         settings: Settings,
         ends: Callable[[], bool],
         ranks: Ranks,
+        replicas: Replicas,
     ) -> None:
         self._run = run
         self._ranks = ranks
+        self._replicas = replicas
         self._generation = start.generation
         self._token = start.token
         self._area = area
@@ -180,11 +184,12 @@ class Pipeline:
             link, specs = self._cutter.link(
                 step=batches_done, tip=self._ledger.tip, base_history=self._ledger.base_history
             )
+            sketch = self._replicas.sketch() if self._ranks.several else NOTHING
         except Exception as error:
             # As in _cut.
             self.outcomes.note_failure(error)
             return None
-        return Plan(link, specs)
+        return Plan(link, specs, sketch)
 
     def _agreed(
         self, plan: Plan | None, batches_done: int, *, again: bool
@@ -201,9 +206,14 @@ class Pipeline:
             again=again,
             cuts=self._cuts,
             lost=self._ledger.take_lost(LOST_AT_ONCE),
+            sketch=NOTHING if plan is None else plan.sketch,
         )
         self._drop(heard.lost)
         if plan is None or not heard.cut:
+            return None, heard.again
+        if heard.unlike:
+            # What is stored once would be restored to all: a checkpoint that is none for some.
+            self.outcomes.note_failure(self._replicas.differences(heard.sketches))
             return None, heard.again
         self._cuts = heard.number
         return plan if heard.increment else plan._replace(link=FULL), heard.again

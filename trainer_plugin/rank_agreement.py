@@ -10,6 +10,7 @@ from recpoint.errors import SettingsError, StagingError
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.policy import Link, Tip
 from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.replicas import Sketch
 from recpoint.trainer_plugin.schedule import Schedule
 
 __all__ = [
@@ -49,6 +50,7 @@ class CutAgreement:
         again: one of them has a checkpoint of this step already.
         number: of the cut, if there is one: another each time, also when a step is cut again.
         lost: those that some rank has lost since the last agreement.
+        sketches: of what all have alike, of each rank; where all can cut.
     """
 
     cut: bool
@@ -56,6 +58,12 @@ class CutAgreement:
     again: bool
     number: int
     lost: Lost
+    sketches: tuple[Sketch, ...]
+
+    @property
+    def unlike(self) -> bool:
+        """Whether what is stored once is not the same on all ranks: no rank cuts then."""
+        return any(not one.is_like(self.sketches[0]) for one in self.sketches)
 
 
 def agree_on_cut(
@@ -67,6 +75,7 @@ def agree_on_cut(
     again: bool,
     cuts: int,
     lost: Sequence[CheckpointRef],
+    sketch: Sketch,
 ) -> CutAgreement:
     """Before a cut. Collective.
 
@@ -78,6 +87,7 @@ def agree_on_cut(
         again: it has a checkpoint of this step already.
         cuts: that it has begun since the start.
         lost: those that it has lost and not told of yet, at most `LOST_AT_ONCE`.
+        sketch: of what it has as all ranks have it.
 
     Raises:
         SettingsError: ranks have done different numbers of batches.
@@ -87,15 +97,17 @@ def agree_on_cut(
     name = -1 if tip is None else _attempt(tip.ref)
     heard = ranks.exchange(
         "a checkpoint",
-        [link is not None, increment, name, again, cuts, *_told(lost)],
+        [link is not None, increment, name, again, cuts, *sketch.integers, *_told(lost)],
         batches_done=step,
     )
+    cut = all(said[0] for said in heard)
     return CutAgreement(
-        cut=all(said[0] for said in heard),
+        cut=cut,
         increment=all(said[1] for said in heard) and len({said[2] for said in heard}) == 1,
         again=any(said[3] for said in heard),
         number=1 + max(said[4] for said in heard),
-        lost=Lost(one for said in heard for one in said[5:]),
+        lost=Lost(one for said in heard for one in said[7:]),
+        sketches=tuple(Sketch.of_integers(said[5:7]) for said in heard) if cut else (),
     )
 
 

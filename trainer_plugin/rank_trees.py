@@ -1,39 +1,36 @@
 """The state trees of all ranks of a checkpoint, as one of the ranks that restore it needs them.
 
-What is the same on every rank is in the tree of rank 0 alone. Of the others each has what is its
-own: pieces of dense tensors, generators, reader, extras, the state of its tables.
+Dense parameters that every rank has, and what optimizers have of them, are in the tree of rank 0
+alone (`replicas.py`). Of the others each has what is its own: pieces of dense tensors, buffers,
+extra states, hyperparameters, schedulers, generators, reader, extras, the state of its tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from recpoint.catalog.dense_shards import dense_shards, is_shard, parse_shard
 
 __all__ = ["nearest", "own_part", "tree_for"]
 
-_SHARED = ("schedulers",)
 _WHOLE = frozenset(("model", "optimizers"))
 
 
-def own_part(tree: Mapping[str, Any]) -> dict[str, Any]:
+def own_part(tree: Mapping[str, Any], *, alike: Collection[str]) -> dict[str, Any]:
     """What a rank other than 0 stores of its whole tree.
 
     Args:
         tree: as `training_state.TrainingState` captures it; pieces of tensors as pieces.
+        alike: names of the tensors that are the same on all ranks; so is what the optimizers have
+            of them.
     """
-    model = {name: value for name, value in tree["model"]["tensors"].items() if is_shard(value)}
+    tensors = {name: t for name, t in tree["model"]["tensors"].items() if name not in alike}
     optimizers = []
     for one in tree["optimizers"]:
         state = {name: _pieces(entry) for name, entry in one["state"].items()}
-        optimizers.append({**one, "state": state, "other": {}})
-    return {
-        **tree,
-        "model": {"tensors": model, "extra": {}},
-        "optimizers": optimizers,
-        **{key: None for key in _SHARED},
-    }
+        optimizers.append({**one, "state": state})
+    return {**tree, "model": {**tree["model"], "tensors": tensors}, "optimizers": optimizers}
 
 
 def _pieces(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,11 +72,15 @@ def tree_for(
             sources.setdefault(name, []).append(value)
     return {
         **first,
-        "model": {**first["model"], "tensors": first["model"]["tensors"] | dense_shards(whole)},
+        "model": _model(first["model"], None if own is None else own["model"], dense_shards(whole)),
         "optimizers": [
-            _optimizer([tree["optimizers"][number] for tree in whole.values()])
+            _optimizer(
+                [tree["optimizers"][number] for tree in whole.values()],
+                None if own is None else own["optimizers"][number],
+            )
             for number in range(len(first["optimizers"]))
         ],
+        "schedulers": own["schedulers"] if own and own["schedulers"] else first["schedulers"],
         "reader": readers[rank] if stored == count else None,
         "readers": readers,
         "extras": first.get("extras") if own is None else own.get("extras"),
@@ -113,8 +114,17 @@ def nearest(rank: int, count: int, stored: int, known: Mapping[int, object]) -> 
         reach = max(1, 2 * reach)
 
 
-def _optimizer(saved: list[Any]) -> dict[str, Any]:
-    """One optimizer, of the trees of all ranks."""
+def _model(
+    first: Mapping[str, Any], own: Mapping[str, Any] | None, pieces: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The model of a rank that was there, else with the buffers and extra states of rank 0."""
+    if own is None:
+        return {**first, "tensors": first["tensors"] | pieces}
+    return {**own, "tensors": first["tensors"] | own["tensors"] | pieces}
+
+
+def _optimizer(saved: list[Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One optimizer, of the trees of all ranks; hyperparameters of this one, if it was there."""
     entries: dict[str, Any] = {}
     for one in saved:
         for name, entry in one["state"].items():
@@ -125,4 +135,4 @@ def _optimizer(saved: list[Any]) -> dict[str, Any]:
                     found["values"].setdefault(key, []).append(shard)
                 else:
                     found["values"].setdefault(key, value)
-    return {**saved[0], "state": entries}
+    return {**(saved[0] if own is None else own), "state": entries}

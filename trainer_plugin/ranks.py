@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+import secrets
 import threading
 import time
 import traceback
@@ -52,7 +53,6 @@ _HEADER: Final = 3  # occasion, batches done or -1, how many integers follow
 _MOST: Final = 12
 #: In place of a group that is gone: this is not a single process.
 _DISCONNECTED: Final = object()
-_serial = 0
 
 
 class Ranks:
@@ -85,16 +85,18 @@ class Ranks:
             self._join()
 
     def _join(self) -> None:
-        global _serial
-        _serial += 1
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         default = dist.distributed_c10d._get_default_store()
-        self._store = dist.distributed_c10d.PrefixStore(f"recpoint/{_serial}", default)
+        self._store = dist.distributed_c10d.PrefixStore("recpoint", default)
         # Of its own, so that no exchange meets a collective of training, and on the CPU, so that
         # none waits for a GPU.
         timeout = timedelta(seconds=self._wait_seconds)
         with self._answered():  # ranks connect
             self._group = dist.new_group(backend="gloo", timeout=timeout)
+        # The store can be older than this process: torchrun keeps one over restarts. What a life
+        # before this one has left there must not be taken for what is said in this one.
+        life = self.exchange("what each rank has", [secrets.randbits(62)])[0][0]
+        self._store = dist.distributed_c10d.PrefixStore(f"recpoint/{life:x}", default)
 
     @property
     def several(self) -> bool:

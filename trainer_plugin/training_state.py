@@ -81,7 +81,7 @@ class TrainingState:
             **self.capture_fixed(),
         }
         # What is the same everywhere is stored once.
-        return tree if self._rank == 0 else own_part(tree)
+        return tree if self._rank == 0 else own_part(tree, alike=self.model.parameters())
 
     def capture_fixed(self) -> dict[str, Any]:
         """The part that may be looked at outside a snapshot.

@@ -37,6 +37,7 @@ from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.policy import FULL, PolicyName
 from recpoint.trainer_plugin.rank_agreement import CutAgreement, agree_on_cut, agree_on_settings
 from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.replicas import NOTHING
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot import Snapshot
 from tests import row_shards
@@ -45,7 +46,7 @@ from tests.fault.rank_watch import Origin, count_exchanges
 from tests.interposed_store import InterposedStore
 from tests.polling import until
 
-__all__ = ["Shares", "disagreeing_rank", "rank_life"]
+__all__ = ["Shares", "announcing_rank", "disagreeing_rank", "rank_life"]
 
 ROWS, DIM, BATCH, SAMPLES = 60, 4, 4, 480
 #: Outputs of the hidden layer: no number of ranks but 1 divides them evenly.
@@ -236,6 +237,24 @@ def rank_life(
     dist.destroy_process_group()
 
 
+def announcing_rank(port: int, meeting: str, rank: int, told: str) -> None:
+    """One of two ranks of a life whose store is older: tell what was there, and announce an end."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+    # In its place, since this one's gloo would meet addresses of another life.
+    setattr(dist.distributed_c10d, "_get_default_store", lambda: store)  # noqa: B010
+    ranks = Ranks(wait_seconds=120.0)
+    found = {"old": ranks._store.check(["end"]) or ranks._store.check([f"at/{rank}"])}
+    ranks.exchange("a cut", [0])  # both have looked
+    ranks.announce()
+    until(lambda: ranks._store.check(["end"]))
+    found["stop_after"] = until(lambda: ranks.meet(7 + rank))
+    Path(told).write_text(json.dumps(found))
+    ranks.exchange("a cut", [0])
+    ranks.close()
+    dist.destroy_process_group()
+
+
 def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
     """One of two ranks that differ in all that they may not; tell in a file what came of each."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
@@ -243,7 +262,9 @@ def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
     found: dict[str, Any] = {}
 
     def cut(step: int, cuts: int = 0) -> CutAgreement:
-        return agree_on_cut(ranks, step, link=FULL, tip=None, again=False, cuts=cuts, lost=())
+        return agree_on_cut(
+            ranks, step, link=FULL, tip=None, again=False, cuts=cuts, lost=(), sketch=NOTHING
+        )
 
     def refused(call: Callable[[], object]) -> str:
         try:

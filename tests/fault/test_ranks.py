@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed
 
 from tests.fault.rank_jobs import RankJob
-from tests.fault.rank_lives import BATCH, ROWS, disagreeing_rank
+from tests.fault.rank_lives import BATCH, ROWS, announcing_rank, disagreeing_rank
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 
@@ -71,6 +73,29 @@ def test_training_that_outlives_the_signal_is_not_sent_it_again(job: RankJob) ->
     lives = job.train(2, 12, terminate_at=3, outlive_signals=True, settings=settings)
     assert [life.exit_code for life in lives] == [0, 0]
     assert [life.told["signals"] for life in lives] == [1, 1]
+
+
+def test_the_end_of_a_life_before_ends_no_other_one_over_the_same_store(tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True
+    )
+    for life in range(2):
+        told = [tmp_path / f"told-{life}-{rank}" for rank in range(2)]
+        processes = [
+            ForkedProcess(
+                target=announcing_rank,
+                args=(store.port, str(tmp_path / f"meeting-{life}"), rank, str(told[rank])),
+                daemon=True,
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(PATIENCE_SECONDS)
+            assert process.exitcode == 0
+        found = [json.loads(path.read_text()) for path in told]
+        assert found == [{"old": False, "stop_after": 9}] * 2
 
 
 def test_ranks_that_differ_are_told_how_and_nobody_waits(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Ranks that have something of their own beside what all of them have alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recpoint import Checkpointer
+from recpoint.errors import RecpointError
+from tests.polling import until
+
+__all__ = ["Unlike", "own_state_life"]
+
+#: What a rank has that others have not; "buffers" is what no rank has to have alike.
+Unlike = Literal["buffers", "parameters", "a table", "names"]
+
+
+class _Scaled(nn.Module):
+    """A layer with extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+class _Net(nn.Module):
+    def __init__(self, rank: int, unlike: Unlike) -> None:
+        super().__init__()
+        torch.manual_seed(1 + (rank if unlike == "a table" else 0))
+        self.users = nn.Embedding(50, 4, sparse=True)
+        self.norm = nn.BatchNorm1d(4)
+        self.scaled = _Scaled()
+        torch.manual_seed(1 + (rank if unlike == "parameters" else 0))
+        setattr(self, self._top(rank, unlike), nn.Linear(4, 1))
+        self.top_name = self._top(rank, unlike)
+
+    @staticmethod
+    def _top(rank: int, unlike: Unlike) -> str:
+        return f"top{rank}" if unlike == "names" else "top"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        top: nn.Module = getattr(self, self.top_name)
+        scores: Tensor = self.scaled.scale * top(self.norm(self.users(ids)))
+        return scores
+
+
+def own_state_life(place: str, job: int, rank: int, ranks: int, unlike: Unlike, told: str) -> None:
+    """Train two batches from the newest checkpoint, and tell in a file what came of it."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/meeting-{job}", rank=rank, world_size=ranks
+    )
+    net = _Net(rank, unlike)
+    left_out = {"parameters": ["top.weight"], "a table": ["users.weight"]}.get(unlike, [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, left_out)
+    model = net if unlike == "names" else DistributedDataParallel(net)
+    sparse = torch.optim.SGD([net.users.weight], lr=0.1)
+    dense = torch.optim.SGD([p for n, p in net.named_parameters() if "users" not in n], lr=0.1)
+    slower = torch.optim.lr_scheduler.StepLR(dense, 3)
+    found: dict[str, Any] = {}
+
+    def state() -> dict[str, Any]:
+        return {
+            "mean": net.norm.running_mean.tolist() if net.norm.running_mean is not None else [],
+            "top": net.get_parameter(f"{net.top_name}.weight").tolist(),
+            "scale": net.scaled.scale,
+            "rate": dense.param_groups[0]["lr"],
+        }
+
+    try:
+        with Checkpointer(
+            model,
+            [sparse, dense],
+            run=f"{place}/run",
+            staging=f"{place}/staging",
+            schedulers=[slower],
+            interval_batches=2,
+            ranks_wait_seconds=240.0,
+        ) as c:
+            report = c.restore()
+            found["restored"] = None if report is None else report.restored.step
+            found["begun"] = state()
+            torch.manual_seed(100 + rank)
+            for _ in range(2):
+                model.zero_grad()
+                model(torch.randint(0, 50, (16,))).sum().backward()
+                sparse.step()
+                dense.step()
+                slower.step()
+                net.scaled.scale += 1 + rank
+                c.step()
+            found["ended"] = state()
+            found["failed"] = [c.stats.failed, c.stats.last_error]
+            until(lambda: c.stats.committed == c.stats.staged)
+    except RecpointError as error:
+        found["error"] = str(error)
+    Path(told).write_text(json.dumps(found))
+    dist.destroy_process_group()

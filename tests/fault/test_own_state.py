@@ -1,0 +1,68 @@
+"""What each rank has of its own comes back to it; what is stored once has to be alike on all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from tests.fault.own_state_lives import Unlike, own_state_life
+from tests.forked import ForkedProcess
+from tests.polling import PATIENCE_SECONDS
+from tests.training_builder import InlineAgent
+
+
+def train(place: Path, job: int, ranks: int, unlike: Unlike) -> list[dict[str, Any]]:
+    told = [place / f"told-{job}-{rank}" for rank in range(ranks)]
+    lives = [
+        ForkedProcess(
+            target=own_state_life,
+            args=(str(place), job, rank, ranks, unlike, str(told[rank])),
+            daemon=True,
+        )
+        for rank in range(ranks)
+    ]
+    for life in lives:
+        life.start()
+    for life in lives:
+        life.join(PATIENCE_SECONDS)
+        assert life.exitcode == 0
+    return [json.loads(path.read_text()) for path in told]
+
+
+def test_what_a_rank_has_of_its_own_comes_back_to_it(tmp_path: Path) -> None:
+    with InlineAgent(tmp_path / "staging"):
+        before = train(tmp_path, 1, 2, "buffers")
+        again = train(tmp_path, 2, 2, "buffers")
+        more = train(tmp_path, 3, 3, "buffers")
+    for key in ("mean", "scale"):
+        assert before[0]["ended"][key] != before[1]["ended"][key], key
+    assert before[0]["ended"]["top"] == before[1]["ended"]["top"]
+    assert [one["restored"] for one in again] == [2, 2]
+    assert [one["begun"] for one in again] == [one["ended"] for one in before]
+    # A rank that was not there has what rank 0 has.
+    assert [one["restored"] for one in more] == [4, 4, 4]
+    ended = [one["ended"] for one in again]
+    assert [one["begun"] for one in more] == [*ended, ended[0]]
+    assert all(one["failed"][0] == 0 for one in (*before, *again, *more))
+
+
+@pytest.mark.parametrize(("unlike", "name"), [("parameters", "top.weight"), ("a table", "users")])
+def test_no_checkpoint_is_cut_of_what_is_stored_once_and_not_alike(
+    tmp_path: Path, unlike: Unlike, name: str
+) -> None:
+    told = train(tmp_path, 1, 2, unlike)
+    for count, error in (one["failed"] for one in told):
+        assert count == 1 and f"{name!r}: found other values on rank 1 than on rank 0" in error
+    assert Run.open(open_store(str(tmp_path / "run"))).manifest_names() == []
+
+
+def test_parameters_of_one_rank_only_are_refused_by_name(tmp_path: Path) -> None:
+    first, second = train(tmp_path, 1, 2, "names")
+    assert first == second
+    assert "'top0.bias': found [1], torch.float32 on rank 0; none on rank 1" in first["error"]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,142 @@
+"""What all ranks have alike, and is stored once for that: whether they do have it alike.
+
+Dense parameters that are no pieces, and tables that every rank holds whole. That all of them have
+the same ones is found when training starts, that the values are the same at each cut, by sums over
+a sample: comparing every byte would be a stall. What ranks need not have alike (buffers, extra
+states, hyperparameters, schedulers) each of them stores.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.ranks import Ranks
+
+__all__ = ["NOTHING", "Replicas", "Sketch"]
+
+#: So many values of each tensor are summed, evenly drawn.
+_SAMPLE: Final = 1024
+
+#: Replicas that get the same updates differ by how processors round, which is far less than this.
+_DRIFT: Final = 1e-5
+
+_NEXT: Final = (
+    "train what all ranks have with DDP, or in pieces with fully_shard or TorchRec; what each rank "
+    "has of its own goes into extras, or into a run of its own"
+)
+
+
+class Sketch(NamedTuple):
+    """Of one tensor or several.
+
+    Attributes:
+        total: a weighted sum of the sample.
+        size: the sum of its absolute values.
+    """
+
+    total: float
+    size: float
+
+    def is_like(self, other: Sketch) -> bool:
+        """Whether both may be of the same values; what is not finite any more is not told apart."""
+        if not all(map(math.isfinite, (*self, *other))):
+            return True
+        return abs(self.total - other.total) <= _DRIFT * max(self.size, other.size)
+
+    @property
+    def integers(self) -> list[int]:
+        """Its two numbers as `Ranks.exchange` takes them."""
+        return [*struct.unpack("<qq", struct.pack("<dd", *self))]
+
+    @classmethod
+    def of_integers(cls, integers: Sequence[int]) -> Sketch:
+        """See `integers`."""
+        return cls(*struct.unpack("<dd", struct.pack("<qq", *integers)))
+
+
+#: Of no tensor.
+NOTHING: Final = Sketch(0.0, 0.0)
+
+
+class Replicas:
+    """The tensors that every rank has whole. Collective.
+
+    Args:
+        ranks: of the job.
+        tensors: says which there are here, by name.
+
+    Raises:
+        SettingsError: another rank has others, or of another shape or dtype.
+        RankLost: a rank did not answer.
+    """
+
+    def __init__(self, ranks: Ranks, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._ranks = ranks
+        self._tensors = tensors
+        forms = {name: f"{list(t.shape)}, {t.dtype}" for name, t in tensors().items()}
+        heard = ranks.gather(forms)
+        for name in sorted(set().union(*heard)):
+            by_form: dict[str, list[int]] = {}
+            for rank, said in enumerate(heard):
+                by_form.setdefault(said.get(name, "none"), []).append(rank)
+            if len(by_form) > 1:
+                found = "; ".join(f"{form} on {_listed(on)}" for form, on in by_form.items())
+                raise _unlike(name, found)
+
+    def sketch(self) -> Sketch:
+        """Of all of them together, as they are now; on a GPU this waits for it."""
+        return _sketch(self._tensors().values())
+
+    def differences(self, sketches: Sequence[Sketch]) -> SettingsError:
+        """Which of them are not the same on all ranks, after the sketches were not. Collective.
+
+        Args:
+            sketches: of all ranks.
+        """
+        own = {name: tuple(_sketch([tensor])) for name, tensor in self._tensors().items()}
+        heard = self._ranks.gather(own)
+        for name, first in heard[0].items():
+            others = [
+                n for n, said in enumerate(heard) if not Sketch(*said[name]).is_like(Sketch(*first))
+            ]
+            if others:
+                return _unlike(name, f"other values on {_listed(others)} than on rank 0")
+        others = [n for n, one in enumerate(sketches) if not one.is_like(sketches[0])]
+        return _unlike("the model", f"other values on {_listed(others)} than on rank 0")
+
+
+def _sketch(tensors: Iterable[Tensor]) -> Sketch:
+    samples: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            flat = tensor.detach().flatten()
+            sample = flat[:: -(-flat.numel() // _SAMPLE)].to(torch.float64)
+            samples.setdefault(tensor.device, []).append(sample)
+    total = size = 0.0
+    for device, parts in samples.items():
+        values = torch.cat(parts)
+        # Weighed, so that rows which have changed places are not the same.
+        weights = torch.linspace(1, 2, len(values), dtype=torch.float64, device=device)
+        one, other = torch.stack([values @ weights, values.abs().sum()]).tolist()
+        total, size = total + one, size + other
+    return Sketch(total, size)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _unlike(name: str, found: str) -> SettingsError:
+    return SettingsError(
+        f"the dense parameter or table {name!r}",
+        found=found,
+        expected="the same on all ranks, of which one stores it",
+        next_step=_NEXT,
+    )
