@@ -1,6 +1,7 @@
 """Several ranks on one host: what agreeing costs beside the copy, and what dividing rows saves.
 
-One model of a fixed size is divided by tables among 1, 2 and 4 processes. The stall is measured by
+One model of a fixed size is divided by tables among 1, 2 and 4 processes; 4 MB of dense layers are
+on each of them, are compared at each cut, and are copied by the first. The stall is measured by
 the training loop of each rank; what a rank's own cut takes is taken off the slowest rank's, and the
 rest is coordination: two exchanges, and waiting for the slowest. On fewer cores than ranks the
 copies take turns, so that the stall of the whole cannot fall below that of one process.
@@ -31,6 +32,7 @@ __all__ = ["run"]
 
 _DIM = 64
 _TABLES = 4
+_WIDTH, _LAYERS = 512, 4
 _DIRTY_SHARE = 0.26
 _PATIENCE_SECONDS = 600.0
 
@@ -108,8 +110,13 @@ def _rank(folder: Path, rank: int, ranks: int, rows: int, checkpoints: int) -> N
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
         )
-    own = range(rank, _TABLES, ranks)
-    model = nn.ModuleDict({f"t{n}": nn.Embedding(rows // _TABLES, _DIM, sparse=True) for n in own})
+    tables = {
+        f"t{n}": nn.Embedding(rows // _TABLES, _DIM, sparse=True)
+        for n in range(rank, _TABLES, ranks)
+    }
+    torch.manual_seed(0)  # dense layers are alike on all ranks, and stored by the first
+    dense = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+    model = nn.ModuleDict({**tables, "dense": dense})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cuts_ms = _measure_cuts()
     generator = torch.Generator().manual_seed(rank)
@@ -124,7 +131,7 @@ def _rank(folder: Path, rank: int, ranks: int, rows: int, checkpoints: int) -> N
     ) as checkpointer:
         checkpointer.restore()
         for number in range(checkpoints):
-            for table in model:
+            for table in tables:
                 ids = torch.randperm(rows // _TABLES, generator=generator)
                 checkpointer.mark(table, ids[: int(_DIRTY_SHARE * len(ids))])
             checkpointer.step()

@@ -250,8 +250,10 @@ class Ranks:
                 if self._store.check(["end"]):
                     self._announced = "end"
                     return
-            except RuntimeError:
-                return  # the store is gone: exchanges will tell
+            except RuntimeError as error:
+                # Exchanges will tell, where ranks are gone with it.
+                _log.info("ranks do not hear of a SIGTERM to another one any more: %s", error)
+                return
 
     def announce(self) -> None:
         """This rank is to end: all of them are, then."""

@@ -28,6 +28,10 @@ _NEXT = (
     "build model and optimizers as they were, or load parts of the checkpoint by name: "
     'restore(partial={"tables": [...], "dense": [...]})'
 )
+_NEXT_OF_RANKS = (
+    "build model and optimizers as they were; parts of the checkpoint are loaded by name in a "
+    "process without other ranks: restore(partial=...)"
+)
 _NEXT_PARTS = "name other parts, or build the model to fit; recpoint seed URL lists what is there"
 
 
@@ -72,7 +76,7 @@ class ModelTarget:
         there = logical_tables(manifest.tables)
         found = table_differences(self._tables, there, elsewhere=self._elsewhere)
         found += _row_state_differences(self._tables, there)
-        _refuse(manifest, found)
+        self._refuse(manifest, found)
         self._rows.clear()
         self.changed.clear()
         parts = [self._part(table, there[table.name]) for table in self._tables]
@@ -97,7 +101,7 @@ class ModelTarget:
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.StateCheckingTarget.check_state`."""
-        _refuse(manifest, self._state.differences(self._tree(manifest, state)))
+        self._refuse(manifest, self._state.differences(self._tree(manifest, state)))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.RestoreTarget.finish`."""
@@ -107,6 +111,9 @@ class ModelTarget:
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
         )
         self.manifest = manifest
+
+    def _refuse(self, manifest: Manifest, differences: Sequence[str]) -> None:
+        _refuse(manifest, differences, next_step=_NEXT if self._count == 1 else _NEXT_OF_RANKS)
 
     def _tree(self, manifest: Manifest, state: Mapping[int, object]) -> dict[str, Any] | None:
         return tree_for(state, self._rank, self._count, manifest.ranks)
@@ -338,7 +345,7 @@ def _dense(state: dict[int, object]) -> dict[str, Tensor]:
     return dense_tensors(state)
 
 
-def _refuse(manifest: Manifest, differences: Sequence[str], *, next_step: str = _NEXT) -> None:
+def _refuse(manifest: Manifest, differences: Sequence[str], *, next_step: str) -> None:
     if differences:
         raise IncompatibleModel(
             f"checkpoint of {manifest.ref}",

@@ -117,6 +117,7 @@ def rank_life(
     shard_dense: bool = False,
     stop_at: int | None = None,
     terminate_at: int | None = None,
+    idle_after: int | None = None,
     outlive_signals: bool = False,
     unstaged: int | None = None,
     divisible: bool = True,
@@ -138,6 +139,7 @@ def rank_life(
         shard_dense: dense layers under `fully_shard` in place of DDP.
         stop_at: end after this batch as if killed, without a word.
         terminate_at: send this very process SIGTERM after this batch.
+        idle_after: train on after this batch only when the process is to end.
         outlive_signals: have a handler of SIGTERM that counts, and does not end the process.
         unstaged: the first time, a checkpoint of this step cannot be staged.
         divisible: whether the reader goes on with another number of ranks.
@@ -218,8 +220,11 @@ def rank_life(
                 at_step()
             if stop_at == c.batches_done:
                 os._exit(0)
+            if idle_after == c.batches_done:
+                until(lambda: c._end.is_due)
         c.close()
         found.update(
+            world=ranks,
             state=_digest(model, optimizers),
             drawn=[random.random(), float(np.random.random()), float(torch.rand(()))],
             position=reader.position,

@@ -14,13 +14,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed
 
 from recpoint.catalog import staged
 from recpoint.catalog.check import check
@@ -32,11 +35,13 @@ from tests.fault.kill_points import at_every_step
 from tests.fault.lives import serving
 from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end
 from tests.fault.rank_lives import BATCH, SAMPLES
+from tests.polling import until
 from tests.training_builder import InlineAgent
 
 #: A checkpoint is cut after every second batch and at the end.
 _COMMITTED, _KILLED_FROM, _CUT, _END = 2, 3, 4, 5
-_TORCHRUN_SECONDS = 240.0
+_TORCHRUN_SECONDS = 600.0
+_ONE_NODE = ("--rdzv-endpoint=127.0.0.1:0",)
 
 #: No checkpoint is waited for, so that ranks may wait for each other a short time only.
 _SOON = {"drain_seconds": 5.0, "close_wait_seconds": 5.0, "ranks_wait_seconds": 20.0}
@@ -245,28 +250,48 @@ def test_two_hosts_with_an_agent_each_over_one_s3_server(
         assert slots == {f"r{rank:05d}"}
 
 
-def torchrun(ranks: int, told: Path, **given: object) -> dict[str, Life]:
-    """What ranks told that torchrun has started, by life and rank; it has ended well."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+@contextmanager
+def torchrun(
+    ranks: int, told: Path, *, node: Sequence[str] = _ONE_NODE, **given: object
+) -> Iterator[Callable[[], dict[str, Life]]]:
+    """Start the ranks of a node; what is given ends well, and says what they told, by their lives.
+
+    Args:
+        ranks: on this node.
+        told: how the files begin in which they tell.
+        node: arguments that say where torchrun meets other nodes.
+        given: see `tests.fault.torchrun_life`.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *node]
     command += ["--max-restarts=2", "--monitor-interval=0.1", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    arguments = json.dumps({"told": str(told), "settings": WAITING, **given})
-    ended = subprocess.run(
-        [*command, "-m", "tests.fault.torchrun_life", arguments],
-        capture_output=True,
-        text=True,
-        timeout=_TORCHRUN_SECONDS,
-        # Else ranks that torchrun restarts meet in the store of those before, and may find the
-        # address of one that is dead (torch 2.13).
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    files = told.parent.glob(f"{told.name}-*")
-    return {
-        file.name.removeprefix(f"{told.name}-"): Life(json.loads(file.read_text()), 0)
-        for file in sorted(files)
-    }
+    command += ["--local-addr=127.0.0.1", "-m", "tests.fault.torchrun_life"]
+    command.append(json.dumps({"told": str(told), "settings": WAITING, **given}))
+    log = told.with_suffix(".log")
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            # Else ranks that torchrun restarts meet in the store of those before, and may find the
+            # address of one that is dead (torch 2.13).
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            start_new_session=True,
+        )
+
+    def lives() -> dict[str, Life]:
+        assert process.wait(_TORCHRUN_SECONDS) == 0, log.read_text()[-4000:]
+        files = sorted(told.parent.glob(f"{told.name}-*"))
+        return {
+            file.name.removeprefix(f"{told.name}-"): Life(json.loads(file.read_text()), 0)
+            for file in files
+        }
+
+    try:
+        yield lives
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_torchrun_restarts_all_and_another_one_goes_on_with_more(
@@ -274,16 +299,11 @@ def test_torchrun_restarts_all_and_another_one_goes_on_with_more(
 ) -> None:
     common = {"url": str(tmp_path / "run"), "staging": str(tmp_path / "staging")}
     with InlineAgent(tmp_path / "staging"):
-        two = torchrun(
-            2,
-            tmp_path / "two",
-            **common,
-            until_batch=_END,
-            killed=1,
-            killed_after=_CUT,
-            killed_restoring=0,
-        )
-        three = torchrun(3, tmp_path / "three", **common, until_batch=_END + 2)
+        lives = {"until_batch": _END, "killed": 1, "killed_after": _CUT, "killed_restoring": 0}
+        with torchrun(2, tmp_path / "two", **common, **lives) as ended:
+            two = ended()
+        with torchrun(3, tmp_path / "three", **common, until_batch=_END + 2) as ended:
+            three = ended()
     restarted = [two["2-0"], two["2-1"]]
     assert not {"0-1", "1-0"} & two.keys()  # the first life of one, the second of the other
     assert {life.told["begun"] for life in restarted} == {_COMMITTED}
@@ -294,6 +314,37 @@ def test_torchrun_restarts_all_and_another_one_goes_on_with_more(
         assert life.told["begun"] == _END
         assert life.told["restored_state"] == restarted[0].told["state"]
     # Each sample behind the checkpoint that they went on from, once.
+    require_each_once(samples, 2 * _COMMITTED, 2 * _END + 3 * 2)
+
+
+def require_each_once(samples: Sequence[list[int]], first: int, last: int) -> None:
+    """That these are the samples of all batches of ranks from `first` to before `last`."""
     order = np.random.default_rng(5).permutation(SAMPLES)
-    first, last = 2 * _COMMITTED * BATCH, (2 * _END + 3 * 2) * BATCH
-    assert sorted(sum(samples, [])) == sorted(order[first:last].tolist())
+    assert sorted(sum(samples, [])) == sorted(order[first * BATCH : last * BATCH].tolist())
+
+
+def test_torchrun_goes_on_with_more_ranks_when_a_node_joins(tmp_path: Path) -> None:
+    # Kept here, so that no node has to be the one that never goes.
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True
+    )
+    node = ["--nnodes=1:2", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
+    node += ["--rdzv-conf=is_host=false,last_call_timeout=1,join_timeout=240"]
+    given = {
+        "url": str(tmp_path / "run"),
+        "staging": str(tmp_path / "staging"),
+        "until_batch": _END,
+        "alone_until": 2,
+        "settings": WAITING | {"interval_batches": 1000},
+    }
+    with (
+        InlineAgent(tmp_path / "staging"),
+        torchrun(1, tmp_path / "first", node=node, **given) as first,
+    ):
+        until(lambda: (tmp_path / "run" / "generations" / "00000001.json").exists())
+        with torchrun(1, tmp_path / "second", node=node, **given) as second:
+            told = [*first().values(), *second().values()]
+    assert [life.told["world"] for life in told] == [2, 2]
+    # The one that was alone took a final checkpoint after the batch that followed the signal.
+    assert [life.told["begun"] for life in told] == [3, 3]
+    require_each_once([life.told["samples"] for life in told], 3, 3 + 2 * (_END - 3))

@@ -3,8 +3,9 @@
 python -m torch.distributed.run … -m tests.fault.torchrun_life '{"url": …, "told": …}'
 
 The argument holds those of `rank_life`, with `killed` the rank that kills itself in its first life,
-and with `killed_restoring` the one that does so in its second, while it restores. Each rank of each
-life tells in a file of its own.
+and with `killed_restoring` the one that does so in its second, while it restores; with
+`alone_until` the batch after which a rank that is alone waits until it is told to end. Each rank of
+each life tells in a file of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ if __name__ == "__main__":
         given.pop("killed_after", None)
     if given.pop("killed_restoring", None) == rank and life == 1:
         given["kill"] = "restored-rows"
+    alone_until = given.pop("alone_until", None)
+    if os.environ["WORLD_SIZE"] == "1":
+        given["idle_after"] = alone_until
     given["told"] += f"-{life}-{rank}"
     torch.set_num_threads(1)
     rank_life(meeting=None, rank=rank, ranks=int(os.environ["WORLD_SIZE"]), **given)
