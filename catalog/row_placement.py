@@ -35,7 +35,8 @@ def place(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> No
         # Positions in the chunk are ids in its part of the table: no ids have to be made of them.
         ids, among = positions, slice(rows.start, rows.stop)
     elif positions is not None and isinstance(rows, Tensor):
-        ids = rows[positions]
+        # By numpy: torch's threads would wait for a core that others read chunks on.
+        ids = torch.from_numpy(rows.numpy()[positions.numpy()])
     values = into.values[among]
     if stored.scheme == "exact":
         _put(stored.values, positions, values, ids)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -299,7 +299,12 @@ def test_torchrun_restarts_all_and_another_one_goes_on_with_more(
 ) -> None:
     common = {"url": str(tmp_path / "run"), "staging": str(tmp_path / "staging")}
     with InlineAgent(tmp_path / "staging"):
-        lives = {"until_batch": _END, "killed": 1, "killed_after": _CUT, "killed_restoring": 0}
+        lives: dict[str, Any] = {
+            "until_batch": _END,
+            "killed": 1,
+            "killed_after": _CUT,
+            "killed_restoring": 0,
+        }
         with torchrun(2, tmp_path / "two", **common, **lives) as ended:
             two = ended()
         with torchrun(3, tmp_path / "three", **common, until_batch=_END + 2) as ended:
@@ -330,7 +335,7 @@ def test_torchrun_goes_on_with_more_ranks_when_a_node_joins(tmp_path: Path) -> N
     )
     node = ["--nnodes=1:2", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
     node += ["--rdzv-conf=is_host=false,last_call_timeout=1,join_timeout=240"]
-    given = {
+    given: dict[str, Any] = {
         "url": str(tmp_path / "run"),
         "staging": str(tmp_path / "staging"),
         "until_batch": _END,
