@@ -8,13 +8,13 @@ states, hyperparameters, schedulers) each of them stores.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.ranks import Ranks
@@ -24,8 +24,9 @@ __all__ = ["NOTHING", "Replicas", "Sketch"]
 #: So many values of each tensor are summed, evenly drawn.
 _SAMPLE: Final = 1024
 
-#: Replicas that get the same updates differ by how processors round, which is far less than this.
-_DRIFT: Final = 1e-5
+#: Replicas that get the same updates differ by how processors round, which is far less than this;
+#: tensors of other random values by about one over the root of the sample's size.
+_DRIFT: Final = 1e-4
 
 _NEXT: Final = (
     "train what all ranks have with DDP, or in pieces with fully_shard or TorchRec; what each rank "
@@ -37,32 +38,29 @@ class Sketch(NamedTuple):
     """Of one tensor or several.
 
     Attributes:
-        total: a weighted sum of the sample.
-        size: the sum of its absolute values.
+        total: of each tensor the weighted mean of its sample over that of absolute values, added.
     """
 
     total: float
-    size: float
 
     def is_like(self, other: Sketch) -> bool:
-        """Whether both may be of the same values; what is not finite any more is not told apart."""
-        if not all(map(math.isfinite, (*self, *other))):
-            return True
-        return abs(self.total - other.total) <= _DRIFT * max(self.size, other.size)
+        """Whether both may be of the same values."""
+        return abs(self.total - other.total) <= _DRIFT
 
     @property
-    def integers(self) -> list[int]:
-        """Its two numbers as `Ranks.exchange` takes them."""
-        return [*struct.unpack("<qq", struct.pack("<dd", *self))]
+    def integer(self) -> int:
+        """Its bits, as `Ranks.exchange` takes them."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.total))
+        return int(bits)
 
     @classmethod
-    def of_integers(cls, integers: Sequence[int]) -> Sketch:
-        """See `integers`."""
-        return cls(*struct.unpack("<dd", struct.pack("<qq", *integers)))
+    def of_integer(cls, bits: int) -> Sketch:
+        """See `integer`."""
+        return cls(*struct.unpack("<d", struct.pack("<q", bits)))
 
 
 #: Of no tensor.
-NOTHING: Final = Sketch(0.0, 0.0)
+NOTHING: Final = Sketch(0.0)
 
 
 class Replicas:
@@ -119,14 +117,15 @@ def _sketch(tensors: Iterable[Tensor]) -> Sketch:
             flat = tensor.detach().flatten()
             sample = flat[:: -(-flat.numel() // _SAMPLE)].to(torch.float64)
             samples.setdefault(tensor.device, []).append(sample)
-    total = size = 0.0
+    total = 0.0
     for device, parts in samples.items():
-        values = torch.cat(parts)
-        # Weighed, so that rows which have changed places are not the same.
-        weights = torch.linspace(1, 2, len(values), dtype=torch.float64, device=device)
-        one, other = torch.stack([values @ weights, values.abs().sum()]).tolist()
-        total, size = total + one, size + other
-    return Sketch(total, size)
+        values = pad_sequence(parts, batch_first=True)
+        # Weighed, so that rows which have changed places are not the same; each tensor by its own
+        # size, so that a small one counts as much as a large one.
+        weights = torch.linspace(1, 2, values.shape[1], dtype=torch.float64, device=device)
+        of_each = (values @ weights) / values.abs().sum(dim=1)
+        total += float(of_each.nan_to_num(nan=0.0).sum())  # 0: all zeros, or not finite any more
+    return Sketch(total)
 
 
 def _listed(ranks: Sequence[int]) -> str:

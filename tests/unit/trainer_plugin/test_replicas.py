@@ -1,0 +1,76 @@
+"""The number by which ranks find that what one of them stores is not what all of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.replicas import NOTHING, Replicas, Sketch
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "table": torch.randn(50_000, 16, generator=generator),
+        "norm": torch.ones(512),
+        "zeros": torch.zeros(7, 3),
+        "half": torch.randn(40, 30, generator=generator).to(torch.bfloat16),
+        "steps": torch.tensor([3]),  # of integers
+        "none": torch.empty(0, 4),
+        "top": 0.01 * torch.randn(64, generator=generator),
+    }
+
+
+def sketch(found: dict[str, Tensor]) -> Sketch:
+    return Replicas(Ranks(), lambda: found).sketch()
+
+
+def drifted(found: dict[str, Tensor]) -> None:
+    noise = torch.randn(found["table"].shape, generator=torch.Generator().manual_seed(2))
+    found["table"] *= 1 + 1e-5 * noise
+
+
+def small_one(found: dict[str, Tensor]) -> None:
+    found["top"] = 0.01 * torch.randn(64, generator=torch.Generator().manual_seed(3))
+
+
+def changed_places(found: dict[str, Tensor]) -> None:
+    found["table"] = found["table"].flip(0)
+
+
+def no_longer_zero(found: dict[str, Tensor]) -> None:
+    found["zeros"][0, 0] = 1e-3
+
+
+def diverged(found: dict[str, Tensor]) -> None:
+    found["norm"][0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "like"),
+    [
+        (drifted, True),
+        (small_one, False),
+        (changed_places, False),
+        (no_longer_zero, False),
+        (diverged, False),
+    ],
+)
+def test_what_differs_by_more_than_rounding_is_not_alike(
+    change: Callable[[dict[str, Tensor]], None], like: bool
+) -> None:
+    here, there = tensors(), tensors()
+    assert sketch(here).is_like(sketch(there)) and sketch(here) != NOTHING
+    change(there)
+    assert sketch(here).is_like(sketch(there)) is like
+    assert sketch(there).is_like(sketch({name: one.clone() for name, one in there.items()}))
+
+
+def test_its_integer_brings_it_back() -> None:
+    for one in (NOTHING, Sketch(-0.1), sketch(tensors())):
+        assert Sketch.of_integer(one.integer) == one
+        assert -(2**63) <= one.integer < 2**63
