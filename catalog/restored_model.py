@@ -28,15 +28,16 @@ def weight_name(table: str) -> str:
 def dense_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
     """Parameters and buffers but for the tables, by name, whole; of the state tree of each rank.
 
-    What several ranks hold a piece of each comes in fresh memory.
+    What several ranks hold a piece of each comes in fresh memory. Of what each has of its own
+    (buffers) that of the lowest rank counts, as for a rank that the checkpoint does not have.
 
     Raises:
         MalformedObject: the pieces of one do not make it up.
     """
     tensors: dict[str, torch.Tensor] = {}
     pieces = dense_shards(state)
-    for tree in state.values():
-        dense = _at(_at(tree, "model"), "tensors")
+    for rank in sorted(state, reverse=True):
+        dense = _at(_at(state[rank], "model"), "tensors")
         if isinstance(dense, Mapping):
             tensors.update((n, t) for n, t in dense.items() if isinstance(t, torch.Tensor))
     for name, shards in pieces.items():
@@ -45,10 +46,10 @@ def dense_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
 
 
 def extra_states(state: Mapping[int, object]) -> dict[str, object]:
-    """What modules gave with `get_extra_state`, by the module's name."""
+    """What modules gave with `get_extra_state`, by the module's name; of the lowest rank."""
     found: dict[str, object] = {}
-    for tree in state.values():
-        extra = _at(_at(tree, "model"), "extra")
+    for rank in sorted(state, reverse=True):
+        extra = _at(_at(state[rank], "model"), "extra")
         if isinstance(extra, Mapping):
             found.update((str(name), value) for name, value in extra.items())
     return found

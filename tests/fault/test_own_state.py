@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.restored_model import dense_tensors, extra_states
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from tests.fault.own_state_lives import Unlike, own_state_life
@@ -48,6 +50,11 @@ def test_what_a_rank_has_of_its_own_comes_back_to_it(tmp_path: Path) -> None:
     assert [one["restored"] for one in more] == [4, 4, 4]
     ended = [one["ended"] for one in again]
     assert [one["begun"] for one in more] == [*ended, ended[0]]
+    # So has a process of which there is one.
+    target = MemoryTarget()
+    restore(Run.open(open_store(str(tmp_path / "run"))), target, step=4)
+    assert dense_tensors(target.state)["norm.running_mean"].tolist() == ended[0]["mean"]
+    assert extra_states(target.state) == {"scaled": {"scale": ended[0]["scale"]}}
     assert all(one["failed"][0] == 0 for one in (*before, *again, *more))
 
 
