@@ -158,7 +158,9 @@ class Checkpointer:
             rank=self._ranks.rank,
         )
         self._replicas = Replicas(
-            self._ranks, lambda: self._state.model.parameters() | copies_of(self._shards)
+            self._ranks,
+            lambda: self._state.model.parameters() | copies_of(self._shards),
+            self._state.forms(),
         )
         self._trackers = {
             shard.key: Tracker(shard.table) for shard in self._shards if shard.table is not None

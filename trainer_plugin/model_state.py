@@ -51,6 +51,15 @@ class ModelState:
         parameters, _ = self._named()
         return {name: tensor for name, tensor in parameters.items() if not is_piece(tensor)}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """The live buffers."""
+        _, buffers = self._named()
+        return buffers
+
+    def extra_states(self) -> list[str]:
+        """Names of the modules that have extra state."""
+        return [name for name, module in self._modules() if _has_extra_state(module)]
+
     def _named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         seen = {id(table.weight) for table in self._tables}
         parameters: dict[str, Tensor] = {}

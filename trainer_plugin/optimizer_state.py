@@ -55,6 +55,10 @@ class OptimizerState:
                 return RowState(number, row_states(state, table.rows))
         return RowState(None, {})
 
+    def classes(self) -> str:
+        """Of which classes they are."""
+        return ", ".join(map(_class_name, self._optimizers))
+
     def capture(self) -> list[dict[str, Any]]:
         """Hyperparameters and all state that is not row state; the tensors are the live ones."""
         names = parameter_names(self._model)
@@ -176,7 +180,9 @@ class OptimizerState:
 
 
 def _trained_by(saved: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {name: one for one in saved for group in one["groups"] for name in group["params"]}
+    # By their states too: groups are those of one rank, and tables may be others'.
+    in_groups = {name: one for one in saved for group in one["groups"] for name in group["params"]}
+    return {name: one for one in saved for name in one["state"]} | in_groups
 
 
 def _copied(value: Any) -> Any:

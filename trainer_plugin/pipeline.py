@@ -63,6 +63,20 @@ class Plan(NamedTuple):
     sketch: Sketch  # of what all ranks have alike
 
 
+class _Agreed(NamedTuple):
+    """What all ranks do.
+
+    Attributes:
+        plan: of this rank; None: one of them cannot cut, so that none does.
+        again: one of them has a checkpoint of this batch.
+        unlike: what one of them stores is not what all have; that is noted.
+    """
+
+    plan: Plan | None
+    again: bool
+    unlike: bool = False
+
+
 class Pipeline:
     """The checkpoints of one trainer, from its start on. Used by the training thread only.
 
@@ -157,7 +171,10 @@ class Pipeline:
         started_ns = time.perf_counter_ns()
         plan = self._plan(batches_done) if room else None
         if self._ranks.several:
-            plan, again = self._agreed(plan, batches_done, again=again)
+            heard = self._agreed(plan, batches_done, again=again)
+            plan, again = heard.plan, heard.again
+            if heard.unlike:
+                return False  # noted
         elif room and plan is None:
             return False  # noted
         if again:
@@ -191,13 +208,8 @@ class Pipeline:
             return None
         return Plan(link, specs, sketch)
 
-    def _agreed(
-        self, plan: Plan | None, batches_done: int, *, again: bool
-    ) -> tuple[Plan | None, bool]:
-        """The same with what all ranks need; None: one of them cannot, so that none does.
-
-        Also whether one of them has a checkpoint of this batch.
-        """
+    def _agreed(self, plan: Plan | None, batches_done: int, *, again: bool) -> _Agreed:
+        """The same with what all ranks need."""
         heard = agree_on_cut(
             self._ranks,
             batches_done,
@@ -210,13 +222,13 @@ class Pipeline:
         )
         self._drop(heard.lost)
         if plan is None or not heard.cut:
-            return None, heard.again
+            return _Agreed(None, heard.again)
         if heard.unlike:
             # What is stored once would be restored to all: a checkpoint that is none for some.
             self.outcomes.note_failure(self._replicas.differences(heard.sketches))
-            return None, heard.again
+            return _Agreed(None, heard.again, unlike=True)
         self._cuts = heard.number
-        return plan if heard.increment else plan._replace(link=FULL), heard.again
+        return _Agreed(plan if heard.increment else plan._replace(link=FULL), heard.again)
 
     def _drop(self, lost: Lost) -> bool:
         """Have the agent drop this rank's parts of them; whether there are any."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from recpoint.catalog.dense_shards import dense_shards, is_shard, parse_shard
 
-__all__ = ["nearest", "own_part", "tree_for"]
+__all__ = ["nearest", "optimizers_for", "own_part", "tree_for"]
 
 _WHOLE = frozenset(("model", "optimizers"))
 
@@ -28,7 +28,9 @@ def own_part(tree: Mapping[str, Any], *, alike: Collection[str]) -> dict[str, An
     tensors = {name: t for name, t in tree["model"]["tensors"].items() if name not in alike}
     optimizers = []
     for one in tree["optimizers"]:
-        state = {name: _pieces(entry) for name, entry in one["state"].items()}
+        state = {
+            name: _pieces(entry) if name in alike else entry for name, entry in one["state"].items()
+        }
         optimizers.append({**one, "state": state})
     return {**tree, "model": {**tree["model"], "tensors": tensors}, "optimizers": optimizers}
 
@@ -73,13 +75,7 @@ def tree_for(
     return {
         **first,
         "model": _model(first["model"], None if own is None else own["model"], dense_shards(whole)),
-        "optimizers": [
-            _optimizer(
-                [tree["optimizers"][number] for tree in whole.values()],
-                None if own is None else own["optimizers"][number],
-            )
-            for number in range(len(first["optimizers"]))
-        ],
+        "optimizers": optimizers_for(whole, first if own is None else own),
         "schedulers": own["schedulers"] if own and own["schedulers"] else first["schedulers"],
         "reader": readers[rank] if stored == count else None,
         "readers": readers,
@@ -123,11 +119,31 @@ def _model(
     return {**own, "tensors": first["tensors"] | own["tensors"] | pieces}
 
 
+def optimizers_for(trees: Mapping[int, Any], own: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The optimizers of a rank, of the trees of several.
+
+    Args:
+        trees: whole ones, by rank.
+        own: of the rank whose hyperparameters they have, and that has no state of tables which only
+            others hold; None: they have the state of all, and are no rank's.
+    """
+    saved = [tree["optimizers"] for tree in trees.values()]
+    return [
+        _optimizer(
+            [one[number] for one in saved], None if own is None else own["optimizers"][number]
+        )
+        for number in range(min(map(len, saved), default=0))
+    ]
+
+
 def _optimizer(saved: list[Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One optimizer, of the trees of all ranks; hyperparameters of this one, if it was there."""
+    others = {name for one in saved for name in _trained(one)}
+    elsewhere = others - set(_trained(own)) if own is not None else set()
     entries: dict[str, Any] = {}
     for one in saved:
         for name, entry in one["state"].items():
+            if name in elsewhere:
+                continue
             found = entries.setdefault(name, {**entry, "values": {}})
             for key, value in entry["values"].items():
                 if is_shard(value):
@@ -136,3 +152,7 @@ def _optimizer(saved: list[Any], own: Mapping[str, Any] | None) -> dict[str, Any
                 else:
                     found["values"].setdefault(key, value)
     return {**(saved[0] if own is None else own), "state": entries}
+
+
+def _trained(one: Mapping[str, Any]) -> list[str]:
+    return [name for group in one["groups"] for name in group["params"]]

@@ -38,7 +38,8 @@ class Sketch(NamedTuple):
     """Of one tensor or several.
 
     Attributes:
-        total: of each tensor the weighted mean of its sample over that of absolute values, added.
+        total: of each tensor the weighted sum of its sample over that of its absolute values, and
+            the logarithm of their mean, added.
     """
 
     total: float
@@ -69,16 +70,23 @@ class Replicas:
     Args:
         ranks: of the job.
         tensors: says which there are here, by name.
+        forms: what else every rank has to have, though not with the same values: what -> which.
 
     Raises:
         SettingsError: another rank has others, or of another shape or dtype.
         RankLost: a rank did not answer.
     """
 
-    def __init__(self, ranks: Ranks, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        tensors: Callable[[], Mapping[str, Tensor]],
+        forms: Mapping[str, str],
+    ) -> None:
         self._ranks = ranks
         self._tensors = tensors
-        forms = {name: f"{list(t.shape)}, {t.dtype}" for name, t in tensors().items()}
+        whole = {_named(name): f"{list(t.shape)}, {t.dtype}" for name, t in tensors().items()}
+        forms = whole | dict(forms)
         heard = ranks.gather(forms)
         for name in sorted(set().union(*heard)):
             by_form: dict[str, list[int]] = {}
@@ -86,7 +94,7 @@ class Replicas:
                 by_form.setdefault(said.get(name, "none"), []).append(rank)
             if len(by_form) > 1:
                 found = "; ".join(f"{form} on {_listed(on)}" for form, on in by_form.items())
-                raise _unlike(name, found)
+                raise _unlike(name, found, expected="the same on all ranks")
 
     def sketch(self) -> Sketch:
         """Of all of them together, as they are now; on a GPU this waits for it."""
@@ -102,10 +110,12 @@ class Replicas:
         heard = self._ranks.gather(own)
         for name, first in heard[0].items():
             others = [
-                n for n, said in enumerate(heard) if not Sketch(*said[name]).is_like(Sketch(*first))
+                n
+                for n, said in enumerate(heard)
+                if not Sketch(*said.get(name, first)).is_like(Sketch(*first))
             ]
             if others:
-                return _unlike(name, f"other values on {_listed(others)} than on rank 0")
+                return _unlike(_named(name), f"other values on {_listed(others)} than on rank 0")
         others = [n for n, one in enumerate(sketches) if not one.is_like(sketches[0])]
         return _unlike("the model", f"other values on {_listed(others)} than on rank 0")
 
@@ -121,10 +131,13 @@ def _sketch(tensors: Iterable[Tensor]) -> Sketch:
     for device, parts in samples.items():
         values = pad_sequence(parts, batch_first=True)
         # Weighed, so that rows which have changed places are not the same; each tensor by its own
-        # size, so that a small one counts as much as a large one.
+        # size, so that a small one counts as much as a large one, and the size's logarithm beside.
         weights = torch.linspace(1, 2, values.shape[1], dtype=torch.float64, device=device)
-        of_each = (values @ weights) / values.abs().sum(dim=1)
-        total += float(of_each.nan_to_num(nan=0.0).sum())  # 0: all zeros, or not finite any more
+        size = values.abs().sum(dim=1)
+        counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=device)
+        of_each = (values @ weights) / size + (size / counts).log()
+        # 0: all zeros, or not finite any more.
+        total += float(of_each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).sum())
     return Sketch(total)
 
 
@@ -132,10 +145,11 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _unlike(name: str, found: str) -> SettingsError:
-    return SettingsError(
-        f"the dense parameter or table {name!r}",
-        found=found,
-        expected="the same on all ranks, of which one stores it",
-        next_step=_NEXT,
-    )
+def _named(name: str) -> str:
+    return f"the dense parameter or table {name!r}"
+
+
+def _unlike(
+    subject: str, found: str, expected: str = "the same on all ranks, of which one stores it"
+) -> SettingsError:
+    return SettingsError(subject, found=found, expected=expected, next_step=_NEXT)

@@ -18,7 +18,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
 from recpoint.trainer_plugin.policy import Tip
-from recpoint.trainer_plugin.rank_trees import nearest, tree_for
+from recpoint.trainer_plugin.rank_trees import nearest, optimizers_for, tree_for
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import OF_ALL_RANKS, TrainingState
 
@@ -336,9 +336,10 @@ def _renamed(new: str, old: str) -> str:
 
 
 def _optimizers(state: dict[int, object]) -> Sequence[Mapping[str, Any]]:
-    saved = state.get(0)
-    found = saved.get("optimizers") if isinstance(saved, dict) else None
-    return found if isinstance(found, list) else []
+    trees = {
+        n: tree for n, tree in state.items() if isinstance(tree, dict) and "optimizers" in tree
+    }
+    return optimizers_for(trees, None)
 
 
 def _dense(state: dict[int, object]) -> dict[str, Tensor]:

@@ -98,6 +98,15 @@ class TrainingState:
             "rng": rng_state.capture(),
         }
 
+    def forms(self) -> dict[str, str]:
+        """What each rank has to have, though of its own: what -> which."""
+        return {
+            **{f"the buffer {name!r}": "one" for name in self.model.buffers()},
+            **{f"the extra state of module {name!r}": "one" for name in self.model.extra_states()},
+            "optimizers": self.optimizers.classes(),
+            "schedulers": str(len(self._schedulers)),
+        }
+
     def lacks_ranks(self, saved: Mapping[str, Any]) -> bool:
         """Whether `OF_ALL_RANKS` is needed of ranks whose trees are not in it.
 

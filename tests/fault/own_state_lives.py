@@ -17,8 +17,8 @@ from tests.polling import until
 
 __all__ = ["Unlike", "own_state_life"]
 
-#: What a rank has that others have not; "buffers" is what no rank has to have alike.
-Unlike = Literal["buffers", "parameters", "a table", "names"]
+#: What a rank has that others have not; the first two no rank has to have alike.
+Unlike = Literal["buffers", "tables", "parameters", "a table", "names", "buffer names"]
 
 
 class _Scaled(nn.Module):
@@ -45,6 +45,10 @@ class _Net(nn.Module):
         torch.manual_seed(1 + (rank if unlike == "parameters" else 0))
         setattr(self, self._top(rank, unlike), nn.Linear(4, 1))
         self.top_name = self._top(rank, unlike)
+        self.own_table = f"items{rank}" if unlike == "tables" else "items"
+        setattr(self, self.own_table, nn.Embedding(20, 4, sparse=True))
+        if unlike == "buffer names":
+            self.register_buffer(f"seen{rank}", torch.zeros(2))
 
     @staticmethod
     def _top(rank: int, unlike: Unlike) -> str:
@@ -52,7 +56,8 @@ class _Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         top: nn.Module = getattr(self, self.top_name)
-        scores: Tensor = self.scaled.scale * top(self.norm(self.users(ids)))
+        own: nn.Module = getattr(self, self.own_table)
+        scores: Tensor = self.scaled.scale * top(self.norm(self.users(ids)) + own(ids % 20))
         return scores
 
 
@@ -62,11 +67,19 @@ def own_state_life(place: str, job: int, rank: int, ranks: int, unlike: Unlike, 
         "gloo", init_method=f"file://{place}/meeting-{job}", rank=rank, world_size=ranks
     )
     net = _Net(rank, unlike)
-    left_out = {"parameters": ["top.weight"], "a table": ["users.weight"]}.get(unlike, [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, left_out)
-    model = net if unlike == "names" else DistributedDataParallel(net)
-    sparse = torch.optim.SGD([net.users.weight], lr=0.1)
-    dense = torch.optim.SGD([p for n, p in net.named_parameters() if "users" not in n], lr=0.1)
+    left_out = {
+        "parameters": ["top.weight"],
+        "a table": ["users.weight"],
+        "tables": [f"{net.own_table}.weight"],
+    }
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        net, left_out.get(unlike, [])
+    )
+    model = net if "names" in unlike else DistributedDataParallel(net)
+    tables = [net.users.weight, net.get_parameter(f"{net.own_table}.weight")]
+    in_tables = {id(table) for table in tables}
+    sparse = torch.optim.Adagrad(tables, lr=0.1)
+    dense = torch.optim.SGD([p for p in net.parameters() if id(p) not in in_tables], lr=0.1)
     slower = torch.optim.lr_scheduler.StepLR(dense, 3)
     found: dict[str, Any] = {}
 
@@ -75,6 +88,8 @@ def own_state_life(place: str, job: int, rank: int, ranks: int, unlike: Unlike, 
             "mean": net.norm.running_mean.tolist() if net.norm.running_mean is not None else [],
             "top": net.get_parameter(f"{net.top_name}.weight").tolist(),
             "scale": net.scaled.scale,
+            "table": [tables[1].tolist(), sparse.state[tables[1]]["sum"].tolist()],
+            "table_steps": float(sparse.state[tables[1]]["step"]),
             "rate": dense.param_groups[0]["lr"],
         }
 

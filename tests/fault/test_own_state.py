@@ -58,6 +58,20 @@ def test_what_a_rank_has_of_its_own_comes_back_to_it(tmp_path: Path) -> None:
     assert all(one["failed"][0] == 0 for one in (*before, *again, *more))
 
 
+def test_tables_that_are_divided_by_hand_come_back_with_what_trains_them(tmp_path: Path) -> None:
+    with InlineAgent(tmp_path / "staging"):
+        before = train(tmp_path, 1, 2, "tables")
+        again = train(tmp_path, 2, 2, "tables")
+        more = train(tmp_path, 3, 3, "tables")
+    for key in ("table", "table_steps"):
+        assert [one["begun"][key] for one in again] == [one["ended"][key] for one in before]
+    assert before[0]["ended"]["table"] != before[1]["ended"]["table"]
+    assert [one["ended"]["table_steps"] for one in again] == [4.0, 4.0]
+    # Another division is another model.
+    assert "table 'items2' is not in the checkpoint" in more[2]["error"]
+    assert all(one["error"].startswith("rank 2 of 3") for one in more[:2])
+
+
 @pytest.mark.parametrize(("unlike", "name"), [("parameters", "top.weight"), ("a table", "users")])
 def test_no_checkpoint_is_cut_of_what_is_stored_once_and_not_alike(
     tmp_path: Path, unlike: Unlike, name: str
@@ -68,8 +82,16 @@ def test_no_checkpoint_is_cut_of_what_is_stored_once_and_not_alike(
     assert Run.open(open_store(str(tmp_path / "run"))).manifest_names() == []
 
 
-def test_parameters_of_one_rank_only_are_refused_by_name(tmp_path: Path) -> None:
-    first, second = train(tmp_path, 1, 2, "names")
-    assert first == second
-    assert "'top0.bias': found [1], torch.float32 on rank 0; none on rank 1" in first["error"]
+@pytest.mark.parametrize(
+    ("unlike", "said"),
+    [
+        ("names", "'top0.bias': found [1], torch.float32 on rank 0; none on rank 1"),
+        ("buffer names", "the buffer 'seen0': found one on rank 0; none on rank 1"),
+    ],
+)
+def test_what_one_rank_only_has_is_refused_by_name(
+    tmp_path: Path, unlike: Unlike, said: str
+) -> None:
+    first, second = train(tmp_path, 1, 2, unlike)
+    assert first == second and said in first["error"]
     assert not (tmp_path / "run").exists()

@@ -21,12 +21,13 @@ def tensors() -> dict[str, Tensor]:
         "half": torch.randn(40, 30, generator=generator).to(torch.bfloat16),
         "steps": torch.tensor([3]),  # of integers
         "none": torch.empty(0, 4),
+        "scalar": torch.tensor(0.5),
         "top": 0.01 * torch.randn(64, generator=generator),
     }
 
 
 def sketch(found: dict[str, Tensor]) -> Sketch:
-    return Replicas(Ranks(), lambda: found).sketch()
+    return Replicas(Ranks(), lambda: found, {}).sketch()
 
 
 def drifted(found: dict[str, Tensor]) -> None:
@@ -40,6 +41,14 @@ def small_one(found: dict[str, Tensor]) -> None:
 
 def changed_places(found: dict[str, Tensor]) -> None:
     found["table"] = found["table"].flip(0)
+
+
+def scaled(found: dict[str, Tensor]) -> None:
+    found["norm"] *= 3
+
+
+def other_scalar(found: dict[str, Tensor]) -> None:
+    found["scalar"] += 0.01
 
 
 def no_longer_zero(found: dict[str, Tensor]) -> None:
@@ -56,6 +65,8 @@ def diverged(found: dict[str, Tensor]) -> None:
         (drifted, True),
         (small_one, False),
         (changed_places, False),
+        (scaled, False),
+        (other_scalar, False),
         (no_longer_zero, False),
         (diverged, False),
     ],
