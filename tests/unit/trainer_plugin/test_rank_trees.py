@@ -1,0 +1,78 @@
+"""Optimizers of a job, put together from the trees of its ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from recpoint.trainer_plugin.optimizer_state import OptimizerState
+from recpoint.trainer_plugin.rank_trees import optimizers_for, own_part
+
+
+_STEP: dict[str, Any] = {
+    "keys": ["step", "sum"],
+    "values": {"step": torch.tensor(7.0)},
+    "on_host": [],
+}
+
+
+def trained(seed: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    layer = nn.Linear(3, 5)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    layer(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+def tree(captured: list[dict[str, Any]], rows: range | None) -> dict[str, Any]:
+    """As a rank has it that holds these rows of the weight; None: all."""
+    entry = captured[0]["state"]["weight"]
+
+    def piece(key: str, value: torch.Tensor) -> object:
+        if rows is None or value.dim() == 0:
+            return value
+        part = value[rows.start : rows.stop]
+        return {"shard_of": list(value.shape), "at": [rows.start, 0], "tensor": part}
+
+    values = {key: piece(key, value) for key, value in entry["values"].items()}
+    state = {**captured[0]["state"], "weight": {**entry, "values": values}}
+    return {"model": {"tensors": {}}, "optimizers": [{**captured[0], "state": state}]}
+
+
+def test_state_in_pieces_is_carried_whole() -> None:
+    layer, optimizer = trained(1)
+    captured = OptimizerState(layer, [optimizer], []).capture()
+    trees = {0: tree(captured, range(3)), 1: tree(captured, range(3, 5))}
+    other, its = trained(2)
+    state = OptimizerState(other, [its], [])
+    names = {"weight": "weight", "bias": "bias"}
+    merged = optimizers_for(trees, None)
+    assert state.carry_differences(merged, names) == []
+    state.carry(merged, names, {})
+    for name in names:
+        there = optimizer.state[layer.get_parameter(name)]
+        here = its.state[other.get_parameter(name)]
+        assert here.keys() == there.keys()
+        assert all(torch.equal(here[key], there[key]) for key in there)
+    its.step()
+
+
+def test_a_rank_has_no_state_of_tables_that_only_others_hold() -> None:
+    layer, optimizer = trained(1)
+    (captured,) = OptimizerState(layer, [optimizer], []).capture()
+    trees = {}
+    for rank in range(2):
+        group = {**captured["groups"][0], "params": ["bias", f"items{rank}.weight"]}
+        state = {"bias": captured["state"]["bias"], f"items{rank}.weight": {**_STEP}}
+        one = {**captured, "groups": [group], "state": state}
+        whole = {"model": {"tensors": {}}, "optimizers": [one]}
+        trees[rank] = whole if rank == 0 else own_part(whole, alike={"bias"})
+    assert trees[1]["optimizers"][0]["state"]["bias"]["values"] == {}
+    (found,) = optimizers_for(trees, trees[1])
+    assert found["state"].keys() == {"bias", "items1.weight"}
+    assert found["state"]["items1.weight"]["values"] == _STEP["values"]
+    assert found["state"]["bias"]["values"] == captured["state"]["bias"]["values"]
+    assert found["groups"][0]["params"] == ["bias", "items1.weight"]
