@@ -156,6 +156,7 @@ class Checkpointer:
             extras={} if extras is None else extras,
             sources=self._sources,
             rank=self._ranks.rank,
+            copies=[one.copy.parameter_name for one in self._shards if one.copy is not None],
         )
         self._replicas = Replicas(
             self._ranks,

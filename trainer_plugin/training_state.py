@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -29,7 +29,10 @@ OF_ALL_RANKS: Final = ("reader", "sources")
 
 
 class TrainingState:
-    """Everything stateful that the checkpointer was given."""
+    """Everything stateful that the checkpointer was given.
+
+    `copies`: parameters of tables that every rank holds whole.
+    """
 
     def __init__(
         self,
@@ -41,8 +44,10 @@ class TrainingState:
         extras: Mapping[str, Stateful],
         sources: Sequence[TableSource] = (),
         rank: int = 0,
+        copies: Collection[str] = (),
     ) -> None:
         self._rank = rank
+        self._copies = frozenset(copies)
         self.model = model
         self.optimizers = optimizers
         if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -81,7 +86,9 @@ class TrainingState:
             **self.capture_fixed(),
         }
         # What is the same everywhere is stored once.
-        return tree if self._rank == 0 else own_part(tree, alike=self.model.parameters())
+        if self._rank == 0:
+            return tree
+        return own_part(tree, alike=self._copies | self.model.parameters().keys())
 
     def capture_fixed(self) -> dict[str, Any]:
         """The part that may be looked at outside a snapshot.

@@ -10,7 +10,6 @@ from torch import nn
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.rank_trees import optimizers_for, own_part
 
-
 _STEP: dict[str, Any] = {
     "keys": ["step", "sum"],
     "values": {"step": torch.tensor(7.0)},
@@ -62,8 +61,8 @@ def test_state_in_pieces_is_carried_whole() -> None:
 
 def test_a_rank_has_no_state_of_tables_that_only_others_hold() -> None:
     layer, optimizer = trained(1)
-    (captured,) = OptimizerState(layer, [optimizer], []).capture()
-    trees = {}
+    captured = OptimizerState(layer, [optimizer], []).capture()[0]
+    trees: dict[int, Any] = {}
     for rank in range(2):
         group = {**captured["groups"][0], "params": ["bias", f"items{rank}.weight"]}
         state = {"bias": captured["state"]["bias"], f"items{rank}.weight": {**_STEP}}
