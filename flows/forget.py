@@ -1,5 +1,7 @@
 """Flow: delete our flow runs that ended long ago, with their artifacts: they would pile up.
 
+So would those that a schedule made for a host which is gone: they are late for ever.
+
 What must be kept is in the catalog. A server that vacuums by itself, as the local one does, leaves
 nothing to do here.
 """
@@ -23,8 +25,12 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
     FlowRunFilter,
     FlowRunFilterEndTime,
+    FlowRunFilterExpectedStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
     FlowRunFilterTags,
 )
+from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
@@ -53,8 +59,11 @@ Days = Annotated[float, Field(ge=1 / 24, le=3660, allow_inf_nan=False)]
 async def forget(older_than_days: Days = 3.0) -> State[Any]:
     """Delete flow runs tagged `recpoint` that ended so long ago, and the artifacts they made.
 
+    Also those that should have begun so long ago and never did, since no worker took them.
+
     Args:
-        older_than_days: by the time that Prefect recorded for the end of a run.
+        older_than_days: by the time that Prefect recorded for the end of a run, or planned for the
+            beginning of one that never began.
 
     Returns:
         Completed; its message says how many went. Flow runs of others are never looked at.
@@ -62,7 +71,7 @@ async def forget(older_than_days: Days = 3.0) -> State[Any]:
     before = datetime.now(UTC) - timedelta(days=older_than_days)
     runs = artifacts = 0
     async with get_client() as client:
-        while page := await _ended_before(client, before):
+        while page := await _over_before(client, before):
             artifacts += await _delete_artifacts(client, page)
             await _each(client.delete_flow_run, page)
             runs += len(page)
@@ -70,16 +79,23 @@ async def forget(older_than_days: Days = 3.0) -> State[Any]:
     return Completed(message=f"{runs} flow runs and {artifacts} artifacts deleted")
 
 
-async def _ended_before(client: PrefectClient, before: datetime) -> list[UUID]:
-    found = await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[TAG]),
-            end_time=FlowRunFilterEndTime.model_validate({"before_": before}),
+async def _over_before(client: PrefectClient, before: datetime) -> list[UUID]:
+    """A page of runs that ended before that time; when there are none, of those never begun."""
+    ours, until = FlowRunFilterTags(all_=[TAG]), {"before_": before}
+    for chosen in (
+        FlowRunFilter(tags=ours, end_time=FlowRunFilterEndTime.model_validate(until)),
+        FlowRunFilter(
+            tags=ours,
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            expected_start_time=FlowRunFilterExpectedStartTime.model_validate(until),
         ),
-        sort=FlowRunSort.START_TIME_ASC,
-        limit=_PAGE,
-    )
-    return [run.id for run in found]
+    ):
+        found = await client.read_flow_runs(
+            flow_run_filter=chosen, sort=FlowRunSort.START_TIME_ASC, limit=_PAGE
+        )
+        if found:
+            return [run.id for run in found]
+    return []
 
 
 async def _delete_artifacts(client: PrefectClient, runs: list[UUID]) -> int:

@@ -18,6 +18,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, Fl
 from prefect.exceptions import ParameterTypeError
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
+from prefect.states import Scheduled
 
 from recpoint.flows import forget as module
 from recpoint.flows.forget import forget
@@ -89,6 +90,22 @@ def test_old_runs_of_ours_go_and_no_others(monkeypatch: pytest.MonkeyPatch) -> N
     # What an evaluation made in a flow run of ours is its own.
     assert artifacts == sorted([*2 * MADE, *3 * MADE[2:]])
     assert forgot(older_than_days=1).message == "0 flow runs and 0 artifacts deleted"
+
+
+def late(tag: str, **ago: float) -> UUID:
+    """A run that a worker should have begun so long ago."""
+    when = datetime.now(UTC) - timedelta(**ago)
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(made, state=Scheduled(scheduled_time=when), tags=[tag])
+        return run.id
+
+
+def test_runs_that_no_worker_ever_took_go_too() -> None:
+    gone = late("recpoint", days=2)
+    kept = [late("recpoint", hours=20), late("recpoint", days=-1), late("somebody-else", days=2)]
+    assert forgot(older_than_days=1).message == "1 flow runs and 0 artifacts deleted"
+    left, _ = there([gone, *kept])
+    assert left == set(kept)
 
 
 def test_what_has_just_ended_is_never_forgotten() -> None:
