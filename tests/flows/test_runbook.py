@@ -32,7 +32,6 @@ ANCHORS = {
     "lag-alarm",
     "agent-dead",
     "rank-missing",
-    "bad-version-served",
     "disk-full",
     "store-gone",
     "credentials-rotated",
@@ -131,10 +130,6 @@ def test_validation_failed(site: Site) -> None:
     damage(site, 30)
     site.shell("recpoint validate $RUN")  # as the schedule did
     play(site, "validation-failed")
-
-
-def test_bad_version_served(site: Site) -> None:
-    play(site, "bad-version-served")
 
 
 def test_agent_dead(tmp_path: Path) -> None:
