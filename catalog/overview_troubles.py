@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
+from recpoint.catalog.announcement import TAKE_OVER_SECONDS
 from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.overview import Age, CheckpointFacts, ExpiringManifest, Failure
@@ -48,8 +49,8 @@ _MARKS_EACH = 200
 #: A checkpoint of several ranks whose parts are not all there after so long waits for some.
 _RANKS_SECONDS = 60.0
 
-#: A deletion that has been announced for longer was killed, or its store is in trouble.
-_DELETION_SECONDS = 600.0
+#: A deletion that has been announced for longer was killed, and the next retention finishes it.
+_DELETION_SECONDS = TAKE_OVER_SECONDS
 
 
 class Troubles:

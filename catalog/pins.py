@@ -225,8 +225,8 @@ def _refuse_doomed(run: Run, key: str, members: set[ManifestName]) -> None:
                 key,
                 found=f"{manifest} in {DELETION_KEY}: it is being deleted",
                 expected="a checkpoint that no retention has begun to delete",
-                next_step=f"recpoint retain {run.url} finishes a deletion that was interrupted; "
-                "then see what is left: recpoint list",
+                next_step=f"recpoint retain {run.url} finishes a deletion that was interrupted "
+                "half an hour ago; then see what is left: recpoint list",
             )
 
 

@@ -5,14 +5,17 @@ The steps are those of format §6.6; what is kept is decided by `recpoint.catalo
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from recpoint.catalog import leases
-from recpoint.catalog.create_only import create_or_read
+from recpoint.catalog.announcement import (
+    TAKE_OVER_SECONDS,
+    Announcement,
+    announce,
+    standing,
+    take_over,
+)
 from recpoint.catalog.elapsed import Clocks, stamp_now
 from recpoint.catalog.plan_record import leave_plan
 from recpoint.catalog.prune_plan import PrunePlan
@@ -22,13 +25,17 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, gather, unwatched
 from recpoint.catalog.sweep import SweepResult, plan_sweep
 from recpoint.catalog.sweep import execute as execute_sweep
+from recpoint.errors import RetentionRefused
 from recpoint.format.naming import DELETION_KEY, expired_key
-from recpoint.format.records import MAX_RECORD_BYTES, pack_record
-from recpoint.format.retention_records import Deletion, Mark
+from recpoint.format.records import pack_record
+from recpoint.format.retention_records import Mark
 
 __all__ = ["PruneResult", "execute"]
 
 _AT_ONCE = 8
+
+#: Before so many deletions a retention makes sure that its announcement is still there.
+_BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,13 @@ class PruneResult:
         return self.swept.removed_bytes
 
 
-def execute(run: Run, made: PrunePlan, *, on_step: OnStep = unwatched) -> PruneResult:
+def execute(
+    run: Run,
+    made: PrunePlan,
+    *,
+    take_over_seconds: float = TAKE_OVER_SECONDS,
+    on_step: OnStep = unwatched,
+) -> PruneResult:
     """Do what a plan says (format §6.6, T2 to T6), and leave it for people to see.
 
     Killed anywhere, the next one goes on.
@@ -66,9 +79,12 @@ def execute(run: Run, made: PrunePlan, *, on_step: OnStep = unwatched) -> PruneR
     Args:
         run: the run.
         made: of `plan_prune`.
+        take_over_seconds: how old another retention's announcement has to be for this one to
+            finish its work; less is safe only where no other can be at work.
         on_step: called after each object that was marked or removed, from this thread.
 
     Raises:
+        RetentionRefused: another retention is deleting, or this one's announcement is gone.
         StoreError: the store refuses or cannot be reached; what was not yet removed stays.
     """
     leave_plan(run, made)
@@ -84,11 +100,7 @@ def execute(run: Run, made: PrunePlan, *, on_step: OnStep = unwatched) -> PruneR
     deleted: list[str] = []
     spared: dict[str, str] = {}
     if not made.held:
-        if made.unfinished:
-            _delete_manifests(run, made.unfinished, deleted, spared, on_step)
-        left = tuple(key for key in made.delete if key not in deleted)
-        if left and _announce(run, left):
-            _delete_manifests(run, left, deleted, spared, on_step)
+        _delete(run, made, deleted, spared, take_over_seconds, on_step)
     # Their chunks are orphans now, and as old as what they belonged to.
     orphans = plan_sweep(
         run,
@@ -117,49 +129,108 @@ def _mark(run: Run, decision: Decision) -> None:
     run.store.put(expired_key(manifest.key), pack_record(mark))
 
 
-def _announce(run: Run, manifests: tuple[str, ...]) -> bool:
-    """Say what is going to be deleted; False if another deletion is under way (format T3)."""
-    deletion = Deletion(
-        run=run.id,
-        token=secrets.token_hex(16),
-        host=socket.gethostname()[:255],
-        pid=os.getpid(),
-        manifests=manifests,
-        stamp=stamp_now(),
-    )
-    data = pack_record(deletion)
-    there = create_or_read(run.store, DELETION_KEY, data, max_bytes=MAX_RECORD_BYTES)
-    return there is None or there == data
-
-
-def _delete_manifests(
+def _delete(
     run: Run,
-    announced: tuple[str, ...],
+    made: PrunePlan,
+    deleted: list[str],
+    spared: dict[str, str],
+    take_over_seconds: float,
+    on_step: OnStep,
+) -> None:
+    """Finish what a killed retention has announced, then announce and delete what is doomed."""
+    mine = _begin(run, made, take_over_seconds)
+    if mine is None:
+        return
+    rest = tuple(key for key in made.delete if key not in set(mine.manifests))
+    while True:
+        try:
+            left = _look_and_delete(run, mine, deleted, spared, on_step)
+        except BaseException:
+            # The announcement stays: a delete whose answer got lost may still arrive, and nobody
+            # may be told meanwhile that what it named is pinned.
+            mine.stop()
+            raise
+        if left is None or not (*left, *rest):
+            return
+        mine, rest = announce(run, (*left, *rest)), ()
+
+
+def _begin(run: Run, made: PrunePlan, take_over_seconds: float) -> Announcement | None:
+    # Read now and not when the plan was made: who was at work then may have ended since, and
+    # another may have begun.
+    there = standing(run, Clocks.read(run.store))
+    if there is None:
+        return announce(run, made.delete) if made.delete else None
+    if not made.delete and not there.may_be_taken_over(take_over_seconds):
+        return None  # nothing to do beside whoever is at work
+    # Of one that cannot be read nobody knows what it named: marks tell what is to go.
+    named = made.delete or tuple(row.key for row in made.rows())[:1]
+    if not named:
+        return None
+    mine = take_over(run, there, named, after_seconds=take_over_seconds)
+    if there.deletion is None and not made.delete:
+        mine.withdraw()
+        return None
+    return mine
+
+
+def _look_and_delete(
+    run: Run,
+    mine: Announcement,
     deleted: list[str],
     spared: dict[str, str],
     on_step: OnStep,
-) -> None:
-    """Delete what was announced and is not needed, then the announcement (format T4, T5)."""
+) -> tuple[str, ...] | None:
+    """Delete what was announced and is not needed, then the announcement (format T4, T5).
+
+    Returns:
+        What there was no time for; None: nothing may be deleted now.
+    """
+    announced = mine.manifests
     clocks = Clocks.read(run.store)
     alive = [lease for lease in leases.look(run, clocks) if lease.alive]
     if any(lease.covers is None for lease in alive):
-        # A killed deletion may have gone half its way: its announcement stays for the next.
-        return
+        _leave(mine)
+        return None
     facts = gather(run, leases=alive)
     if facts.unreadable:
         spared.update((key, f"{facts.unreadable[0]} cannot be read") for key in announced)
-        return
+        _leave(mine)
+        return None
     needed = needed_manifests(facts, frozenset(announced))
     spared.update(needed)
     there = {manifest.key: manifest for manifest in facts.manifests}
     doomed = [there[key] for key in announced if key in there and key not in needed]
-    order = deletion_order(Representations(facts.manifests, facts.verdicts))
-    for number, manifest in enumerate(sorted(doomed, key=order), 1):
-        run.store.delete(manifest.key)
-        deleted.append(manifest.key)
-        on_step("deleting manifests", number, len(doomed))
-    _delete_all(run, [expired_key(key) for key in announced if key != DELETION_KEY])
-    run.store.delete(DELETION_KEY)
+    doomed.sort(key=deletion_order(Representations(facts.manifests, facts.verdicts)))
+    number = 0
+    for first in range(0, len(doomed), _BATCH):
+        if mine.is_spent:
+            break
+        mine.require_standing()
+        for manifest in doomed[first : first + _BATCH]:
+            run.store.delete(manifest.key)
+            deleted.append(manifest.key)
+            number += 1
+            on_step("deleting manifests", number, len(doomed))
+    left = tuple(manifest.key for manifest in doomed[number:])
+    if left and not number:
+        raise RetentionRefused(
+            DELETION_KEY,
+            found="reading all manifests took so long that the announcement is too old",
+            expected="time left to delete in",
+            next_step=f"run it nearer to the store: recpoint retain {run.url}",
+        )
+    _delete_all(run, [expired_key(key) for key in announced if key not in set(left)])
+    mine.withdraw()
+    return left
+
+
+def _leave(mine: Announcement) -> None:
+    """Delete nothing now: what nobody has begun need not stay announced."""
+    if mine.taken_over:
+        mine.stop()  # it may have gone half its way
+    else:
+        mine.withdraw()
 
 
 def _delete_all(run: Run, keys: list[str]) -> None:

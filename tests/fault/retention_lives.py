@@ -39,9 +39,10 @@ __all__ = [
 
 
 def retain_once(run: Run, last: int) -> None:
-    """Mark and delete at once: without a grace."""
+    """Mark and delete at once, and finish at once what a killed one began: nobody else retains."""
     policy = RetentionPolicy(keep_last=last)
-    execute(run, plan_prune(run, policy, grace_seconds=0.0, grace_floor_seconds=0.0))
+    made = plan_prune(run, policy, grace_seconds=0.0, grace_floor_seconds=0.0)
+    execute(run, made, take_over_seconds=0.0)
 
 
 def retain_life(*, url: str, last: int = 1, die: int | None = None) -> None:
