@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,12 +22,18 @@ __all__ = ["Held", "HeldLease", "adopt", "look", "reading"]
 
 _LOG = logging.getLogger("recpoint.leases")
 
-#: Of a restore: long enough for any, so that nothing has to renew it meanwhile.
+#: How long a lease outlives its owner; while that lives, it is renewed.
 _READING_SECONDS = 6 * 3600
+
+#: So often, many tries may fail before it expires.
+_RENEW_SECONDS = _READING_SECONDS / 12
+
+#: A renewal that hangs in the store is not waited for longer at the end.
+_LAST_RENEWAL_SECONDS = 10.0
 
 
 class HeldLease:
-    """A lease of this process: renewed by hand, removed with `release`.
+    """A lease of this process: renewed with `renew`, from any thread, removed with `release`.
 
     Args:
         run: what is read.
@@ -47,6 +54,7 @@ class HeldLease:
         ttl_seconds: int = _READING_SECONDS,
     ) -> None:
         self._run = run
+        self._writing = threading.Lock()
         self._record = Lease(
             run=run.id,
             owner=secrets.token_hex(16),
@@ -64,8 +72,9 @@ class HeldLease:
         update: dict[str, object] = {"stamp": stamp_now()}
         if covers is not None:
             update["covers"] = tuple(covers)
-        self._record = self._record.model_copy(update=update)
-        self._run.store.put(lease_key(self._record.owner), pack_record(self._record))
+        with self._writing:  # or an older record could come to lie over a newer one
+            self._record = self._record.model_copy(update=update)
+            self._run.store.put(lease_key(self._record.owner), pack_record(self._record))
 
     def release(self) -> None:
         """Remove it."""
@@ -74,26 +83,51 @@ class HeldLease:
 
 @contextmanager
 def reading(
-    run: Run, *, purpose: str, covers: Iterable[CheckpointRef] | None = None
+    run: Run,
+    *,
+    purpose: str,
+    covers: Iterable[CheckpointRef] | None = None,
+    renew_seconds: float = _RENEW_SECONDS,
 ) -> Iterator[HeldLease | None]:
     """Hold a lease while the block runs; without one where the store cannot be written.
 
     A reader that may not write, or whose store is full, must still be able to restore: what it
-    reads is then protected by the grace period of retention alone.
+    reads is then protected by the grace period of retention alone. A thread renews the lease, so
+    that it holds however long the block takes, and no longer than the process lives.
     """
     lease: HeldLease | None = None
     try:
         lease = HeldLease(run, purpose=purpose, covers=covers)
     except StoreError as error:
         _LOG.info("reading without a lease: %s", error)
+    if lease is None:
+        yield None
+        return
+    ended = threading.Event()
+    renewing = threading.Thread(
+        target=_renew_until,
+        args=(ended, lease, renew_seconds),
+        name="recpoint-lease",
+        daemon=True,  # a process that ends inside the block does not wait for it
+    )
+    renewing.start()
     try:
         yield lease
     finally:
-        if lease is not None:
-            try:
-                lease.release()
-            except StoreError as error:
-                _LOG.info("a lease stays until it expires: %s", error)
+        ended.set()
+        renewing.join(_LAST_RENEWAL_SECONDS)
+        try:
+            lease.release()
+        except StoreError as error:
+            _LOG.info("a lease stays until it expires: %s", error)
+
+
+def _renew_until(ended: threading.Event, lease: HeldLease, every_seconds: float) -> None:
+    while not ended.wait(every_seconds):
+        try:
+            lease.renew()
+        except StoreError as error:
+            _LOG.info("a lease is renewed later: %s", error)
 
 
 class Held(NamedTuple):

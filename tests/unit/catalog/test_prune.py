@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,7 @@ from recpoint.format.records import pack_record, unpack_record
 from recpoint.format.retention_records import Deletion, Mark, Stamp
 from tests.catalog_builder import build, copy_run, publish, tables
 from tests.interposed_store import InterposedStore, unavailable
+from tests.polling import until
 
 HOUR = 3600.0
 LAST = RetentionPolicy(keep_last=1)
@@ -541,6 +543,28 @@ class TestLeases:
             Run.open(InterposedStore(run.store, before=refuse)), purpose="restore"
         ) as lease:
             assert lease is None
+
+    def test_it_is_renewed_for_as_long_as_the_reader_reads(self, run: Run) -> None:
+        puts: list[str] = []
+
+        def refuse(call: str, key: str) -> None:
+            if call == "put":
+                puts.append(key)
+                if len(puts) == 2:
+                    raise unavailable(key)  # a renewal that fails is tried again
+
+        def written_ms() -> int:
+            (found,) = leases.look(run, Clocks.read())
+            assert found.lease is not None
+            return found.lease.stamp.written_ms
+
+        store = InterposedStore(run.store, before=refuse)
+        with leases.reading(Run.open(store), purpose="restore", renew_seconds=0.01):
+            began_ms = written_ms()
+            until(lambda: written_ms() > began_ms and len(puts) > 3)
+        assert leases.look(run, Clocks.read()) == []
+        threads = {thread.name for thread in threading.enumerate()}
+        assert "recpoint-lease" not in threads  # or it could write it again
 
 
 class TestAge:
