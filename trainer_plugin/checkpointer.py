@@ -22,6 +22,7 @@ from recpoint.trainer_plugin import rng_state, takeover
 from recpoint.trainer_plugin.agreed_end import AgreedEnd
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.deleted_rows import held_ids, zero_rows
+from recpoint.trainer_plugin.dense_pieces import hold_pieces
 from recpoint.trainer_plugin.failures import ExpectedFailures
 from recpoint.trainer_plugin.host_memory import HostShare, host_share
 from recpoint.trainer_plugin.layout import copies_of, lay_out
@@ -141,6 +142,7 @@ class Checkpointer:
         )
         with rng_state.untouched():
             self._store = open_store(run)
+        hold_pieces(model)
         found = find_tables(model, optimizer_list(optimizers))
         self._tables, chosen, self._sources = found
         self._ranks = Ranks(wait_seconds=settings.ranks_wait_seconds)

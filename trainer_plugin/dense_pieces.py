@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recpoint.catalog.dense_shards import DenseShard, fill_part, has_part, join_shards
 
@@ -21,6 +21,7 @@ __all__ = [
     "Stored",
     "are_pieces",
     "form_of",
+    "hold_pieces",
     "is_piece",
     "lacks_some",
     "piece_of",
@@ -37,6 +38,19 @@ def is_piece(tensor: object) -> TypeGuard[DTensor]:
     # Who has one has imported it, which takes a while.
     there = sys.modules.get("torch.distributed.tensor")
     return there is not None and isinstance(tensor, there.DTensor)
+
+
+def hold_pieces(model: nn.Module) -> None:
+    """Have what `fully_shard` has cut be in pieces: not collective, and nothing where it is.
+
+    After a forward pass without a backward one, as in an evaluation, its outermost modules keep
+    their parameters whole, and these are not what the optimizer has. The next pass gathers anew.
+    """
+    module_type = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if module_type is not None:
+        for module in model.modules():
+            if isinstance(module, module_type):
+                module.reshard()
 
 
 def are_pieces(value: object) -> TypeGuard[Sequence[DenseShard]]:

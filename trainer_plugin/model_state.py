@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recpoint.trainer_plugin.dense_pieces import (
     Stored,
     form_of,
+    hold_pieces,
     is_piece,
     lacks_some,
     piece_of,
@@ -61,6 +62,7 @@ class ModelState:
         return [name for name, module in self._modules() if _has_extra_state(module)]
 
     def _named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        hold_pieces(self._model)
         seen = {id(table.weight) for table in self._tables}
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}

@@ -207,6 +207,10 @@ def rank_life(
             nn.functional.mse_loss(model(ids), torch.rand(len(ids))).backward()
             for optimizer in optimizers:
                 optimizer.step()
+            if shard_dense:
+                with torch.no_grad():  # an evaluation, which leaves what is in pieces whole
+                    model.eval()(ids)
+                model.train()
             if terminate_at == c.batches_done + 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             if killed_after == c.batches_done + 1:
