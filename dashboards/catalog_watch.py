@@ -30,7 +30,8 @@ _POLL_SECONDS: Final = 1.0
 class CatalogFacts(NamedTuple):
     """A run's catalog at one moment; times in milliseconds since the epoch.
 
-    `last_validation_ms` is of the store's clock, `created_ms` of the host that made the run.
+    `last_validation_ms` is of the newest validation that compared bytes and passed, by the store's
+    clock; `created_ms` is of the clock of the host that made the run.
     """
 
     overview: RunOverview
@@ -60,7 +61,9 @@ def look_up(watch: RunWatch) -> CatalogFacts:
     validations = (
         info.modified_ms
         for info in run.store.list(VALIDATIONS_PREFIX)
-        if parse_validation_key(info.key) is not None
+        if (name := parse_validation_key(info.key)) is not None
+        and name.result == "passed"
+        and name.level != "metadata"
     )
     return CatalogFacts(
         overview=watch.refresh(),

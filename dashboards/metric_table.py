@@ -188,8 +188,9 @@ AGENT_METRICS: Final = (
         ),
         (
             *("last_validation_timestamp_seconds", "gauge", "run"),
-            "When the newest validation of any checkpoint was recorded, since the epoch, by the "
-            "store's clock. Absent before the first.",
+            "When the newest validation of any checkpoint that compared its bytes (level sample or "
+            "full) and passed was recorded, since the epoch, by the store's clock. Absent before "
+            "the first.",
         ),
     )
 )

@@ -19,11 +19,12 @@ from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.catalog.validate import Validation
+from recpoint.catalog.validations import LEVELS, verdict_of
 from recpoint.errors import NothingToRestore
 from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
 from recpoint.format.naming import ValidationLevel
 from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.events import emit
+from recpoint.tasks.events import CheckpointEvent, emit
 from recpoint.tasks.validate import evaluate, validate_checkpoint
 
 __all__ = ["validate"]
@@ -77,19 +78,21 @@ async def validate(
     if evaluate_with is not None and found.passed:
         metrics = await evaluate(run_url, *name, evaluate_with)
     number = await asyncio.to_thread(_record, run, found, metrics, evaluate_with or "")
-    emit(
-        "validated" if found.passed else "validation_failed",
-        run.id,
-        run.url,
-        step=name.step,
-        generation=name.generation,
-        level=found.level,
-        result=found.result,
-        number=number,
-        findings=len(found.findings),
-        first_finding=found.findings[0].model_dump_json() if found.findings else "",
-        metrics=dict(metrics),
-    )
+    event = await asyncio.to_thread(_event, run, found)
+    if event is not None:
+        emit(
+            event,
+            run.id,
+            run.url,
+            step=name.step,
+            generation=name.generation,
+            level=found.level,
+            result=found.result,
+            number=number,
+            findings=len(found.findings),
+            first_finding=found.findings[0].model_dump_json() if found.findings else "",
+            metrics=dict(metrics),
+        )
     await _show(run, name, found, metrics)
     text = f"validation {number} of {name}: {found.result} ({found.level})"
     return Completed(message=text) if found.passed else Failed(message=text)
@@ -108,6 +111,17 @@ def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestN
         expected="a checkpoint to validate",
         next_step=f"recpoint list {run.url}",
     )
+
+
+def _event(run: Run, found: Validation) -> CheckpointEvent | None:
+    """What to tell; None: it has passed, and does not count as validated for that."""
+    if not found.passed:
+        return "validation_failed"
+    if LEVELS.index(found.level) < LEVELS.index("sample"):
+        return None  # no byte of it was compared
+    known = verdict_of(run, found.checkpoint)
+    # One that looked at more and failed stands against it.
+    return "validated" if known is not None and known.passed("sample") else None
 
 
 def _record(run: Run, found: Validation, metrics: Mapping[str, float], function: str) -> int:

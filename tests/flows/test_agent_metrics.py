@@ -72,7 +72,7 @@ def test_an_agent_tells_what_it_has_done_and_what_the_catalog_says(
         assert created == run.record.created_ms / 1000
 
         began = time.time()
-        assert runner.invoke(app, ["validate", run.url, "--level", "metadata"]).exit_code == 0
+        assert runner.invoke(app, ["validate", run.url]).exit_code == 0
         name = "recpoint_catalog_last_validation_timestamp_seconds"
         validated = until(lambda: of_run(scrape(agent.url), run.url, name))
         assert began - 1 <= validated <= time.time() + 1

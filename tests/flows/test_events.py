@@ -17,6 +17,7 @@ from recpoint.errors import StoreAccessDenied
 from recpoint.flows.consolidate import run_consolidate
 from recpoint.flows.persist import run_persist
 from recpoint.flows.validate import validate
+from recpoint.format.naming import ValidationLevel
 from recpoint.tasks import events
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import build, publish, tables
@@ -65,18 +66,20 @@ def test_a_job_that_lags_and_is_committed(
 
 
 def test_validations_tell_their_result(run: Run, tmp_path: Path) -> None:
-    async def validated() -> None:
-        called: Any = validate(run.url, return_state=True)
+    async def validated(level: ValidationLevel = "sample") -> None:
+        called: Any = validate(run.url, level=level, return_state=True)
         await called
 
     job = stage(run, tmp_path / "s", tables(bits=8), step=1, generation=1, samples=20)
     assert persist.persist_job(job).result == "committed"
+    asyncio.run(validated("metadata"))  # it stays as it is: nothing is told
     asyncio.run(validated())
     entry = next(e for e in run.manifest(1, 1).chunks if e.content == "rows")
     run.store.put(entry.key, run.store.get(entry.key, max_bytes=1 << 20)[:-1] + b"x")
     asyncio.run(validated())
     passed, failed = told(run, count=2)
     assert names([passed, failed]) == ["validated", "validation_failed"]
+    assert passed["payload"]["level"] == "sample"
     assert passed["payload"]["result"] == "passed" and failed["payload"]["result"] == "failed"
     assert "crc32c" in failed["payload"]["first_finding"]
 

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 from recpoint.catalog import staged
+from recpoint.catalog.run_watch import RunWatch
 from recpoint.catalog.trainer_note import write_note
-from recpoint.dashboards.catalog_watch import CatalogWatch
+from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
+from recpoint.format.naming import ValidationLevel, ValidationName, ValidationResult, validation_key
 from tests.catalog_builder import new_run
 from tests.polling import until
 
@@ -100,3 +102,18 @@ def test_catalogs_are_watched_as_long_as_their_runs_are_there(tmp_path: Path) ->
         assert set(watch.failures(run.url).values()) == {0}
     finally:
         watch.stop()
+
+
+def test_only_a_validation_of_bytes_that_passed_makes_the_last_one_young(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    watch = RunWatch(run)
+
+    def last_ms(level: ValidationLevel, result: ValidationResult, number: int) -> int | None:
+        run.store.put(validation_key(ValidationName(10, 1, number, level, result)), b"by its key")
+        return look_up(watch).last_validation_ms
+
+    assert last_ms("metadata", "passed", 1) is None
+    assert last_ms("full", "failed", 2) is None
+    assert last_ms("sample", "stateless", 3) is None
+    assert last_ms("sample", "passed", 4) is not None
+    assert last_ms("full", "passed", 5) is not None
