@@ -119,7 +119,7 @@ def _event(run: Run, found: Validation) -> CheckpointEvent | None:
         return "validation_failed"
     if LEVELS.index(found.level) < LEVELS.index("sample"):
         return None  # no byte of it was compared
-    known = verdict_of(run, found.checkpoint)
+    known = verdict_of(run, ManifestName(found.checkpoint.step, found.checkpoint.generation))
     # One that looked at more and failed stands against it.
     return "validated" if known is not None and known.passed("sample") else None
 
