@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import check_entry, check_stored, read_chunk
+from recpoint.catalog.chunks_there import stored_sizes
 from recpoint.catalog.consolidate_plan import (
     ConsolidationPlan,
     TablesPart,
@@ -361,7 +362,7 @@ def _manifest(
 
 
 def _check_all_there(run: Run, manifest: Manifest, prefix: str) -> None:
-    sizes = {info.key: info.size_bytes for info in run.store.list(prefix)}
+    sizes = stored_sizes(run.store, prefix)
     for entry in manifest.chunks:
         check_stored(manifest, entry, sizes)
 

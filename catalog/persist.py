@@ -16,12 +16,14 @@ from pydantic import ValidationError
 
 from recpoint.catalog.answers import finish_committed, reject_job
 from recpoint.catalog.cancel import raise_if_cancelled
+from recpoint.catalog.chunks_there import chunks_missing, not_there
 from recpoint.catalog.commit import commit
 from recpoint.catalog.committed import Committed, committed
 from recpoint.catalog.job_store import forget_stores, job_store
 from recpoint.catalog.persist_encode import encode_group
 from recpoint.catalog.persist_plan import Group, plan_groups
 from recpoint.catalog.persist_quantize import Quantization, quantization_of, quantize_group
+from recpoint.catalog.persist_spool import empty_spool
 from recpoint.catalog.persist_upload import encoded_entries, upload_group
 from recpoint.catalog.rank_parts import (
     commit_parts,
@@ -46,7 +48,7 @@ from recpoint.errors import (
 )
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import generation_key
+from recpoint.format.naming import attempt_prefix, generation_key
 
 __all__ = [
     "Committed",
@@ -235,6 +237,8 @@ def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed
         RanksMissing: others are not.
         CommitError, ChainError: it can never be committed.
         CheckpointCancelled: the trainer wants it dropped.
+        ObjectNotFound: chunks that were uploaded are not there any more. The spool is empty now, so
+            that the next try writes all of them again.
         StoreError: not now.
     """
     staged = open_job(job_file)
@@ -253,6 +257,7 @@ def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
         ) from error
     raise_if_cancelled(job_file)
+    _require_uploaded(target, staged, entries)
     commit(target, manifest)
     return committed(target, manifest, staged.job.rank)
 
@@ -270,9 +275,19 @@ def _commit_rank(target: Run, staged: StagedJob) -> Committed:
         except ValueError:
             # A sweep has removed it since: all of it is written again.
             raise ranks_missing(staged.job, (staged.job.rank,)) from None
+        _require_uploaded(target, staged, entries)
         write_part(target, staged, entries, quantization_of(staged, groups))
     manifest = commit_parts(target, staged.job, staged.path)
     return committed(target, manifest, staged.job.rank)
+
+
+def _require_uploaded(target: Run, staged: StagedJob, entries: list[ChunkEntry]) -> None:
+    """That the store still has what the spool says was uploaded, maybe long ago (format W4)."""
+    prefix = attempt_prefix(staged.job.step, staged.job.generation, staged.job.attempt)
+    missing = not_there(target.store, prefix, entries)
+    if missing:
+        empty_spool(staged)
+        raise chunks_missing(staged.job.ref, missing)
 
 
 def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quantization) -> Manifest:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +18,15 @@ import numpy as np
 
 from recpoint.catalog.staged_job import Extent, StagedJob
 
-__all__ = ["SpoolFile", "extent_from", "extent_list", "load_result", "result_path", "save_result"]
+__all__ = [
+    "SpoolFile",
+    "empty_spool",
+    "extent_from",
+    "extent_list",
+    "load_result",
+    "result_path",
+    "save_result",
+]
 
 
 class SpoolFile:
@@ -54,6 +64,16 @@ class SpoolFile:
 def result_path(staged: StagedJob, group: int, step: str) -> Path:
     """The JSON file that a step leaves for a group of a job."""
     return staged.spool / f"g{group:04d}.{step}.json"
+
+
+def empty_spool(staged: StagedJob) -> None:
+    """Forget what has been encoded and uploaded of a job; nobody else may be at work on it.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        shutil.rmtree(staged.spool)
 
 
 def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from recpoint.catalog import durable
 from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.checked_read import read_checked
+from recpoint.catalog.chunks_there import not_there
 from recpoint.catalog.commit import commit
 from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.join import join_parts
@@ -31,7 +32,7 @@ from recpoint.errors import (
 )
 from recpoint.format.job import Job
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import PartName, parse_part_key, part_key, part_prefix
+from recpoint.format.naming import PartName, attempt_prefix, parse_part_key, part_key, part_prefix
 from recpoint.format.part import RankPart, Shard
 from recpoint.format.records import (
     MAX_RECORD_BYTES,
@@ -164,7 +165,7 @@ def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
     """Commit a checkpoint of which all parts are there, and remove them.
 
     Raises:
-        RanksMissing: not all are.
+        RanksMissing: not all are; or chunks that a part names are not, which is removed then.
         CommitError, ChainError, FormatError: it can never be committed.
         CheckpointCancelled: the trainer wants it dropped.
         StoreError: not now.
@@ -175,6 +176,7 @@ def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
     if manifest.ref != job.ref:
         raise ValueError(f"parts of {manifest.ref} for {job.ref}")
     raise_if_cancelled(job_file)
+    _withdraw_without_chunks(run, job, parts)
     if commit(run, manifest) == "already":
         manifest = run.manifest(job.step, job.generation)
     with suppress(StoreError):  # a sweep removes what is left
@@ -226,6 +228,20 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
             # Somebody else has committed it since, or its trainer has had it dropped.
             raise ranks_missing(job, [rank]) from None
     return parts
+
+
+def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
+    """Remove the parts whose chunks are not all there: their agents write both again."""
+    chunks = [entry for part in parts for entry in part.chunks]
+    missing = {
+        entry.key for entry in not_there(run.store, attempt_prefix(*_identity(job.ref)), chunks)
+    }
+    if not missing:
+        return
+    ranks = [part.rank for part in parts if any(entry.key in missing for entry in part.chunks)]
+    for rank in ranks:
+        remove_parts(run, job.ref, rank=rank)
+    raise ranks_missing(job, ranks)
 
 
 def ranks_missing(job: Job, ranks: Collection[int]) -> RanksMissing:

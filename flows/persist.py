@@ -139,6 +139,8 @@ async def _persist(job_path: str, log: LoggerAdapter[Logger]) -> State[Any]:
         raise_if_cancelled(job_path)
         stored, committed = await asyncio.wrap_future(begun.checked)
         if committed is None:
+            if stored:
+                await begun.settle()  # a commit may empty the spool
             done = await (commit(job_path) if stored else _persist_groups(job_path, begun))
             if isinstance(done, Waiting):
                 await begun.settle()

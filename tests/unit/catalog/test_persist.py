@@ -20,9 +20,11 @@ from recpoint.catalog.row_state import to_bfloat16
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import open_job
 from recpoint.catalog.store import open_store
+from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.errors import (
     DigestMismatch,
     NothingToRestore,
+    ObjectNotFound,
     StoreAccessDenied,
     StoreThrottled,
     StoreUnavailable,
@@ -537,6 +539,28 @@ def test_a_store_that_refuses_defers_the_job_and_the_next_try_goes_on(
     again = len([call for call in store.calls if call[0] == "put"])
     assert again <= chunks - min(writes, chunks)
     assert restored(run).manifest is not None
+
+
+@pytest.mark.parametrize("damage", ["all swept", "one truncated"])
+def test_chunks_that_went_after_they_were_uploaded_are_written_again_before_the_commit(
+    run: Run, tmp_path: Path, damage: str, small_chunks: None
+) -> None:
+    trained = tables(bits=3)
+    path = stage(run, tmp_path / "s", trained, step=1, generation=1)
+    with pytest.raises(StoreUnavailable):
+        persist.persist_job(path, store=FaultStore(run.store, [Fault.stop_after(3)]))
+    uploaded = objects(run)
+    if damage == "all swept":
+        # From a host that knows of no staged job, after a grace that the outage outlasted.
+        assert len(execute(run, plan_sweep(run, grace_seconds=0)).removed) == len(uploaded) == 3
+    else:
+        first = min(uploaded)
+        run.store.put(first, uploaded[first][:-1])
+    with pytest.raises(ObjectNotFound, match="next try writes them again"):
+        persist.persist_job(path)
+    assert path.exists() and run.manifest_names() == []
+    assert persist.persist_job(path).result == "committed"
+    assert check(run, level="full").ok and uploaded.items() <= objects(run).items()
 
 
 def test_a_lost_reply_of_the_commit_is_read_back(run: Run, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.run_watch import RunWatch
 from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.catalog.validate import validate
-from recpoint.errors import RanksMissing
+from recpoint.errors import ObjectNotFound, RanksMissing
 from recpoint.format.naming import ValidationLevel, part_key
 from tests.catalog_builder import Table, new_run, tables
 from tests.rank_jobs import RankJobs
@@ -163,6 +163,26 @@ def test_a_restarted_agent_writes_no_chunk_again(run: Run, tmp_path: Path) -> No
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
     assert {info.key: info.modified_ms for info in run.store.list()} == before
+
+
+def test_a_part_whose_chunks_are_gone_is_withdrawn_and_both_are_written_again(
+    run: Run, tmp_path: Path
+) -> None:
+    trained = tables()
+    jobs = two_hosts(run, tmp_path, trained)
+    first, last = jobs.stage(10)
+    with pytest.raises(RanksMissing):
+        persist.persist_job(first)
+    run.store.delete(min(info.key for info in run.store.list("chunks/")))
+    with pytest.raises(RanksMissing, match="no part of rank 0 of 2"):
+        persist.persist_job(last)
+    assert not run.manifest_names() and list(parts_there(run, jobs.ref(10))) == [1]
+    assert persist.look_again(first) == ()  # its agent goes on with it at once
+    with pytest.raises(ObjectNotFound):
+        persist.persist_job(first)  # its spool says that they are uploaded
+    assert list(parts_there(run, jobs.ref(10))) == [1]
+    assert persist.persist_job(first).result == "committed"
+    require_restores(run, trained, ranks=2, step=10)
 
 
 def test_a_step_that_is_staged_again_is_not_mixed_with_the_first_snapshot_of_it(
