@@ -15,6 +15,7 @@ from recpoint.catalog import staged
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
+from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.errors import StagingError
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key
@@ -36,10 +37,12 @@ def _run_name() -> str:
     **RETRIES,
 )
 async def sweep_store(
-    run_url: str, grace_seconds: float, keep: list[str], dry_run: bool
+    run_url: str, grace_seconds: float, run_dir: Path, include_newest: bool, dry_run: bool
 ) -> tuple[str, str]:
     """Plan a sweep and, unless it is a dry run, execute it; the run's id, and the findings."""
-    return await asyncio.to_thread(_sweep_store, run_url, grace_seconds, keep, dry_run)
+    return await asyncio.to_thread(
+        _sweep_store, run_url, grace_seconds, run_dir, include_newest, dry_run
+    )
 
 
 @flow(
@@ -53,15 +56,21 @@ async def sweep(
     run_url: RunUrl,
     staging: StagingArea | None = None,
     grace_seconds: GraceSeconds = 24 * 3600.0,
+    include_newest: bool = False,
     dry_run: bool = False,
 ) -> None:
     """Remove chunks that no manifest names, unfinished uploads, and what dead agents left here.
 
+    Only the trainer's own host knows what is staged and will still be committed: run it there.
+
     Args:
         run_url: the run.
         staging: the staging area of this host; the default one if None. Attempts that its jobs
-            name are kept.
+            name are kept. Where the newest trainer does not use it, what that one uploaded after
+            its last checkpoint is kept too, however old.
         grace_seconds: younger objects stay: they may belong to a checkpoint being written.
+        include_newest: remove also what only the newest trainer could still commit: when no host
+            has it staged any more.
         dry_run: only say what would be done.
 
     Raises:
@@ -70,8 +79,7 @@ async def sweep(
     """
     root = staged.default_staging_root() if staging is None else Path(staging)
     run_dir = staged.run_directory(root, open_store(run_url).url)
-    keep = await asyncio.to_thread(staged.staged_attempts, run_dir)
-    run_id, found = await sweep_store(run_url, grace_seconds, sorted(keep), dry_run)
+    run_id, found = await sweep_store(run_url, grace_seconds, run_dir, include_newest, dry_run)
     if not dry_run:
         found += await asyncio.to_thread(_sweep_staging, root, run_dir)
     await Artifact(
@@ -83,10 +91,15 @@ async def sweep(
 
 
 def _sweep_store(
-    run_url: str, grace_seconds: float, keep: list[str], dry_run: bool
+    run_url: str, grace_seconds: float, run_dir: Path, include_newest: bool, dry_run: bool
 ) -> tuple[str, str]:
     run = Run.open(open_store(run_url))
-    plan = plan_sweep(run, grace_seconds=grace_seconds, keep=keep)
+    plan = plan_sweep(
+        run,
+        grace_seconds=grace_seconds,
+        keep=staged.staged_attempts(run_dir),
+        spare_newest=not (include_newest or knows_what_is_staged(run, run_dir)),
+    )
     if dry_run:
         return run.id, f"Would remove:\n\n{_lines(plan)}"
     result = execute(run, plan)

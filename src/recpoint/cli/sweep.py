@@ -11,6 +11,7 @@ import typer
 from recpoint.catalog import staged
 from recpoint.catalog.run import Run
 from recpoint.catalog.sweep import SweepPlan, SweptObject, execute, plan_sweep
+from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.cli.inspect import UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
 from recpoint.dashboards import terminal
@@ -34,13 +35,30 @@ def sweep_run(
         str, typer.Option(help="Keep what is younger: a number and s, m, h or d.")
     ] = "24h",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    include_newest: Annotated[
+        bool,
+        typer.Option(
+            "--include-newest",
+            help="Also what only the newest trainer could still commit: when no host has it staged "
+            "any more.",
+        ),
+    ] = False,
     staging: StagingOption = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Remove chunks that no manifest names and files that were never finished."""
+    """Remove chunks that no manifest names and files that were never finished.
+
+    Only the trainer's own host knows what is staged and will still be committed. Anywhere else,
+    what the newest trainer uploaded after its last checkpoint stays, however old.
+    """
     run = open_run(url)
-    keep = staged.staged_attempts(staged_here(run, staging))
-    plan = plan_sweep(run, grace_seconds=seconds_of(grace), keep=keep)
+    here = staged_here(run, staging)
+    plan = plan_sweep(
+        run,
+        grace_seconds=seconds_of(grace),
+        keep=staged.staged_attempts(here),
+        spare_newest=not (include_newest or knows_what_is_staged(run, here)),
+    )
     views = [terminal.sweep_table(plan)]
     if dry_run:
         return Result(_document(plan, removed=None), *views)

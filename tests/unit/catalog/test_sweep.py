@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog import staged
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
+from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.errors import SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import attempt_prefix, manifest_key
+from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
 from tests.interposed_store import InterposedStore, unavailable
+from tests.job_builder import stage
 
 HOUR = 3600.0
 
@@ -218,3 +221,21 @@ def test_many_attempts_go_one_by_one(run: Run, full: Manifest) -> None:
     assert [attempt.step for attempt in plan.prefixes] == [20, 30, 40]
     execute(run, plan)
     assert check(run).findings == ()
+
+
+def test_only_the_directory_that_the_newest_trainer_uses_says_what_is_staged(
+    run: Run, full: Manifest, tmp_path: Path
+) -> None:
+    run_dir = staged.run_directory(tmp_path / "staging", run.url)
+    assert not knows_what_is_staged(run, run_dir)  # as on a laptop
+    run_dir.mkdir(parents=True)
+    assert not knows_what_is_staged(run, run_dir)  # left by an earlier trainer
+    with staged.AgentLock(run_dir.parent):
+        assert knows_what_is_staged(run, run_dir)
+    job_file = stage(run, run_dir.parent, tables(), step=20, generation=1)
+    assert knows_what_is_staged(run, run_dir)
+    moved = run.claim(None).model_copy(update={"host": "another", "generation": 3})
+    run.store.put(generation_key(3), pack_record(moved))
+    assert job_file.exists() and not knows_what_is_staged(run, run_dir)
+    run.store.put(generation_key(3), b"damaged")
+    assert not knows_what_is_staged(run, run_dir)

@@ -1,0 +1,34 @@
+"""The shortest grace that may be asked for: what is younger may still be read or be written."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from recpoint.errors import SettingsError
+
+__all__ = ["GRACE_FLOOR_SECONDS", "require_grace"]
+
+#: Longer than any restore that holds no lease, and than a chunk is on its way.
+GRACE_FLOOR_SECONDS: Final = 3600.0
+
+
+def require_grace(
+    grace_seconds: float, *, floor_seconds: float = GRACE_FLOOR_SECONDS, why: str
+) -> None:
+    """Refuse a grace that is too short.
+
+    Args:
+        grace_seconds: what was asked for.
+        floor_seconds: the shortest.
+        why: who needs that long.
+
+    Raises:
+        SettingsError: it is shorter.
+    """
+    if not grace_seconds >= floor_seconds:
+        raise SettingsError(
+            "grace_seconds",
+            found=str(grace_seconds),
+            expected=f"at least {floor_seconds:g}: {why}",
+            next_step="give a longer grace; 86400 is a day",
+        )

@@ -1,0 +1,39 @@
+"""What a sweep knows of staged jobs, which only the trainer's own host can know (format §6.5)."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from recpoint.catalog import host_lock, staged
+from recpoint.catalog.run import Run
+from recpoint.errors import FormatError
+
+__all__ = ["knows_what_is_staged"]
+
+
+def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
+    """Whether `run_dir` is where the newest trainer of a run stages its checkpoints.
+
+    That trainer was started on this host, and the directory is in use: its trainer or an agent is
+    running, or jobs are staged. A directory that an earlier trainer has left behind is no sign.
+
+    Args:
+        run: the run.
+        run_dir: its directory in a staging area of this host, whether it is there or not.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    in_use = run_dir.is_dir() and (
+        staged.trainer_is_running(run_dir)
+        or host_lock.is_held(staged.agent_lock_path(run_dir.parent))
+        or bool(staged.staged_jobs(run_dir))
+    )
+    numbers = run.generation_numbers() if in_use else []
+    if not numbers:
+        return False
+    try:
+        return run.generation(numbers[-1]).host == socket.gethostname()[:255]
+    except FormatError:
+        return False  # damaged: nobody can tell whose it is
