@@ -11,7 +11,7 @@ from typing import Self
 from recpoint.catalog.store_contract import PROBE_PREFIX, Store
 from recpoint.format.retention_records import Stamp
 
-__all__ = ["Clocks", "stamp_now"]
+__all__ = ["Clocks", "stamp_now", "store_ms"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -42,9 +42,9 @@ class Clocks:
         Raises:
             StoreError: the store cannot be written or read.
         """
-        store_ms = None if store is None else _store_ms(store)
+        asked_ms = None if store is None else store_ms(store)
         boot, boot_ms = _boot()
-        return cls(wall_ms=_wall_ms(), boot=boot, boot_ms=boot_ms, store_ms=store_ms)
+        return cls(wall_ms=_wall_ms(), boot=boot, boot_ms=boot_ms, store_ms=asked_ms)
 
     def age_seconds(self, stamp: Stamp, *, modified_ms: int | None = None) -> float:
         """Seconds since `stamp` was made, at least: the least that any of the clocks says.
@@ -81,7 +81,12 @@ def _boot() -> tuple[str | None, int]:
     return boot, boot_ms
 
 
-def _store_ms(store: Store) -> int:
+def store_ms(store: Store) -> int:
+    """The store's own time: a small object is written, listed and removed.
+
+    Raises:
+        StoreError: the store cannot be written or read.
+    """
     key = f"{PROBE_PREFIX}{secrets.token_hex(16)}"
     store.put(key, b"what time is it?")
     try:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from recpoint.catalog import leases
 from recpoint.catalog.elapsed import Clocks
+from recpoint.catalog.grace import GRACE_FLOOR_SECONDS, require_grace
 from recpoint.catalog.marks import Marks
 from recpoint.catalog.pins import read_deletion
 from recpoint.catalog.representations import RunFacts
@@ -16,13 +17,10 @@ from recpoint.catalog.retention_rules import RetentionPolicy
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, gather, unwatched
 from recpoint.catalog.sweep import SweepPlan, plan_sweep
-from recpoint.errors import FormatError, SettingsError
+from recpoint.errors import FormatError
 from recpoint.format.naming import DELETION_KEY, pin_key
 
-__all__ = ["GRACE_FLOOR_SECONDS", "PrunePlan", "PruneRow", "Waiting", "plan_prune"]
-
-#: The shortest grace that may be asked for: longer than any restore that holds no lease.
-GRACE_FLOOR_SECONDS = 3600.0
+__all__ = ["PrunePlan", "PruneRow", "Waiting", "plan_prune"]
 
 
 class Waiting(NamedTuple):
@@ -123,13 +121,8 @@ def plan_prune(
         FormatError, MissingLink: the live line cannot be followed.
         StoreError: the store cannot be read.
     """
-    if not grace_seconds >= grace_floor_seconds:
-        raise SettingsError(
-            "grace_seconds",
-            found=str(grace_seconds),
-            expected=f"at least {grace_floor_seconds:g}: readers without a lease have that long",
-            next_step="give a longer grace; 86400 is a day",
-        )
+    why = "readers without a lease have that long"
+    require_grace(grace_seconds, floor_seconds=grace_floor_seconds, why=why)
     clocks = Clocks.read(run.store if ask_store else None)
     held = leases.look(run, clocks)
     alive = [lease for lease in held if lease.alive]
@@ -155,7 +148,9 @@ def plan_prune(
         expired_leases=tuple(lease.key for lease in held if not lease.alive),
         adopt=tuple(lease for lease in alive if lease.from_the_future),
         stray_pins=_stray_pins(facts),
-        orphans=plan_sweep(run, grace_seconds=grace_seconds, keep=keep, spare_newest=True),
+        orphans=plan_sweep(
+            run, grace_seconds=grace_seconds, keep=keep, spare_newest=True, ask_store=ask_store
+        ),
         grace_seconds=grace_seconds,
     )
 

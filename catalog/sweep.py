@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+from recpoint.catalog.elapsed import store_ms
 from recpoint.catalog.lineage import Representation
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, unwatched
-from recpoint.catalog.store_contract import ObjectInfo
-from recpoint.errors import FormatError, ObjectNotFound, SettingsError
+from recpoint.catalog.store_contract import ObjectInfo, Store
+from recpoint.errors import FormatError, ObjectNotFound, SettingsError, StoreError
 from recpoint.format.naming import (
     RUN_KEY,
     AttemptName,
@@ -30,7 +32,18 @@ from recpoint.format.naming import (
     part_prefix,
 )
 
-__all__ = ["KeptPrefix", "SweepPlan", "SweepResult", "SweptObject", "execute", "plan_sweep"]
+__all__ = [
+    "GRACE_NEEDED",
+    "KeptPrefix",
+    "SweepPlan",
+    "SweepResult",
+    "SweptObject",
+    "execute",
+    "plan_sweep",
+]
+
+#: Why a command refuses a shorter grace than `recpoint.catalog.grace` allows.
+GRACE_NEEDED = "what is being written is younger"
 
 _READERS = 8
 
@@ -63,7 +76,8 @@ class SweepPlan:
         blocked: manifests that cannot be read. What they name is unknown, so that no chunk is
             removed while there are any.
         grace_seconds: younger objects stay.
-        keep: attempts that staged jobs name.
+        now_ms: when the plan was begun, by the clock that is behind: this host's or the store's.
+        keep: tells which attempts staged jobs name now.
         spare_newest: leave what the newest generation can still commit.
     """
 
@@ -74,7 +88,8 @@ class SweepPlan:
     unrecognised: tuple[str, ...]
     blocked: tuple[str, ...]
     grace_seconds: float
-    keep: frozenset[str]
+    now_ms: int
+    keep: Callable[[], Collection[str]]
     spare_newest: bool = False
 
     @property
@@ -97,7 +112,12 @@ class SweepResult:
 
 
 def plan_sweep(
-    run: Run, *, grace_seconds: float, keep: Collection[str] = (), spare_newest: bool = False
+    run: Run,
+    *,
+    grace_seconds: float,
+    keep: Collection[str] | Callable[[], Collection[str]] = (),
+    spare_newest: bool = False,
+    ask_store: bool = True,
 ) -> SweepPlan:
     """Find what can go; nothing is changed.
 
@@ -106,12 +126,17 @@ def plan_sweep(
         grace_seconds: what the store says was modified less long ago stays: it may belong to a
             checkpoint that is being written. Must exceed the longest time that a persist or a
             consolidation takes.
-        keep: attempts that jobs in a staging area name: an agent will finish them.
+        keep: attempts that jobs in a staging area name: an agent will finish them. A function is
+            asked after the store was listed, and again before each attempt is removed.
         spare_newest: leave what the newest generation can still commit, however old: for a sweep
             on another host than the trainer's, where nobody knows what is staged.
+        ask_store: ask the store for its time, which writes and removes a small object; where it
+            takes none, the newest object there tells. Without it nothing at all is written, and a
+            clock of this host that is ahead is not noticed: for plans that nobody executes.
 
     Raises:
         SettingsError: a negative grace.
+        FormatError: a staged job cannot be read, so that it is unknown what it needs.
         StoreError: the store cannot be read.
     """
     if grace_seconds < 0:
@@ -128,8 +153,9 @@ def plan_sweep(
     parts: dict[AttemptName, list[ObjectInfo]] = {}
     validations: list[ObjectInfo] = []
     unrecognised: list[str] = []
-    now_ms = _now_ms()
-    for info in run.store.list():
+    there_now = list(run.store.list())
+    now_ms = _now_ms(run.store if ask_store else None, there_now)
+    for info in there_now:
         attempt = parse_chunk_key(info.key)
         if attempt is not None:
             chunks.setdefault(attempt, []).append(info)
@@ -150,6 +176,9 @@ def plan_sweep(
         if of and of[:2] not in there and _is_old((info,), now_ms, grace_seconds):
             why = "validates a checkpoint that has no manifest"
             objects.append(SweptObject(info.key, info.size_bytes, why))
+    # After the listing: a job of which something was listed had been staged by then.
+    asked: Callable[[], Collection[str]] = keep if callable(keep) else partial(frozenset, keep)
+    needed = asked()
     doomed: list[AttemptName] = []
     kept: list[KeptPrefix] = []
     for attempt in {**parts, **chunks}:
@@ -159,7 +188,7 @@ def plan_sweep(
         infos = parts.get(attempt, []) + infos
         if not infos:
             continue
-        reason = _reason_to_keep(attempt, infos, named, keep, now_ms, grace_seconds)
+        reason = _reason_to_keep(attempt, infos, named, needed, now_ms, grace_seconds)
         if reason:
             prefix_of = attempt_prefix if all_infos else part_prefix
             kept.append(KeptPrefix(prefix_of(*attempt), reason))
@@ -182,7 +211,8 @@ def plan_sweep(
         unrecognised=tuple(unrecognised),
         blocked=tuple(named.unreadable),
         grace_seconds=grace_seconds,
-        keep=frozenset(keep),
+        now_ms=now_ms,
+        keep=asked,
         spare_newest=spare_newest,
     )
 
@@ -199,6 +229,7 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
         on_step: called after each object that was removed, from this thread.
 
     Raises:
+        FormatError: a job that was staged meanwhile cannot be read.
         StoreError: the store refuses or cannot be reached; what was not yet removed stays.
     """
     removed: list[SweptObject] = []
@@ -224,7 +255,9 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
         reason = (
             "a manifest names it now"
             if there and not infos
-            else _reason_to_keep(attempt, infos, named, plan.keep, _now_ms(), plan.grace_seconds)
+            else _reason_to_keep(
+                attempt, infos, named, plan.keep(), plan.now_ms, plan.grace_seconds
+            )
         )
         if not reason and any(info.key not in reasons for info in infos):
             reason = "chunks were added to it"
@@ -331,5 +364,13 @@ def _is_record(key: str) -> bool:
     )
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+def _now_ms(store: Store | None, there: Sequence[ObjectInfo]) -> int:
+    """This host's time, or the store's if that is behind: by it the objects were dated."""
+    now_ms = time.time_ns() // 1_000_000
+    if store is None:
+        return now_ms
+    try:
+        return min(now_ms, store_ms(store))
+    except StoreError:
+        # Full, maybe, which a sweep is to heal: it is at least as late there as the newest object.
+        return min([now_ms, max((info.modified_ms for info in there), default=now_ms)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from prefect import flow, task
@@ -12,9 +13,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from recpoint.catalog import staged
+from recpoint.catalog.grace import require_grace
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
+from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.errors import StagingError
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
@@ -74,9 +76,11 @@ async def sweep(
         dry_run: only say what would be done.
 
     Raises:
+        SettingsError: a grace of less than an hour.
         FormatError: a staged job cannot be read, so that it is unknown which chunks it needs.
         RecpointError: of `recpoint.catalog.sweep`.
     """
+    require_grace(grace_seconds, why=GRACE_NEEDED)
     root = staged.default_staging_root() if staging is None else Path(staging)
     run_dir = staged.run_directory(root, open_store(run_url).url)
     run_id, found = await sweep_store(run_url, grace_seconds, run_dir, include_newest, dry_run)
@@ -97,8 +101,9 @@ def _sweep_store(
     plan = plan_sweep(
         run,
         grace_seconds=grace_seconds,
-        keep=staged.staged_attempts(run_dir),
+        keep=partial(staged.staged_attempts, run_dir),
         spare_newest=not (include_newest or knows_what_is_staged(run, run_dir)),
+        ask_store=not dry_run,
     )
     if dry_run:
         return run.id, f"Would remove:\n\n{_lines(plan)}"

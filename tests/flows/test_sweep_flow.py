@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from prefect.client.schemas.objects import Artifact
 from recpoint.catalog import persist, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
+from recpoint.errors import SettingsError
 from recpoint.flows.sweep import sweep
 from tests.catalog_builder import build, tables, upload
 from tests.job_builder import stage
@@ -40,12 +42,20 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
         persist.upload_step(job_file, group.index)
     wanted = chunk_keys(run) - set(orphan.chunks)
     assert wanted > committed
+    for chunk in chunk_keys(run):
+        os.utime(Path(run.url) / chunk, (1, 1))
 
-    asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=0.0, dry_run=True))
+    with pytest.raises(SettingsError, match="at least 3600"):
+        asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=3599.0))
+    # From a host that stages nothing of the run: the newest trainer may have both staged.
+    asyncio.run(sweep(run.url, staging=str(tmp_path / "laptop"), grace_seconds=3600.0))
+    assert chunk_keys(run) == wanted | set(orphan.chunks)
+
+    asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=3600.0, dry_run=True))
     assert chunk_keys(run) == wanted | set(orphan.chunks)
     assert list((job_file.parent.parent / "spool").iterdir())
 
-    asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=0.0))
+    asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=3600.0))
     assert chunk_keys(run) == wanted
     assert not (job_file.parent.parent / "spool").exists()
     assert persist.persist_job(job_file).result == "committed"
@@ -53,13 +63,18 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
     with get_client(sync_client=True) as client:
         key = ArtifactFilterKey(any_=[f"recpoint-run-{run.id[:12]}-sweep"])
         shown = client.read_artifacts(artifact_filter=ArtifactFilter(key=key))
-    # The dry run and the sweep, and nothing of another run of this name.
-    assert ["Removed" in str(one.data) for one in sorted(shown, key=_created)] == [False, True]
+    # The laptop's, the dry run and the sweep, and nothing of another run of this name.
+    told = [str(one.data).strip('"').partition(",")[0] for one in sorted(shown, key=_created)]
+    assert [text.partition(":")[0] for text in told] == [
+        "Removed 0 objects",
+        "Would remove",
+        f"Removed {len(orphan.chunks)} objects",
+    ]
 
 
 def test_a_sweep_leaves_the_spool_to_a_living_agent(run: Run, tmp_path: Path) -> None:
     job_file = stage(run, tmp_path, tables(), step=1, generation=1)
     persist.encode_step(job_file, 0)
     with staged.AgentLock(tmp_path):
-        asyncio.run(sweep(run.url, staging=str(tmp_path), grace_seconds=0.0))
+        asyncio.run(sweep(run.url, staging=str(tmp_path), grace_seconds=3600.0))
     assert list((job_file.parent.parent / "spool").iterdir())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from recpoint.catalog import staged
+from recpoint.catalog.grace import require_grace
 from recpoint.catalog.run import Run
-from recpoint.catalog.sweep import SweepPlan, SweptObject, execute, plan_sweep
+from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan, SweptObject, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.cli.inspect import UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
@@ -32,7 +34,7 @@ StagingOption = Annotated[
 def sweep_run(
     url: UrlArgument,
     grace: Annotated[
-        str, typer.Option(help="Keep what is younger: a number and s, m, h or d.")
+        str, typer.Option(help="Keep what is younger: a number and s, m, h or d; at least 1h.")
     ] = "24h",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     include_newest: Annotated[
@@ -51,13 +53,16 @@ def sweep_run(
     Only the trainer's own host knows what is staged and will still be committed. Anywhere else,
     what the newest trainer uploaded after its last checkpoint stays, however old.
     """
+    grace_seconds = seconds_of(grace)
+    require_grace(grace_seconds, why=GRACE_NEEDED)
     run = open_run(url)
     here = staged_here(run, staging)
     plan = plan_sweep(
         run,
-        grace_seconds=seconds_of(grace),
-        keep=staged.staged_attempts(here),
+        grace_seconds=grace_seconds,
+        keep=partial(staged.staged_attempts, here),
         spare_newest=not (include_newest or knows_what_is_staged(run, here)),
+        ask_store=not dry_run,
     )
     views = [terminal.sweep_table(plan)]
     if dry_run:

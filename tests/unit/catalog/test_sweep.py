@@ -14,7 +14,7 @@ from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
-from recpoint.errors import SettingsError, StoreUnavailable
+from recpoint.errors import SettingsError, StoreFull, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
 from recpoint.format.records import pack_record
@@ -96,6 +96,47 @@ def test_chunks_from_the_future_are_young(run: Run, orphan: Checkpoint) -> None:
     assert plan_sweep(run, grace_seconds=0).objects == ()
 
 
+def two_days_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong clock, of this host alone: what is written has the store's own time."""
+    really = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: really() + 48 * 3600 * 10**9)
+
+
+def test_what_is_young_by_the_clock_of_the_store_stays_whatever_this_hosts_says(
+    run: Run, full: Manifest, orphan: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    young = build(run, tables(), step=30, generation=1)
+    upload(run.store, young)
+    half = Path(run.url) / "chunks" / f".tmp-{'a' * 32}"
+    half.write_bytes(b"half")
+    before = keys(run)
+    two_days_ahead(monkeypatch)
+    plan = plan_sweep(run, grace_seconds=HOUR)
+    assert planned(plan) == set(orphan.chunks) and plan.unfinished == ()
+    execute(run, plan)
+    assert keys(run) == before - set(orphan.chunks) and half.exists()
+    # A dry run writes nothing, not even to ask what time it is; what it says removes nothing.
+    store = InterposedStore(run.store)
+    assert planned(plan_sweep(Run.open(store), grace_seconds=HOUR, ask_store=False)) == set(
+        young.chunks
+    )
+    assert not [call for call in store.calls if call[0] in ("put", "create", "delete")]
+
+
+def test_a_full_store_is_swept_by_the_time_of_its_newest_object(
+    run: Run, full: Manifest, orphan: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(call: str, key: str) -> None:
+        if call == "put":
+            raise StoreFull(key, found="no space", expected="some", next_step="sweep")
+
+    two_days_ahead(monkeypatch)
+    store = Run.open(InterposedStore(run.store, before=refuse))
+    plan = plan_sweep(store, grace_seconds=HOUR)
+    assert planned(plan) == set(orphan.chunks)
+    assert len(execute(store, plan).removed) == len(orphan.chunks)
+
+
 def test_attempts_of_staged_jobs_stay(run: Run, orphan: Checkpoint) -> None:
     plan = plan_sweep(run, grace_seconds=0, keep=[orphan.ref.attempt])
     assert plan.objects == ()
@@ -173,6 +214,24 @@ class TestBetweenPlanAndDeed:
         store = InterposedStore(run.store, after=commit)
         assert plan_sweep(Run.open(store), grace_seconds=0).objects == ()
 
+    def test_a_job_staged_while_planning_or_since_keeps_its_attempt(
+        self, run: Run, orphan: Checkpoint
+    ) -> None:
+        jobs: list[str] = []
+
+        def stage_it(call: str, key: str) -> None:
+            if (call, key) == ("list", ""):
+                jobs.append(orphan.ref.attempt)
+
+        slow = Run.open(InterposedStore(run.store, after=stage_it))
+        plan = plan_sweep(slow, grace_seconds=HOUR, keep=lambda: list(jobs))
+        assert plan.objects == () and plan.kept[0].reason == "a staged job names it"
+        jobs.clear()
+        plan = plan_sweep(run, grace_seconds=HOUR, keep=lambda: list(jobs))
+        jobs.append(orphan.ref.attempt)
+        result = execute(run, plan)
+        assert result.removed == () and result.spared[0].reason == "a staged job names it"
+
     def test_chunks_written_again_are_young(self, run: Run, orphan: Checkpoint) -> None:
         plan = plan_sweep(run, grace_seconds=HOUR)
         upload(run.store, orphan)
@@ -183,6 +242,7 @@ class TestBetweenPlanAndDeed:
         plan = plan_sweep(run, grace_seconds=0)
         prefix = attempt_prefix(20, 1, orphan.ref.attempt)
         run.store.put(f"{prefix}r00007-state-000000.safetensors", b"more")
+        os.utime(Path(run.url) / f"{prefix}r00007-state-000000.safetensors", (1, 1))
         assert execute(run, plan).spared[0].reason == "chunks were added to it"
 
     def test_a_manifest_damaged_meanwhile_keeps_the_attempt(

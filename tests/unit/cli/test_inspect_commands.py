@@ -275,6 +275,14 @@ def test_sweep_refuses_a_grace_that_is_none(
     assert recpoint("sweep", saved_run.directory, f"--grace={grace}").code == 2
 
 
+def test_sweep_refuses_a_grace_in_which_checkpoints_are_still_written(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    ended = recpoint("sweep", saved_run.directory, "--grace", "59m", "--json")
+    assert ended.code == 2 and ended.json["subject"] == "grace_seconds"
+    assert "at least 3600" in ended.json["expected"]
+
+
 def test_sweep_leaves_all_chunks_while_a_manifest_cannot_be_read(
     recpoint: Invoke, saved_run: SavedRun
 ) -> None:
