@@ -130,6 +130,7 @@ def test_a_full_store_is_swept_by_the_time_of_its_newest_object(
         if call == "put":
             raise StoreFull(key, found="no space", expected="some", next_step="sweep")
 
+    upload(run.store, build(run, tables(), step=30, generation=1))
     two_days_ahead(monkeypatch)
     store = Run.open(InterposedStore(run.store, before=refuse))
     plan = plan_sweep(store, grace_seconds=HOUR)
