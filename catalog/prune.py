@@ -25,7 +25,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, gather, unwatched
 from recpoint.catalog.sweep import SweepResult, plan_sweep
 from recpoint.catalog.sweep import execute as execute_sweep
-from recpoint.errors import RetentionRefused
+from recpoint.errors import RetentionRefused, StoreFull
 from recpoint.format.naming import DELETION_KEY, expired_key
 from recpoint.format.records import pack_record
 from recpoint.format.retention_records import Mark
@@ -85,8 +85,45 @@ def execute(
 
     Raises:
         RetentionRefused: another retention is deleting, or this one's announcement is gone.
+        StoreFull: there is no room for a mark or the announcement; orphans were removed.
         StoreError: the store refuses or cannot be reached; what was not yet removed stays.
     """
+    deleted: list[str] = []
+    spared: dict[str, str] = {}
+    full = made.store_full
+    if full is None:
+        try:
+            _mark_and_delete(run, made, deleted, spared, take_over_seconds, on_step)
+        except StoreFull as error:
+            full = error
+    # Their chunks are orphans now, and as old as what they belonged to. Also where the store takes
+    # no marks: a sweep writes nothing, and may make the room that they need.
+    orphans = plan_sweep(
+        run,
+        grace_seconds=made.orphans.grace_seconds,
+        keep=made.orphans.keep,
+        spare_newest=True,
+    )
+    swept = execute_sweep(run, orphans, on_step=on_step)
+    if full is not None:
+        raise _store_full(run, full, swept) from full
+    return PruneResult(
+        marked=tuple(decision.manifest.key for decision in made.mark),
+        unmarked=made.unmark,
+        deleted=tuple(deleted),
+        spared=tuple(spared.items()),
+        swept=swept,
+    )
+
+
+def _mark_and_delete(
+    run: Run,
+    made: PrunePlan,
+    deleted: list[str],
+    spared: dict[str, str],
+    take_over_seconds: float,
+    on_step: OnStep,
+) -> None:
     leave_plan(run, made)
     for lease in made.adopt:
         leases.adopt(run, lease)
@@ -97,23 +134,24 @@ def execute(
     for number, decision in enumerate(to_mark, 1):
         _mark(run, decision)
         on_step("marking", number, len(to_mark))
-    deleted: list[str] = []
-    spared: dict[str, str] = {}
     if not made.held:
         _delete(run, made, deleted, spared, take_over_seconds, on_step)
-    # Their chunks are orphans now, and as old as what they belonged to.
-    orphans = plan_sweep(
-        run,
-        grace_seconds=made.orphans.grace_seconds,
-        keep=made.orphans.keep,
-        spare_newest=True,
+
+
+def _store_full(run: Run, error: StoreFull, swept: SweepResult) -> StoreFull:
+    """What to do about a store that has no room for a mark or an announcement."""
+    count = len(swept.removed)
+    next_step = (
+        f"recpoint retain {run.url}: there is room now"
+        if count
+        else "free or add space outside the run, or by hand as docs/operations.md says under "
+        f"Disk full: in the order of recpoint retain {run.url} --dry-run, then recpoint sweep"
     )
-    return PruneResult(
-        marked=tuple(decision.manifest.key for decision in made.mark),
-        unmarked=made.unmark,
-        deleted=tuple(deleted),
-        spared=tuple(spared.items()),
-        swept=execute_sweep(run, orphans, on_step=on_step),
+    return StoreFull(
+        error.subject,
+        found=f"{error.found}; {count} orphans were removed, {swept.removed_bytes} bytes",
+        expected="room for marks and the announcement, without which nothing else may go",
+        next_step=next_step,
     )
 
 

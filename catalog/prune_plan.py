@@ -17,7 +17,7 @@ from recpoint.catalog.retention_rules import RetentionPolicy
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, gather, unwatched
 from recpoint.catalog.sweep import SweepPlan, plan_sweep
-from recpoint.errors import FormatError
+from recpoint.errors import FormatError, StoreFull
 from recpoint.format.naming import DELETION_KEY, pin_key
 
 __all__ = ["PrunePlan", "PruneRow", "Waiting", "plan_prune"]
@@ -59,6 +59,8 @@ class PrunePlan:
         stray_pins: keys of pins of checkpoints that are not there; nothing removes them.
         orphans: what no manifest names, as far as it was there when the plan was made.
         grace_seconds: how long a manifest stays marked.
+        store_full: the store refused to say its time for lack of space: nothing that needs its
+            clock or another write is planned to be deleted.
     """
 
     retention: RetentionPlan
@@ -74,6 +76,7 @@ class PrunePlan:
     stray_pins: tuple[str, ...]
     orphans: SweepPlan
     grace_seconds: float
+    store_full: StoreFull | None
 
     def rows(self) -> Iterator[PruneRow]:
         """All manifests, newest first."""
@@ -123,7 +126,11 @@ def plan_prune(
     """
     why = "readers without a lease have that long"
     require_grace(grace_seconds, floor_seconds=grace_floor_seconds, why=why)
-    clocks = Clocks.read(run.store if ask_store else None)
+    store_full: StoreFull | None = None
+    try:
+        clocks = Clocks.read(run.store if ask_store else None)
+    except StoreFull as error:
+        store_full, clocks = error, Clocks.read()
     held = leases.look(run, clocks)
     alive = [lease for lease in held if lease.alive]
     metrics = [rule.metric for rule in policy.best_by]
@@ -142,16 +149,21 @@ def plan_prune(
         waiting=tuple(
             Waiting(marked[key], age) for key, age in ages.items() if age < grace_seconds
         ),
-        delete=tuple(key for key, age in ages.items() if age >= max(0.0, grace_seconds)),
+        delete=tuple(
+            key
+            for key, age in ages.items()
+            if age >= max(0.0, grace_seconds) and store_full is None
+        ),
         unfinished=deletion,
         held=tuple(lease.who for lease in alive if lease.covers is None),
-        expired_leases=tuple(lease.key for lease in held if not lease.alive),
+        expired_leases=tuple(lease.key for lease in held if not lease.alive and store_full is None),
         adopt=tuple(lease for lease in alive if lease.from_the_future),
         stray_pins=_stray_pins(facts),
         orphans=plan_sweep(
             run, grace_seconds=grace_seconds, keep=keep, spare_newest=True, ask_store=ask_store
         ),
         grace_seconds=grace_seconds,
+        store_full=store_full,
     )
 
 

@@ -26,6 +26,8 @@ from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.catalog.store_contract import Store
+from recpoint.catalog.sweep import execute as execute_sweep
+from recpoint.catalog.sweep import plan_sweep
 from recpoint.errors import (
     ChainError,
     NonFiniteValue,
@@ -34,6 +36,7 @@ from recpoint.errors import (
     RetentionRefused,
     SettingsError,
     StoreAccessDenied,
+    StoreFull,
     StoreUnavailable,
 )
 from recpoint.format.manifest import Manifest
@@ -596,6 +599,46 @@ class TestAge:
         assert planned(marked, grace=HOUR).remark == ()
         make_old(marked, 2 * HOUR)
         assert len(retain(marked, grace=HOUR).deleted) == 3
+
+
+class TestStoreFull:
+    """A store without room takes no marks: orphans go, and the rest is said."""
+
+    @pytest.mark.parametrize("prefix", ["", "expired/", DELETION_KEY])
+    def test_orphans_go_and_nothing_else(self, run: Run, prefix: str) -> None:
+        if prefix == DELETION_KEY:
+            retain(run)
+        lease = leases.HeldLease(run, purpose="seed", covers=[run.manifest(50, 1).ref])
+        old = build(run, tables(), step=45, generation=1)
+        for key, data in old.chunks.items():
+            run.store.put(key, data)
+        before = keys(run) - {PLAN_KEY}
+
+        def refuse(call: str, key: str) -> None:
+            if call in ("put", "create") and key.startswith(prefix):
+                raise StoreFull(key, found="ENOSPC", expected="room", next_step="free some")
+
+        full = Run.open(InterposedStore(run.store, before=refuse))
+        with pytest.raises(StoreFull, match=f"{len(old.chunks)} orphans.*there is room now"):
+            retain(full)
+        assert keys(run) - {PLAN_KEY} == before - set(old.chunks)
+        with pytest.raises(StoreFull, match="0 orphans.*by hand.*--dry-run"):
+            retain(full)
+        assert keys(run) - {PLAN_KEY} == before - set(old.chunks)
+        # What to let go of by hand is told all the same.
+        dry = planned(full, ask_store=False)
+        rows = [row.step for row in dry.rows() if row.action in ("mark", "delete")]
+        assert rows == [30, 20, 10]
+        lease.release()
+        for step in rows:
+            run.store.delete(named(run, step))
+            assert all(health.restorable for health in check(run).checkpoints)
+        for key in [key for key in keys(run) if key.startswith("expired/")]:
+            run.store.delete(key)
+        plan = plan_sweep(full, grace_seconds=0.0)
+        assert len(execute_sweep(full, plan).removed) > 0
+        run.store.put(PLAN_KEY, b"")
+        require_tidy(run, [40, 50])
 
 
 class TestBetweenPlanAndDeed:
