@@ -179,7 +179,8 @@ def _delete(
     mine = _begin(run, made, take_over_seconds)
     if mine is None:
         return
-    rest = tuple(key for key in made.delete if key not in set(mine.manifests))
+    announced = set(mine.manifests)
+    rest = tuple(key for key in made.delete if key not in announced)
     while True:
         try:
             left = _look_and_delete(run, mine, deleted, spared, on_step)
@@ -250,7 +251,7 @@ def _look_and_delete(
             deleted.append(manifest.key)
             number += 1
             on_step("deleting manifests", number, len(doomed))
-    left = tuple(manifest.key for manifest in doomed[number:])
+    left = [manifest.key for manifest in doomed[number:]]
     if left and not number:
         raise RetentionRefused(
             DELETION_KEY,
@@ -258,9 +259,9 @@ def _look_and_delete(
             expected="time left to delete in",
             next_step=f"run it nearer to the store: recpoint retain {run.url}",
         )
-    _delete_all(run, [expired_key(key) for key in announced if key not in set(left)])
+    _delete_all(run, [expired_key(key) for key in set(announced).difference(left)])
     mine.withdraw()
-    return left
+    return tuple(left)
 
 
 def _leave(mine: Announcement) -> None:
