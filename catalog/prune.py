@@ -127,7 +127,7 @@ def _mark_and_delete(
     leave_plan(run, made)
     for lease in made.adopt:
         leases.adopt(run, lease)
-    _delete_all(run, [*made.expired_leases, *(expired_key(key) for key in made.unmark)])
+    _delete_all(run, [*_expired_still(run, made), *(expired_key(key) for key in made.unmark)])
     # One after another, in the order in which they may go: killed in between, none is marked that
     # a manifest without a mark needs.
     to_mark = (*made.mark, *made.remark)
@@ -136,6 +136,14 @@ def _mark_and_delete(
         on_step("marking", number, len(to_mark))
     if not made.held:
         _delete(run, made, deleted, spared, take_over_seconds, on_step)
+
+
+def _expired_still(run: Run, made: PrunePlan) -> list[str]:
+    """Of the leases that had expired, those that nobody has renewed since."""
+    if not made.expired_leases:
+        return []
+    there = leases.look(run, Clocks.read(run.store))
+    return [lease.key for lease in there if not lease.alive and lease.key in made.expired_leases]
 
 
 def _store_full(run: Run, error: StoreFull, swept: SweepResult) -> StoreFull:

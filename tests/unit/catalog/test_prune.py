@@ -514,6 +514,11 @@ class TestLeases:
         age_file(run, found.key, 61)
         plan = planned(run)
         assert plan.held == () and plan.expired_leases == (found.key,)
+        lease.renew()  # between plan and deed: it is there to stay
+        assert execute(run, plan).deleted == () and found.key in keys(run)
+        rewrite_lease(run, found, Stamp(written_ms=now_ms() - 61_000, boot=None, boot_ms=0))
+        age_file(run, found.key, 61)
+        plan = planned(run)
         assert len(execute(run, plan).deleted) == 3
         lease.renew()  # its owner lives after all, and finds nothing missing that it may rely on
         assert planned(run).held
