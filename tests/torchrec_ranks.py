@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def sharded(
 
     world = dist.get_world_size()
     if sequences is None:  # of replicated tables FBGEMM looks up none on a CPU
-        sequences = "data_parallel" not in kinds.values()
+        sequences = "data_parallel" not in {kinds[name] for name in ROWS}
     model = Ranker(sequences=sequences, dense=dense)
     ways: dict[str, Callable[[int], Any]] = {
         "table_wise": lambda number: plans.table_wise(rank=number % world),
@@ -351,8 +352,39 @@ def _error(call: Callable[[], object]) -> str:
     return "no error"
 
 
+def optimizers(model: nn.Module, kind: str, *, apart: bool = False) -> list[Any]:
+    """Those of torch: of dense layers, and of tables that no fused one trains.
+
+    Args:
+        model: sharded or plain.
+        kind: what fused optimizers do for other tables.
+        apart: whether tables have one of their own, and not a group of their own.
+    """
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    source = find(model)
+    names = [table.name for table in source.tables if not table.fused] if source else all_tables()
+    named = {name.replace("module.", ""): one for name, one in model.named_parameters()}
+    dense = {"params": [one for name, one in named.items() if "over" in name], "lr": 0.05}
+    tables = [named[f"{name}.weight"] for name in names]
+    kinds = {
+        "Adagrad": torch.optim.Adagrad,
+        "SGD": torch.optim.SGD,
+        "RowWiseAdagrad": RowWiseAdagrad,
+    }
+    # As TorchRec has it for FBGEMM's.
+    own = {"params": tables, "lr": 0.1} | ({} if kind == "SGD" else {"eps": 1e-8})
+    if not tables:
+        return [torch.optim.Adagrad([dense])]
+    if kind == "Adagrad" and not apart:
+        return [torch.optim.Adagrad([dense, own])]
+    return [kinds[kind]([own]), torch.optim.Adagrad([dense])]
+
+
 def lived(
-    kinds: Mapping[str, str],
+    kinds: Mapping[str, str] | None,
     run: str,
     staging: str,
     steps: int,
@@ -360,18 +392,22 @@ def lived(
     optimizer: str = "RowWiseAdagrad",
     die_at: int | None = None,
     policy: PolicyName = "consecutive",
+    apart: bool = False,
 ) -> Any:
-    """Train up to batch `steps` with a checkpoint every two, from the newest one on."""
+    """Train up to batch `steps` with a checkpoint every two, from the newest one on.
+
+    Args:
+        kinds: how each table is sharded; None: by nobody, in one process.
+        apart: see `optimizers`.
+    """
     from recpoint import Checkpointer
 
     rank = dist.get_rank()
-    model = sharded(kinds, optimizer=optimizer)
-    fused = () if "data_parallel" in kinds.values() else _COLLECTIONS
-    own = [p for n, p in model.named_parameters() if not n.startswith(fused)]
-    torch_optimizer = torch.optim.Adagrad(own, lr=0.05)
+    model = Ranker(device="cpu") if kinds is None else sharded(kinds, optimizer=optimizer)
+    of_torch = optimizers(model, optimizer, apart=apart)
     with Checkpointer(
         model,
-        torch_optimizer,
+        of_torch,
         run=run,
         staging=staging,
         interval_batches=2,
@@ -381,17 +417,19 @@ def lived(
         handle_sigterm=False,
     ) as checkpoints:
         report = checkpoints.restore()
-        begun = everything(model, torch_optimizer)
+        begun = everything(model, *of_torch)
         while checkpoints.batches_done < steps:
-            torch_optimizer.zero_grad()
+            for one in of_torch:
+                one.zero_grad()
             model(*batch(checkpoints.batches_done, rank)).backward()
-            torch_optimizer.step()
+            for one in of_torch:
+                one.step()
             checkpoints.step()
             if checkpoints.batches_done == die_at:
                 checkpoints.close(final=False)
                 os.kill(os.getpid(), signal.SIGKILL)
-    return everything(model, torch_optimizer) | {
-        "lacks": _lacks(model),
+    return everything(model, *of_torch) | {
+        "lacks": [] if kinds is None else _lacks(model),
         "begun": begun,
         "restored": report and report.restored.step,
         "increments": _increments(run) if rank == 0 else [],
@@ -446,14 +484,14 @@ def plain(run: str, staging: str, into: str) -> Any:
 
     model = Ranker(device="cpu")
     with _taking_over(model, list(model.parameters()), into, staging) as checkpoints:
-        seed = Seed(run, tables={name: name for name in names()}, dense=["over.*"])
+        seed = Seed(run, tables={name: name for name in all_tables()}, dense=["over.*"])
         checkpoints.restore(seed=seed)
         checkpoints.checkpoint()
     back = sharded(dict.fromkeys((*BAGS, *ROWS), "column_wise"), optimizer="Adagrad")
     own = [p for n, p in back.named_parameters() if not n.startswith(_COLLECTIONS)]
     with _taking_over(back, own, into, staging) as checkpoints:
-        checkpoints.restore(partial={"tables": names(), "dense": ["over.*"]})
-    weights = {name: model.get_parameter(f"{name}.weight").detach() for name in names()}
+        checkpoints.restore(partial={"tables": all_tables(), "dense": ["over.*"]})
+    weights = {name: model.get_parameter(f"{name}.weight").detach() for name in all_tables()}
     assert model.over is not None
     return {
         "tables": {(name, 0, 0): {"weight": weight} for name, weight in weights.items()},
@@ -476,36 +514,54 @@ def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging:
     )
 
 
-def names() -> list[str]:
+def all_tables() -> list[str]:
     """Full names of all tables of the plain model."""
     return [f"bags.embedding_bags.{name}" for name in BAGS] + [
         f"rows.embeddings.{name}" for name in ROWS
     ]
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that training goes on from, as tensors."""
+def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that training goes on from, as tensors; of each table alike, whatever trains it."""
     from recpoint.trainer_plugin.integrations.torchrec import find
 
     source = find(model)
-    assert source is not None
-    names = {id(p): n for n, p in model.named_parameters()}
-    return {
-        "tables": {
-            (table.name, table.first_row, 0 if table.columns is None else table.columns.first): {
-                "weight": table.weight.detach().clone(),
-                **{n: t.clone() for n, t in (table.row_states or {}).items()},
-            }
-            for table in source.tables
-        },
-        "fused": source.state_dict(),
-        "dense": {n: p.detach().clone() for n, p in model.named_parameters() if "over" in n},
-        "optimizer": {
-            f"{names[id(p)]}.{key}": value.clone()
-            for p, state in optimizer.state.items()
-            for key, value in state.items()
-        },
+    named = {n.replace("module.", ""): p for n, p in model.named_parameters()}
+    found: dict[str, Any] = {
+        "tables": {},
+        "rates": {},
+        "fused": {} if source is None else source.state_dict(),
+        "dense": {n: p.detach().clone() for n, p in named.items() if "over" in n},
+        "optimizer": {},
     }
+    for table in () if source is None else source.tables:
+        place = (table.name, table.first_row, 0 if table.columns is None else table.columns.first)
+        states = {n: t.clone() for n, t in (table.row_states or {}).items()}
+        found["tables"][place] = {"weight": table.weight.detach().clone(), **states}
+        if table.fused:
+            state = found["fused"][table.name]
+            eps = () if state["optimizer"] == "exact_sgd" else (state["eps"],)
+            found["rates"][table.name] = (state["group_lr"], *eps, float(state["iter"] or 0))
+    trained = {
+        id(p): (one, group)
+        for one in optimizers
+        for group in one.param_groups
+        for p in group["params"]
+    }
+    for name, parameter in named.items():
+        if id(parameter) not in trained:
+            continue
+        one, group = trained[id(parameter)]
+        state = one.state.get(parameter, {})
+        if "over" in name:
+            found["optimizer"] |= {f"{name}.{key}": value.clone() for key, value in state.items()}
+            continue
+        own = name.removesuffix(".weight")
+        sums = {"sum": state["sum"].squeeze(1).clone()} if "sum" in state else {}
+        found["tables"][own, 0, 0] = {"weight": parameter.detach().clone(), **sums}
+        eps = (group["eps"],) if sums else ()
+        found["rates"][own] = (group["lr"], *eps, float(state["step"]) if sums else 0.0)
+    return found
 
 
 def _lacks(model: nn.Module) -> list[bool]:
@@ -557,12 +613,17 @@ def _main(folder: Path, plays: list[dict[str, Any]]) -> int:
             agent.start()
         for process in processes:
             process.start()
+        wanted = -signal.SIGKILL if one.get("die_at") else 0
+        while alive := [process.sentinel for process in processes if process.exitcode is None]:
+            wait(alive)
+            if any(process.exitcode not in (None, wanted) for process in processes):
+                for process in processes:
+                    process.kill()  # they would wait for the one that failed
         for process in processes:
             process.join()
         if "staging" in one:
             agent.kill()
             agent.join()
-        wanted = -signal.SIGKILL if one.get("die_at") else 0
         failed += sum(process.exitcode != wanted for process in processes)
     return 1 if failed else 0
 

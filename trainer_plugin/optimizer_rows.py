@@ -30,6 +30,8 @@ __all__ = [
 
 _WATCHED = ("momentum", "weight_decay", "maximize", "eps")
 _KNOWN = (SGD, Adagrad, SparseAdam)
+#: TorchRec's, which is not imported for it: Adagrad with one sum a row, of dense gradients only.
+_ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
 _MAX_ENTRY_DIMS = 4
 _MAX_STATES = 64
 _MAX_ENTRY_SIZE = 2**20
@@ -91,7 +93,8 @@ def all_rows_changed(
     kind = type(optimizer)
     if kind is SparseAdam:
         return None  # its update is masked to the rows of the sparse gradient
-    if kind not in _KNOWN:
+    rowwise = f"{kind.__module__}.{kind.__qualname__}" == _ROWWISE_ADAGRAD
+    if kind not in _KNOWN and not rowwise:
         return _unknown(kind)
     if _active(group.get("weight_decay", 0)):
         return AllRows("weight_decay pulls on every row", "set weight_decay=0 for its group")
@@ -109,7 +112,9 @@ def all_rows_changed(
             "minimize the negated loss, or use sparse=True",
         )
     # In a narrow dtype a small eps is zero: 0 / (sqrt(0) + 0) is NaN in rows never looked up.
-    if kind is Adagrad and not torch.tensor(float(group["eps"]), dtype=dtype).item() > 0:
+    if (kind is Adagrad or rowwise) and not torch.tensor(
+        float(group["eps"]), dtype=dtype
+    ).item() > 0:
         return AllRows(
             f"eps={group['eps']} is zero in {dtype}: rows without gradient become NaN",
             "use a larger eps",

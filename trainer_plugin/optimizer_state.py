@@ -55,6 +55,10 @@ class OptimizerState:
                 return RowState(number, row_states(state, table.rows))
         return RowState(None, {})
 
+    def table_names(self) -> set[str]:
+        """Of the tables of which it has row states."""
+        return {table.name for table in self._tables}
+
     def classes(self) -> str:
         """Of which classes they are."""
         return ", ".join(map(_class_name, self._optimizers))

@@ -101,11 +101,12 @@ class ModelTarget:
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.StateCheckingTarget.check_state`."""
-        self._refuse(manifest, self._state.differences(self._tree(manifest, state)))
+        saved, found = self._adopted(manifest, state)
+        self._refuse(manifest, found + self._state.differences(saved))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.RestoreTarget.finish`."""
-        saved = self._tree(manifest, state)
+        saved, _ = self._adopted(manifest, state)
         assert saved is not None  # check_state has looked at it
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
@@ -118,22 +119,30 @@ class ModelTarget:
     def _tree(self, manifest: Manifest, state: Mapping[int, object]) -> dict[str, Any] | None:
         return tree_for(state, self._rank, self._count, manifest.ranks)
 
+    def _adopted(
+        self, manifest: Manifest, state: Mapping[int, object]
+    ) -> tuple[dict[str, Any] | None, list[str]]:
+        elsewhere = self._elsewhere - {table.name for table in self._tables}
+        return self._state.adopt(self._tree(manifest, state), elsewhere=elsewhere)
+
     def _part(self, table: Table, stored: LogicalTable) -> TablePart:
         current = self._state.optimizers.row_states(table).tensors
         rows = self._rows[table.parameter_name] = {}
+        into: dict[str, Tensor] = {}
         for state in stored.row_states:
             # Optimizers create state at the first step, so a fresh one has none yet.
             shape, dtype = (table.rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
             tensor = current.get(state.name)
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            if tensor is None or not _holds(tensor, shape, dtype):
                 tensor = torch.empty(shape, dtype=dtype, device=table.weight.device)
             rows[state.name] = tensor
+            into[state.name] = tensor.view(shape)
         if self._since_full:
             self.changed[table.key] = dirty_bitmap.new(table.rows)
         return TablePart(
             table=table.name,
             values=table.weight.detach(),
-            row_states=rows,
+            row_states=into,
             first_row=table.first_row,
             first_column=0 if table.columns is None else table.columns.first,
             changed=self.changed.get(table.key),
@@ -327,8 +336,17 @@ def _entry_shape(state: LogicalState, table: Table) -> tuple[int, ...]:
     return (table.dim,) if state.by_column else state.shape
 
 
+def _holds(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a state has these entries; one value a row is [rows] in some, [rows, 1] in others."""
+    return _values(tuple(tensor.shape)) == _values(shape) and tensor.dtype == dtype
+
+
+def _values(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
 def _form(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+    return f"{dtype}{list(_values(shape))}"
 
 
 def _renamed(new: str, old: str) -> str:

@@ -17,6 +17,7 @@ from recpoint.trainer_plugin.rank_trees import own_part
 from recpoint.trainer_plugin.reader import Divisible, Stateful
 from recpoint.trainer_plugin.settings import several
 from recpoint.trainer_plugin.table_source import TableSource
+from recpoint.trainer_plugin.table_trainers import Trainers, adopt, lacks
 
 __all__ = ["OF_ALL_RANKS", "TrainingState"]
 
@@ -121,20 +122,45 @@ class TrainingState:
         """
         if any(key not in saved for key in _KEYS):
             return False
-        return (self._reader is not None and saved["reader"] is None) or any(
-            source.lacks_states(saved["sources"].get(name, ()))
-            for name, source in self._sources.items()
+        return (
+            (self._reader is not None and saved["reader"] is None)
+            or any(
+                source.lacks_states(saved["sources"].get(name, ()))
+                for name, source in self._sources.items()
+            )
+            or lacks(dict(saved), self._trainers(()))
         )
 
     def lacks_pieces(self, saved: Mapping[str, Any]) -> bool:
         """Whether pieces of dense tensors are needed of ranks whose trees are not in it."""
         return self.model.lacks(saved["model"]) or self.optimizers.lacks(saved["optimizers"])
 
+    def adopt(
+        self, saved: dict[str, Any] | None, *, elsewhere: Collection[str]
+    ) -> tuple[dict[str, Any] | None, list[str]]:
+        """`saved` as if its tables had been trained by what trains them here; why they were not.
+
+        Args:
+            saved: as `rank_trees.tree_for` returned it for this rank.
+            elsewhere: names of tables that this rank does not hold, and others do.
+        """
+        if saved is None or any(key not in saved for key in _KEYS):
+            return saved, []
+        return adopt(saved, self._trainers(elsewhere))
+
+    def _trainers(self, elsewhere: Collection[str]) -> Trainers:
+        return Trainers(
+            optimizers=self.optimizers.capture(),
+            fused={name: source.state_dict() for name, source in self._sources.items()},
+            tables=self.optimizers.table_names(),
+            elsewhere=elsewhere,
+        )
+
     def differences(self, saved: Mapping[str, Any] | None) -> list[str]:
         """What does not fit this process, one sentence each; [] when `restore` will work.
 
         Args:
-            saved: as `rank_trees.tree_for` returned it for this rank.
+            saved: as `adopt` returned it.
         """
         if saved is None or any(key not in saved for key in _KEYS):
             return ["the checkpoint holds no training state"]
@@ -145,6 +171,15 @@ class TrainingState:
                 f"{len(self._schedulers)} schedulers here, "
                 f"{len(saved['schedulers'])} in the checkpoint"
             )
+        for number, (scheduler, state) in enumerate(
+            zip(self._schedulers, saved["schedulers"], strict=False)
+        ):
+            here, there = _rates(scheduler.state_dict()), _rates(state)
+            if here != there:
+                found.append(
+                    f"schedulers[{number}] sets {here} learning rates here, {there} in the "
+                    "checkpoint"
+                )
         stored = [state for state in saved["readers"] if state is not None]
         if bool(stored) != (self._reader is not None):
             where = "here" if self._reader is not None else "in the checkpoint"
@@ -174,7 +209,7 @@ class TrainingState:
         """Put everything back; the tables have been written. Returns the batches done.
 
         Args:
-            saved: as `rank_trees.tree_for` returned it for this rank.
+            saved: as `adopt` returned it.
             row_states: of the tables, see `OptimizerState.restore`.
             ranks: how many there are.
             attempt: of the checkpoint; what a generator is seeded from that was not there.
@@ -207,6 +242,12 @@ class TrainingState:
             )
             rng_state.seed(f"{attempt}|{self._rank}")
         return int(saved["batches_done"])
+
+
+def _rates(state: object) -> int:
+    """How many groups a scheduler of torch is for; 0: it does not say."""
+    rates = state.get("base_lrs") if isinstance(state, Mapping) else None
+    return len(rates) if isinstance(rates, list | tuple) else 0
 
 
 def _plain(value: Any) -> Any:

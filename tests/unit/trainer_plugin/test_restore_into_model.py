@@ -142,6 +142,25 @@ def test_other_surroundings_are_refused(
     assert all(map(torch.equal, before, snapshot(second)))
 
 
+def test_a_schedule_of_more_rates_is_refused(place: Place) -> None:
+    def scheduled(*, groups: int) -> Training:
+        training = simple_training()
+        optimizer = SGD(training.model.parameters(), lr=0.1)
+        for _ in range(groups - 1):
+            optimizer.add_param_group({"params": []})
+        training.optimizers = [optimizer]
+        training.schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+        return training
+
+    first = scheduled(groups=1)
+    with place.agent(), checkpointer(first, place) as ckpt:
+        ckpt.restore()
+        train(first, ckpt, 2)
+    message = r"schedulers\[0\] sets 2 learning rates here, 1 in the checkpoint"
+    with pytest.raises(IncompatibleModel, match=message):
+        checkpointer(scheduled(groups=2), place).restore()
+
+
 def test_parts_by_name_start_a_line_of_their_own(place: Place, trained: Training) -> None:
     second = simple_training(9)
     second.model.top = nn.Linear(2 * DIM, 4)

@@ -41,7 +41,7 @@ PLANS: dict[str, tuple[int, dict[str, str], str]] = {
 LIVED = {
     "row_wise": (2, "RowWiseAdagrad"),
     "column_wise": (2, "RowWiseAdagrad"),
-    "data_parallel": (2, "SGD"),
+    "data_parallel": (2, "Adagrad"),
 }
 #: The plans of one run, one life after the other.
 RESHARDED = [
@@ -51,6 +51,25 @@ RESHARDED = [
     (1, each("column_wise")),
     (3, each("table_wise") | {"t0": "table_row_wise", "s0": "row_wise"}),
 ]
+_COPIED = each("table_wise") | dict.fromkeys(BAGS, "data_parallel")
+#: Lives of one run: ranks, plan (None: no TorchRec, one process), and whether tables that torch
+#: trains have an optimizer of their own.
+RETRAINED: dict[str, list[tuple[int, dict[str, str] | None, bool]]] = {
+    "Adagrad": [
+        (2, each("row_wise"), False),
+        (2, _COPIED, False),
+        (1, None, False),
+        (2, each("column_wise"), False),
+        (1, None, True),
+    ],
+    "RowWiseAdagrad": [
+        (2, _COPIED, True),
+        (2, each("table_wise"), False),
+        (1, None, True),
+        (3, each("row_wise"), False),
+    ],
+    "SGD": [(2, each("row_wise"), False), (2, _COPIED, True), (2, each("table_wise"), False)],
+}
 STATES: dict[str, Any] = {
     "RowWiseAdagrad": lambda table: {"sum": (table["rows"][1],)},
     "Adagrad": lambda table: {"sum": (table["rows"][1], table["dim"])},
@@ -83,6 +102,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], li
     for number, (ranks, kinds) in enumerate(RESHARDED):
         common = {"play": "lived", "ranks": ranks, "kinds": kinds, "optimizer": "Adagrad"}
         plays["resharded", str(number)] = {**common, **place, "steps": 3 + 2 * number}
+    for optimizer, retrained in RETRAINED.items():
+        place = {"run": str(folder / optimizer), "staging": str(folder / f"of-{optimizer}")}
+        for number, (ranks, plan, apart) in enumerate(retrained):
+            plays["retrained", f"{optimizer}{number}"] = {
+                "play": "lived", "ranks": ranks, "kinds": plan, "optimizer": optimizer,
+                "apart": apart, "steps": 3 + 2 * number, **place,
+            }  # fmt: skip
+    place = {"run": str(folder / "resharded"), "staging": str(folder / "staging")}
     sequences = {"run": str(folder / "sequences"), "staging": str(folder / "of-sequences")}
     for life in ("first", "again"):
         plays["sequences", life] = {
@@ -214,6 +241,31 @@ def test_a_run_goes_on_with_other_ranks_and_plans_bit_for_bit(
             assert same(rank["optimizer"], before[0]["optimizer"])
 
 
+@pytest.mark.parametrize("optimizer", RETRAINED)
+def test_a_table_goes_on_with_the_same_optimizer_fused_or_of_torch(
+    played: dict[tuple[str, str], list[Any]], optimizer: str
+) -> None:
+    lives = [played["retrained", f"{optimizer}{n}"] for n in range(len(RETRAINED[optimizer]))]
+    for number, (before, after) in enumerate(pairwise(lives)):
+        assert {rank["restored"] for rank in after} == {3 + 2 * number}
+        begun = [rank["begun"] for rank in after]
+        expected = whole(before)
+        assert len(expected) == len(TABLES) * (1 if optimizer == "SGD" else 2)
+        assert same(whole(begun), expected)
+        assert {key for key in expected if expected[key].isnan().all()} == set()
+        rates = {table: rate for rank in before for table, rate in rank["rates"].items()}
+        assert rates.keys() == TABLES.keys()
+        for rank in begun:
+            assert same(rank["dense"], before[0]["dense"])
+            assert same(rank["optimizer"], before[0]["optimizer"])
+            for table, found in rank["rates"].items():
+                assert found == rates[table]
+    # And training has gone on from there, with increments of the rows that were looked up.
+    assert not same(whole(lives[-1]), whole(lives[-2]))
+    increments = lives[-1][0]["increments"]
+    assert increments and all(0 < rows < sum(TABLES.values()) for rows in increments)
+
+
 def test_the_plain_model_takes_tables_over_and_gives_them_back(
     played: dict[tuple[str, str], list[Any]],
 ) -> None:
@@ -233,7 +285,9 @@ def whole(ranks: Sequence[Any]) -> dict[tuple[str, str], Tensor]:
         for (name, row, column), tensors in rank["tables"].items():
             for kind, part in tensors.items():
                 into = found.setdefault((name, kind), torch.full((TABLES[name], DIM), float("nan")))
-                into[row : row + part.shape[0], column : column + part.shape[1]] = part
+                # One value a row: in each column.
+                wide = part if part.dim() == 2 else part.unsqueeze(1).expand(-1, DIM)
+                into[row : row + wide.shape[0], column : column + wide.shape[1]] = wide
     return found
 
 
