@@ -37,6 +37,7 @@ _POLICY = RetentionPolicy(
     keep_weekly=12,
     keep_monthly=12,
     best_by=(BestBy("auc", "max", 5),),
+    require_validated=False,
 )
 
 

@@ -52,8 +52,8 @@ def plan(facts: RunFacts, policy: RetentionPolicy) -> RetentionPlan:
     """Decide for every manifest; reads nothing, writes nothing, and asks no clock.
 
     Raises:
-        RetentionRefused: a manifest cannot be read; or something would be dropped although
-            nothing that restores (nothing validated, if the policy asks for that) would be kept.
+        RetentionRefused: a manifest cannot be read; or something would be dropped although nothing
+            validated (if that is enough for the policy: nothing that restores) would be kept.
     """
     if facts.unreadable:
         raise RetentionRefused(
@@ -167,8 +167,9 @@ def _refuse_to_keep_nothing(
         raise RetentionRefused(
             "retention",
             found="no validated checkpoint among those it would keep",
-            expected="at least one before anything is deleted, as the policy asks for",
-            next_step="validate the newest checkpoint first",
+            expected="at least one before anything is deleted",
+            next_step="recpoint validate URL; or let it delete without: --no-require-validated, "
+            "require_validated: false",
         )
 
 

@@ -44,7 +44,8 @@ class RetentionPolicy:
         keep_weekly: the same for weeks.
         keep_monthly: the same for months.
         best_by: the best by metrics that were recorded.
-        require_validated: drop nothing unless a validated checkpoint is kept.
+        require_validated: drop nothing unless a validated checkpoint is kept. False: it is enough
+            that one is kept which restores as far as its chunks tell.
 
     Raises:
         SettingsError: no rule at all, or one that cannot be.
@@ -57,7 +58,7 @@ class RetentionPolicy:
     keep_weekly: int = 0
     keep_monthly: int = 0
     best_by: tuple[BestBy, ...] = ()
-    require_validated: bool = False
+    require_validated: bool = True
 
     def __post_init__(self) -> None:
         counts = {
@@ -109,10 +110,10 @@ def _kept(
     policy: RetentionPolicy,
 ) -> Iterator[tuple[ManifestName, str]]:
     """`names` are newest first."""
-    for name in names[: policy.keep_last]:
-        yield name, f"one of the last {policy.keep_last}"
     # What is from the future takes no place: it is kept anyway.
     past = [(name, taken_ms[name]) for name in names if taken_ms[name] <= facts.now_ms]
+    for name, _ in past[: policy.keep_last]:
+        yield name, f"one of the last {policy.keep_last}"
     # 1970 began on a Thursday: day -3 was a Monday.
     periods: tuple[tuple[str, int, Callable[[int], int]], ...] = (
         ("hourly", policy.keep_hourly, lambda ms: ms // _HOUR_MS),
@@ -126,7 +127,7 @@ def _kept(
     for rule in policy.best_by:
         values = facts.metrics.get(rule.metric, {})
         sign = 1.0 if rule.direction == "max" else -1.0
-        measured = [name for name in names if name in values]
+        measured = [name for name, _ in past if name in values]
         # Stable: of two with one value the newer one comes first.
         measured.sort(key=lambda name: -sign * values[name])
         for name in measured[: rule.count]:

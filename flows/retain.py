@@ -45,7 +45,7 @@ class Keep(BaseModel):
     monthly: int = Field(default=0, ge=0, description="One of each of the last so many months.")
     best: list[Best] = Field(default_factory=list, description="The best by metrics.")
     require_validated: bool = Field(
-        default=False, description="Drop nothing unless a validated checkpoint stays."
+        default=True, description="Drop nothing unless a validated checkpoint stays."
     )
 
     def policy(self) -> RetentionPolicy:

@@ -40,7 +40,7 @@ __all__ = [
 
 def retain_once(run: Run, last: int) -> None:
     """Mark and delete at once, and finish at once what a killed one began: nobody else retains."""
-    policy = RetentionPolicy(keep_last=last)
+    policy = RetentionPolicy(keep_last=last, require_validated=False)
     made = plan_prune(run, policy, grace_seconds=0.0, grace_floor_seconds=0.0)
     execute(run, made, take_over_seconds=0.0)
 

@@ -16,7 +16,7 @@ from recpoint.catalog import pins
 from recpoint.catalog.check import check
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
-from recpoint.errors import SettingsError
+from recpoint.errors import RetentionRefused, SettingsError
 from recpoint.flows.retain import Best, Keep, retain
 from recpoint.format.naming import PLAN_KEY, expired_key, manifest_key
 from tests.catalog_builder import build, publish, tables
@@ -39,9 +39,12 @@ def test_a_plan_is_shown_and_carried_out(run: Run, tmp_path: Path) -> None:
     staging = str(tmp_path / "staging")
     before = {info.key for info in run.store.list()}
 
-    asyncio.run(retain(run.url, Keep(last=1), staging=staging, dry_run=True))
+    with pytest.raises(RetentionRefused, match="no validated checkpoint"):
+        asyncio.run(retain(run.url, Keep(last=1), staging=staging))
+    keep = Keep(last=1, require_validated=False)
+    asyncio.run(retain(run.url, keep, staging=staging, dry_run=True))
     assert {info.key for info in run.store.list()} == before
-    asyncio.run(retain(run.url, Keep(last=1), staging=staging))
+    asyncio.run(retain(run.url, keep, staging=staging))
     new = {info.key for info in run.store.list()} - before
     assert new == {expired_key(manifest_key(1, 1)), PLAN_KEY}
     assert check(run, level="full").ok

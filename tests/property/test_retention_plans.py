@@ -62,6 +62,7 @@ policies = st.builds(
     keep_weekly=_COUNTS,
     keep_monthly=_COUNTS,
     best_by=st.sampled_from([(), (BestBy("auc", "max"),), (BestBy("auc", "min", 2),)]),
+    require_validated=st.booleans(),
 )
 
 
@@ -97,6 +98,8 @@ def test_every_kept_checkpoint_restores_as_it_did(run: RunFacts, policy: Retenti
     good = [name for name in run.live if before.is_trusted(name)]
     if good:
         assert after.best(good[0]) is not None
+    if policy.require_validated and made.dropped:
+        assert any(after.best(name) for name in good if before.is_validated(name))
     assert len(made.decisions) == len(run.manifests)
 
 

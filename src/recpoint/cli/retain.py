@@ -48,8 +48,12 @@ def retain(
         typer.Option(help="Keep the best by a metric: max:auc, min:loss:3; may be repeated."),
     ] = None,
     require_validated: Annotated[
-        bool, typer.Option("--require-validated", help="Drop nothing unless a validated one stays.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--require-validated/--no-require-validated",
+            help="Drop nothing unless a validated one stays.",
+        ),
+    ] = True,
     grace: Annotated[
         str, typer.Option(help="Time between marking and deleting, at least 1h.")
     ] = "24h",

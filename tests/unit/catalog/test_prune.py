@@ -57,7 +57,7 @@ from tests.interposed_store import InterposedStore, unavailable
 from tests.polling import until
 
 HOUR = 3600.0
-LAST = RetentionPolicy(keep_last=1)
+LAST = RetentionPolicy(keep_last=1, require_validated=False)
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -185,7 +185,7 @@ def test_a_dry_run_writes_nothing_at_all(run: Run) -> None:
 
 def test_what_a_rule_comes_to_keep_is_unmarked(run: Run) -> None:
     retain(run)
-    result = retain(run, RetentionPolicy(keep_last=3), grace=HOUR)
+    result = retain(run, RetentionPolicy(keep_last=3, require_validated=False), grace=HOUR)
     assert set(result.unmarked) == {named(run, step) for step in (10, 20, 30)}
     assert not [key for key in keys(run) if key.startswith("expired/")]
 
@@ -217,9 +217,9 @@ def test_best_by_a_recorded_metric(run: Run) -> None:
         pins.record_metric(run, ManifestName(step, 1), "auc", value)
     pins.record_metric(run, ManifestName(10, 1), "auc", 0.25)  # measured again
     run.store.put(metric_key(30, 1, "auc"), b"damaged")
-    policy = RetentionPolicy(best_by=(BestBy("auc", "max"),))
+    policy = RetentionPolicy(best_by=(BestBy("auc", "max"),), require_validated=False)
     assert [d.manifest.name.step for d in planned(run, policy).mark] == [30]
-    policy = RetentionPolicy(best_by=(BestBy("auc", "min"),))
+    policy = RetentionPolicy(best_by=(BestBy("auc", "min"),), require_validated=False)
     assert [d.manifest.name.step for d in planned(run, policy).mark] == [30, 20]
     with pytest.raises(NonFiniteValue):
         pins.record_metric(run, ManifestName(10, 1), "auc", float("nan"))
@@ -282,7 +282,7 @@ class TestConsolidated:
 
     def test_the_old_links_go_and_every_bit_stays(self, run: Run) -> None:
         before = {step: values(run, step) for step in (40, 50)}
-        policy = RetentionPolicy(keep_last=2)
+        policy = RetentionPolicy(keep_last=2, require_validated=False)
         first = retain(run, policy)
         assert first.marked == tuple(named(run, step) for step in (40, 30, 20, 10))
         second = retain(run, policy)

@@ -86,7 +86,7 @@ def test_one_that_is_being_deleted_is_not_published(run: Run) -> None:
     trained(run, tables(seed=5), [9])
     with pytest.raises(ObjectNotFound):
         publish(run, at(7))
-    policy = RetentionPolicy(keep_last=1)
+    policy = RetentionPolicy(keep_last=1, require_validated=False)
     retain_once(run, last=1)  # marks
     plan = plan_prune(run, policy, grace_seconds=0.0, grace_floor_seconds=0.0)
     assert plan.delete

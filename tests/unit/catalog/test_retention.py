@@ -15,7 +15,7 @@ from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
 from recpoint.errors import RetentionRefused, SettingsError
 from tests.retention_facts import NOW_MS, facts, full, increment, merged
 
-LAST = RetentionPolicy(keep_last=1)
+LAST = RetentionPolicy(keep_last=1, require_validated=False)
 
 
 def chain(*steps: int, generation: int = 1) -> list[StoredManifest]:
@@ -57,7 +57,10 @@ def fulls(hours: list[float]) -> RunFacts:
 )
 def test_what_a_rule_keeps(policy: dict[str, Any], steps: list[int]) -> None:
     # NOW_MS is a Thursday at 12:00 in the middle of a month; step 3 lies on the Sunday before.
-    made = plan(fulls([720, 110, 90, 20, 4, 2, 0.9, 0.5]), RetentionPolicy(**policy))
+    made = plan(
+        fulls([720, 110, 90, 20, 4, 2, 0.9, 0.5]),
+        RetentionPolicy(**policy, require_validated=False),
+    )
     assert kept_steps(made) == steps
 
 
@@ -65,18 +68,20 @@ def test_the_best_by_a_metric_and_the_newest_of_equals() -> None:
     there = fulls([5, 4, 3, 2, 1])
     auc = {ManifestName(step, 1): value for step, value in ((1, 0.9), (2, 0.7), (3, 0.9), (4, 0.1))}
     there = replace(there, metrics={"auc": auc})
-    best = RetentionPolicy(best_by=(BestBy("auc", "max"),))
+    best = RetentionPolicy(best_by=(BestBy("auc", "max"),), require_validated=False)
     assert kept_steps(plan(there, best)) == [3, 5]  # 5 is the newest
     assert "best by max auc (0.9)" in plan(there, best).kept[ManifestName(3, 1)]
-    both = RetentionPolicy(best_by=(BestBy("auc", "max", 2), BestBy("auc", "min")))
+    both = RetentionPolicy(
+        best_by=(BestBy("auc", "max", 2), BestBy("auc", "min")), require_validated=False
+    )
     assert kept_steps(plan(there, both)) == [1, 3, 4, 5]
-    none = RetentionPolicy(best_by=(BestBy("loss", "min"),))
+    none = RetentionPolicy(best_by=(BestBy("loss", "min"),), require_validated=False)
     assert kept_steps(plan(there, none)) == [5]
 
 
 def test_a_kept_increment_keeps_its_whole_chain_and_no_more() -> None:
     old, new = chain(1, 2, 3), chain(10, 11, 12, 13)
-    made = plan(facts([*old, *new]), RetentionPolicy(keep_last=2))
+    made = plan(facts([*old, *new]), RetentionPolicy(keep_last=2, require_validated=False))
     assert kept_keys(made) == {manifest.key for manifest in new}
     reasons = {decision.manifest.name.step: decision.reason for decision in made.decisions}
     assert "one of the last 2" in reasons[12] and "newest" in reasons[13]
@@ -103,7 +108,7 @@ def test_pins_and_leases_keep_and_superseded_checkpoints_go() -> None:
 def test_keep_within_keeps_superseded_checkpoints_too() -> None:
     old, other = full(1, hours_ago=2), full(2, generation=2)
     there = facts([old, other], live=[other.name])
-    policy = RetentionPolicy(keep_within_seconds=3 * 3600)
+    policy = RetentionPolicy(keep_within_seconds=3 * 3600, require_validated=False)
     assert plan(there, policy).dropped == ()
 
 
@@ -113,7 +118,10 @@ class TestRepresentations:
     def test_a_merged_full_lets_the_old_chain_go_when_it_is_not_the_newest(self) -> None:
         first, second, third, fourth = chain(1, 2, 3, 4)
         short = merged(third)
-        made = plan(facts([first, second, third, fourth, short]), RetentionPolicy(keep_last=2))
+        made = plan(
+            facts([first, second, third, fourth, short]),
+            RetentionPolicy(keep_last=2, require_validated=False),
+        )
         # Of the newest, 4, all forms are needed, and a reader comes to 3 by the merged full.
         assert kept_keys(made) == {fourth.key, short.key}
         why = {decision.manifest.key: decision.reason for decision in made.dropped}
@@ -155,7 +163,7 @@ class TestDamage:
 
     def test_damaged_checkpoints_do_not_count_and_are_kept_as_if_they_did(self) -> None:
         good, bad = [full(1), full(2)], [full(3, whole=False), full(4, whole=False)]
-        made = plan(facts([*good, *bad]), RetentionPolicy(keep_last=2))
+        made = plan(facts([*good, *bad]), RetentionPolicy(keep_last=2, require_validated=False))
         assert made.dropped == ()
         made = plan(facts([*good, *bad]), LAST)
         assert kept_steps(made) == [2, 4]
@@ -178,9 +186,17 @@ class TestDamage:
         there = facts([full(0), first, second, third, full(4), full(5)])
         broken = replace(there, verdicts={second.name: "failed", ManifestName(5, 1): "stateless"})
         # 3 goes through 2; 4 and 1 are the newest two that a reader would take unasked.
-        assert kept_steps(plan(broken, RetentionPolicy(keep_last=2))) == [1, 4, 5]
+        assert kept_steps(plan(broken, RetentionPolicy(keep_last=2, require_validated=False))) == [
+            1,
+            4,
+            5,
+        ]
         proven = replace(broken, verdicts={**broken.verdicts, third.name: "full"})
-        assert kept_steps(plan(proven, RetentionPolicy(keep_last=2))) == [3, 4, 5]
+        assert kept_steps(plan(proven, RetentionPolicy(keep_last=2, require_validated=False))) == [
+            3,
+            4,
+            5,
+        ]
 
     def test_merged_rows_of_a_failed_link_do_not_count_as_good(self) -> None:
         good, bad = full(1), full(2)
@@ -228,7 +244,7 @@ class TestRefusals:
 
     def test_nothing_validated_where_the_policy_asks_for_it(self) -> None:
         there = facts([full(1), full(2), full(3)])
-        policy = RetentionPolicy(keep_last=1, require_validated=True)
+        policy = RetentionPolicy(keep_last=1)
         with pytest.raises(RetentionRefused, match="no validated checkpoint"):
             plan(there, policy)
         validated = replace(
@@ -267,15 +283,24 @@ class TestClocks:
     def test_the_future_is_kept_beside_the_rest(self) -> None:
         there = [full(step, hours_ago=50 - step) for step in range(1, 6)]
         ahead = there[1]._replace(taken_ms=NOW_MS + 1)
-        policy = RetentionPolicy(keep_hourly=2)
+        policy = RetentionPolicy(keep_hourly=2, require_validated=False)
         assert kept_steps(plan(facts(there), policy)) == [4, 5]
         made = plan(facts([there[0], ahead, *there[2:]]), policy)
         assert kept_steps(made) == [2, 4, 5]
         assert made.kept[ahead.name] == "its time is in the future"
 
+    def test_the_future_takes_no_place_of_the_last_or_the_best(self) -> None:
+        there = [*(full(step, hours_ago=50 - step) for step in range(1, 5)), full(5, hours_ago=-1)]
+        last = RetentionPolicy(keep_last=2, require_validated=False)
+        assert kept_steps(plan(facts(there), last)) == [3, 4, 5]
+        best = RetentionPolicy(best_by=(BestBy("auc", "max", 2),), require_validated=False)
+        auc = {ManifestName(step, 1): 0.5 + step / 100 for step in (1, 2, 5)}
+        measured = replace(facts(there), metrics={"auc": auc})
+        assert kept_steps(plan(measured, best)) == [1, 2, 5]
+
     def test_a_trainer_that_stood_still_for_a_year_loses_nothing_by_that(self) -> None:
         there = [full(step, hours_ago=9000 - step) for step in range(1, 6)]
-        policy = RetentionPolicy(keep_within_seconds=3 * 3600)
+        policy = RetentionPolicy(keep_within_seconds=3 * 3600, require_validated=False)
         assert kept_steps(plan(facts(there), policy)) == [2, 3, 4, 5]
 
 
@@ -313,6 +338,9 @@ def test_ten_thousand_checkpoints_are_planned_in_one_pass() -> None:
     for step in range(10_000):
         there.append(full(step) if step % 500 == 0 else increment(step, there[-1]))
     started = time.monotonic()
-    made = plan(facts(there), RetentionPolicy(keep_last=10, keep_hourly=24, keep_daily=7))
+    made = plan(
+        facts(there),
+        RetentionPolicy(keep_last=10, keep_hourly=24, keep_daily=7, require_validated=False),
+    )
     assert time.monotonic() - started < 30
     assert len(made.decisions) == 10_000

@@ -374,7 +374,12 @@ def test_the_plan_of_the_newest_retention(tmp_path: Path) -> None:
     store = CountingStore(tmp_path / "run")
     looking = RunWatch(Run.open(store))
     assert looking.refresh().plan is None
-    policy = RetentionPolicy(keep_last=2, keep_within_seconds=0.5, best_by=(BestBy("auc", "max"),))
+    policy = RetentionPolicy(
+        keep_last=2,
+        keep_within_seconds=0.5,
+        best_by=(BestBy("auc", "max"),),
+        require_validated=False,
+    )
     made = plan_prune(run, policy, grace_seconds=3600, ask_store=False)
     leave_plan(run, made)
     store.reads.clear()
@@ -401,7 +406,12 @@ def test_the_plan_of_the_newest_retention(tmp_path: Path) -> None:
 def test_of_many_manifests_a_plan_names_the_newest_that_go_and_that_stay(run: Run) -> None:
     begin(run, at=20)
     commit(run, 10, at=10)
-    made = plan_prune(run, RetentionPolicy(keep_last=1), grace_seconds=3600, ask_store=False)
+    made = plan_prune(
+        run,
+        RetentionPolicy(keep_last=1, require_validated=False),
+        grace_seconds=3600,
+        ask_store=False,
+    )
     (kept,) = made.retention.decisions
     decisions = tuple(kept._replace(action="drop" if n % 3 else "keep") for n in range(1800))
     many = replace(made, retention=replace(made.retention, decisions=decisions))
@@ -421,7 +431,7 @@ def test_a_store_that_takes_no_plan_is_retained_all_the_same(run: Run) -> None:
     old = begin(run, at=30)
     commit(run, 10, at=25, generation=old)
     commit(run, 20, at=10, generation=begin(run, at=20))
-    policy = RetentionPolicy(keep_last=1)
+    policy = RetentionPolicy(keep_last=1, require_validated=False)
     fault = Fault(kind="fail", on=frozenset({"put"}), key_contains=PLAN_KEY, error=StoreFull)
     full = Run.open(FaultStore(run.store, [fault]))
     result = execute(full, plan_prune(full, policy, grace_seconds=3600, ask_store=False))

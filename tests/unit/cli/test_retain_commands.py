@@ -22,11 +22,29 @@ def files(run: SavedRun) -> set[str]:
     return {str(path.relative_to(run.directory)) for path in run.directory.rglob("*.*")}
 
 
+#: Whether anything was validated is not what these are about.
+ANY = ("--no-require-validated",)
+LAST = ("--keep-last", 1, *ANY)
+
+
+def test_nothing_is_marked_before_a_checkpoint_was_validated(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    before = files(saved_run)
+    ended = recpoint("retain", saved_run.directory, "--keep-last", 1, "--json")
+    assert ended.code == 1 and ended.json["error"] == "RetentionRefused"
+    assert f"recpoint validate {saved_run.directory}" in ended.json["next_step"]
+    assert files(saved_run) == before
+    assert recpoint("validate", saved_run.directory).code == 0
+    ended = recpoint("retain", saved_run.directory, "--keep-last", 1, "--json")
+    assert ended.code == 0 and ended.json["marked"] == [manifest_key(25, 1)]
+
+
 def test_a_dry_run_prints_each_manifest_with_its_reason(
     recpoint: Invoke, saved_run: SavedRun
 ) -> None:
     before = files(saved_run)
-    ended = recpoint("retain", saved_run.directory, "--keep-last", 1, "--dry-run", "--json")
+    ended = recpoint("retain", saved_run.directory, *LAST, "--dry-run", "--json")
     assert ended.code == 0 and files(saved_run) == before
     document = ended.json
     assert document["dry_run"] and document["grace_seconds"] == 86400
@@ -40,7 +58,7 @@ def test_a_dry_run_prints_each_manifest_with_its_reason(
     }
     assert rows[25]["reason"] == "superseded, and no rule keeps it"
     assert "one of the last 1" in rows[30]["reason"] and "needs it" in rows[10]["reason"]
-    table = recpoint("retain", saved_run.directory, "--keep-last", 1, "--dry-run").stdout
+    table = recpoint("retain", saved_run.directory, *LAST, "--dry-run").stdout
     assert "3 to keep, 1 to mark, 0 to wait, 0 to delete" in table
     assert "superseded, and no rule keeps it" in table
 
@@ -50,7 +68,7 @@ def test_the_manifests_of_one_checkpoint_are_told_apart(
 ) -> None:
     assert recpoint("consolidate", saved_run.directory, "--links", 2).code == 0
     assert recpoint("consolidate", saved_run.directory).code == 0
-    table = recpoint("retain", saved_run.directory, "--keep-last", 1, "--dry-run").stdout
+    table = recpoint("retain", saved_run.directory, *LAST, "--dry-run").stdout
     lines = [line.split("keep")[0].split() for line in table.splitlines() if "newest" in line]
     assert sorted(lines) == [
         ["30", "2"],
@@ -60,9 +78,9 @@ def test_the_manifests_of_one_checkpoint_are_told_apart(
 
 
 def test_it_marks_and_waits_for_the_grace(recpoint: Invoke, saved_run: SavedRun) -> None:
-    ended = recpoint("retain", saved_run.directory, "--keep-last", 1, "--grace", "2h", "--json")
+    ended = recpoint("retain", saved_run.directory, *LAST, "--grace", "2h", "--json")
     assert ended.json["marked"] == [manifest_key(25, 1)] and ended.json["deleted"] == []
-    table = recpoint("retain", saved_run.directory, "--keep-last", 1, "--grace", "2h").stdout
+    table = recpoint("retain", saved_run.directory, *LAST, "--grace", "2h").stdout
     assert "2.0 h of grace are left" in table and "marked 0, deleted 0 manifests" in table
     assert check(saved_run.run, level="full").ok
 
@@ -73,7 +91,7 @@ def test_pins_are_set_shown_and_removed(recpoint: Invoke, saved_run: SavedRun) -
     )
     assert ended.code == 0 and ended.json["name"] == "demo" and ended.json["why"] == "x"
     assert pin_key(25, 1, "demo") in files(saved_run)
-    rows = recpoint("retain", saved_run.directory, "--keep-last", 1, "--dry-run", "--json").json
+    rows = recpoint("retain", saved_run.directory, *LAST, "--dry-run", "--json").json
     assert [row["action"] for row in rows["manifests"]] == ["keep"] * 4
     assert "pinned (demo)" in rows["manifests"][1]["reason"]
     listed = recpoint("list", saved_run.directory, "--all", "--json").json["checkpoints"]
@@ -87,7 +105,7 @@ def test_pins_are_set_shown_and_removed(recpoint: Invoke, saved_run: SavedRun) -
 
 
 def test_a_listing_says_what_is_marked(recpoint: Invoke, saved_run: SavedRun) -> None:
-    recpoint("retain", saved_run.directory, "--keep-last", 1)
+    recpoint("retain", saved_run.directory, *LAST)
     listed = recpoint("list", saved_run.directory, "--all", "--json").json["checkpoints"]
     assert [entry["expires"] for entry in listed] == [False, True, False, False]
     assert "superseded, expires" in recpoint("list", saved_run.directory, "--all").stdout
@@ -96,7 +114,7 @@ def test_a_listing_says_what_is_marked(recpoint: Invoke, saved_run: SavedRun) ->
 def test_the_best_by_a_metric(recpoint: Invoke, saved_run: SavedRun) -> None:
     assert recpoint("metric", saved_run.directory, 10, "auc=0.75", "--json").json["value"] == 0.75
     rows = recpoint(
-        "retain", saved_run.directory, "--best-by", "max:auc:2", "--dry-run", "--json"
+        "retain", saved_run.directory, "--best-by", "max:auc:2", *ANY, "--dry-run", "--json"
     ).json["manifests"]
     assert "best by max auc (0.75)" in rows[3]["reason"]
     for wrong in ("auc", "auc=", "auc=x", "auc=nan", "auc=-inf", "=1"):
@@ -126,7 +144,7 @@ def test_it_deletes_nothing_while_a_manifest_cannot_be_read(
     recpoint: Invoke, saved_run: SavedRun
 ) -> None:
     (saved_run.directory / manifest_key(20, 1)).write_bytes(b"damaged")
-    ended = recpoint("retain", saved_run.directory, "--keep-last", 1, "--json")
+    ended = recpoint("retain", saved_run.directory, *LAST, "--json")
     assert ended.code == 1 and ended.json["error"] == "RetentionRefused"
     assert str(saved_run.directory) in ended.json["next_step"]
 
