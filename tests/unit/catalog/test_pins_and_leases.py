@@ -1,0 +1,328 @@
+"""What pins and leases keep from a retention, and how old they are (format §6.6, §6.7)."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import leases, pins
+from recpoint.catalog.check import check
+from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.elapsed import Clocks
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.prune import PruneResult, execute
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from recpoint.catalog.store_contract import Store
+from recpoint.errors import (
+    ChainError,
+    NothingToRestore,
+    ObjectNotFound,
+    RetentionRefused,
+    SettingsError,
+    StoreAccessDenied,
+)
+from recpoint.format.naming import (
+    CHUNKS_PREFIX,
+    DELETION_KEY,
+    expired_key,
+    lease_key,
+    pin_key,
+)
+from recpoint.format.retention_records import Stamp
+from tests.interposed_store import InterposedStore, unavailable
+from tests.polling import until
+from tests.retained_run import (
+    HOUR,
+    age_file,
+    filled,
+    keys,
+    make_old,
+    named,
+    now_ms,
+    planned,
+    require_tidy,
+    retain,
+    rewrite_lease,
+    steps,
+)
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A place on a local disk, and one on the real S3 server."""
+    if request.param == "local":
+        return open_store(str(tmp_path / "run"))
+    return open_store(request.getfixturevalue("s3_run_url"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return filled(open_store(str(tmp_path / "run")))
+
+
+class TestPins:
+    """A pin that was reported as set holds."""
+
+    def test_it_keeps_the_checkpoint_and_its_chain(self, store: Store) -> None:
+        run = filled(store)
+        made = pins.pin(run, ManifestName(20, 1), label="release", who="ana", why="shipped")
+        assert pins.pinned(run) == {ManifestName(20, 1): ("release",)}
+        assert pins.read_pin(run, ManifestName(20, 1), "release") == made
+        retain(run)
+        retain(run)
+        assert steps(run) == [10, 20, 40, 50]
+        assert check(run, level="full").ok
+        again = pins.pin(run, ManifestName(20, 1), label="release", who="bob")
+        assert again.who == "ana"
+        pins.unpin(run, ManifestName(20, 1), label="release")
+        retain(run)
+        retain(run)
+        require_tidy(run, [40, 50])
+
+    def test_it_rescues_what_is_marked_and_the_grace_begins_anew(self, run: Run) -> None:
+        retain(run)
+        make_old(run, 2 * HOUR)
+        pins.pin(run, ManifestName(20, 1))
+        assert keys(run) & {expired_key(named(run, s)) for s in (10, 20, 30)} == {
+            expired_key(named(run, 30))
+        }
+        pins.unpin(run, ManifestName(20, 1))
+        result = retain(run, grace=HOUR)
+        assert result.deleted == (named(run, 30),) and steps(run) == [10, 20, 40, 50]
+
+    def test_one_that_cannot_be_read_counts(self, run: Run) -> None:
+        run.store.put(pin_key(30, 1, "pin"), b"damaged")
+        assert planned(run).mark == ()
+
+    def test_one_of_no_checkpoint_is_told_and_left(self, run: Run) -> None:
+        key = pin_key(25, 1, "pin")
+        run.store.put(key, b"of something that is gone")
+        plan = planned(run)
+        assert plan.stray_pins == (key,) and len(plan.mark) == 3
+        execute(run, plan)
+        assert key in keys(run)
+
+    def test_two_pins_of_one_checkpoint_are_removed_one_by_one(self, run: Run) -> None:
+        for label in ("ana", "bob"):
+            pins.pin(run, ManifestName(10, 1), label=label)
+        pins.unpin(run, ManifestName(10, 1), label="ana")
+        assert pins.pinned(run) == {ManifestName(10, 1): ("bob",)}
+        with pytest.raises(NothingToRestore, match="the pins bob"):
+            pins.unpin(run, ManifestName(10, 1), label="ana")
+
+    @pytest.mark.parametrize("label", ["", "A", "../x", "x" * 65, "a b"])
+    def test_labels_that_no_key_can_hold(self, run: Run, label: str) -> None:
+        with pytest.raises(SettingsError):
+            pins.pin(run, ManifestName(10, 1), label=label)
+
+    def test_no_pin_of_what_is_not_there_or_does_not_restore(self, run: Run) -> None:
+        with pytest.raises(ObjectNotFound):
+            pins.pin(run, ManifestName(11, 1))
+        run.store.delete(named(run, 10))
+        with pytest.raises(ChainError):
+            pins.pin(run, ManifestName(30, 1))
+        assert pins.pinned(run) == {}
+
+    def test_too_late_once_the_deletion_is_announced(self, run: Run) -> None:
+        retain(run)
+
+        def pin(call: str, key: str) -> None:
+            if call == "delete" and key.startswith("manifests/"):
+                for step in (10, 20, 30):
+                    # 30 may be gone already: then it is not there to be pinned.
+                    with pytest.raises((RetentionRefused, ObjectNotFound)):
+                        pins.pin(run, ManifestName(step, 1))
+
+        execute(Run.open(InterposedStore(run.store, before=pin)), planned(run))
+        require_tidy(run, [40, 50])
+
+    def test_in_time_right_before_the_announcement(self, run: Run) -> None:
+        retain(run)
+
+        def pin(call: str, key: str) -> None:
+            if (call, key) == ("create", DELETION_KEY):
+                pins.pin(run, ManifestName(20, 1))
+
+        result = execute(Run.open(InterposedStore(run.store, before=pin)), planned(run))
+        assert result.deleted == (named(run, 30),)
+        assert {key for key, _ in result.spared} == {named(run, 10), named(run, 20)}
+        assert steps(run) == [10, 20, 40, 50] and check(run, level="full").ok
+
+    def test_deleted_between_the_looks_of_the_pin(self, run: Run) -> None:
+        retain(run)
+        plan = planned(run)
+
+        def delete(call: str, key: str) -> None:
+            if (call, key) == ("create", pin_key(10, 1, "pin")):
+                execute(run, plan)
+
+        with pytest.raises((ObjectNotFound, ChainError)):
+            pins.pin(Run.open(InterposedStore(run.store, before=delete)), ManifestName(10, 1))
+        require_tidy(run, [40, 50])
+
+
+class TestLeases:
+    """Who reads is not deleted from under; who is dead is not waited for."""
+
+    def test_nothing_is_deleted_while_everything_is_read(self, store: Store) -> None:
+        run = filled(store)
+        retain(run)
+        with leases.reading(run, purpose="restore"):
+            plan = planned(run)
+            assert plan.held[0].startswith("restore by process ")
+            assert execute(run, plan).deleted == ()
+            assert steps(run) == [10, 20, 30, 40, 50]
+        assert len(retain(run).deleted) == 3
+        require_tidy(run, [40, 50])
+
+    def test_a_running_consolidation_keeps_what_it_reads(self, run: Run) -> None:
+        retain(run)  # marks it
+        meanwhile: list[PruneResult] = []
+
+        def delete(call: str, key: str) -> None:
+            if call in ("put", "create") and key.startswith(CHUNKS_PREFIX) and not meanwhile:
+                meanwhile.append(retain(run))
+
+        reading = Run.open(InterposedStore(run.store, before=delete))
+        consolidate(reading, plan_consolidation(reading, ManifestName(30, 1)))
+        (result,) = meanwhile
+        assert result.deleted == () and set(result.unmarked) == {
+            named(run, s) for s in (10, 20, 30)
+        }
+        assert ManifestName(30, 1) in run.consolidated()
+        retain(run)
+        retain(run)
+        require_tidy(run, [40, 50])
+
+    def test_a_lease_that_comes_right_before_the_deletion_is_seen(self, run: Run) -> None:
+        retain(run)
+        held: list[leases.HeldLease] = []
+
+        def begin(call: str, key: str) -> None:
+            if (call, key) == ("create", DELETION_KEY):
+                held.append(leases.HeldLease(run, purpose="restore"))
+
+        result = execute(Run.open(InterposedStore(run.store, before=begin)), planned(run))
+        assert result.deleted == () and steps(run) == [10, 20, 30, 40, 50]
+        assert not planned(run).unfinished  # nothing was begun: it may be pinned as before
+        held[0].release()
+        retain(run)
+        require_tidy(run, [40, 50])
+
+    def test_a_lease_of_some_keeps_those_and_their_chains(self, run: Run) -> None:
+        lease = leases.HeldLease(run, purpose="publish", covers=[run.manifest(20, 1).ref])
+        retain(run)
+        retain(run)
+        assert steps(run) == [10, 20, 40, 50]
+        lease.renew(covers=[run.manifest(10, 1).ref])
+        retain(run)
+        retain(run)
+        assert steps(run) == [10, 40, 50]
+        lease.release()
+        retain(run)
+        retain(run)
+        require_tidy(run, [40, 50])
+
+    def test_one_that_was_not_renewed_in_time_is_removed(self, run: Run) -> None:
+        lease = leases.HeldLease(run, purpose="restore", ttl_seconds=60)
+        retain(run)
+        (found,) = leases.look(run, Clocks.read(run.store))
+        rewrite_lease(run, found, Stamp(written_ms=now_ms() - 61_000, boot=None, boot_ms=0))
+        assert planned(run).held  # the store says that it is young
+        age_file(run, found.key, 61)
+        plan = planned(run)
+        assert plan.held == () and plan.expired_leases == (found.key,)
+        lease.renew()  # between plan and deed: it is there to stay
+        assert execute(run, plan).deleted == () and found.key in keys(run)
+        rewrite_lease(run, found, Stamp(written_ms=now_ms() - 61_000, boot=None, boot_ms=0))
+        age_file(run, found.key, 61)
+        plan = planned(run)
+        assert len(execute(run, plan).deleted) == 3
+        lease.renew()  # its owner lives after all, and finds nothing missing that it may rely on
+        assert planned(run).held
+
+    def test_one_from_the_future_is_given_a_stamp_that_ends(self, run: Run) -> None:
+        leases.HeldLease(run, purpose="restore", ttl_seconds=60)
+        (found,) = leases.look(run, Clocks.read())
+        rewrite_lease(run, found, Stamp(written_ms=now_ms() + 10**9, boot=None, boot_ms=0))
+        plan = planned(run)
+        assert plan.held and len(plan.adopt) == 1
+        execute(run, plan)
+        (adopted,) = leases.look(run, Clocks.read())
+        assert adopted.lease is not None and adopted.lease.stamp.written_ms <= now_ms()
+        assert planned(run).held and planned(run).adopt == ()
+
+    def test_one_that_cannot_be_read_is_honoured_for_a_week(self, run: Run) -> None:
+        key = lease_key("ab" * 16)
+        run.store.put(key, b"damaged")
+        retain(run)
+        assert planned(run).held[0].startswith("unreadable")
+        age_file(run, key, 8 * 24 * HOUR)
+        assert planned(run).expired_leases == (key,)
+
+    def test_who_may_not_write_reads_without(self, run: Run) -> None:
+        def refuse(call: str, key: str) -> None:
+            if call == "put":
+                raise StoreAccessDenied(key, found="403", expected="200", next_step="ask")
+
+        with leases.reading(
+            Run.open(InterposedStore(run.store, before=refuse)), purpose="restore"
+        ) as lease:
+            assert lease is None
+
+    def test_it_is_renewed_for_as_long_as_the_reader_reads(self, run: Run) -> None:
+        puts: list[str] = []
+
+        def refuse(call: str, key: str) -> None:
+            if call == "put":
+                puts.append(key)
+                if len(puts) == 2:
+                    raise unavailable(key)  # a renewal that fails is tried again
+
+        def written_ms() -> int:
+            (found,) = leases.look(run, Clocks.read())
+            assert found.lease is not None
+            return found.lease.stamp.written_ms
+
+        store = InterposedStore(run.store, before=refuse)
+        with leases.reading(Run.open(store), purpose="restore", renew_seconds=0.01):
+            began_ms = written_ms()
+            until(lambda: written_ms() > began_ms and len(puts) > 3)
+        assert leases.look(run, Clocks.read()) == []
+        threads = {thread.name for thread in threading.enumerate()}
+        assert "recpoint-lease" not in threads  # or it could write it again
+
+
+class TestAge:
+    """A mark is as old as the clock says that makes it youngest."""
+
+    @pytest.fixture
+    def marked(self, run: Run) -> Run:
+        retain(run, grace=HOUR)
+        return run
+
+    def test_all_clocks_have_to_agree(self, marked: Run) -> None:
+        assert len(planned(marked, grace=HOUR).waiting) == 3
+        make_old(marked, 2 * HOUR)
+        assert len(planned(marked, grace=HOUR).delete) == 3
+
+    def test_a_wall_clock_that_jumped_deletes_nothing(self, marked: Run) -> None:
+        make_old(marked, 2 * HOUR, boot=False)
+        assert planned(marked, grace=HOUR).delete == ()
+
+    def test_a_store_whose_clock_stands_back_deletes_nothing(self, marked: Run) -> None:
+        make_old(marked, 2 * HOUR, files=False)
+        assert planned(marked, grace=HOUR).delete == ()
+
+    def test_a_stamp_from_the_future_deletes_nothing_and_is_written_anew(self, marked: Run) -> None:
+        make_old(marked, -2 * HOUR)
+        plan = planned(marked, grace=HOUR)
+        assert plan.delete == () and len(plan.remark) == 3
+        execute(marked, plan)
+        assert planned(marked, grace=HOUR).remark == ()
+        make_old(marked, 2 * HOUR)
+        assert len(retain(marked, grace=HOUR).deleted) == 3
