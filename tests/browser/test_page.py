@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -28,9 +28,10 @@ from recpoint.catalog.prune_plan import plan_prune
 from recpoint.catalog.retention_rules import RetentionPolicy
 from recpoint.catalog.run import Run
 from recpoint.dashboards.terminal import bytes_text, time_text
+from recpoint.errors import RanksMissing
 from recpoint.format.history import History
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import generation_key, manifest_key
+from recpoint.format.naming import generation_key, manifest_key, part_key
 from recpoint.format.records import pack_record
 from tests import catalog_builder
 from tests.agent_process import AgentProcess
@@ -38,6 +39,7 @@ from tests.browser.conftest import PATIENCE_SECONDS, dashboard
 from tests.catalog_builder import build, copy_run, new_run, publish
 from tests.job_builder import stage
 from tests.polling import until as poll
+from tests.rank_jobs import RankJobs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -305,6 +307,28 @@ def test_fifty_runs_of_which_some_are_in_trouble(page: Page, tmp_path: Path) -> 
             .inner_text()
             == "damaged"
         )
+
+
+def test_the_rank_that_a_checkpoint_waits_for_is_named(page: Page, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    jobs = RankJobs(run, [tmp_path / "host-0", tmp_path / "host-1"], catalog_builder.tables())
+    first, second = jobs.stage(10)
+    with suppress(RanksMissing):
+        persist_job(first)
+    persist_job(second)
+    first, second = jobs.stage(20)
+    with pytest.raises(RanksMissing):
+        persist_job(first)
+    part = Path(run.url) / part_key(20, 1, jobs.attempt(20), rank=0)
+    os.utime(part, (time.time() - 61, time.time() - 61))
+    with dashboard(tmp_path / "log", run.url) as address:
+        page.goto(address + "run/0")
+        shows(page, "step 20 waits for rank 1 of 2")
+        assert field(page, "A restore").startswith("step 10")
+        persist_job(second)
+        until(lambda: field(page, "A restore").startswith("step 20"))
+        until(lambda: page.get_by_text("waits for rank").locator("visible=true").count() == 0)
 
 
 def test_a_store_that_goes_away_keeps_what_was_seen(page: Page, tmp_path: Path) -> None:
