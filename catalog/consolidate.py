@@ -81,7 +81,8 @@ def consolidate(
 ) -> Consolidated:
     """Do what a plan says, all of its steps.
 
-    Beside the size of one manifest it takes less than 512 MB of memory, whatever the tables' size.
+    Beside the size of one manifest, and for each source of its chunks of one part's tables, it
+    takes less than 512 MB of memory, however large the tables are and however many ranks there are.
     Safe beside persists, restores, sweeps and other consolidations. Killed anywhere, a call with
     the same plan, or a new one of the same sources, goes on under the same keys.
 
@@ -154,7 +155,7 @@ def merge_part(
         ObjectNotFound, ChainError, FormatError: a source is damaged or gone.
         StoreError: the store cannot be reached or refuses.
     """
-    sources = read_sources(run, plan)
+    sources = read_sources(run, plan, tables=part.tables)
     prefix = attempt_prefix(*plan.target.name, plan.attempt)
     with (
         ChunkPool(_READERS, read_ahead=_READ_AHEAD) as pool,
@@ -283,7 +284,7 @@ def commit_consolidation(
     there = _already(run, plan)
     if there is not None:
         return "already", there
-    sources = read_sources(run, plan)
+    sources = read_sources(run, plan, tables=())
     prefix = attempt_prefix(*plan.target.name, plan.attempt)
     others = [entry for entry in sources[-1].chunks if entry.content != "rows"]
     # Last, and written whatever is there: on a local disk this makes the directory durable, with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 #: Raised with every change of which chunks come out of the same sources.
-_LAYOUT: Final = 1
+_LAYOUT: Final = 2
 
 #: Bytes to read for a part of several tables; a larger table is a part of its own.
 _PART_BYTES: Final = 512 << 20
@@ -215,7 +215,7 @@ def _planned(
         reasons.append(f"{dead_rows / stored_rows:.0%} of the stored rows are dead")
     return ConsolidationPlan(
         target=target,
-        attempt=_attempt(run, target, merged),
+        attempt=_attempt(run, target, newest.attempt, [_digest(one) for one in merged]),
         sources=tuple(Representation.of(manifest) for manifest in merged),
         parts=_parts(merged),
         links_before=links_before,
@@ -232,16 +232,26 @@ def _planned(
     )
 
 
-def read_sources(run: Run, plan: ConsolidationPlan) -> list[Manifest]:
+def read_sources(run: Run, plan: ConsolidationPlan, *, tables: Collection[int]) -> list[Manifest]:
     """The manifests that a plan merges, oldest first, and that they are still those.
+
+    One at a time is in memory whole, since each may name millions of chunks.
+
+    Args:
+        run: the run.
+        plan: of `plan_consolidation`.
+        tables: of chunks of rows they keep those of these tables, by index, and no others.
 
     Raises:
         ObjectNotFound: one has been let go of since.
         ChainError: one is another than it was; make a new plan.
         FormatError: one is damaged.
     """
-    sources = [run.read_manifest(one) for one in plan.sources]
-    if _attempt(run, plan.target, sources) != plan.attempt:
+    wanted = frozenset(tables)
+    read = [_read_source(run, one, wanted) for one in plan.sources]
+    sources = [manifest for manifest, _ in read]
+    digests = [digest for _, digest in read]
+    if _attempt(run, plan.target, sources[-1].attempt, digests) != plan.attempt:
         raise ChainError(
             plan.target.key,
             found="other manifests, or another version of recpoint, than the plan was made with",
@@ -251,20 +261,38 @@ def read_sources(run: Run, plan: ConsolidationPlan) -> list[Manifest]:
     return sources
 
 
+def _read_source(run: Run, source: Representation, tables: frozenset[int]) -> tuple[Manifest, str]:
+    """A manifest that names no rows but those of some tables, and the digest of all of it."""
+    whole = run.read_manifest(source)
+    kept = tuple(entry for entry in whole.chunks if entry.table is None or entry.table in tables)
+    return whole.model_copy(update={"chunks": kept}), _digest(whole)
+
+
 @cache
 def writer() -> str:
     """What a consolidated manifest says of who wrote it."""
     return f"recpoint {version('recpoint')}"
 
 
-def _attempt(run: Run, target: Representation, sources: Sequence[Manifest]) -> str:
-    """Everything that the bytes of the chunks follow from, in 128 bits (format §6.8 C2)."""
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(pack_record(manifest)).hexdigest()
+
+
+def _attempt(run: Run, target: Representation, attempt: str, digests: Sequence[str]) -> str:
+    """Everything that the bytes of the chunks follow from, in 128 bits (format §6.8 C2).
+
+    Args:
+        run: the run.
+        target: the representation to make.
+        attempt: the checkpoint's own.
+        digests: of the sources, oldest first.
+    """
     made_of = [
         "recpoint/consolidation",
         [_LAYOUT, CHUNK_BYTES, BUFFERED_BYTES, SECTION_ROWS],
         [writer(), ".".join(map(str, zstandard.ZSTD_VERSION))],
-        [run.id, target.key, sources[-1].attempt],
-        [hashlib.sha256(pack_record(manifest)).hexdigest() for manifest in sources],
+        [run.id, target.key, attempt],
+        list(digests),
     ]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 

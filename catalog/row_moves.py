@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -22,11 +23,12 @@ from recpoint.kernels import row_gather, row_set
 
 __all__ = ["BUFFERED_BYTES", "ChunkBuilder", "MovedRows", "RowKind", "read_moved"]
 
-#: Most bytes of rows that wait for a chunk of their kind to be full, over all kinds of a table.
+#: Most memory of rows that wait for a chunk of their kind to be full, over all kinds of a table.
 BUFFERED_BYTES: Final = 48 << 20
 
 #: Room for one row id in a row set, as in `persist_plan`.
 _ID_BYTES: Final = 9
+_INT64_BYTES: Final = 8
 
 _Ids = np.ndarray[Any, np.dtype[np.int64]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -139,32 +141,42 @@ class ChunkBuilder:
         if positions is not None:
             positions = positions + first
         total = stop - first if positions is None else positions.numel()
-        waiting = self._waiting.get(moved.kind)
-        if waiting is None:
-            waiting = self._waiting[moved.kind] = _Waiting(moved.kind, self._spec)
         done = 0
         while done < total:
-            count = min(total - done, waiting.room)
-            if positions is None:
-                waiting.append_range(moved, first + done, count)
-            else:
-                waiting.append(moved, positions[done : done + count])
-            done += count
-            if not waiting.room:
-                self._build(waiting)
-        while sum(other.bytes for other in self._waiting.values()) > BUFFERED_BYTES:
-            self._build(max(self._waiting.values(), key=lambda other: other.bytes))
+            done += self._append(moved, first, done, total, positions)
+        sizes = {kind: other.resident_bytes for kind, other in self._waiting.items()}
+        while sum(sizes.values()) > BUFFERED_BYTES:
+            largest = max(sizes, key=lambda kind: sizes[kind])
+            del sizes[largest]
+            self._build(largest)
 
     def finish(self) -> None:
         """Hand out what is left."""
-        for waiting in self._waiting.values():
-            if waiting.rows:
-                self._build(waiting)
-        self._waiting.clear()
+        while self._waiting:
+            self._build(next(iter(self._waiting)))
 
-    def _build(self, waiting: _Waiting) -> None:
-        kind, spec, manifest = waiting.kind, self._spec, self._manifest
-        ids, parts = waiting.take()
+    def _append(
+        self, moved: MovedRows, first: int, done: int, total: int, positions: Tensor | None
+    ) -> int:
+        """Take as many of the rows as the chunk of their kind has room for; how many."""
+        waiting = self._waiting.get(moved.kind)
+        if waiting is None:
+            waiting = self._waiting[moved.kind] = _Waiting(moved.kind, self._spec)
+        count = min(total - done, waiting.room)
+        if positions is None:
+            waiting.append_range(moved, first + done, count)
+        else:
+            waiting.append(moved, positions[done : done + count])
+        is_full = not waiting.room
+        del waiting  # nobody but the dictionary holds it: what is built gives its memory back
+        if is_full:
+            self._build(moved.kind)
+        return count
+
+    def _build(self, kind: RowKind) -> None:
+        spec, manifest = self._spec, self._manifest
+        # Its memory goes with it: there may be as many kinds as ranks.
+        ids, parts = self._waiting.pop(kind).take()
         coded = row_set.encode(torch.from_numpy(ids))
         arrays = kind.arrays(spec)
         sections = [
@@ -216,19 +228,27 @@ class ChunkBuilder:
 
 
 class _Waiting:
-    """Rows of one kind, until they fill a chunk."""
+    """Rows of one kind, until they fill a chunk; made for the first one, gone with the chunk.
+
+    Its memory is a mapping of its own: pages that nothing is written to take no room, and all of
+    them are given back at once, which an allocator may put off.
+    """
 
     def __init__(self, kind: RowKind, spec: TableSpec) -> None:
-        self.kind = kind
         self.rows = 0
-        widths = {name: array_bytes(*part) for name, part in kind.arrays(spec).items()}
-        self._row_bytes = sum(widths.values()) + _ID_BYTES
-        self._most = max(1, min(CHUNK_BYTES // self._row_bytes, spec.rows))
-        # Memory that nothing is written to takes no room.
-        self._ids = torch.empty(self._most, dtype=torch.int64)
+        self._widths = {name: array_bytes(*part) for name, part in kind.arrays(spec).items()}
+        row_bytes = sum(self._widths.values()) + _ID_BYTES
+        self._most = max(1, min(CHUNK_BYTES // row_bytes, spec.rows))
+        sizes = [_pages(self._most * width) for width in (_INT64_BYTES, *self._widths.values())]
+        mapping = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)  # else a few rows could take 2 MiB each part
+        # The mapping lives as long as a view of it.
+        memory = torch.frombuffer(mapping, dtype=torch.uint8).split(sizes)
+        self._ids = memory[0].view(torch.int64)[: self._most]
         self._parts = {
-            name: torch.empty(self._most, width, dtype=torch.uint8)
-            for name, width in widths.items()
+            name: part[: self._most * width].view(self._most, width)
+            for (name, width), part in zip(self._widths.items(), memory[1:], strict=True)
         }
 
     @property
@@ -236,8 +256,9 @@ class _Waiting:
         return self._most - self.rows
 
     @property
-    def bytes(self) -> int:
-        return self.rows * self._row_bytes
+    def resident_bytes(self) -> int:
+        widths = (_INT64_BYTES, *self._widths.values())
+        return sum(_pages(self.rows * width) for width in widths)
 
     def append_range(self, moved: MovedRows, first: int, count: int) -> None:
         at = slice(self.rows, self.rows + count)
@@ -256,12 +277,16 @@ class _Waiting:
         self.rows += positions.numel()
 
     def take(self) -> tuple[_Ids, dict[str, _Bytes]]:
-        """Ids, ascending, and parts; views that the next `append` overwrites."""
+        """Ids, ascending, and parts. Nothing is appended any more."""
         ids = self._ids[: self.rows]
         parts = {name: part[: self.rows] for name, part in self._parts.items()}
         if bool((ids[1:] < ids[:-1]).any()):
             order = ids.argsort()
             ids = ids[order]
             parts = {name: part[order] for name, part in parts.items()}
-        self.rows = 0
         return ids.numpy(), {name: part.reshape(-1).numpy() for name, part in parts.items()}
+
+
+def _pages(size_bytes: int) -> int:
+    """Bytes of the whole pages that hold so many."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
@@ -103,7 +104,7 @@ def test_every_checkpoint_gives_back_what_was_taken(
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(row_moves, "CHUNK_BYTES", 300)
-            patch.setattr(row_moves, "BUFFERED_BYTES", 700)
+            patch.setattr(row_moves, "BUFFERED_BYTES", 12 * mmap.PAGESIZE)
             patch.setattr(seen_rows, "SECTION_ROWS", 16)
         try:
             run = new_run(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from recpoint.catalog.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
+    read_sources,
 )
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.persist import persist_job
@@ -122,7 +124,8 @@ def test_many_small_chunks_and_sections(
 ) -> None:
     """Chunks fill and are split, buffers run over, rows of one kind are out of order."""
     monkeypatch.setattr(row_moves, "CHUNK_BYTES", 700)
-    monkeypatch.setattr(row_moves, "BUFFERED_BYTES", 1500)
+    # Of the ten kinds of rows three or four wait: a page at least for each array.
+    monkeypatch.setattr(row_moves, "BUFFERED_BYTES", 16 * mmap.PAGESIZE)
     monkeypatch.setattr(seen_rows, "SECTION_ROWS", section_rows)
     links = trained(run, tables(rows=333), list(range(10, 16)), bits=[8, 2, None, 4], ranks=2)
     before, _ = restored(run, links[-1])
@@ -514,6 +517,14 @@ class TestPlan:
         plan = plan_consolidation(run, name_of(links[-1]))
         assert [part.tables for part in plan.parts] == [(0,), (1,)]
         assert consolidate(run, plan).outcome == "created"
+
+    def test_a_step_keeps_of_manifests_what_it_needs(self, run: Run, links: list[Manifest]) -> None:
+        plan = plan_consolidation(run, name_of(links[-1]))
+        for tables_wanted in ((), (1,), (0, 1)):
+            found = read_sources(run, plan, tables=tables_wanted)
+            kept = {entry.table for manifest in found for entry in manifest.chunks}
+            assert kept == {None, *tables_wanted}
+            assert [manifest.ref for manifest in found] == [link.ref for link in links]
 
     def test_the_attempt_follows_from_everything_that_the_bytes_follow_from(
         self, run: Run, links: list[Manifest], monkeypatch: pytest.MonkeyPatch

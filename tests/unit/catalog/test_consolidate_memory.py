@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from recpoint.catalog.persist import persist_job
-from tests.catalog_builder import Table, new_run
+from recpoint.catalog.run import Run
+from recpoint.format.manifest import Manifest
+from tests.catalog_builder import Table, build, new_run, publish
 from tests.job_builder import Links, stage
 
 # The peak is that of the process alone, after everything has been imported and warmed up.
@@ -47,30 +49,21 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_a_large_chain_takes_bounded_memory(tmp_path: Path, bits: int | None) -> None:
+@pytest.mark.parametrize(("bits", "ranks"), [(None, 10), (4, 1)])
+def test_a_large_chain_takes_bounded_memory(tmp_path: Path, bits: int | None, ranks: int) -> None:
+    """Of several ranks too, whose rows share no chunk and wait for one each."""
     run = new_run(tmp_path / "run")
     run.claim(None)
     # A small chain of 1 and 2 to warm up, and a large one of 11 and 12.
-    for first, rows in ((1, 1000), (11, (320 << 20) // 260 if bits is None else 4 << 20)):
-        links = Links()
-        dim = 64 if bits is None else 16
-        for step in (first, first + 1):
-            values = torch.zeros(rows, dim)
-            values[:, 0] = torch.arange(rows) + step
-            table = Table(f"t{first}", values, (torch.ones(rows),), bits=bits)
-            dirty = None if step == first else [torch.arange(0, rows, 3)]
-            job = stage(
-                run,
-                tmp_path / "staging",
-                [table],
-                step=step,
-                generation=1,
-                slot=0,
-                dirty=dirty,
-                links=links,
-            )
-            persist_job(job)
+    for first, rows in ((1, 1000), (11, ranks * 120_000 if ranks > 1 else 4 << 20)):
+        values = torch.zeros(rows, 64 if bits is None else 16)
+        values[:, 0] = torch.arange(rows)
+        table = Table(f"t{first}", values, (torch.ones(rows),), bits=bits)
+        if ranks > 1:
+            publish_chain(run, table, first, ranks)
+        else:
+            persist_chain(run, tmp_path / "staging", table, first)
+        del values, table
     answer = subprocess.run(
         [sys.executable, "-c", _PROGRAM, run.url],
         stdout=subprocess.PIPE,
@@ -79,5 +72,38 @@ def test_a_large_chain_takes_bounded_memory(tmp_path: Path, bits: int | None) ->
     )
     report = json.loads(answer.stdout)
     assert report["outcome"] == "created" and report["read"] > 60e6
-    # Three chunks of 32 MiB that were read, 48 MiB that wait, one being built, two on their way.
+    # Three chunks of 32 MiB that were read, 48 MiB of all ranks' that wait, one being built, two on
+    # their way.
     assert report["extra_mb"] < 400
+
+
+def persist_chain(run: Run, staging: Path, table: Table, first: int) -> None:
+    """A full and an increment of one rank, as a trainer's."""
+    links = Links()
+    for step in (first, first + 1):
+        table.values[:, 1] = step
+        dirty = None if step == first else [torch.arange(0, table.rows, 3)]
+        job = stage(
+            run, staging, [table], step=step, generation=1, slot=0, dirty=dirty, links=links
+        )
+        persist_job(job)
+
+
+def publish_chain(run: Run, table: Table, first: int, ranks: int) -> None:
+    """A full and an increment of ranks that have as many rows each: one chunk's, nearly."""
+    each = table.rows // ranks
+    parent: Manifest | None = None
+    for step in (first, first + 1):
+        checkpoint = build(
+            run,
+            [table],
+            step=step,
+            generation=1,
+            parent=parent,
+            dirty=[None if parent is None else torch.arange(0, table.rows, 50)],
+            state={},
+            rows_per_chunk=each,
+            ranks=ranks,
+            owners=[torch.arange(table.rows) // each],
+        )
+        parent = publish(run, checkpoint)
