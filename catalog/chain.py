@@ -23,10 +23,21 @@ from recpoint.errors import (
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key
 
-__all__ = ["Chain", "PassedOver", "blamed", "check_link", "read_with_chain", "resolve_chain"]
+__all__ = [
+    "DAMAGE",
+    "Chain",
+    "PassedOver",
+    "blamed",
+    "check_link",
+    "has_chunk_of",
+    "read_with_chain",
+    "resolve_chain",
+]
 
 _NEXT_STEP = "restore another checkpoint: recpoint list URL"
-_DAMAGE = (FormatError, ChainError, ObjectNotFound)
+
+#: What a damaged chain is told by: another chain of the same checkpoint may be good.
+DAMAGE = (FormatError, ChainError, ObjectNotFound)
 
 _Result = TypeVar("_Result")
 _There = Mapping[ManifestName, Sequence[Representation]]
@@ -37,6 +48,11 @@ class PassedOver(NamedTuple):
 
     key: str
     error: str
+
+    @classmethod
+    def of(cls, key: str, error: RecpointError) -> PassedOver:
+        """The representation `key`, for this error."""
+        return cls(key, f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +156,16 @@ def read_with_chain(
     while True:
         try:
             chain = resolve_chain(run, name, avoid=avoid, line=line)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise first or error from None
         try:
             result = read(chain)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             first = first or error
             key = blamed(chain, error)
             if key is None:
                 raise first from None
-            avoid[key] = PassedOver(key, f"{type(error).__name__}: {error}")
+            avoid[key] = PassedOver.of(key, error)
             continue
         return result, replace(chain, passed_over=(*avoid.values(), *chain.passed_over))
 
@@ -158,10 +174,15 @@ def blamed(chain: Chain, error: RecpointError) -> str | None:
     """Key of the manifest of `chain` that is damaged, or names what is."""
     for manifest in chain.manifests:
         key = Representation.of(manifest).key
-        # Stores name an object by its URL, parsers by its key.
-        if key in error.subject or any(error.subject.endswith(c.key) for c in manifest.chunks):
+        if key in error.subject or has_chunk_of(manifest, error):
             return key
     return None
+
+
+def has_chunk_of(manifest: Manifest, error: RecpointError) -> bool:
+    """Whether it names the chunk that an error is about."""
+    # Stores name an object by its URL, parsers by its key.
+    return any(error.subject.endswith(chunk.key) for chunk in manifest.chunks)
 
 
 class _Walk:
@@ -185,7 +206,7 @@ class _Walk:
                     continue
                 try:
                     found = self._link(choice, newest_first[-1] if newest_first else None)
-                except _DAMAGE as error:
+                except DAMAGE as error:
                     # Of several, retention lets go of the longer ones: that is no damage.
                     gone = isinstance(error.__cause__ or error, ObjectNotFound)
                     if not (gone and there.get(choice.name)):
@@ -195,10 +216,7 @@ class _Walk:
                 if found.parent is None:
                     return Chain(
                         manifests=tuple(reversed(newest_first)),
-                        passed_over=tuple(
-                            PassedOver(key, f"{type(error).__name__}: {error}")
-                            for key, error in errors.items()
-                        ),
+                        passed_over=tuple(PassedOver.of(*pair) for pair in errors.items()),
                     )
                 parent = ManifestName(found.parent.step, found.parent.generation)
                 choices.append(iter(_choices(parent, there)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from recpoint.catalog.check_graph import DAMAGE, Damage, RepresentationGraph
+from recpoint.catalog.chain import DAMAGE
+from recpoint.catalog.check_graph import Damage, RepresentationGraph
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import check_entry, check_stored, read_rows
 from recpoint.catalog.lineage import ManifestName, Representation

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from recpoint.catalog.chain import check_link
+from recpoint.catalog.chain import DAMAGE, check_link
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.run import Run
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key
 
-__all__ = ["DAMAGE", "Damage", "RepresentationGraph"]
+__all__ = ["Damage", "RepresentationGraph"]
 
 Damage: TypeAlias = FormatError | ChainError | ObjectNotFound
-DAMAGE = (FormatError, ChainError, ObjectNotFound)
 
 
 class RepresentationGraph:

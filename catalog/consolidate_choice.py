@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from recpoint.catalog.chain import PassedOver
 from recpoint.catalog.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
@@ -19,7 +22,11 @@ def newest_checkpoint(run: Run) -> ManifestName | None:
 
 
 def choose_consolidation(
-    run: Run, name: ManifestName, *, triggers: ConsolidationTriggers | None = None
+    run: Run,
+    name: ManifestName,
+    *,
+    triggers: ConsolidationTriggers | None = None,
+    avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan:
     """Plan the consolidation of a checkpoint that costs least for what it saves.
 
@@ -31,6 +38,7 @@ def choose_consolidation(
         run: the run.
         name: the checkpoint.
         triggers: from when on it pays; the defaults if None.
+        avoid: manifests to do without; see `plan_consolidation`.
 
     Returns:
         a plan; `pays` says whether to follow it now.
@@ -39,12 +47,13 @@ def choose_consolidation(
         RecpointError: of `plan_consolidation`.
     """
     triggers = triggers or ConsolidationTriggers()
-    whole = plan_consolidation(run, name, triggers=triggers)
+    whole = plan_consolidation(run, name, triggers=triggers, avoid=avoid)
     bytes_saved = whole.restore_bytes_before / max(1, whole.restore_bytes_after)
     much_is_dead = (
         bytes_saved >= triggers.restore_ratio or (whole.dead_share or 0.0) >= triggers.dead_share
     )
     if not whole.pays or much_is_dead or whole.links_before < 3:
         return whole
-    part = plan_consolidation(run, name, links=whole.links_before - 1, triggers=triggers)
+    links = whole.links_before - 1
+    part = plan_consolidation(run, name, links=links, triggers=triggers, avoid=avoid)
     return part if part.pays else whole

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from typing import Final
 
 import zstandard
 
-from recpoint.catalog.chain import resolve_chain
+from recpoint.catalog.chain import PassedOver, resolve_chain
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.persist_plan import CHUNK_BYTES
 from recpoint.catalog.row_moves import BUFFERED_BYTES
@@ -92,6 +92,7 @@ class ConsolidationPlan:
         dead_rows: of those, that newer ones have replaced; None if not known before reading.
         pays: whether a trigger is reached.
         reason: which one, or why there is nothing to do.
+        passed_over: damaged manifests that a shorter chain would have used.
     """
 
     target: Representation
@@ -109,6 +110,7 @@ class ConsolidationPlan:
     dead_rows: int | None = None
     pays: bool = False
     reason: str
+    passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def needed(self) -> bool:
@@ -129,6 +131,7 @@ def plan_consolidation(
     *,
     links: int | None = None,
     triggers: ConsolidationTriggers | None = None,
+    avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan:
     """Find out what consolidating a checkpoint would do; nothing is changed. The first step.
 
@@ -138,6 +141,8 @@ def plan_consolidation(
         links: merge its newest `links` manifests into one increment; None, or all there are: the
             whole chain into a full.
         triggers: from when on it pays; the defaults if None.
+        avoid: manifests to do without: they name chunks that were found damaged, which a plan
+            does not look at.
 
     Raises:
         SettingsError: fewer than 2 links.
@@ -150,7 +155,8 @@ def plan_consolidation(
         raise SettingsError(
             "links", found=str(links), expected="2 or more", next_step="leave it out for a full"
         )
-    chain = resolve_chain(run, name)
+    chain = resolve_chain(run, name, avoid=[one.key for one in avoid])
+    passed_over = (*avoid, *chain.passed_over)
     doubt = Doubts(run, validated_only=False).about(name)
     if doubt is not None:
         raise ChainError(
@@ -176,16 +182,18 @@ def plan_consolidation(
             restore_bytes_before=before,
             restore_bytes_after=before,
             reason="a full restores it already",
+            passed_over=passed_over,
         )
-    for passed_over in chain.passed_over:
-        if passed_over.key == target.key:
+    for damaged in passed_over:
+        if damaged.key == target.key:
             raise CommitConflict(
                 target.key,
-                found=f"a damaged manifest ({passed_over.error})",
+                found=f"a damaged manifest, or one of damaged chunks ({damaged.error})",
                 expected="none, or a good one",
                 next_step="remove it, or consolidate another checkpoint",
             )
-    return _planned(run, target, manifests, merged, triggers or ConsolidationTriggers())
+    plan = _planned(run, target, manifests, merged, triggers or ConsolidationTriggers())
+    return replace(plan, passed_over=passed_over)
 
 
 def _planned(

@@ -19,10 +19,12 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
+from recpoint.catalog.chain import DAMAGE, PassedOver
+from recpoint.catalog.consolidate_around import blamed_source, passed_over_words
 from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
 from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
-from recpoint.errors import SettingsError
+from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.parameters import GenerationNumber, Links, PartsAtOnce, RunUrl, StepNumber
 from recpoint.flows.task_runner import chosen_task_runner
 from recpoint.format.manifest import ChunkEntry
@@ -91,11 +93,41 @@ async def consolidate(
         triggers = ConsolidationTriggers(links=after_links)
     # The tags of a task are names of concurrency limits, which the server would be asked for.
     with TagsContext(current_tags=set()):
-        plan = await plan_merge(run_url, name, links, triggers)
-        if plan is None or not plan.needed or (only_if_it_pays and not plan.pays):
-            why = "there is no checkpoint" if plan is None else plan.reason
-            return Completed(message=f"nothing done: {why}")
-        return await _merge(run_url, plan, parts_at_once)
+        return await _consolidate(
+            run_url, name, links, triggers, only_if_it_pays=only_if_it_pays, at_once=parts_at_once
+        )
+
+
+async def _consolidate(
+    run_url: str,
+    name: ManifestName | None,
+    links: int | None,
+    triggers: ConsolidationTriggers,
+    *,
+    only_if_it_pays: bool,
+    at_once: int,
+) -> State[Any]:
+    """What `consolidate_around_damage` does: by the cheapest chain that turns out to be good."""
+    avoid: tuple[PassedOver, ...] = ()
+    first: RecpointError | None = None
+    while True:
+        try:
+            plan = await plan_merge(run_url, name, links, triggers, avoid)
+        except DAMAGE as error:
+            raise first or error from None
+        if plan is None:
+            return Completed(message="nothing done: there is no checkpoint")
+        if not plan.needed or (only_if_it_pays and not plan.pays):
+            return Completed(message=f"nothing done: {plan.reason}{passed_over_words(plan)}")
+        try:
+            return await _merge(run_url, plan, at_once)
+        except DAMAGE as error:
+            first = first or error
+            found = await asyncio.to_thread(blamed_source, open_run(run_url), plan, error)
+            if found is None:
+                raise first from None
+            _LOG.warning("planned anew without %s: %s", found.key, found.error)
+            avoid, name = (*avoid, found), plan.target.name
 
 
 async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[Any]:
@@ -128,7 +160,8 @@ async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[A
     told: State[Any] = await reporting
     if not told.is_completed():
         _LOG.warning("consolidated, but not reported: %s", told.message)
-    return Completed(message=f"{outcome}: {plan.target.key}, {manifest.stored_bytes} bytes")
+    wrote = f"{manifest.stored_bytes} bytes{passed_over_words(plan)}"
+    return Completed(message=f"{outcome}: {plan.target.key}, {wrote}")
 
 
 async def _merge_parts(run_url: str, plan: ConsolidationPlan, at_once: int) -> list[ChunkEntry]:

@@ -20,9 +20,9 @@ import signal
 import sys
 from typing import Any
 
-from recpoint.catalog.consolidate import consolidate
+from recpoint.catalog.consolidate_around import consolidate_around_damage, passed_over_words
 from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
-from recpoint.catalog.consolidate_plan import ConsolidationTriggers
+from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import (
@@ -90,12 +90,22 @@ def _consolidate(run_url: str, after_links: int) -> str:
     name = newest_checkpoint(run)
     if name is None:
         return "nothing done: there is no checkpoint"
-    plan = choose_consolidation(run, name, triggers=ConsolidationTriggers(links=after_links))
-    if not plan.pays:
-        return f"nothing done: {plan.reason}"
-    _LOG.info("%s, without Prefect: %s", plan.target.key, plan.reason)
-    done = consolidate(run, plan)
-    return f"{done.outcome}: {done.key}, {done.written_bytes} bytes in {done.seconds:.1f} s"
+    triggers = ConsolidationTriggers(links=after_links)
+    plan, done = consolidate_around_damage(
+        run,
+        lambda avoid: choose_consolidation(run, name, triggers=triggers, avoid=avoid),
+        only_if_it_pays=True,
+        on_plan=_say,
+    )
+    around = passed_over_words(plan)
+    if done is None:
+        return f"nothing done: {plan.reason}{around}"
+    wrote = f"{done.written_bytes} bytes in {done.seconds:.1f} s"
+    return f"{done.outcome}: {done.key}, {wrote}{around}"
+
+
+def _say(plan: ConsolidationPlan) -> None:
+    _LOG.info("%s, without Prefect: %s%s", plan.target.key, plan.reason, passed_over_words(plan))
 
 
 def _with_prefect(run_url: str, after_links: int) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from recpoint.catalog.chain import PassedOver
 from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
 from recpoint.catalog.consolidate_plan import (
     ConsolidationPlan,
@@ -29,19 +31,27 @@ __all__ = ["plan_merge"]
     **RETRIES,
 )
 async def plan_merge(
-    run_url: str, name: ManifestName | None, links: int | None, triggers: ConsolidationTriggers
+    run_url: str,
+    name: ManifestName | None,
+    links: int | None,
+    triggers: ConsolidationTriggers,
+    avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan | None:
     """Plan it, from manifests alone; None: the run has no checkpoint."""
-    return await asyncio.to_thread(_plan, run_url, name, links, triggers)
+    return await asyncio.to_thread(_plan, run_url, name, links, triggers, avoid)
 
 
 def _plan(
-    run_url: str, name: ManifestName | None, links: int | None, triggers: ConsolidationTriggers
+    run_url: str,
+    name: ManifestName | None,
+    links: int | None,
+    triggers: ConsolidationTriggers,
+    avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan | None:
     run = open_run(run_url)
     name = name or newest_checkpoint(run)
     if name is None:
         return None
     if links is not None:
-        return plan_consolidation(run, name, links=links, triggers=triggers)
-    return choose_consolidation(run, name, triggers=triggers)
+        return plan_consolidation(run, name, links=links, triggers=triggers, avoid=avoid)
+    return choose_consolidation(run, name, triggers=triggers, avoid=avoid)

@@ -55,4 +55,5 @@ def merge_rows(
         ("written", f"{written_bytes} bytes, {plan.write_bytes} planned"),
         ("freed once retention lets the sources go", f"{plan.frees_bytes} bytes"),
         ("took", f"{seconds:.1f} s"),
+        *(("passed over", f"{key}: {error}") for key, error in plan.passed_over),
     ]

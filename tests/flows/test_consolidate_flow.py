@@ -21,6 +21,7 @@ from recpoint.flows.consolidate import consolidate, run_consolidate
 from recpoint.format.manifest import Manifest
 from recpoint.tasks import progress
 from tests.catalog_builder import build, publish, tables
+from tests.consolidation import chain_of, merge
 from tests.flows.test_persist_flow import artifacts, task_runs
 from tests.interposed_store import InterposedStore
 
@@ -157,3 +158,19 @@ def test_damage_is_not_tried_again_and_nothing_is_committed(
     assert store.calls.count(("get", entry.key)) == 2  # once more for a flip on the way, no retry
     assert not list(run.store.list("consolidated/"))
     assert len(resolve_chain(run, run.live_line()[0]).manifests) == 4
+
+
+def test_a_damaged_merge_is_gone_around_and_said(run: Run, chain: list[Manifest]) -> None:
+    before, _ = restored(run)
+    merged = merge(run, chain[2])
+    (full,) = chain_of(run, chain[2])
+    entry = next(entry for entry in full.chunks if entry.content == "rows")
+    run.store.put(entry.key, bytes(entry.bytes))
+    state = run_consolidate(run.url)
+    assert state.is_completed() and state.message is not None
+    assert "created" in state.message and f"passed over {merged.key}" in state.message
+    after, links = restored(run)
+    assert links == 1
+    require_same(after, before)
+    (shown,) = artifacts(f"recpoint-run-{run.id[:12]}-consolidation-g1-step-4")
+    assert f"{merged.key}: DigestMismatch" in str(shown.data)

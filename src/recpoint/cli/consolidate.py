@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+from recpoint.catalog.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
 from recpoint.dashboards import terminal
@@ -36,7 +38,7 @@ def consolidate_run(
     json_output: JsonOption = False,
 ) -> Result:
     """Merge a checkpoint's chain, so that a restore reads less and old links may go."""
-    from recpoint.catalog.consolidate import consolidate
+    from recpoint.catalog.consolidate_around import consolidate_around_damage
     from recpoint.catalog.consolidate_plan import plan_consolidation
 
     run = open_run(url)
@@ -54,10 +56,9 @@ def consolidate_run(
         name = live[0]
     else:
         name = find_checkpoint(run, step, generation)
-    plan = plan_consolidation(run, name, links=links)
-    views = [terminal.fields_table(_plan_fields(plan), title=f"{name}")]
-    if dry_run or not plan.needed:
-        return Result(_document(plan, None), *views)
+    if dry_run:
+        plan = plan_consolidation(run, name, links=links)
+        return Result(_document(plan, None, url), _plan_table(plan, url))
     console = progress_console()
     with Progress(
         TextColumn("merging"),
@@ -68,13 +69,16 @@ def consolidate_run(
         transient=True,
         disable=json_output or not console.is_terminal,
     ) as progress:
-        task = progress.add_task("merging", total=plan.read_bytes)
-        done = consolidate(
+        task = progress.add_task("merging", total=None)
+        plan, done = consolidate_around_damage(
             run,
-            plan,
+            lambda avoid: plan_consolidation(run, name, links=links, avoid=avoid),
             on_progress=lambda read, total: progress.update(task, completed=read, total=total),
         )
-    return Result(_document(plan, done), *views, terminal.shown(_said(done), limit=2000))
+    if done is None or not plan.needed:
+        return Result(_document(plan, None, url), _plan_table(plan, url))
+    said = terminal.shown(_said(done), limit=2000)
+    return Result(_document(plan, done, url), _plan_table(plan, url), said)
 
 
 def _said(done: Consolidated) -> str:
@@ -82,6 +86,14 @@ def _said(done: Consolidated) -> str:
         return f"{done.key}: there already"
     written = terminal.bytes_text(done.written_bytes)
     return f"{done.key}: {written} in {done.chunks} chunks, {done.seconds:.1f} s"
+
+
+def _plan_table(plan: ConsolidationPlan, url: str) -> Table:
+    fields = [
+        *_plan_fields(plan),
+        *(("passed over", f"{key}: {naming_run(error, url)}") for key, error in plan.passed_over),
+    ]
+    return terminal.fields_table(fields, title=f"{plan.target.name}")
 
 
 def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
@@ -108,7 +120,7 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
     ]
 
 
-def _document(plan: ConsolidationPlan, done: Consolidated | None) -> dict[str, Any]:
+def _document(plan: ConsolidationPlan, done: Consolidated | None, url: str) -> dict[str, Any]:
     name = plan.target.name
     return {
         "step": name.step,
@@ -127,6 +139,9 @@ def _document(plan: ConsolidationPlan, done: Consolidated | None) -> dict[str, A
         "dead_rows": plan.dead_rows,
         "pays": plan.pays,
         "reason": plan.reason,
+        "passed_over": [
+            {"key": key, "error": naming_run(error, url)} for key, error in plan.passed_over
+        ],
         "outcome": None if done is None else done.outcome,
         "written_bytes": None if done is None else done.written_bytes,
         "seconds": None if done is None else done.seconds,

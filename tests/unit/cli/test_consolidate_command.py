@@ -11,7 +11,7 @@ from recpoint.catalog.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import consolidated_key
 from tests.catalog_builder import new_run, tables
-from tests.consolidation import merge, require_same, restored, trained
+from tests.consolidation import chain_of, merge, require_same, restored, trained
 from tests.unit.cli.conftest import Invoke
 
 
@@ -79,6 +79,18 @@ def test_what_was_passed_over_is_said(
     assert f"passed over {done.key}" in recpoint("show", run.url, 13).stdout
     assert recpoint("check", run.url).code == 0
     assert recpoint("consolidate", run.url).code == 4
+
+
+def test_a_damaged_merge_is_passed_over_and_said(
+    recpoint: Invoke, run: Run, links: list[Manifest]
+) -> None:
+    done = merge(run, links[2])
+    entry = next(entry for entry in chain_of(run, links[2])[0].chunks if entry.content == "rows")
+    run.store.put(entry.key, bytes(entry.bytes))
+    document = recpoint("consolidate", run.url, "--json").json
+    assert document["outcome"] == "created" and len(document["sources"]) == 4
+    assert [passed["key"] for passed in document["passed_over"]] == [done.key]
+    assert run.url in document["passed_over"][0]["error"]
 
 
 def test_wrong_usage(recpoint: Invoke, run: Run) -> None:
