@@ -49,6 +49,7 @@ class _Candidate:
 
     run_url: str
     is_new: bool = True  # something was committed since it was last looked at
+    turn: int = 0  # when it was last looked at: whoever waits longest is next
     failures: int = 0
     retry_at: float = 0.0
     done: int = 0
@@ -84,6 +85,7 @@ class BackgroundConsolidation:
         self._tell = tell
         self._lock = threading.Lock()
         self._candidates: dict[Path, _Candidate] = {}
+        self._turns = 0
         self._at_work: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._may_be_stopped = False  # a process that is stopped too early outlives a dead agent
@@ -166,11 +168,14 @@ class BackgroundConsolidation:
     # --- the thread ----------------------------------------------------------------------------
 
     def _next(self) -> Path | None:
+        """Who is due, and has waited longest since its last turn; nobody starves the others."""
         now = time.monotonic()
-        for run_dir, candidate in self._candidates.items():
-            if candidate.is_new and now >= candidate.retry_at:
-                return run_dir
-        return None
+        due = [
+            (candidate.turn, run_dir)
+            for run_dir, candidate in self._candidates.items()
+            if candidate.is_new and now >= candidate.retry_at
+        ]
+        return min(due, key=lambda pair: pair[0], default=(0, None))[1]
 
     def _keep(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
@@ -180,6 +185,8 @@ class BackgroundConsolidation:
                     continue
                 candidate = self._candidates[run_dir]
                 candidate.is_new = False
+                self._turns += 1
+                candidate.turn = self._turns
                 self._at_work = run_dir
             try:
                 self._serve(run_dir, candidate)
@@ -209,11 +216,13 @@ class BackgroundConsolidation:
         answer = self._run_process(candidate.run_url)
         if self._stop.is_set():
             return
-        if "done" in answer:
+        if "done" in answer or "nothing" in answer:
             candidate.failures, candidate.last_error, candidate.told = 0, None, None
-            candidate.done += 1
-            candidate.last = str(answer["done"])
-            _LOG.info("%s: %s", run_dir.name, candidate.last)
+            said = str(answer.get("done") or answer.get("nothing"))
+            if "done" in answer:
+                candidate.done += 1
+                candidate.last = said
+            _LOG.info("%s: %s", run_dir.name, said)
         else:
             error = str(answer.get("error", "it ended without a word"))
             self._failed(run_dir, candidate, error, answer.get("damage"))

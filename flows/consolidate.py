@@ -25,6 +25,7 @@ from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTr
 from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.errors import RecpointError, SettingsError
+from recpoint.flows.consolidate_process import NOTHING_DONE
 from recpoint.flows.parameters import GenerationNumber, Links, PartsAtOnce, RunUrl, StepNumber
 from recpoint.flows.task_runner import chosen_task_runner
 from recpoint.format.manifest import ChunkEntry
@@ -116,9 +117,10 @@ async def _consolidate(
         except DAMAGE as error:
             raise first or error from None
         if plan is None:
-            return Completed(message="nothing done: there is no checkpoint")
+            return Completed(message=f"{NOTHING_DONE}: there is no checkpoint")
         if not plan.needed or (only_if_it_pays and not plan.pays):
-            return Completed(message=f"nothing done: {plan.reason}{passed_over_words(plan)}")
+            why = f"{plan.reason}{passed_over_words(plan)}"
+            return Completed(message=f"{NOTHING_DONE}: {why}")
         try:
             return await _merge(run_url, plan, at_once)
         except DAMAGE as error:

@@ -7,7 +7,7 @@ and the agent can stop it in the middle of anything. Killed anywhere, the next o
 
 Runs the flow where `PREFECT_API_URL` is set, and the same functions bare where it is not or where
 Prefect fails. The first line on stdout is `ready`: from then on it may be stopped, since nothing
-can leave it behind. The last one is JSON: `done`, or `error`, in words, with its `damage_of`.
+can leave it behind. The last one is JSON: `done`, `nothing`, or `error` with its `damage`, in words.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from recpoint.errors import (
     RecpointError,
 )
 
-__all__ = ["READY", "damage_of", "main"]
+__all__ = ["NOTHING_DONE", "READY", "damage_of", "main"]
 
 _LOG = logging.getLogger("recpoint.consolidate")
 
 READY = "ready"
+#: How what is said begins where there was nothing to merge, with Prefect and without.
+NOTHING_DONE = "nothing done"
 
 _LOWEST = 19
 _END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -56,7 +58,8 @@ def main(arguments: list[str]) -> int:
     except (RecpointError, OSError, MemoryError) as error:
         print(json.dumps({"error": str(error), "damage": damage_of(error)}), flush=True)
         return 1
-    print(json.dumps({"done": done}), flush=True)
+    what = "nothing" if done.startswith(NOTHING_DONE) else "done"
+    print(json.dumps({what: done}), flush=True)
     return 0
 
 
@@ -89,7 +92,7 @@ def _consolidate(run_url: str, after_links: int) -> str:
     run = Run.open(open_store(run_url))
     name = newest_checkpoint(run)
     if name is None:
-        return "nothing done: there is no checkpoint"
+        return f"{NOTHING_DONE}: there is no checkpoint"
     triggers = ConsolidationTriggers(links=after_links)
     plan, done = consolidate_around_damage(
         run,
@@ -99,7 +102,7 @@ def _consolidate(run_url: str, after_links: int) -> str:
     )
     around = passed_over_words(plan)
     if done is None:
-        return f"nothing done: {plan.reason}{around}"
+        return f"{NOTHING_DONE}: {plan.reason}{around}"
     wrote = f"{done.written_bytes} bytes in {done.seconds:.1f} s"
     return f"{done.outcome}: {done.key}, {wrote}{around}"
 

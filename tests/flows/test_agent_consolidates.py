@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from recpoint.catalog import staged
-from recpoint.catalog.chain import resolve_chain
+from recpoint.catalog.chain import PassedOver, resolve_chain
 from recpoint.catalog.check import check
+from recpoint.catalog.consolidate_around import consolidate_around_damage
+from recpoint.catalog.consolidate_plan import ConsolidationPlan, plan_consolidation
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
@@ -24,7 +26,8 @@ from recpoint.catalog.validate import record, validate
 from recpoint.flows.agent import run_agent
 from recpoint.flows.background import BackgroundConsolidation, Which
 from tests.agent_process import AgentProcess
-from tests.catalog_builder import Table, tables
+from tests.catalog_builder import Table, new_run, tables
+from tests.consolidation import chain_of, merge
 from tests.forked_program import PARENT, run_module
 from tests.job_builder import Links, stage
 from tests.polling import until
@@ -64,12 +67,16 @@ def links_of(run: Run) -> int:
 
 
 def require_trained(run: Run, trained: list[Table], step: int) -> None:
+    require_restored(run, trained, step)
+    assert check(run, level="full").ok
+
+
+def require_restored(run: Run, trained: list[Table], step: int) -> None:
     target = MemoryTarget()
     assert restore(run, target).restored.step == step
     assert target.state == {0: {"step": step}}
     for table in trained:
         assert torch.equal(target.tables[table.name].values, table.values)
-    assert check(run, level="full").ok
 
 
 def status_of(run: Run, staging: Path) -> dict[str, object]:
@@ -219,6 +226,76 @@ def test_it_stands_still_while_jobs_are_due(run: Run, tmp_path: Path) -> None:
         consolidation.give_way(False)
         until(lambda: status(consolidation, run_dir)["done"] == 1)
     assert links_of(run) <= 2
+
+
+def test_runs_take_turns(run: Run, tmp_path: Path) -> None:
+    """One that commits while it is looked at does not keep the others waiting for ever."""
+    staging, other = tmp_path / "staging", new_run(tmp_path / "other")
+    (path,) = stage_links(run, staging, tables(), count=1)
+    job = staged.read_job(path)
+    looked_at: list[Path] = []
+    run_dirs = [staged.run_directory(staging, one.url) for one in (run, other)]
+    for run_dir, one in zip(run_dirs, (run, other), strict=True):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        staged.remember_consolidated_run(run_dir, one.url)
+
+    def tell(run_dir: Path) -> None:
+        looked_at.append(run_dir)
+        if run_dir == run_dirs[0]:
+            consolidation.committed(run_dir, job)
+
+    consolidation = BackgroundConsolidation(
+        which="all", after_links=AFTER, prefect_url=lambda: None, tell=tell
+    )
+    consolidation.start(run_dirs)
+    try:
+        until(lambda: len(looked_at) >= 3)
+    finally:
+        consolidation.stop()
+    assert looked_at[:3] == [run_dirs[0], run_dirs[1], run_dirs[0]]
+
+
+@pytest.mark.parametrize("merged_already", [False, True])
+def test_what_its_process_finds_is_told_for_what_it_is(
+    run: Run, tmp_path: Path, merged_already: bool
+) -> None:
+    """Around a damaged merge; and nothing, where somebody else was faster."""
+    staging, trained = tmp_path / "staging", tables()
+    stage_links(run, staging, trained, count=7)
+    run_agent(staging, once=True, prefect="off", consolidate="off")
+    damaged = merge(run, run.manifest(4, 1), 3)
+    merged = chain_of(run, run.manifest(4, 1))[-1]
+    entry = next(entry for entry in merged.chunks if entry.content == "rows")
+    run.store.put(entry.key, bytes(entry.bytes))
+    run_dir = staged.run_directory(staging, run.url)
+    staged.remember_consolidated_run(run_dir, run.url)
+    told: list[Path] = []
+
+    def tell(run_dir: Path) -> None:
+        told.append(run_dir)
+        if merged_already and len(told) == 1:  # it has planned, and has not begun
+            _, done = consolidate_around_damage(run, plan_newest)
+            assert done is not None and done.outcome == "created"
+
+    def plan_newest(avoid: Sequence[PassedOver]) -> ConsolidationPlan:
+        return plan_consolidation(run, run.live_line()[0], avoid=avoid)
+
+    consolidation = BackgroundConsolidation(
+        which="auto", after_links=AFTER, prefect_url=lambda: None, tell=tell
+    )
+    consolidation.start([run_dir])
+    try:
+        until(lambda: len(told) == 2)
+        found = status(consolidation, run_dir)
+    finally:
+        consolidation.stop()
+    assert found["last_error"] is None and links_of(run) <= 2
+    if merged_already:
+        assert found["done"] == 0 and found["last"] is None
+    else:
+        assert found["done"] == 1
+        assert "created" in str(found["last"]) and damaged.key in str(found["last"])
+    require_restored(run, trained, 7)
 
 
 class background:
