@@ -123,7 +123,7 @@ def consolidate(
     return Consolidated(
         outcome=outcome,
         key=plan.target.key,
-        read_bytes=plan.read_bytes if read else 0,
+        read_bytes=read + plan.state_bytes if read else 0,
         written_bytes=there.stored_bytes,
         chunks=len(there.chunks),
         seconds=time.monotonic() - started,
@@ -190,7 +190,6 @@ class _TableMerge:
         ]
         self._pool = pool
         self._builder = ChunkBuilder(sources[-1], plan.attempt, table, uploads.put)
-        self._spans: dict[str, tuple[int, int]] = {}
         self._on_read = on_read
 
     def run(self) -> None:
@@ -206,12 +205,15 @@ class _TableMerge:
         for manifest, entries in self._links:
             if seen.all:
                 break  # what is older holds nothing that counts (format §6.3)
-            wanted = [entry for entry in entries if self._may_be_in(entry, section)]
+            wanted = [entry for entry in entries if _may_be_in(entry, section)]
             counts = [min(entry.row_count or 0, len(section)) for entry in wanted]
             coverage = RowCoverage(rows=len(section), row_counts=counts)
             read = partial(read_moved, self._store, manifest)
             for entry, outcome in self._pool.in_order(wanted, read):
-                self._take(entry, outcome.result(), section, seen, coverage)
+                moved = outcome.result()
+                if self._on_read is not None:
+                    self._on_read(entry.bytes)
+                self._take(moved, section, seen, coverage)
             coverage.finish(key=Representation.of(manifest).key, table=self._spec.name)
         if self._target.form == "full" and not seen.all:
             raise MalformedObject(
@@ -221,28 +223,26 @@ class _TableMerge:
                 next_step="restore an older checkpoint: recpoint list URL",
             )
 
-    def _may_be_in(self, entry: ChunkEntry, section: range) -> bool:
-        span = self._spans.get(entry.key)
-        return span is None or (span[0] < section.stop and span[1] >= section.start)
-
     def _take(
         self,
-        entry: ChunkEntry,
         moved: MovedRows,
         section: range,
         seen: SeenRows | SeenIds,
         coverage: RowCoverage,
     ) -> None:
-        if entry.key not in self._spans:
-            if self._on_read is not None:
-                self._on_read(entry.bytes)
-            self._spans[entry.key] = int(moved.rows[0]), int(moved.rows[-1])
         rows, first = _within(moved, section)
         if not len(rows):
             return
         coverage.add(rows)
         positions = seen.claim(rows)
         self._builder.add(moved, first, first + len(rows), positions)
+
+
+def _may_be_in(entry: ChunkEntry, section: range) -> bool:
+    """By the ends that the manifest says, which a chunk has when it is read (format §6.3 R5)."""
+    first, last = entry.first_row, entry.last_row
+    assert first is not None and last is not None  # of a chunk of rows
+    return first < section.stop and last >= section.start
 
 
 def _within(moved: MovedRows, section: range) -> tuple[range | Tensor, int]:

@@ -17,7 +17,7 @@ from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.persist_plan import CHUNK_BYTES
 from recpoint.catalog.row_moves import BUFFERED_BYTES
 from recpoint.catalog.run import Run
-from recpoint.catalog.seen_rows import SECTION_ROWS
+from recpoint.catalog.seen_rows import SECTION_ROWS, sections_touched
 from recpoint.catalog.validations import Doubts
 from recpoint.errors import ChainError, CommitConflict, SettingsError
 from recpoint.format.manifest import ChunkEntry, Manifest
@@ -82,7 +82,10 @@ class ConsolidationPlan:
         sources: what is merged, oldest first; empty when there is nothing to do.
         parts: the work on rows, in steps.
         links_before, links_after: manifests that a restore reads.
-        read_bytes: of the sources' rows and of the newest state.
+        read_bytes: of the sources' rows and of the newest state. A chunk counts once for each
+            section of a large table (`seen_rows.SECTION_ROWS`) that it may hold rows of; less is
+            read where newer links turn out to hold every row.
+        state_bytes: of these those of the state and the samples.
         write_bytes: into a full: its rows at the mean size of those stored; into an increment: at
             most, since which rows two links share is not known before they are read.
         frees_bytes: of the sources, once retention lets all of them go.
@@ -102,6 +105,7 @@ class ConsolidationPlan:
     links_before: int
     links_after: int
     read_bytes: int = 0
+    state_bytes: int = 0
     write_bytes: int = 0
     frees_bytes: int = 0
     restore_bytes_before: int
@@ -204,10 +208,10 @@ def _planned(
     triggers: ConsolidationTriggers,
 ) -> ConsolidationPlan:
     newest = merged[-1]
-    rows_read = sum(_row_bytes(merged))
+    parts = _parts(merged)
     stored_rows = sum(entry.row_count or 0 for manifest in merged for entry in manifest.chunks)
     dead_rows: int | None = None
-    rows_written = rows_read
+    rows_written = sum(_row_bytes(merged))
     if target.form == "full":
         dead_rows = stored_rows - sum(spec.rows for spec in newest.tables)
         rows_written = _rows_of_a_full(merged)
@@ -225,10 +229,11 @@ def _planned(
         target=target,
         attempt=_attempt(run, target, newest.attempt, [_digest(one) for one in merged]),
         sources=tuple(Representation.of(manifest) for manifest in merged),
-        parts=_parts(merged),
+        parts=parts,
         links_before=links_before,
         links_after=links_after,
-        read_bytes=rows_read + state,
+        read_bytes=sum(part.read_bytes for part in parts) + state,
+        state_bytes=state,
         write_bytes=rows_written + state,
         frees_bytes=sum(manifest.stored_bytes for manifest in merged),
         restore_bytes_before=before,
@@ -336,11 +341,21 @@ def _rows_of_a_full(merged: Sequence[Manifest]) -> int:
 
 
 def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
-    sizes = [0] * len(merged[-1].tables)
-    for manifest in merged:
-        for entry in manifest.chunks:
-            if entry.table is not None:
-                sizes[entry.table] += entry.bytes
+    specs = merged[-1].tables
+    entries = [entry for manifest in merged for entry in manifest.chunks]
+    stored = [0] * len(specs)
+    for entry in entries:
+        if entry.table is not None:
+            stored[entry.table] += entry.row_count or 0
+    sizes = [0] * len(specs)
+    for entry in entries:
+        table, first, last = entry.table, entry.first_row, entry.last_row
+        if table is None or first is None or last is None:
+            continue
+        rows = specs[table].rows
+        sizes[table] += entry.bytes * sections_touched(
+            first, last, rows=rows, stored_rows=stored[table]
+        )
     parts: list[TablesPart] = []
     tables: list[int] = []
     total = 0

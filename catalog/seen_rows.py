@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recpoint.kernels import dirty_bitmap
 
-__all__ = ["SECTION_ROWS", "SeenIds", "SeenRows", "sections_of"]
+__all__ = ["SECTION_ROWS", "SeenIds", "SeenRows", "sections_of", "sections_touched"]
 
 #: Rows of a table whose bits are in memory at once where memory is bounded: 64 MiB.
 SECTION_ROWS: Final = 1 << 29
@@ -75,9 +75,25 @@ def sections_of(rows: int, stored_rows: int) -> list[tuple[range, SeenRows | See
     Returns:
         rows, and what keeps them in mind; None stands for `SeenRows`, made when it is their turn.
     """
-    if 64 * stored_rows < min(rows, SECTION_ROWS):
+    if _by_ids(rows, stored_rows):
         return [(range(rows), SeenIds())]
     return [
         (range(first, min(first + SECTION_ROWS, rows)), None)
         for first in range(0, rows, SECTION_ROWS)
     ]
+
+
+def sections_touched(first_row: int, last_row: int, *, rows: int, stored_rows: int) -> int:
+    """In how many of those parts a chunk of these first and last rows is read, at most.
+
+    Args:
+        first_row, last_row: ids.
+        rows, stored_rows: as for `sections_of`.
+    """
+    if _by_ids(rows, stored_rows):
+        return 1
+    return last_row // SECTION_ROWS - first_row // SECTION_ROWS + 1
+
+
+def _by_ids(rows: int, stored_rows: int) -> bool:
+    return 64 * stored_rows < min(rows, SECTION_ROWS)

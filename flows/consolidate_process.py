@@ -7,7 +7,7 @@ and the agent can stop it in the middle of anything. Killed anywhere, the next o
 
 Runs the flow where `PREFECT_API_URL` is set, and the same functions bare where it is not or where
 Prefect fails. The first line on stdout is `ready`: from then on it may be stopped, since nothing
-can leave it behind. The last one is JSON: `done`, `nothing`, or `error` with its `damage`, in words.
+can leave it behind. The last one is JSON: `done`, `nothing`, or `error` and its `damage`.
 """
 
 from __future__ import annotations

@@ -138,6 +138,29 @@ def test_many_small_chunks_and_sections(
 
 
 @pytest.mark.parametrize("links_merged", [None, 3])
+def test_a_chunk_is_read_in_the_sections_it_may_touch_and_as_planned(
+    run: Run, monkeypatch: pytest.MonkeyPatch, links_merged: int | None
+) -> None:
+    monkeypatch.setattr(seen_rows, "SECTION_ROWS", 64)
+    links = trained(run, tables(rows=300), list(range(1, 6)))
+    plan = plan_consolidation(run, name_of(links[-1]), links=links_merged)
+    store = InterposedStore(run.store)
+    read: list[int] = []
+    done = consolidate(Run.open(store), plan, on_progress=lambda so_far, _: read.append(so_far))
+    touched = {
+        entry.key: (entry.last_row or 0) // 64 - (entry.first_row or 0) // 64 + 1
+        for link in links[-len(plan.sources) :]
+        for entry in link.chunks
+        if entry.content == "rows"
+    }
+    assert 1 in touched.values() and 2 in touched.values()
+    assert {key: store.calls.count(("get", key)) for key in touched} == touched
+    sizes = {entry.key: entry.bytes for link in links for entry in link.chunks}
+    assert read[-1] == sum(sizes[key] * times for key, times in touched.items())
+    assert done.read_bytes == plan.read_bytes == read[-1] + plan.state_bytes
+
+
+@pytest.mark.parametrize("links_merged", [None, 3])
 def test_few_rows_of_a_large_table(run: Run, links_merged: int | None) -> None:
     """An increment's rows are kept in mind by their ids where bits would take more memory."""
     links = trained(run, tables(rows=20_000, dim=1), list(range(1, 6)), share=0.002)
