@@ -150,6 +150,9 @@ class _Source:
     def lacks_states(self, states: Sequence[Any]) -> bool:
         return not states
 
+    def differences(self, states: Sequence[Any]) -> list[str]:
+        return []
+
     def load_state_dicts(self, states: Sequence[Any]) -> None:
         for module, steps in zip(self._modules, states[0], strict=True):
             module.steps = steps

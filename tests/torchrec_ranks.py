@@ -176,6 +176,7 @@ def sharded(
         ),
         "table_row_wise": lambda _: plans.table_row_wise(host_index=0),
         "data_parallel": lambda _: plans.data_parallel(),
+        "dense": lambda _: plans.table_wise(rank=world - 1, compute_kernel="dense"),
     }
     sharders = plans.get_module_to_default_sharders()
     chosen = {}
@@ -186,7 +187,7 @@ def sharded(
         for number, name in enumerate(names):
             kind = kinds[name]
             each[name] = ways[kind](number)
-            if kind != "data_parallel":
+            if kind not in ("data_parallel", "dense"):
                 own = [p for n, p in module.named_parameters() if n.endswith(f"{name}.weight")]
                 apply_optimizer_in_backward(getattr(torchrec.optim, optimizer), own, {"lr": 0.1})
         chosen[path] = plans.construct_module_sharding_plan(
@@ -330,6 +331,11 @@ def refused() -> dict[str, str]:
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     assert source.optimizers([dense, model.fused_optimizer]) == [dense._optimizer]
+    states = source.state_dict()
+    t0, t1 = (f"bags.embedding_bags.{name}" for name in ("t0", "t1"))
+    assert source.differences([states]) == []
+    rates = source.differences([states | {t1: states[t1] | {"group_lr": 0.3}}])
+    clipped = [{name: state | {"max_gradient": 1e-4} for name, state in states.items()}]
     known, torchrec.__version__ = torchrec.__version__, "1.7.0+cpu"
     version = _error(lambda: find(model))
     torchrec.__version__ = known
@@ -337,6 +343,8 @@ def refused() -> dict[str, str]:
     model.module.bags._lookups[0]._emb_modules[0].emb_module.optimizer = EmbOptimType.LARS_SGD
     return {
         "version": version,
+        "rates": "; ".join(rates),
+        "clipped": "; ".join(one for one in source.differences(clipped) if t0 in one),
         "optimizer": _error(lambda: source.optimizers([GradientClippingOptimizer(dense)])),
         "fused": _error(lambda: find(model)),
         "adam": _error(lambda: sharded(kinds, optimizer="Adam")),
@@ -530,6 +538,7 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
     found: dict[str, Any] = {
         "tables": {},
         "rates": {},
+        "steps": {},
         "fused": {} if source is None else source.state_dict(),
         "dense": {n: p.detach().clone() for n, p in named.items() if "over" in n},
         "optimizer": {},
@@ -541,7 +550,7 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
         if table.fused:
             state = found["fused"][table.name]
             eps = () if state["optimizer"] == "exact_sgd" else (state["eps"],)
-            found["rates"][table.name] = (state["group_lr"], *eps, float(state["iter"] or 0))
+            found["rates"][table.name] = (state["group_lr"], *eps)
     trained = {
         id(p): (one, group)
         for one in optimizers
@@ -560,7 +569,8 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
         sums = {"sum": state["sum"].squeeze(1).clone()} if "sum" in state else {}
         found["tables"][own, 0, 0] = {"weight": parameter.detach().clone(), **sums}
         eps = (group["eps"],) if sums else ()
-        found["rates"][own] = (group["lr"], *eps, float(state["step"]) if sums else 0.0)
+        found["rates"][own] = (group["lr"], *eps)
+        found["steps"] |= {own: int(state["step"])} if sums else {}
     return found
 
 

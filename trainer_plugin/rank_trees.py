@@ -46,7 +46,8 @@ def tree_for(
     """One tree for a rank, of those of a checkpoint; None: they hold no training state.
 
     Pieces of dense tensors are lists of `DenseShard`, of all ranks whose trees are whole. `rng` is
-    None where no rank of this number was there; `readers` are the states of all ranks' readers,
+    None where no rank of this number was there; `other_optimizers` are those of the trees of other
+    ranks, as far as they were read; `readers` are the states of all ranks' readers,
     None of those that were not read; `reader` is that of this one, None where the number of ranks
     is another.
 
@@ -76,6 +77,11 @@ def tree_for(
         **first,
         "model": _model(first["model"], None if own is None else own["model"], dense_shards(whole)),
         "optimizers": optimizers_for(whole, first if own is None else own),
+        "other_optimizers": [
+            tree["optimizers"]  # type: ignore[index]
+            for number, tree in trees.items()
+            if number != (0 if own is None else rank) and "optimizers" in tree  # type: ignore[operator]
+        ],
         "schedulers": own["schedulers"] if own and own["schedulers"] else first["schedulers"],
         "reader": readers[rank] if stored == count else None,
         "readers": readers,

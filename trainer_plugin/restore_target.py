@@ -20,7 +20,7 @@ from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.rank_trees import nearest, optimizers_for, tree_for
 from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.training_state import OF_ALL_RANKS, TrainingState
+from recpoint.trainer_plugin.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
 
 __all__ = ["ModelTarget", "PartialTarget", "tip_of"]
 
@@ -86,18 +86,24 @@ class ModelTarget:
         """See `catalog.restore_target.StateChoosingTarget.state_wanted`.
 
         What all ranks have alike is in the tree of rank 0. Of other ranks this one needs readers'
-        states where they are to be divided anew, and the trees that have pieces which it lacks.
+        states where they are to be divided anew, what trained tables that only they held, and the
+        trees that have pieces which it lacks.
         """
         own = {0, self._rank} & set(range(manifest.ranks))
         saved = self._tree(manifest, known) if own <= known.keys() else None
         if saved is None:
             return StateWanted(whole=own)
         briefly: set[int] = set()
+        keys: set[str] = set()
         if self._state.lacks_ranks(saved):
+            keys |= set(OF_ALL_RANKS)
+        if self._state.lacks_trainers(saved):
+            keys |= set(OF_TRAINERS)
+        if keys:
             briefly = set(range(manifest.ranks))
         if self._state.lacks_pieces(saved):
             own |= nearest(self._rank, self._count, manifest.ranks, known)
-        return StateWanted(whole=own, briefly=briefly, keys=OF_ALL_RANKS)
+        return StateWanted(whole=own, briefly=briefly, keys=keys)
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `catalog.restore.StateCheckingTarget.check_state`."""

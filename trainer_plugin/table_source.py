@@ -86,6 +86,9 @@ class TableSource(Protocol):
     def lacks_states(self, states: Sequence[Any]) -> bool:
         """Whether what further ranks of the checkpoint returned may be needed beside these."""
 
+    def differences(self, states: Sequence[Any]) -> list[str]:
+        """Why `load_state_dicts` cannot go on from these, one sentence each."""
+
     def load_state_dicts(self, states: Sequence[Any]) -> None:
         """Go on from what ranks of a checkpoint returned, in the order of ranks: all of them, or
         some that nothing was lacking from. They may be more or fewer than now, and may have held

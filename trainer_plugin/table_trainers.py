@@ -1,11 +1,12 @@
-"""Tables that a fused optimizer trained go on with the same optimizer of torch, and the other way.
+"""Tables go on with what trains them here: a fused optimizer, or one of torch on any rank.
 
-A plan decides which: TorchRec's data-parallel tables, and those of a model without TorchRec, are
-trained by an optimizer of torch, all others by the fused ones of FBGEMM. Three of these update the
-rows that were looked up in the same way as one of torch. Between such a pair a checkpoint's tree
-is rewritten, so that it is that of a run trained as the one here; row states have one name in both.
+A sharding plan decides which. TorchRec's data-parallel tables, those of its compute kernel `dense`,
+and those of a model without TorchRec are trained by an optimizer of torch, in the groups of the
+ranks that hold them; all others by the fused ones of FBGEMM. Three of these update the rows that
+were looked up in the same way as one of torch does. So before a tree is restored, it is rewritten
+to that of a run whose tables were held and trained as those here; row states have one name in all.
 
-    fused, under the table       "sources": {name: [{table: {"optimizer", "iter", "lr", "eps", …}}]}
+    fused, under the table       "sources": {"torchrec": [{table: {"optimizer", "lr", "eps", …}}]}
     torch, under the parameter   "optimizers": [{"class", "groups": [{"params", "lr", "eps", …}],
                                                  "state": {parameter: {"keys", "values", …}}}]
 """
@@ -13,14 +14,17 @@ is rewritten, so that it is that of a run trained as the one here; row states ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from recpoint.catalog.restored_model import weight_name
 
-__all__ = ["Trainers", "adopt", "lacks"]
+__all__ = ["Trainers", "adopt", "lacks", "same_rate"]
+
+#: Whose fused optimizers are known here.
+_SOURCE: Final = "torchrec"
 
 
 class _Twin(NamedTuple):
@@ -39,8 +43,10 @@ _TWINS = {
     "exact_adagrad": _Twin("torch.optim.adagrad.Adagrad"),
     "exact_row_wise_adagrad": _Twin("torchrec.optim.rowwise_adagrad.RowWiseAdagrad"),
 }
-#: Fused, they do not exist, or pull on the rows that were looked up alone.
-_OFF = ("momentum", "weight_decay", "lr_decay", "maximize")
+#: In a fused optimizer they do not exist, or pull on the rows that were looked up alone.
+_TORCH_ONLY = ("momentum", "weight_decay", "lr_decay", "maximize")
+#: In one of torch they do not exist, or pull on all rows.
+_FUSED_ONLY = ("weight_decay", "max_gradient", "max_norm")
 #: Both have them, under these names.
 _SHARED = ("lr", "eps")
 
@@ -52,22 +58,62 @@ class Trainers(NamedTuple):
 
     Attributes:
         optimizers: those of torch, as `OptimizerState.capture` has them.
-        fused: name of each source of tables -> its `state_dict`: of each fused table its state.
+        fused: name of each source of tables -> its `state_dict`.
         tables: names of all tables that this process holds.
         elsewhere: names of those that other ranks hold, and this one does not.
     """
 
     optimizers: Sequence[Mapping[str, Any]]
-    fused: Mapping[str, Mapping[str, Any]]
+    fused: Mapping[str, Any]
     tables: Collection[str]
     elsewhere: Collection[str]
 
 
+class _Trained(NamedTuple):
+    """A parameter of an optimizer of torch: of which, in which group, with which state."""
+
+    optimizer: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    def entry(self, parameter: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.optimizer["state"].get(
+            parameter, {"keys": [], "values": {}, "on_host": []}
+        )
+        return found
+
+
+class _Arrival(NamedTuple):
+    """A parameter that comes to an optimizer of torch: its hyperparameters, and its state."""
+
+    settings: Mapping[str, Any]
+    entry: Mapping[str, Any]
+
+
+class _There:
+    """What trained the tables of the checkpoint, on all ranks whose trees are known."""
+
+    def __init__(self, saved: _Tree) -> None:
+        self.fused: dict[str, Mapping[str, Any]] = {}
+        for states in saved["sources"].get(_SOURCE, ()):
+            for table, state in states.items():
+                if (state["iter"] or 0) >= (self.fused.get(table, state)["iter"] or 0):
+                    self.fused[table] = state
+        self.own = _trained(saved["optimizers"])
+        self.all: dict[str, _Trained] = {}
+        for optimizers in saved["other_optimizers"]:
+            # The state of what all ranks have is in the tree of the lowest.
+            self.all = _trained(optimizers) | self.all
+        self.all |= self.own
+
+
 def lacks(saved: _Tree, here: Trainers) -> bool:
-    """Whether states of fused tables may be needed of ranks whose trees are not in `saved`."""
-    fused_there, torch_there = _fused_there(saved), _groups(saved["optimizers"])
-    trained = _groups(here.optimizers).keys() - torch_there.keys()
-    return any(weight_name(table) in trained for table in set(here.tables) - fused_there.keys())
+    """Whether it may be told by ranks whose trees are not in `saved` what trained a table."""
+    there = _There(saved)
+    trained = _trained(here.optimizers).keys() | {
+        weight_name(table) for table in here.fused.get(_SOURCE, ())
+    }
+    unknown = {weight_name(table) for table in set(here.tables) - there.fused.keys()}
+    return bool(unknown & trained - there.all.keys())
 
 
 def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
@@ -83,92 +129,91 @@ def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
         The tree, which shares tensors with `saved`, and one sentence for each table whose optimizer
         is another here. With such a sentence the tree is not to be restored.
     """
-    fused_there = _fused_there(saved)
-    torch_there = _groups(saved["optimizers"])
-    torch_here = _groups(here.optimizers)
+    there = _There(saved)
+    own, fused_here = _trained(here.optimizers), dict(here.fused.get(_SOURCE, {}))
+    gone = {weight_name(table) for table in {*here.elsewhere, *fused_here}} & there.own.keys()
     found: list[str] = []
 
-    leave = {weight_name(table) for table in here.elsewhere} & torch_there.keys()
-    sources = dict(saved["sources"])
-    for source, tables in here.fused.items():
-        own = {}
-        for table, state in tables.items():
-            parameter = weight_name(table)
-            if parameter in torch_there and table not in fused_there:
-                leave.add(parameter)
-                number, group = torch_there[parameter]
-                optimizer = saved["optimizers"][number]
-                found += _differences(table, state, optimizer, group, fused="here", torch="there")
-                entry = optimizer["state"].get(parameter, {"values": {}})
-                own[table] = _fused_state(state, group, entry)
-        if own or (source not in sources and not tables):
-            sources[source] = [*sources.get(source, ()), own]
+    states: dict[str, Any] = {}
+    for table, state in fused_here.items():
+        trained = there.all.get(weight_name(table))
+        if trained is not None and table not in there.fused:
+            found += _differences(table, state, trained, fused="here", torch="in the checkpoint")
+            states[table] = _fused_state(state, trained, weight_name(table))
 
-    fused_here = {table for tables in here.fused.values() for table in tables}
-    enter: dict[str, Mapping[str, Any]] = {}
-    for table in set(here.tables) & fused_there.keys() - fused_here:
-        parameter, state = weight_name(table), fused_there[table]
-        if parameter not in torch_here:
-            found.append(
-                f"table {table!r} is trained by the fused {state['optimizer']} in the checkpoint, "
-                "and by no optimizer here"
-            )
-        elif parameter not in torch_there:
-            enter[parameter] = state
-            number, group = torch_here[parameter]
-            optimizer = here.optimizers[number]
-            found += _differences(table, state, optimizer, group, fused="there", torch="here")
-    for source in sources.keys() - here.fused.keys():
-        if all(weight_name(table) in enter for one in sources[source] for table in one):
-            del sources[source]  # none of its tables is left
+    arrivals: dict[str, _Arrival] = {}
+    for table in sorted(set(here.tables) - fused_here.keys()):
+        parameter, fused = weight_name(table), there.fused.get(table)
+        trained, now = there.all.get(parameter), own.get(parameter)
+        if now is None:
+            if fused is not None:
+                found.append(
+                    f"table {table!r} is trained by the fused {fused['optimizer']} in the "
+                    "checkpoint, and by no optimizer here"
+                )
+        elif fused is not None:
+            found += _differences(table, fused, now, fused="in the checkpoint", torch="here")
+            steps = int(saved["batches_done"])
+            arrivals[parameter] = _Arrival(_torch_settings(fused), _torch_entry(fused, steps))
+        elif trained is not None and parameter not in there.own:
+            if now.optimizer["class"] != trained.optimizer["class"]:
+                found.append(
+                    f"table {table!r} is trained by {now.optimizer['class']} here and by "
+                    f"{trained.optimizer['class']} in the checkpoint"
+                )
+            settings = {name: value for name, value in trained.group.items() if name != "params"}
+            arrivals[parameter] = _Arrival(settings, trained.entry(parameter))
 
-    if leave or enter:
-        optimizers = list(_merged(saved["optimizers"], here.optimizers, leave, enter))
-        found += _other_rates(optimizers, enter)
+    if gone or arrivals:
+        optimizers = list(_merged(saved["optimizers"], here.optimizers, gone, arrivals))
+        found += _other_settings(optimizers, arrivals)
         saved = {**saved, "optimizers": optimizers}
-    return {**saved, "sources": sources}, found
+    return {**saved, "sources": _sources(saved["sources"], here, states, arrivals)}, found
 
 
-def _fused_there(saved: _Tree) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
-    for states in saved["sources"].values():
-        for one in states:
-            for table, state in one.items():
-                if (state["iter"] or 0) >= (found.get(table, state)["iter"] or 0):
-                    found[table] = state
+def _sources(
+    stored: Mapping[str, list[Any]],
+    here: Trainers,
+    states: Mapping[str, Any],
+    arrivals: Mapping[str, _Arrival],
+) -> dict[str, list[Any]]:
+    """The states of all sources, with those of tables that torch trained there."""
+    found = dict(stored)
+    if _SOURCE in here.fused:
+        if states or (_SOURCE not in found and not here.fused[_SOURCE]):
+            found[_SOURCE] = [*found.get(_SOURCE, ()), dict(states)]
+    elif all(weight_name(table) in arrivals for one in found.get(_SOURCE, ()) for table in one):
+        found.pop(_SOURCE, None)  # the model here is a plain one, and none of its tables is left
     return found
 
 
-def _groups(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Mapping[str, Any]]]:
+def same_rate(one: float, other: float) -> bool:
+    """Whether two hyperparameters are the same in float32, as FBGEMM keeps some."""
+    return torch.tensor(one).item() == torch.tensor(other).item()
+
+
+def _trained(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, _Trained]:
     return {
-        name: (number, group)
-        for number, one in enumerate(optimizers)
+        name: _Trained(one, group)
+        for one in optimizers
         for group in one["groups"]
         for name in group["params"]
     }
 
 
 def _differences(
-    table: str,
-    state: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-    group: Mapping[str, Any],
-    *,
-    fused: str,
-    torch: str,
+    table: str, state: Mapping[str, Any], trained: _Trained, *, fused: str, torch: str
 ) -> list[str]:
-    where = {"here": "here", "there": "in the checkpoint"}
-    twin = _TWINS.get(state["optimizer"])
+    twin, kind = _TWINS.get(state["optimizer"]), trained.optimizer["class"]
     both = (
-        f"table {table!r} is trained by the fused {state['optimizer']} {where[fused]} and by "
-        f"{optimizer['class']} {where[torch]}"
+        f"table {table!r} is trained by the fused {state['optimizer']} {fused} and by {kind} "
+        f"{torch}"
     )
-    if twin is None or optimizer["class"] != twin.name:
+    if twin is None or kind != twin.name:
         expected = "no optimizer of torch" if twin is None else f"only {twin.name}"
         return [f"{both}; {expected} does the same"]
-    acting = [name for name in _OFF if _acts(group.get(name, 0))]
-    if _acts(state["weight_decay"]):
-        acting.append("a fused weight_decay")
+    acting = [name for name in _TORCH_ONLY if _acts(trained.group.get(name, 0))]
+    acting += [f"a fused {name}" for name in _FUSED_ONLY if _acts(state.get(name, 0))]
     return [f"{both}, with {name}: updates differ" for name in acting]
 
 
@@ -176,43 +221,55 @@ def _acts(hyperparameter: Any) -> bool:
     return bool(hyperparameter != 0)
 
 
-def _fused_state(
-    here: Mapping[str, Any], group: Mapping[str, Any], entry: Mapping[str, Any]
-) -> _Tree:
+def _fused_state(here: Mapping[str, Any], trained: _Trained, parameter: str) -> _Tree:
     """As `fbgemm.Kernel.state` has it; what torch does not know is as it is here."""
-    rate = float(group["lr"])
-    steps = entry["values"].get("step")
+    rate = float(trained.group["lr"])
+    steps = trained.entry(parameter)["values"].get("step")
     return {
         **here,
         "iter": here["iter"] if steps is None else int(steps),
         "lr": rate,
         "group_lr": rate,
-        "eps": float(group.get("eps", here["eps"])),
+        "eps": float(trained.group.get("eps", here["eps"])),
     }
+
+
+def _torch_settings(state: Mapping[str, Any]) -> dict[str, float]:
+    # FBGEMM keeps the rate in float32: where it is the one that was given, that one.
+    given = same_rate(state["lr"], state["group_lr"])
+    return {"lr": state["group_lr"] if given else state["lr"], "eps": state["eps"]}
+
+
+def _torch_entry(state: Mapping[str, Any], steps: int) -> _Tree:
+    """As `OptimizerState.capture` has it; the sums come with the rows.
+
+    FBGEMM counts batches for Adam only; without a decay of the rate torch counts them in vain.
+    """
+    keys = _TWINS[state["optimizer"]].keys if state["optimizer"] in _TWINS else ()
+    values = {"step": torch.tensor(float(steps))} if "step" in keys else {}
+    return {"keys": list(keys), "values": values, "on_host": ["step"]}
 
 
 def _merged(
     there: Sequence[Mapping[str, Any]],
     here: Sequence[Mapping[str, Any]],
-    leave: Collection[str],
-    enter: Mapping[str, Mapping[str, Any]],
+    gone: Collection[str],
+    arrivals: Mapping[str, _Arrival],
 ) -> Iterator[_Tree]:
-    """The optimizers there without the parameters of `leave`, and with those of `enter` where they
-    are here. Those that train no other are taken out, and put in as they are here."""
-    stored = iter([_without(one, leave) for one in there if not _only(one["groups"], leave)])
+    """The optimizers there without the parameters of `gone`, and with those of `arrivals` where
+    they are here. Those that train no other are taken out, and put in as they are here."""
+    stored = iter([_without(one, gone) for one in there if not _only(one["groups"], gone)])
     for one in here:
-        entries = {
-            name: _entry(enter[name]) for group in one["groups"] for name in group["params"]
-            if name in enter
-        }  # fmt: skip
-        if _only(one["groups"], enter):
-            groups: list[Mapping[str, Any]] = [_rated(group, enter) for group in one["groups"]]
+        names = [name for group in one["groups"] for name in group["params"]]
+        entries = {name: arrivals[name].entry for name in names if name in arrivals}
+        if _only(one["groups"], arrivals):
+            groups: list[Mapping[str, Any]] = [_as_arrived(g, arrivals) for g in one["groups"]]
             yield {**one, "groups": groups, "state": entries, "other": {}}
             continue
         base = next(stored, None)
         if base is None:
             return  # their numbers differ, which is told elsewhere
-        groups = list(_merged_groups(base["groups"], one["groups"], enter))
+        groups = list(_merged_groups(base["groups"], one["groups"], arrivals))
         yield {**base, "groups": groups, "state": base["state"] | entries}
     yield from stored
 
@@ -223,74 +280,61 @@ def _only(groups: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
     return bool(parameters) and all(name in names for name in parameters)
 
 
-def _without(optimizer: Mapping[str, Any], leave: Collection[str]) -> _Tree:
+def _without(optimizer: Mapping[str, Any], gone: Collection[str]) -> _Tree:
     groups = [
-        {**group, "params": [name for name in group["params"] if name not in leave]}
+        {**group, "params": [name for name in group["params"] if name not in gone]}
         for group in optimizer["groups"]
-        if not _only([group], leave)
+        if not _only([group], gone)
     ]
-    state = {name: entry for name, entry in optimizer["state"].items() if name not in leave}
+    state = {name: entry for name, entry in optimizer["state"].items() if name not in gone}
     return {**optimizer, "groups": groups, "state": state}
 
 
 def _merged_groups(
     there: Sequence[Mapping[str, Any]],
     here: Sequence[Mapping[str, Any]],
-    enter: Mapping[str, Mapping[str, Any]],
+    arrivals: Mapping[str, _Arrival],
 ) -> Iterator[Mapping[str, Any]]:
     stored = iter(there)
     for group in here:
-        if _only([group], enter):
-            yield _rated(group, enter)
+        if _only([group], arrivals):
+            yield _as_arrived(group, arrivals)
             continue
         base = next(stored, None)
         if base is None:
             return
-        others = [name for name in group["params"] if name not in enter]
+        others = [name for name in group["params"] if name not in arrivals]
         yield {**base, "params": group["params"]} if base["params"] == others else base
     yield from stored
 
 
-def _rated(group: Mapping[str, Any], enter: Mapping[str, Mapping[str, Any]]) -> _Tree:
+def _as_arrived(group: Mapping[str, Any], arrivals: Mapping[str, _Arrival]) -> _Tree:
     """A group of such tables alone, with the hyperparameters that they had."""
-    state = enter[group["params"][0]]
     found = dict(group)
-    for name in _SHARED:
+    for name, value in arrivals[group["params"][0]].settings.items():
         if name in group:
             current = group[name]
-            value = _shared(state, name)
-            found[name] = torch.full_like(current, value) if isinstance(current, Tensor) else value
+            tensor = isinstance(current, Tensor) and not isinstance(value, Tensor)
+            found[name] = torch.full_like(current, value) if tensor else value
     return found
 
 
-def _shared(state: Mapping[str, Any], name: str) -> float:
-    # FBGEMM keeps the rate in float32: where it is the one that was given, that one.
-    if name == "lr" and _same(state["lr"], state["group_lr"]):
-        return float(state["group_lr"])
-    return float(state[name])
-
-
-def _same(one: float, other: float) -> bool:
-    return torch.tensor(one).item() == torch.tensor(other).item()
-
-
-def _entry(state: Mapping[str, Any]) -> _Tree:
-    """As `OptimizerState.capture` has it; the sums come with the rows."""
-    keys = _TWINS[state["optimizer"]].keys if state["optimizer"] in _TWINS else ()
-    steps = torch.tensor(float(state["iter"] or 0))
-    values = {"step": steps} if "step" in keys else {}
-    return {"keys": list(keys), "values": values, "on_host": ["step"]}
-
-
-def _other_rates(
-    optimizers: Sequence[Mapping[str, Any]], enter: Mapping[str, Mapping[str, Any]]
+def _other_settings(
+    optimizers: Sequence[Mapping[str, Any]], arrivals: Mapping[str, _Arrival]
 ) -> list[str]:
     """Tables that share a group with what has other hyperparameters."""
     return [
-        f"{parameter!r} was trained with {name}={_shared(state, name):g} in the checkpoint, and "
-        f"its group has {float(group[name]):g}: give it a group of its own"
-        for parameter, (_, group) in _groups(optimizers).items()
-        if (state := enter.get(parameter)) is not None
-        for name in _SHARED
-        if name in group and not _same(float(group[name]), _shared(state, name))
+        f"{parameter!r} was trained with {name}={value} in the checkpoint, and its group has "
+        f"{trained.group[name]}: give it a group of its own"
+        for parameter, trained in _trained(optimizers).items()
+        if parameter in arrivals
+        for name, value in arrivals[parameter].settings.items()
+        if name in trained.group and not _equal(trained.group[name], value)
     ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    number = (int, float, Tensor)
+    if isinstance(one, number) and isinstance(other, number):
+        return same_rate(float(one), float(other))
+    return bool(one == other)

@@ -19,7 +19,7 @@ from recpoint.trainer_plugin.settings import several
 from recpoint.trainer_plugin.table_source import TableSource
 from recpoint.trainer_plugin.table_trainers import Trainers, adopt, lacks
 
-__all__ = ["OF_ALL_RANKS", "TrainingState"]
+__all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState"]
 
 _log = logging.getLogger("recpoint")
 
@@ -27,6 +27,8 @@ _KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras"
 
 #: What `TrainingState.lacks_ranks` is about.
 OF_ALL_RANKS: Final = ("reader", "sources")
+#: What `TrainingState.lacks_trainers` is about.
+OF_TRAINERS: Final = ("sources", "optimizers")
 
 
 class TrainingState:
@@ -122,14 +124,19 @@ class TrainingState:
         """
         if any(key not in saved for key in _KEYS):
             return False
-        return (
-            (self._reader is not None and saved["reader"] is None)
-            or any(
-                source.lacks_states(saved["sources"].get(name, ()))
-                for name, source in self._sources.items()
-            )
-            or lacks(dict(saved), self._trainers(()))
+        return (self._reader is not None and saved["reader"] is None) or any(
+            source.lacks_states(saved["sources"].get(name, ()))
+            for name, source in self._sources.items()
         )
+
+    def lacks_trainers(self, saved: Mapping[str, Any]) -> bool:
+        """Whether `OF_TRAINERS` is needed of ranks whose trees are not in it.
+
+        A table may have been held, and trained, by others.
+        """
+        if any(key not in saved for key in _KEYS):
+            return False
+        return lacks(dict(saved), self._trainers(()))
 
     def lacks_pieces(self, saved: Mapping[str, Any]) -> bool:
         """Whether pieces of dense tensors are needed of ranks whose trees are not in it."""
@@ -193,6 +200,8 @@ class TrainingState:
         for name in sorted(saved["extras"].keys() ^ self._extras.keys()):
             where = "here" if name in self._extras else "in the checkpoint"
             found.append(f"extra {name!r} is only {where}")
+        for name in sorted(saved["sources"].keys() & self._sources.keys()):
+            found += self._sources[name].differences(saved["sources"][name])
         for name in sorted(saved["sources"].keys() ^ self._sources.keys()):
             where = "here" if name in self._sources else "in the checkpoint"
             found.append(f"the state of the tables of {name} is only {where}")

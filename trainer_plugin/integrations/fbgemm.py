@@ -153,13 +153,33 @@ class Kernel:
         args = self._tbe.optimizer_args
         return {
             "optimizer": self._tbe.optimizer.value,
-            # Counted in every forward pass, also of an evaluation; Adam corrects its bias by it.
+            # Of Adam, which corrects its bias by it: counted in every forward pass, also of an
+            # evaluation. Others do not count.
             "iter": int(self._tbe.iter_cpu) if hasattr(self._tbe, "iter_cpu") else None,
             "lr": float(self._tbe.get_learning_rate()),
             # What the next zero_grad() or step() of the fused optimizer sets as the learning rate.
             "group_lr": float(self._module.fused_optimizer.param_groups[0]["lr"]),
             **{name: float(getattr(args, name)) for name in _HYPERPARAMETERS},
+            **self._limits(),
         }
+
+    def _limits(self) -> dict[str, float]:
+        """Of gradients and of rows, as the module was built with them; 0: none."""
+        args = self._tbe.optimizer_args
+        return {
+            "max_gradient": float(args.max_gradient) if args.gradient_clipping else 0.0,
+            "max_norm": float(args.max_norm),
+        }
+
+    def differences(self, table: str, state: Mapping[str, Any]) -> list[str]:
+        """What `load_state` cannot take over from the state of a table in another module."""
+        here = {"optimizer": self._tbe.optimizer.value, **self._limits()}
+        return [
+            f"table {table!r} was trained with {name} {state[name]}, and its module here has "
+            f"{value}: build it with the same"
+            for name, value in here.items()
+            if name in state and state[name] != value
+        ]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state` returned, of this or another module with the same optimizer."""

@@ -25,9 +25,12 @@ from recpoint.trainer_plugin.integrations.fbgemm import Kernel
 from recpoint.trainer_plugin.names import canonical_name
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.table_source import Marker
+from recpoint.trainer_plugin.table_trainers import same_rate
 
 __all__ = ["ShardTable", "TorchRecSource"]
 
+#: Of a fused optimizer's state: what is no hyperparameter, or follows from one.
+_FOLLOWS = frozenset(("iter", "lr"))
 #: Sharded module -> the attribute of the plain one under which its tables are.
 _COLLECTIONS = {
     ShardedEmbeddingBagCollection: "embedding_bags",
@@ -182,11 +185,31 @@ class TorchRecSource:
         fused = {table.name for table in self._tables if table.fused}
         return not fused <= {name for state in states for name in state}
 
+    def differences(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        """See `table_source.TableSource.differences`: one TBE has one of each hyperparameter."""
+        stored = _joined(states)
+        found = []
+        for kernel in self._kernels if stored else ():
+            names = dict.fromkeys(t.name for t in self._tables if t.kernel is kernel)
+            known = [(name, stored[name]) for name in names if name in stored]
+            if not kernel.fused or not known:
+                continue
+            first, before = known[0]
+            for name, state in known[1:]:
+                found += [
+                    f"tables {first!r} and {name!r} were trained with "
+                    f"{what.removeprefix('group_')} {before[what]} and {state[what]}, and are in "
+                    "one module here, which has one: give them optimizers that differ in it, so "
+                    "that TorchRec keeps them apart"
+                    for what in sorted(before.keys() & state.keys() - _FOLLOWS)
+                    if not _same(before[what], state[what])
+                ]
+            found += kernel.differences(first, before)
+        return found
+
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """See `table_source.TableSource.load_state_dicts`."""
-        stored: dict[str, Mapping[str, Any]] = {}
-        for state in states:
-            stored |= state
+        stored = _joined(states)
         for kernel in self._kernels:
             names = [table.name for table in self._tables if table.kernel is kernel]
             known = [stored[name] for name in names if name in stored]
@@ -194,6 +217,18 @@ class TorchRecSource:
                 # One TBE has one count. Those of tables that were in several differ only where a
                 # TBE was left out of batches: the largest then, as FBGEMM would have counted.
                 kernel.load_state(max(known, key=lambda state: state["iter"] or 0))
+
+
+def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for state in states:
+        found |= state
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    both = isinstance(one, float) and isinstance(other, float)
+    return same_rate(one, other) if both else bool(one == other)
 
 
 class _NoRows:

@@ -18,7 +18,8 @@ TABLES = ("a", "b")
 #: What FBGEMM's modules say of a table.
 FUSED: dict[str, Any] = {
     "optimizer": "exact_adagrad", "iter": 7, "lr": torch.tensor(0.1).item(), "group_lr": 0.1,
-    "eps": 1e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0,
+    "eps": 1e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "max_gradient": 0.0,
+    "max_norm": 0.0,
 }  # fmt: skip
 
 
@@ -46,7 +47,12 @@ def trained(make: Callable[[Model], Sequence[Optimizer]]) -> Sequence[Mapping[st
 
 
 def tree(optimizers: Sequence[Mapping[str, Any]], *fused: Mapping[str, Any]) -> dict[str, Any]:
-    return {"optimizers": optimizers, "sources": {"torchrec": list(fused)} if fused else {}}
+    return {
+        "optimizers": optimizers,
+        "other_optimizers": [],
+        "sources": {"torchrec": list(fused)} if fused else {},
+        "batches_done": 7,
+    }
 
 
 def here(
@@ -160,6 +166,42 @@ def test_a_table_that_another_rank_holds_now_leaves_the_groups() -> None:
     assert found["sources"]["torchrec"][0].keys() == {"a"}
 
 
+def test_a_table_of_another_rank_comes_with_its_group_and_state() -> None:
+    def last_alone(model: Model) -> list[Optimizer]:
+        return [SGD([{"params": model.over.parameters(), "lr": 0.5}])]
+
+    def last_too(model: Model) -> list[Optimizer]:
+        groups = [
+            {"params": model.over.parameters(), "lr": 0.5},
+            {"params": [model.b.weight], "lr": 0.25, "momentum": 0.9},
+        ]
+        return [SGD(groups)]
+
+    saved = tree(trained(last_alone)) | {"other_optimizers": [trained(last_too)]}
+    trainers = here(trained(last_too), tables=["b"], elsewhere=["a"])
+    assert lacks(tree(trained(last_alone)), trainers) and not lacks(saved, trainers)
+    found, differences = adopt(saved, trainers)
+    assert not differences
+    (one,) = found["optimizers"]
+    settings = {name: group for group in one["groups"] for name in group["params"]}
+    assert (settings["b.weight"]["lr"], settings["b.weight"]["momentum"]) == (0.25, 0.9)
+    assert one["state"]["b.weight"]["keys"] == ["momentum_buffer"]
+    # Where it was it goes from the groups; and a fused one takes its rate from that rank too.
+    without = here(trained(last_alone), tables=[], elsewhere=["b"])
+    (left,) = adopt(tree(trained(last_too)), without)[0]["optimizers"]
+    assert [group["params"] for group in left["groups"]] == [["over.weight", "over.bias"]]
+    others = tree(trained(last_alone)) | {"other_optimizers": [trained(tables_too(lr=0.3))]}
+    fused = here(trained(last_alone), {"b": FUSED}, tables=["b"], elsewhere=["a"])
+    assert lacks(tree(trained(last_alone)), fused)
+    found, differences = adopt(others, fused)
+    assert not differences and found["sources"]["torchrec"][0]["b"]["lr"] == 0.3
+    _, differences = adopt(others, here(trained(last_too), tables=["b"]))
+    assert differences == [
+        "table 'b' is trained by torch.optim.sgd.SGD here and by torch.optim.adagrad.Adagrad in "
+        "the checkpoint",
+    ]
+
+
 @pytest.mark.parametrize(
     ("fused", "torch_side", "expected"),
     [
@@ -169,6 +211,8 @@ def test_a_table_that_another_rank_holds_now_leaves_the_groups() -> None:
         ({}, tables_too(lr_decay=0.1), "with lr_decay: updates differ"),
         ({}, tables_too(weight_decay=0.1), "with weight_decay: updates differ"),
         ({"weight_decay": 0.1}, tables_too(), "with a fused weight_decay: updates differ"),
+        ({"max_gradient": 1e-4}, tables_too(), "with a fused max_gradient: updates differ"),
+        ({"max_norm": 1.0}, tables_too(), "with a fused max_norm: updates differ"),
         (
             {"optimizer": "exact_sgd"},
             tables_too(SGD, eps=None, momentum=0.9),
