@@ -2,13 +2,14 @@
 
 A piece is a dictionary in a rank's state tree (format §3.4): `shard_of`, the shape of the whole;
 `at`, where the piece begins in it; `tensor`, the piece. The pieces of all ranks are disjoint and
-make up the whole; one of no elements says nothing.
+make up the whole; one of no elements says nothing, and one that is there several times, with the
+same bits, counts once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,7 @@ __all__ = [
     "DenseShard",
     "check_shards",
     "dense_shards",
+    "fault_of_boxes",
     "fill_part",
     "has_part",
     "is_shard",
@@ -85,7 +87,8 @@ def check_shards(shards: Sequence[DenseShard], *, name: str) -> None:
     """Whether they make up the whole tensor.
 
     Raises:
-        MalformedObject: they leave a gap, overlap, or differ in shape or dtype.
+        MalformedObject: they leave a gap, overlap without being the same piece, or differ in shape
+            or dtype.
     """
     _checked(shards, name)
 
@@ -140,6 +143,21 @@ def has_part(shards: Sequence[DenseShard], box: Sequence[range], *, name: str) -
     return _elements_in(_disjoint(shards, name), box) == math.prod(map(len, box))
 
 
+def fault_of_boxes(shape: Sequence[int], boxes: Iterable[Sequence[range]]) -> str | None:
+    """Why boxes do not make up a tensor, each element in one of them; None: they do.
+
+    Args:
+        shape: of the tensor.
+        boxes: the indices along each dimension; those without any say nothing.
+    """
+    filled = sorted((tuple(box) for box in boxes if all(box)), key=_starts)
+    overlap = _overlap(filled)
+    if overlap is not None:
+        return overlap
+    stored, needed = sum(math.prod(map(len, box)) for box in filled), math.prod(shape)
+    return None if stored == needed else f"{stored} elements of {needed} in all pieces"
+
+
 def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
     """Those parameters and buffers that are stored in pieces, by name, the pieces of all ranks.
 
@@ -178,15 +196,42 @@ def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
     if len(forms) > 1:
         found = ", ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype in forms))
         raise _malformed(name, f"pieces of {found:.200}", "one shape and dtype of all")
-    filled = sorted((shard for shard in shards if shard.tensor.numel()), key=lambda s: s.at)
-    for index, shard in enumerate(filled):
-        for other in filled[index + 1 :]:
-            if shard.at and other.at[0] >= shard.box[0].stop:
-                break  # and so are all after it
-            if all(_common(a, b) for a, b in zip(shard.box, other.box, strict=True)):
-                found = f"pieces at {list(shard.at)} and {list(other.at)} that overlap"
-                raise _malformed(name, found, "each element in one piece")
+    filled = _each_once([shard for shard in shards if shard.tensor.numel()], name)
+    overlap = _overlap([shard.box for shard in filled])
+    if overlap is not None:
+        raise _malformed(name, overlap, "each element in one piece")
     return filled
+
+
+def _each_once(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
+    """In order, those that hold the same elements once: replicas that each stored its piece."""
+    by_box: dict[tuple[range, ...], DenseShard] = {}
+    for shard in shards:
+        first = by_box.setdefault(shard.box, shard)
+        if first is not shard and not torch.equal(_bits(first.tensor), _bits(shard.tensor)):
+            found = f"two pieces of {list(shard.tensor.shape)} at {list(shard.at)} that differ"
+            raise _malformed(name, found, "the same bits in each piece of one place")
+    return [by_box[box] for box in sorted(by_box, key=_starts)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes: -0 is not 0, and a NaN is itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _overlap(boxes: Sequence[tuple[range, ...]]) -> str | None:
+    """Of boxes in order, none of them empty."""
+    for index, box in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if box and other[0].start >= box[0].stop:
+                break  # and so are all after it
+            if all(_common(a, b) for a, b in zip(box, other, strict=True)):
+                return f"pieces at {list(_starts(box))} and {list(_starts(other))} that overlap"
+    return None
+
+
+def _starts(box: Sequence[range]) -> tuple[int, ...]:
+    return tuple(part.start for part in box)
 
 
 def _elements_in(shards: Sequence[DenseShard], box: Sequence[range]) -> int:

@@ -35,6 +35,7 @@ _PRELOADED = [
     "tests.forked_shell",
     "tests.persist_process",
     "tests.fault.lives",
+    "tests.fault.mesh_lives",
     "tests.fault.own_state_lives",
     "tests.fault.rank_lives",
     "tests.fault.retention_lives",

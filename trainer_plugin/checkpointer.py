@@ -31,6 +31,7 @@ from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.pace import Pace
 from recpoint.trainer_plugin.parts import Seed
+from recpoint.trainer_plugin.piece_layout import held_pieces, pieces_of_others
 from recpoint.trainer_plugin.pipeline import Pipeline
 from recpoint.trainer_plugin.policy import PolicyName
 from recpoint.trainer_plugin.rank_agreement import agree_on_settings
@@ -151,8 +152,9 @@ class Checkpointer:
         agree_on_settings(self._ranks, settings.common | {"run": self._store.url})
         self._shards = lay_out(self._ranks, self._tables)
         self._reader = reader
+        model_state = ModelState(model, self._tables, self._sources)
         self._state = TrainingState(
-            model=ModelState(model, self._tables, self._sources),
+            model=model_state,
             optimizers=OptimizerState(model, chosen, self._tables),
             schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
             reader=reader,
@@ -160,6 +162,7 @@ class Checkpointer:
             sources=self._sources,
             rank=self._ranks.rank,
             copies=[one.copy.parameter_name for one in self._shards if one.copy is not None],
+            stored_elsewhere=pieces_of_others(self._ranks, held_pieces(model_state.tensors())),
         )
         self._replicas = Replicas(
             self._ranks,

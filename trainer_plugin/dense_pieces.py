@@ -1,6 +1,7 @@
 """Dense tensors of which this rank holds a piece (`fully_shard`): stored as pieces, format §3.4.
 
-A piece that several ranks hold, where a mesh both shards and replicates, is stored by the first.
+A piece that several ranks hold, where a mesh both shards and replicates, is stored by the first; of
+several meshes, `piece_layout` says which stores a tensor.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def are_pieces(value: object) -> TypeGuard[Sequence[DenseShard]]:
 
 
 def piece_of(tensor: DTensor) -> dict[str, Any] | None:
-    """The piece that is here, for the state tree; None: another rank stores it."""
+    """The piece that is here, for the state tree; None: another rank of its mesh stores it."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(

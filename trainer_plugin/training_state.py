@@ -13,6 +13,7 @@ from recpoint.errors import SettingsError
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
+from recpoint.trainer_plugin.piece_layout import without_pieces
 from recpoint.trainer_plugin.rank_trees import own_part
 from recpoint.trainer_plugin.reader import Divisible, Stateful
 from recpoint.trainer_plugin.settings import several
@@ -34,7 +35,8 @@ OF_TRAINERS: Final = ("sources", "optimizers")
 class TrainingState:
     """Everything stateful that the checkpointer was given.
 
-    `copies`: parameters of tables that every rank holds whole.
+    `copies`: parameters of tables that every rank holds whole. `stored_elsewhere`: dense tensors of
+    which other ranks store the pieces that are here.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class TrainingState:
         sources: Sequence[TableSource] = (),
         rank: int = 0,
         copies: Collection[str] = (),
+        stored_elsewhere: Collection[str] = (),
     ) -> None:
         self._rank = rank
         self._copies = frozenset(copies)
+        self._stored_elsewhere = frozenset(stored_elsewhere)
         self.model = model
         self.optimizers = optimizers
         if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -99,7 +103,7 @@ class TrainingState:
         A reader's `state_dict` is not in it: asking for it can start worker processes and draw
         random numbers.
         """
-        return {
+        tree = {
             "model": self.model.capture(),
             "optimizers": self.optimizers.capture(),
             "schedulers": [_plain(scheduler.state_dict()) for scheduler in self._schedulers],
@@ -107,6 +111,7 @@ class TrainingState:
             "sources": {name: source.state_dict() for name, source in self._sources.items()},
             "rng": rng_state.capture(),
         }
+        return without_pieces(tree, self._stored_elsewhere) if self._stored_elsewhere else tree
 
     def forms(self) -> dict[str, str]:
         """What each rank has to have, though of its own: what -> which."""

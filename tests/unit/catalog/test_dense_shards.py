@@ -77,12 +77,12 @@ TOP, BOTTOM = piece(WHOLE, [range(2), range(3)]), piece(WHOLE, [range(2, 4), ran
     ("pieces", "found"),
     [
         ([TOP], "6 elements in all pieces"),
-        ([TOP, TOP, BOTTOM], "overlap"),
+        ([TOP, {**TOP, "tensor": -TOP["tensor"]}, BOTTOM], r"two pieces of \[2, 3\] at \[0, 0\]"),
         ([TOP, {**BOTTOM, "at": [1, 0]}], "overlap"),
         ([TOP, {**BOTTOM, "tensor": BOTTOM["tensor"].double()}], "torch.float64"),
         ([TOP, {**BOTTOM, "shard_of": [5, 3]}], "pieces of"),
     ],
-    ids=["gap", "twice", "overlap", "dtype", "shape"],
+    ids=["gap", "copies that differ", "overlap", "dtype", "shape"],
 )
 def test_pieces_that_do_not_make_it_up_are_refused(pieces: list[object], found: str) -> None:
     shards = [parse_shard(one, name="w") for one in pieces]
@@ -91,6 +91,26 @@ def test_pieces_that_do_not_make_it_up_are_refused(pieces: list[object], found: 
     assert "dense tensor 'w'" in str(error.value)
     with pytest.raises(MalformedObject, match=found.removesuffix(" in all pieces")):
         fill_part(shards, [0, 0], torch.empty(4, 3), name="w")
+
+
+def test_copies_of_a_piece_count_once() -> None:
+    whole = WHOLE.clone()
+    whole[0, 0], whole[0, 1] = float("nan"), -0.0
+    top, bottom = piece(whole, [range(2), range(3)]), piece(whole, [range(2, 4), range(3)])
+    apart = {**top, "tensor": top["tensor"].t().contiguous().t()}  # of other strides
+    shards = [parse_shard(one, name="w") for one in (bottom, top, apart, bottom)]
+    joined = join_shards(shards, name="w")
+    assert joined.view(torch.int32).equal(whole.view(torch.int32))
+    assert has_part(shards, [range(1, 3), range(3)], name="w")
+    into = torch.zeros(2, 3)
+    fill_part(shards, [1, 0], into, name="w")
+    assert torch.equal(into, WHOLE[1:3])
+    scalars = [parse_shard(piece(torch.tensor(2.0), []), name="w") for _ in range(2)]
+    assert join_shards(scalars, name="w") == 2.0
+    # As numbers these would be alike.
+    other = {**top, "tensor": top["tensor"].abs()}
+    with pytest.raises(MalformedObject, match="that differ"):
+        join_shards([*shards, parse_shard(other, name="w")], name="w")
 
 
 def test_a_part_needs_the_pieces_that_have_some_of_it() -> None:
@@ -154,13 +174,18 @@ def test_a_part_that_is_none_is_refused(at: list[int], into: torch.Tensor) -> No
         fill_part(shards, at, into, name="w")
 
 
-def test_a_checkpoint_whose_pieces_leave_a_gap_is_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_pieces_do_not_make_it_up_is_passed_over(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.claim(None)
-    for step, parts in ((1, [TOP, BOTTOM]), (2, [TOP, TOP])):
+    # As runs have it in which replicas each stored its piece.
+    good = [TOP, BOTTOM, TOP, BOTTOM]
+    over = {**BOTTOM, "at": [1, 0]}
+    for step, parts in ((1, good), (2, [TOP, over]), (3, [TOP, TOP])):
         states = [{"model": {"tensors": {"w": part}}} for part in parts]
         publish(run, build(run, tables(), step=step, generation=1, states=states))
     target = MemoryTarget()
     report = restore(run, target)
-    assert report.restored.step == 1 and "overlap" in report.skipped[0].error
+    assert report.restored.step == 1
+    assert "6 elements in all pieces" in report.skipped[0].error
+    assert "overlap" in report.skipped[1].error
     assert torch.equal(model_tensors(target)["w"], WHOLE)
