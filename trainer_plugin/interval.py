@@ -33,13 +33,16 @@ class Interval:
 
 
 def choose(rate: Rate, *, stall_seconds: float | None, persist_seconds: float | None) -> Interval:
-    """sqrt(2 · stall / failure rate), within `MIN_SECONDS` and `MAX_SECONDS`, and at least as long
-    as a checkpoint takes to be committed, since two do not overlap.
+    """sqrt(2 · stall / failure rate), or as long as a checkpoint takes to be committed, where that
+    is longer, since two do not overlap; within `MIN_SECONDS` and `MAX_SECONDS`.
+
+    A store that takes longer than `MAX_SECONDS` still gets a checkpoint as soon as it has stored
+    the one before: what is due meanwhile is taken late.
 
     Args:
         rate: failures of the job.
         stall_seconds: how long training waits for a checkpoint; None: not measured yet.
-        persist_seconds: from the cut to the commit; None: not measured yet.
+        persist_seconds: how long the agent takes to commit one; None: not measured yet.
     """
     why = f"{rate.per_hour:.3g} failures an hour ({rate.source})"
     if stall_seconds is None:
@@ -52,6 +55,8 @@ def choose(rate: Rate, *, stall_seconds: float | None, persist_seconds: float | 
         if seconds != optimum:
             why += f": {optimum:.3g} s is outside {MIN_SECONDS:g} to {MAX_SECONDS:g} s"
     if persist_seconds is not None and persist_seconds > seconds:
-        seconds = persist_seconds
+        seconds = min(persist_seconds, MAX_SECONDS)
         why += f"; a checkpoint takes {persist_seconds:.3g} s to be committed"
+        if seconds != persist_seconds:
+            why += f", more than the longest interval of {MAX_SECONDS:g} s"
     return Interval(seconds=seconds, reason=why)

@@ -7,6 +7,7 @@ only when the settings ask for that.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -68,6 +69,7 @@ class Outcomes:
         self._statistics = statistics
         self._ends = ends
         self._unraised: BaseException | None = None
+        self._answered_seconds = -math.inf  # monotonic, when the newest answer was learned
         self.last_safe = batches_done
         self.superseded = False
 
@@ -130,10 +132,12 @@ class Outcomes:
         elif isinstance(event, Failed):
             self._ledger.lost(event.ref, type(event.error).__name__)
             self.note_failure(event.error)
-        elif event.outcome.result == "committed":
-            self._committed(event)
         else:
-            self._rejected(event)
+            if event.outcome.result == "committed":
+                self._committed(event)
+            else:
+                self._rejected(event)
+            self._answered_seconds = time.monotonic()
 
     def _committed(self, event: Answered) -> None:
         outcome = event.outcome
@@ -150,6 +154,8 @@ class Outcomes:
             kind=pending.link.kind,
             stored_bytes=outcome.stored_bytes,
             committed_ms=outcome.finished_ms,
+            # Of several that wait, each would count the same outage, and the work on the others.
+            turn_seconds=max(pending.cut_seconds, self._answered_seconds),
         )
 
     def _rejected(self, event: Answered) -> None:

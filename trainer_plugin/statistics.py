@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from statistics import median_low
 
 from recpoint.catalog.failure_causes import CAUSES, cause_of
 from recpoint.catalog.histogram import Histogram
@@ -18,6 +19,9 @@ _KEPT_STALLS = 1_000
 
 #: What a checkpoint costs now follows from so many of the last.
 _RECENT = 8
+
+#: One alone does not tell how long a commit takes: an agent is often started after its trainer.
+_LEAST_PERSISTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +119,24 @@ class Statistics:
         kind: Kind,
         stored_bytes: int,
         committed_ms: int,
+        turn_seconds: float | None = None,
     ) -> None:
-        """A checkpoint cut at monotonic time `cut_seconds` is committed."""
+        """A checkpoint cut at monotonic time `cut_seconds` is committed.
+
+        Args:
+            batches: done at its cut.
+            cut_seconds: see above.
+            kind: of the checkpoint.
+            stored_bytes: bytes of its chunks.
+            committed_ms: when, on the clock of the agent's host.
+            turn_seconds: the monotonic time from which the agent could work on it, where it had an
+                earlier one to finish after the cut; None: the cut.
+        """
         self.committed += 1
         self.stored_bytes[kind] += stored_bytes
         self.last_commit_ms = committed_ms
-        self._persists_seconds.append(time.monotonic() - cut_seconds)
+        began_seconds = cut_seconds if turn_seconds is None else turn_seconds
+        self._persists_seconds.append(time.monotonic() - began_seconds)
         if batches >= self._safe_batches:
             self._safe_batches, self._safe_seconds = batches, cut_seconds
 
@@ -132,8 +148,14 @@ class Statistics:
 
     @property
     def persist_seconds(self) -> float | None:
-        """The longest that one of the last checkpoints took to be committed; None: none was."""
-        return max(self._persists_seconds, default=None)
+        """How long one of the last checkpoints took to be committed; None: too few were.
+
+        The median, the lower of two: that one of them waited for an agent or a store that was away
+        does not change it. Nor does a full among increments: what is due before that is stored is
+        taken late, as `when_busy` says.
+        """
+        recent = list(self._persists_seconds)
+        return median_low(recent) if len(recent) >= _LEAST_PERSISTS else None
 
     @property
     def safe_batches(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from recpoint.trainer_plugin.failures import Rate
 from recpoint.trainer_plugin.interval import FIRST_SECONDS, MAX_SECONDS, MIN_SECONDS, choose
+from recpoint.trainer_plugin.statistics import Statistics
 
 DAY = Rate(per_hour=1 / 24, source="settings")
 
@@ -19,12 +21,13 @@ DAY = Rate(per_hour=1 / 24, source="settings")
     [
         (7.0, 1 / 24, 1.0, math.sqrt(2 * 7 * 86_400)),  # Young: 1,100 s
         (7.0, 1 / 24, None, math.sqrt(2 * 7 * 86_400)),
-        (7.0, 1 / 24, 5_000.0, 5_000.0),  # two checkpoints do not overlap
+        (7.0, 1 / 24, 2_000.0, 2_000.0),  # two checkpoints do not overlap
         (0.005, 1 / 24, 1.0, math.sqrt(2 * 0.005 * 86_400)),
         (0.001, 1.0, 1.0, MIN_SECONDS),
         (0.001, 1.0, 11.0, 11.0),
         (60.0, 0.001, 1.0, MAX_SECONDS),
-        (60.0, 0.001, 7_200.0, 7_200.0),
+        (60.0, 0.001, 7_200.0, MAX_SECONDS),
+        (0.005, 1 / 24, 36_000.0, MAX_SECONDS),
         (1.0, 0.0, 1.0, MAX_SECONDS),  # it never fails
         (0.0, 1.0, 0.0, MIN_SECONDS),
         (None, 1.0, None, FIRST_SECONDS),
@@ -44,8 +47,28 @@ def test_the_reason_names_what_was_measured_and_what_decided() -> None:
     assert "7e+03 ms" in plain and "0.0417 failures an hour (settings)" in plain
     assert "outside" not in plain and "committed" not in plain
     assert "outside 10 to 3600 s" in choose(DAY, stall_seconds=1e-4, persist_seconds=3).reason
-    assert "30 s to be committed" in choose(DAY, stall_seconds=1e-4, persist_seconds=30).reason
+    slow = choose(DAY, stall_seconds=1e-4, persist_seconds=30).reason
+    assert slow.endswith("30 s to be committed")
+    slower = choose(DAY, stall_seconds=1e-4, persist_seconds=7_200).reason
+    assert slower.endswith("7.2e+03 s to be committed, more than the longest interval of 3600 s")
     assert "no checkpoint" in choose(DAY, stall_seconds=None, persist_seconds=None).reason
+
+
+def commits(*seconds: float) -> Statistics:
+    found = Statistics()
+    for one in seconds:
+        cut = time.monotonic() - one
+        found.safe(1, cut, kind="increment", stored_bytes=1, committed_ms=1)
+    return found
+
+
+def test_a_commit_that_waited_for_an_outage_does_not_move_what_commits_take() -> None:
+    hours = 36_000.0
+    for seconds in ((100.0, hours), (hours, 100.0), (100.0, 100.0, hours), (*7 * (100.0,), hours)):
+        assert commits(*seconds).persist_seconds == pytest.approx(100, abs=50)
+    # Nothing is left of it when the store has become slow: only the last eight count.
+    assert commits(*8 * (1.0,), *8 * (500.0,)).persist_seconds == pytest.approx(500, abs=50)
+    assert commits().persist_seconds is commits(hours).persist_seconds is None
 
 
 costs = st.floats(0, 10_000)
@@ -66,7 +89,7 @@ def test_more_failures_never_lengthen_it_and_dearer_checkpoints_never_shorten_it
         return choose(given, stall_seconds=stall, persist_seconds=persist).seconds
 
     interval = seconds(per_hour, stall, persist)
-    assert max(MIN_SECONDS, persist or 0) <= interval <= max(MAX_SECONDS, persist or 0)
+    assert max(MIN_SECONDS, min(persist or 0, MAX_SECONDS)) <= interval <= MAX_SECONDS
     assert seconds(per_hour * factor, stall, persist) <= interval
     assert seconds(per_hour, stall + longer, persist) >= interval
     assert seconds(per_hour, stall, (persist or 0) + longer) >= interval

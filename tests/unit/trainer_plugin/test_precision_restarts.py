@@ -215,3 +215,17 @@ def test_an_interval_that_follows_from_what_checkpoints_cost(
         assert ckpt.stats.failed == 0
     told = [r.getMessage() for r in caplog.records if "interval_seconds" in r.getMessage()]
     assert "60 s: no checkpoint has been measured" in told[0]
+
+
+def test_checkpoints_that_waited_for_one_outage_count_it_once(place: Place) -> None:
+    training = simple_training()
+    with checkpointer(training, place, interval_batches=1, max_staged_jobs=3) as ckpt:
+        ckpt.restore()
+        began = time.monotonic()
+        train(training, ckpt, 3)
+        until(lambda: ckpt.stats.staged == 3)
+        with place.agent():
+            until(lambda: ckpt.stats.committed == 3)
+        assert ckpt._pipeline is not None
+        measured = ckpt._pipeline.statistics._persists_seconds
+        assert len(measured) == 3 and sum(measured) <= time.monotonic() - began
