@@ -22,9 +22,10 @@ _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 class Precision(Part):
     """The width that the rule of expected restores chose, for the tables that are under it.
 
-    `expected_milli` is in thousandths of a restore, those that have happened included; None: not
-    known. `fallen_back`: there were more restores than expected, and all later checkpoints of the
-    job have 8 bits. `reason` is for people.
+    `expected_milli` is in thousandths of a restore, those that have happened included, and the most
+    that any decision on this line came to so far; None: not known. `fallen_back`: there were more
+    restores than the `expected_milli` of the whole job, and all later checkpoints of the job have 8
+    bits. `reason` is for people, and says what was expected when this was decided.
     """
 
     bits: RuleBits

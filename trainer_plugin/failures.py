@@ -61,7 +61,8 @@ class Past:
         restarts: starts of trainers on the line after its first, this one included.
         lossy_restores: restores from quantized rows that the state has been through, this one's
             included.
-        precision: what the rule had chosen for the restored checkpoint.
+        precision: what the rule had chosen for the restored checkpoint; or since, for what is left
+            behind, where the job had fallen back by then.
     """
 
     trained_ms: int = 0

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import Precision, RuleBits
-from recpoint.trainer_plugin.failures import ExpectedFailures, Past, failure_rate, hours_left
+from recpoint.trainer_plugin.failures import (
+    MS_PER_HOUR,
+    ExpectedFailures,
+    Past,
+    failure_rate,
+    hours_left,
+)
 from recpoint.trainer_plugin.settings import Bits
 from recpoint.trainer_plugin.table import Table
 
@@ -49,7 +56,9 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
     """The width of a checkpoint.
 
     Restores expected: those from quantized rows so far, and failure rate x hours left. Once there
-    were more of them than had been expected, the rest of the job has 8 bits.
+    were more of them than the whole job was expected to have, the rest of it has 8 bits: that
+    depends on settings and past alone, so that all checkpoints of one trainer say the same.
+    `expected_milli` of the decision is the most that was expected on this line so far.
 
     Args:
         expected: what was said of the job's failures.
@@ -59,47 +68,62 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
     before = past.precision
     if before is not None and before.fallen_back:
         return before
-    estimate = _exceeded(expected, past)
-    if estimate is not None:
+    whole = _expected_of_the_whole(expected, past)
+    if whole is not None and 1_000 * past.lossy_restores > whole.milli:
         return Precision(
             bits=_WIDEST,
-            expected_milli=estimate,
+            expected_milli=whole.milli,
             fallen_back=True,
-            reason=f"{past.lossy_restores} restores from quantized rows, {estimate / 1000:.3g} "
-            f"were expected: {_WIDEST} bits for the rest of the job",
+            reason=f"{past.lossy_restores} restores from quantized rows, {whole.milli / 1000:.3g} "
+            f"were expected {whole.of}: {_WIDEST} bits for the rest of the job",
         )
+    most = None if before is None else before.expected_milli
     left = hours_left(expected, trained_ms=trained_ms)
     if left is None:
         assert expected is not None and expected.job_hours is not None  # else there is time left
-        return _unknown(f"the job goes on for longer than the {expected.job_hours:g} h it was said")
+        why = f"the job goes on for longer than the {expected.job_hours:g} h it was said"
+        return _unknown(why, most)
     rate = failure_rate(expected, past, trained_ms=trained_ms)
     to_come = rate.per_hour * left
     said = expected is not None and expected.per_node_hour is not None
     if not said and to_come > _MOST_FROM_PAST:
-        return _unknown("no failure rate was given, and the job's past is too short to tell one")
+        why = "no failure rate was given, and the job's past is too short to tell one"
+        return _unknown(why, most)
     milli = _milli(min(past.lossy_restores + to_come, _MOST_EXPECTED))
     return Precision(
         bits=bits_for(milli),
-        expected_milli=milli,
+        expected_milli=max(milli, most or 0),
         fallen_back=False,
         reason=f"{milli / 1000:.3g} restores expected: {past.lossy_restores} from quantized rows "
         f"so far, and {rate.per_hour:.3g} an hour ({rate.source}) in the next {left:.3g} h",
     )
 
 
-def _exceeded(expected: ExpectedFailures | None, past: Past) -> int | None:
-    """An estimate that the restores so far exceed, in thousandths: for the whole job, or the one
-    that the restored checkpoint was written under; None when there is none.
+class _Whole(NamedTuple):
+    """Restores expected of a whole job, in thousandths; and of what they were, for people."""
+
+    milli: int
+    of: str
+
+
+def _expected_of_the_whole(expected: ExpectedFailures | None, past: Past) -> _Whole | None:
+    """What the restores of a job are compared with; None when nobody has expected a number.
+
+    With a rate that was given: rate x all hours, those of the past too. What is expected of the
+    hours left alone shrinks as they pass, and a job that has the restores it was said to have is
+    not beyond its estimate. Else the most that was recorded on the line.
     """
-    estimates = []
     if expected is not None and expected.per_node_hour is not None:
-        if expected.job_hours is not None:
-            whole = expected.per_node_hour * expected.nodes * expected.job_hours
-            estimates.append(_milli(min(whole, _MOST_EXPECTED)))
+        hours = expected.job_hours
+        if hours is None:
+            left = hours_left(expected, trained_ms=past.trained_ms)
+            assert left is not None  # there is no length to be beyond
+            hours = past.trained_ms / MS_PER_HOUR + left
+        restores = expected.per_node_hour * expected.nodes * hours
+        return _Whole(_milli(min(restores, _MOST_EXPECTED)), f"of {hours:.3g} h")
     if past.precision is not None and past.precision.expected_milli is not None:
-        estimates.append(past.precision.expected_milli)
-    least = min(estimates, default=None)
-    return least if least is not None and 1_000 * past.lossy_restores > least else None
+        return _Whole(past.precision.expected_milli, "at most by what was recorded")
+    return None
 
 
 def _milli(restores: float) -> int:
@@ -107,8 +131,8 @@ def _milli(restores: float) -> int:
     return math.ceil(round(1_000 * restores, 6))
 
 
-def _unknown(reason: str) -> Precision:
-    return Precision(bits=_WIDEST, expected_milli=None, fallen_back=False, reason=reason)
+def _unknown(reason: str, most_milli: int | None) -> Precision:
+    return Precision(bits=_WIDEST, expected_milli=most_milli, fallen_back=False, reason=reason)
 
 
 def in_bits(width: Width, precision: Precision | None) -> int:

@@ -19,13 +19,13 @@ from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.store import open_store
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
-from recpoint.format.history import MAX_COUNT, History
 from recpoint.format.manifest import Manifest
 from recpoint.format.records import CheckpointRef, GenerationRecord
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.base_history import BaseHistory
 from recpoint.trainer_plugin.failures import Past
 from recpoint.trainer_plugin.parts import Seed, parts_of
+from recpoint.trainer_plugin.past import left_behind, past_of, with_left_behind
 from recpoint.trainer_plugin.policy import Policy, Tip
 from recpoint.trainer_plugin.rank_agreement import incomplete_parts
 from recpoint.trainer_plugin.rank_restore import claim_together, restore_together
@@ -271,6 +271,9 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
             )
     _tell_restored(run, report)
     restarts = run.restarts(record.generation)
+    # Ranks store one checkpoint in one width: what one of them can read of the store counts.
+    decided = job.ranks.first(left_behind(run, record) if job.ranks.rank == 0 else None)
+    past = past_of(target.manifest.history, report, restarts=restarts)
     # The client of an object store draws from python's generator; claiming, and removing the lease,
     # came after restoring.
     rng_state.restore(generators)
@@ -283,7 +286,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
         changed=target.changed,
         report=report,
         resumed=True,
-        past=past_of(target.manifest.history, report, restarts=restarts),
+        past=with_left_behind(past, decided),
     )
 
 
@@ -365,13 +368,3 @@ def _begun_with(target: PartialTarget, report: RestoreReport, generation: int) -
     assert target.manifest is not None  # restore has finished it
     lossy = past_of(target.manifest.history, report, restarts=0).lossy_restores
     return Start(generation=generation, report=report, past=Past(lossy_restores=lossy))
-
-
-def past_of(history: History, report: RestoreReport, *, restarts: int) -> Past:
-    """The past of a trainer that goes on from a checkpoint with this history."""
-    return Past(
-        trained_ms=history.trained_ms,
-        restarts=restarts,
-        lossy_restores=min(history.lossy_restores + report.quantized, MAX_COUNT),
-        precision=history.precision,
-    )

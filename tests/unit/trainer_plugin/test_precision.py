@@ -125,13 +125,53 @@ def test_more_restores_than_were_said_are_the_end_of_few_bits() -> None:
     assert decide(expected, Past(lossy_restores=2), trained_ms=99 * HOUR_MS).bits == 3
     found = decide(expected, Past(lossy_restores=3), trained_ms=99 * HOUR_MS)
     assert (found.bits, found.fallen_back, found.expected_milli) == (8, True, 2_000)
-    assert "3 restores from quantized rows, 2 were expected" in found.reason
+    assert "3 restores from quantized rows, 2 were expected of 100 h" in found.reason
 
 
-def test_more_restores_than_the_restored_checkpoint_was_written_for() -> None:
+@pytest.mark.parametrize("restores", [1, 3, 20])
+@pytest.mark.parametrize("hour", [0, 1, 50, 97])
+def test_the_restores_that_were_said_are_within_the_estimate_whenever_they_come(
+    restores: int, hour: int
+) -> None:
+    expected = job(restores / 100, 1, 100)
+    trained_ms = hour * HOUR_MS
+    written = decide(expected, Past(), trained_ms=trained_ms)
+    for lossy in range(1, restores + 2):
+        past = Past(trained_ms=trained_ms, restarts=lossy, lossy_restores=lossy, precision=written)
+        written = decide(expected, past, trained_ms=trained_ms)
+        assert written.fallen_back == (lossy > restores)
+    assert written.bits == 8
+
+
+def test_of_a_length_that_nobody_said_it_is_the_one_assumed_at_the_start() -> None:
+    expected = job(0.01, 1, None)  # 1.68 in the week that is taken for the rest of a new job
+    assert not decide(expected, Past(lossy_restores=1), trained_ms=0).fallen_back
+    before = chosen(3, 2_680)  # one that was, and 1.68 to come
+    for trained_ms in (0, 500 * HOUR_MS):  # one trainer does not go back on what it decided
+        found = decide(expected, Past(lossy_restores=2, precision=before), trained_ms=trained_ms)
+        assert (found.bits, found.fallen_back) == (8, True)
+        assert "1.68 were expected of 168 h" in found.reason
+    old = Past(trained_ms=500 * HOUR_MS, lossy_restores=8, precision=before)
+    assert not decide(expected, old, trained_ms=old.trained_ms).fallen_back  # 10 in 1,000 hours
+
+
+def test_a_decision_records_the_most_that_was_expected_on_its_line() -> None:
+    expected = job(0.02, 1, 100)
+    first = decide(expected, Past(), trained_ms=0)
+    late = decide(expected, Past(precision=first), trained_ms=90 * HOUR_MS)
+    assert (late.bits, late.expected_milli) == (2, 2_000)
+    assert late.reason.startswith("0.2 restores expected")
+    beyond = decide(expected, Past(precision=late), trained_ms=101 * HOUR_MS)
+    assert (beyond.bits, beyond.expected_milli) == (8, 2_000)
+    unknown = decide(None, Past(precision=late), trained_ms=0)
+    assert (unknown.bits, unknown.expected_milli) == (8, 2_000)
+
+
+def test_more_restores_than_were_ever_recorded_as_expected() -> None:
     past = Past(restarts=2, lossy_restores=2, precision=chosen(2, 1_000))
     found = decide(None, past, trained_ms=100 * WEEK_MS)
     assert (found.bits, found.fallen_back, found.expected_milli) == (8, True, 1_000)
+    assert "2 restores from quantized rows, 1 were expected at most" in found.reason
     once = Past(restarts=1, lossy_restores=1, precision=chosen(2, 1_000))
     assert not decide(None, once, trained_ms=100 * WEEK_MS).fallen_back
     unknown = Past(restarts=2, lossy_restores=2, precision=chosen(8, None))

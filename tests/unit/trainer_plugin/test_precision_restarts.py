@@ -47,11 +47,11 @@ def _more(ckpt: Checkpointer, committed: int) -> bool:
     return ckpt.stats.committed > committed
 
 
-def life(place: Place, **settings: Any) -> Manifest:
+def life(place: Place, *, step: int | None = None, **settings: Any) -> Manifest:
     """A trainer that restores, trains four batches, and is gone; the newest checkpoint."""
     training = simple_training()
     with place.agent(), checkpointer(training, place, **settings) as ckpt:
-        ckpt.restore()
+        ckpt.restore(step=step)
         for _ in range(2):
             committed = ckpt.stats.committed
             train(training, ckpt, 2)
@@ -86,10 +86,38 @@ def test_restores_beyond_the_estimate_end_in_8_bits_for_good(
     assert precision is not None and precision.bits == 8 and precision.fallen_back
 
 
+def test_going_back_to_before_a_fall_back_does_not_undo_it(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = ExpectedFailures(per_node_hour=0, job_hours=100)
+    life(place, table_bits=BOTH, failures=never)
+    fallen = life(place, table_bits=BOTH, failures=never).history.precision
+    assert fallen is not None and fallen.bits == 8 and fallen.fallen_back
+    # One that goes back, and is gone before it has a checkpoint.
+    settings: dict[str, Any] = {"table_bits": BOTH, "failures": TWO}
+    with checkpointer(simple_training(), place, **settings) as ckpt:
+        ckpt.restore(step=4)
+    # To the next one that is the newest of its line; and of what lies beside it, one is damaged.
+    run = Run.open(open_store(place.run))
+    run.store.delete(manifest_key(8, 2))
+    run.store.put(manifest_key(8, 2), b"{}")
+    newest = life(place, **settings)
+    assert (newest.step, newest.generation, newest.history.lossy_restores) == (8, 4, 1)
+    assert newest.history.precision == fallen
+    assert "step 8 (generation 2) is left behind, and cannot be read" in caplog.text
+    # A start never fails for it.
+    for name in run.manifest_names():
+        if name.generation > 1:
+            run.store.delete(manifest_key(*name))
+            run.store.put(manifest_key(*name), b"{}")
+    unknown = life(place, step=4, **settings).history.precision
+    assert unknown is not None and not unknown.fallen_back
+
+
 def test_widths_differ_within_a_chain_and_it_restores(place: Place) -> None:
     never = ExpectedFailures(per_node_hour=0, job_hours=100)
     life(place, table_bits=BOTH, failures=never, full_every=9)
-    life(place, table_bits=BOTH, failures=TWO, full_every=9)
+    life(place, table_bits=BOTH, failures=never, full_every=9)
     newest, _, _, oldest = manifests(place)
     assert newest.chain_length == 4
     assert widths(oldest, 0) == {("asymmetric", 2)}

@@ -1,0 +1,69 @@
+"""The past of a trainer, from what it goes on from and from what it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from recpoint.catalog.restore import RestoreReport
+from recpoint.catalog.run import Run
+from recpoint.errors import FormatError, ObjectNotFound, RecpointError
+from recpoint.format.history import MAX_COUNT, History, Precision
+from recpoint.format.records import GenerationRecord
+from recpoint.trainer_plugin.failures import Past
+
+__all__ = ["left_behind", "past_of", "with_left_behind"]
+
+_log = logging.getLogger("recpoint")
+
+
+def past_of(history: History, report: RestoreReport, *, restarts: int) -> Past:
+    """The past of a trainer that goes on from a checkpoint with this history."""
+    return Past(
+        trained_ms=history.trained_ms,
+        restarts=restarts,
+        lossy_restores=min(history.lossy_restores + report.quantized, MAX_COUNT),
+        precision=history.precision,
+    )
+
+
+def with_left_behind(past: Past, decision: Precision | None) -> Past:
+    """The same job with what the trainers left behind had decided, if they had fallen back.
+
+    A fall-back is for the rest of the job: going back to an earlier state does not undo it.
+    """
+    if decision is None or not decision.fallen_back:
+        return past
+    return replace(past, precision=decision)
+
+
+def left_behind(run: Run, record: GenerationRecord) -> Precision | None:
+    """What was decided by the newest trainer between `record` and the one it goes on from.
+
+    None: there is none, it had no table under the rule, or what it stored cannot be read, which
+    fails nobody's start. One manifest tells: all of a generation say the same of a fall-back, each
+    generation takes over what is told of those before it, and none between the two began another
+    job, or `record` could not go on from an earlier one. What the restored checkpoint itself says
+    needs no look.
+
+    Args:
+        run: that was claimed.
+        record: of this trainer's generation.
+    """
+    restored = record.restored
+    if restored is None or record.generation - restored.generation == 1:
+        return None
+    try:
+        between = [
+            name
+            for name in run.manifest_names()
+            if restored.generation < name.generation < record.generation
+        ]
+        for name in sorted(between, key=lambda name: (name.generation, name.step), reverse=True):
+            try:
+                return run.manifest(*name).history.precision
+            except (FormatError, ObjectNotFound) as error:
+                _log.warning("%s is left behind, and cannot be read: %s", name, error)
+    except RecpointError as error:
+        _log.warning("what is left behind of the run cannot be read: %s", error)
+    return None
