@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 from recpoint.catalog.chain import PassedOver
 from recpoint.catalog.consolidate_plan import (
@@ -13,7 +16,11 @@ from recpoint.catalog.consolidate_plan import (
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 
-__all__ = ["choose_consolidation", "newest_checkpoint"]
+__all__ = ["choose_consolidation", "chosen", "newest_checkpoint"]
+
+#: Of the way to a trigger, how much may be gone right after the increments were merged. With less
+#: left, the full would be written a few checkpoints later all the same.
+_LEFT: Final = 0.5
 
 
 def newest_checkpoint(run: Run) -> ManifestName | None:
@@ -30,9 +37,11 @@ def choose_consolidation(
 ) -> ConsolidationPlan:
     """Plan the consolidation of a checkpoint that costs least for what it saves.
 
-    The whole chain into a full where a restore reads much that is dead. Where the chain is long and
-    nothing else, all of its increments into one: that bounds its links for a small part of the
-    bytes of a full, as few dirty rows leave most of the full as it is.
+    Either the whole chain into a full, or all of its increments into one, which leaves most of the
+    full as it is. Where the chain is long and nothing else, its increments: that bounds its links
+    for a small part of the bytes of a full. Where a restore reads much that is dead, its increments
+    if they are known to share their rows (`live_rows`), so that one of them costs fewer bytes, read
+    and written, for each byte that it saves, and if the next trigger is then far away.
 
     Args:
         run: the run.
@@ -48,12 +57,42 @@ def choose_consolidation(
     """
     triggers = triggers or ConsolidationTriggers()
     whole = plan_consolidation(run, name, triggers=triggers, avoid=avoid)
-    bytes_saved = whole.restore_bytes_before / max(1, whole.restore_bytes_after)
-    much_is_dead = (
-        bytes_saved >= triggers.restore_ratio or (whole.dead_share or 0.0) >= triggers.dead_share
-    )
-    if not whole.pays or much_is_dead or whole.links_before < 3:
+    if not whole.pays or whole.links_before < 3:
         return whole
     links = whole.links_before - 1
     part = plan_consolidation(run, name, links=links, triggers=triggers, avoid=avoid)
-    return part if part.pays else whole
+    return chosen(whole, part, triggers)
+
+
+def chosen(
+    whole: ConsolidationPlan, part: ConsolidationPlan, triggers: ConsolidationTriggers
+) -> ConsolidationPlan:
+    """Which of two plans of one checkpoint to follow.
+
+    Args:
+        whole: its chain into a full; it pays.
+        part: its increments into one.
+        triggers: that the plans were made with.
+    """
+    ratio = whole.restore_bytes_before / max(1, whole.restore_bytes_after)
+    share = whole.dead_share or 0.0
+    if ratio < triggers.restore_ratio and share < triggers.dead_share:
+        return part if part.pays else whole
+    # All rows of the one increment are dead in the full below it.
+    left_ratio = part.restore_bytes_after / max(1, whole.restore_bytes_after)
+    left_share = part.write_rows / max(1, whole.write_rows + part.write_rows)
+    leaves_little = (
+        left_ratio - 1 <= (triggers.restore_ratio - 1) * _LEFT
+        and left_share <= triggers.dead_share * _LEFT
+        and part.links_after < triggers.links
+    )
+    if not leaves_little or _cost(part) >= _cost(whole):
+        return whole
+    # What is reached by the chain as a whole need not be by its increments alone.
+    return part if part.pays else replace(part, pays=True, reason=whole.reason)
+
+
+def _cost(plan: ConsolidationPlan) -> float:
+    """Bytes read and written for each byte that a restore reads less; at most."""
+    saved = plan.restore_bytes_before - plan.restore_bytes_after
+    return (plan.read_bytes + plan.write_bytes) / saved if saved > 0 else math.inf

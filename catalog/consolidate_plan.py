@@ -14,6 +14,7 @@ import zstandard
 
 from recpoint.catalog.chain import PassedOver, resolve_chain
 from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.live_rows import Live, most_live
 from recpoint.catalog.persist_plan import CHUNK_BYTES
 from recpoint.catalog.row_moves import BUFFERED_BYTES
 from recpoint.catalog.run import Run
@@ -87,7 +88,8 @@ class ConsolidationPlan:
             read where newer links turn out to hold every row.
         state_bytes: of these those of the state and the samples.
         write_bytes: into a full: its rows at the mean size of those stored; into an increment: at
-            most, since which rows two links share is not known before they are read.
+            most, since which rows two links share follows from their ends only (`live_rows`).
+        write_rows: rows in the chunks to be written; of an increment, too, at most.
         frees_bytes: of the sources, once retention lets all of them go.
         restore_bytes_before, restore_bytes_after: that a restore reads; after as for
             `write_bytes`.
@@ -107,6 +109,7 @@ class ConsolidationPlan:
     read_bytes: int = 0
     state_bytes: int = 0
     write_bytes: int = 0
+    write_rows: int = 0
     frees_bytes: int = 0
     restore_bytes_before: int
     restore_bytes_after: int
@@ -211,14 +214,14 @@ def _planned(
     parts = _parts(merged)
     stored_rows = sum(entry.row_count or 0 for manifest in merged for entry in manifest.chunks)
     dead_rows: int | None = None
-    rows_written = sum(_row_bytes(merged))
+    written = most_live(entry for manifest in merged for entry in manifest.chunks)
     if target.form == "full":
-        dead_rows = stored_rows - sum(spec.rows for spec in newest.tables)
-        rows_written = _rows_of_a_full(merged)
+        written = Live(sum(spec.rows for spec in newest.tables), _rows_of_a_full(merged))
+        dead_rows = stored_rows - written.rows
     state = _state_bytes(newest)
     rest = manifests[: len(manifests) - len(merged)]
     before = sum(_row_bytes(manifests)) + state
-    after = sum(_row_bytes(rest)) + rows_written + state
+    after = sum(_row_bytes(rest)) + written.size_bytes + state
     links_before, links_after = len(manifests), len(rest) + 1
     reasons = [f"a restore reads {links_before} manifests"] * (links_before >= triggers.links)
     if after and before / after >= triggers.restore_ratio:
@@ -234,7 +237,8 @@ def _planned(
         links_after=links_after,
         read_bytes=sum(part.read_bytes for part in parts) + state,
         state_bytes=state,
-        write_bytes=rows_written + state,
+        write_bytes=written.size_bytes + state,
+        write_rows=written.rows,
         frees_bytes=sum(manifest.stored_bytes for manifest in merged),
         restore_bytes_before=before,
         restore_bytes_after=after,

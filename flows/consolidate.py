@@ -71,7 +71,8 @@ async def consolidate(
         run_url: the run.
         step: of the checkpoint; the newest of the live line if None.
         generation: of the checkpoint; with `step`.
-        links: merge the newest `links` manifests into one increment; None: what saves most.
+        links: merge the newest `links` manifests into one increment; None: what costs least
+            for what it saves.
         only_if_it_pays: do nothing before a trigger is reached.
         after_links: from so many manifests on it pays, whatever else; the default if None.
         parts_at_once: parts of the plan that the task runner has at a time; each takes up to half a

@@ -9,18 +9,30 @@ import torch
 
 from recpoint.catalog.consolidate import consolidate
 from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
-from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
+from recpoint.catalog.consolidate_plan import (
+    ConsolidationPlan,
+    ConsolidationTriggers,
+    plan_consolidation,
+)
 from recpoint.catalog.run import Run
 from tests.catalog_builder import build, new_run, publish, tables
 
 
 def chain_plan(
-    run: Run, *, increments: int, dirty_rows: int, triggers: ConsolidationTriggers
+    run: Run,
+    *,
+    increments: int,
+    dirty_rows: int,
+    triggers: ConsolidationTriggers,
+    spread: bool = False,
 ) -> ConsolidationPlan:
+    """The choice for a chain whose increments all have the same rows, or spread ones."""
     trained = tables(rows=4000, dim=16)
     parent = publish(run, build(run, trained, step=1, generation=1, rows_per_chunk=4000))
     for step in range(2, 2 + increments):
         dirty = [torch.arange(dirty_rows), torch.arange(dirty_rows)]
+        if spread:
+            dirty = [torch.arange(step, 2000, 2000 // dirty_rows) for _ in dirty]
         trained[0].train(dirty[0], torch.Generator())
         parent = publish(
             run, build(run, trained, step=step, generation=1, parent=parent, dirty=dirty)
@@ -55,6 +67,29 @@ def test_much_that_is_dead_becomes_a_full(run: Run) -> None:
     triggers = ConsolidationTriggers(links=100)
     plan = chain_plan(run, increments=3, dirty_rows=1900, triggers=triggers)
     assert plan.pays and plan.target.form == "full" and plan.links_after == 1
+
+
+def test_hot_rows_become_one_increment_that_takes_what_was_planned(run: Run) -> None:
+    plan = chain_plan(run, increments=14, dirty_rows=150, triggers=ConsolidationTriggers(links=99))
+    whole = plan_consolidation(run, plan.target.name)
+    assert whole.restore_bytes_before / whole.restore_bytes_after > 1.5
+    assert plan.pays and plan.target.form == "after" and plan.links_after == 2
+    assert plan.write_rows == 2 * 150 and plan.write_bytes < whole.write_bytes / 5
+    by_dead_rows = ConsolidationTriggers(links=99, restore_ratio=9, dead_share=0.3)
+    also = choose_consolidation(run, plan.target.name, triggers=by_dead_rows)
+    assert also.pays and also.target == plan.target and "are dead" in also.reason
+    done = consolidate(run, plan)
+    assert done.written_bytes <= plan.write_bytes
+    after = choose_consolidation(run, plan.target.name)
+    assert not after.pays
+    full_bytes = whole.restore_bytes_after
+    assert after.restore_bytes_before / full_bytes < 1.25
+
+
+def test_spread_rows_of_which_nothing_is_known_become_a_full(run: Run) -> None:
+    triggers = ConsolidationTriggers(links=99)
+    plan = chain_plan(run, increments=14, dirty_rows=150, triggers=triggers, spread=True)
+    assert plan.pays and plan.target.form == "full"
 
 
 def test_two_links_can_only_become_a_full(run: Run) -> None:
