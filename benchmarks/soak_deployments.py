@@ -77,6 +77,7 @@ def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
             one["entrypoint"] = "benchmarks.soak_flows:retain"
             one["parameters"] |= {"keep": {"last": KEEP_LAST}, "grace_seconds": pace.retain_grace}
         elif flow == "sweep":
+            one["entrypoint"] = "benchmarks.soak_flows:sweep"
             one["parameters"]["grace_seconds"] = pace.sweep_grace
         elif flow == "consolidate":
             one["parameters"]["after_links"] = 6
