@@ -31,14 +31,22 @@ from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.pace import Pace
 from recpoint.trainer_plugin.parts import Seed
-from recpoint.trainer_plugin.piece_layout import held_pieces, pieces_of_others
+from recpoint.trainer_plugin.piece_layout import held_pieces
 from recpoint.trainer_plugin.pipeline import Pipeline
 from recpoint.trainer_plugin.policy import PolicyName
 from recpoint.trainer_plugin.rank_agreement import agree_on_settings
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.replicas import Replicas
-from recpoint.trainer_plugin.settings import Bits, OnError, Settings, StateBits, WhenBusy, Where
+from recpoint.trainer_plugin.settings import (
+    Bits,
+    OnError,
+    Settings,
+    StateBits,
+    WhenBusy,
+    Where,
+    ranks_wait,
+)
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics, Stats
 from recpoint.trainer_plugin.table import Table
@@ -87,6 +95,7 @@ class Checkpointer:
 
     Raises:
         SettingsError: a setting that cannot work; its name is in the message.
+        RankLost: another rank could not build its own, and raised why; or did not answer.
     """
 
     def __init__(
@@ -119,82 +128,95 @@ class Checkpointer:
         ranks_wait_seconds: float = 600.0,
         handle_sigterm: bool = True,
     ) -> None:
-        self._settings = settings = Settings(
-            interval_batches=interval_batches,
-            interval_seconds=interval_seconds,
-            bits=bits,
-            table_bits={} if table_bits is None else table_bits,
-            failures=failures,
-            quantizer=quantizer,
-            quantize_on=quantize_on,
-            state_bits=state_bits,
-            policy=policy,
-            full_every=full_every,
-            max_staged_jobs=max_staged_jobs,
-            when_busy=when_busy,
-            busy_wait_seconds=busy_wait_seconds,
-            staging=staging,
-            on_error=on_error,
-            row_local_optimizers=row_local_optimizers,
-            close_wait_seconds=close_wait_seconds,
-            drain_seconds=drain_seconds,
-            ranks_wait_seconds=ranks_wait_seconds,
-            handle_sigterm=handle_sigterm,
-        )
-        with rng_state.untouched():
-            self._store = open_store(run)
-        if isinstance(model, nn.Module):  # what is none, the search for tables refuses
-            hold_pieces(model)
-        found = find_tables(model, optimizer_list(optimizers))
-        self._tables, chosen, self._sources = found
-        self._ranks = Ranks(wait_seconds=settings.ranks_wait_seconds)
-        settings.check_ranks(self._ranks.count)
+        # First of all: whatever fails from here on on one rank, the others hear of.
+        self._ranks = Ranks(wait_seconds=ranks_wait(ranks_wait_seconds))
+        with self._ranks.together("looking at what the Checkpointer is given"):
+            self._settings = settings = Settings(
+                interval_batches=interval_batches,
+                interval_seconds=interval_seconds,
+                bits=bits,
+                table_bits={} if table_bits is None else table_bits,
+                failures=failures,
+                quantizer=quantizer,
+                quantize_on=quantize_on,
+                state_bits=state_bits,
+                policy=policy,
+                full_every=full_every,
+                max_staged_jobs=max_staged_jobs,
+                when_busy=when_busy,
+                busy_wait_seconds=busy_wait_seconds,
+                staging=staging,
+                on_error=on_error,
+                row_local_optimizers=row_local_optimizers,
+                close_wait_seconds=close_wait_seconds,
+                drain_seconds=drain_seconds,
+                ranks_wait_seconds=ranks_wait_seconds,
+                handle_sigterm=handle_sigterm,
+            )
+            settings.check_ranks(self._ranks.count)
+            with rng_state.untouched():
+                self._store = open_store(run)
+            if isinstance(model, nn.Module):  # what is none, the search for tables refuses
+                hold_pieces(model)
+            found = find_tables(model, optimizer_list(optimizers))
+            self._tables, chosen, self._sources = found
+            model_state = ModelState(model, self._tables, self._sources)
+            pieces = held_pieces(model_state.tensors())
         agree_on_settings(self._ranks, settings.common | {"run": self._store.url})
         self._shards = lay_out(self._ranks, self._tables)
-        self._reader = reader
-        model_state = ModelState(model, self._tables, self._sources)
-        self._state = TrainingState(
-            model=model_state,
-            optimizers=OptimizerState(model, chosen, self._tables),
-            schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
-            reader=reader,
-            extras={} if extras is None else extras,
-            sources=self._sources,
-            rank=self._ranks.rank,
-            copies=[one.copy.parameter_name for one in self._shards if one.copy is not None],
-            stored_elsewhere=pieces_of_others(self._ranks, held_pieces(model_state.tensors())),
-        )
+        with self._ranks.together("looking at the state of training"):
+            self._reader = reader
+            self._state = TrainingState(
+                model=model_state,
+                optimizers=OptimizerState(model, chosen, self._tables),
+                schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
+                reader=reader,
+                extras={} if extras is None else extras,
+                sources=self._sources,
+                rank=self._ranks.rank,
+                copies=[one.copy.parameter_name for one in self._shards if one.copy is not None],
+            )
+            self._trackers = {
+                shard.key: Tracker(shard.table) for shard in self._shards if shard.table is not None
+            }
+            row_local = tuple(settings.row_local_optimizers)
+            self._watch = OptimizerWatch(chosen, self._trackers, row_local=row_local)
+            self._cutter = Cutter(
+                shards=self._shards,
+                trackers=self._trackers,
+                watch=self._watch,
+                state=self._state,
+                settings=settings,
+                rank=self._ranks.rank,
+            )
+            self._area = StagingArea(
+                Path(settings.staging) if settings.staging else staged.default_staging_root(),
+                self._store.url,
+                rank=self._ranks.rank,
+            )
+            self._bound_memory()
+            forms = self._state.forms()
+            kernels.warm_up()
         self._replicas = Replicas(
             self._ranks,
             lambda: self._state.model.parameters() | copies_of(self._shards),
-            self._state.forms(),
+            forms,
+            pieces,
         )
-        self._trackers = {
-            shard.key: Tracker(shard.table) for shard in self._shards if shard.table is not None
-        }
-        row_local = tuple(settings.row_local_optimizers)
-        self._watch = OptimizerWatch(chosen, self._trackers, row_local=row_local)
-        self._cutter = Cutter(
-            shards=self._shards,
-            trackers=self._trackers,
-            watch=self._watch,
-            state=self._state,
-            settings=settings,
-            rank=self._ranks.rank,
-        )
-        self._area = StagingArea(
-            Path(settings.staging) if settings.staging else staged.default_staging_root(),
-            self._store.url,
-            rank=self._ranks.rank,
-        )
+        self._state.leave_to_others(self._replicas.stored_elsewhere)
         self._end = AgreedEnd(self._ranks, wait_seconds=settings.ranks_wait_seconds)
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
         self._closed = False
         self.batches_done = 0
-        kernels.warm_up()
-        self._area.warn_if_small(self._share_of_host())
-        self._watch.warn()
+        try:
+            if self._replicas.stored_elsewhere:
+                self._bound_memory()  # which is less now
+            self._area.warn_if_small(self._share_of_host())
+            self._watch.warn()
+        except BaseException:  # a warning that is an error, for one
+            self._ranks.close()  # so that the others notice when they next ask
+            raise
 
     def restore(
         self,
@@ -260,6 +282,7 @@ class Checkpointer:
         for source in self._sources:
             source.track(self._trackers)
         self._watch.install()
+        self._bound_memory()
         share = self._share_of_host()
         self._area.clear_other_ranks(share.ranks, start.generation)
         _log.info(
@@ -298,9 +321,12 @@ class Checkpointer:
         """
         self._end.watch()
 
-    def _share_of_host(self) -> HostShare:
-        """What slots take at most, here and with the other ranks of this host. Collective."""
+    def _bound_memory(self) -> None:
+        """What slots take at most."""
         self.memory_bound_bytes = self._settings.max_staged_jobs * self._cutter.size_bytes()
+
+    def _share_of_host(self) -> HostShare:
+        """The same with the other ranks of this host. Collective."""
         share = host_share(self._ranks, self._area.root, self.memory_bound_bytes)
         self.host_memory_bound_bytes = share.bound_bytes
         return share

@@ -17,9 +17,8 @@ from torch import Tensor
 from recpoint.catalog.dense_shards import fault_of_boxes, is_shard
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.dense_pieces import is_piece, piece_of
-from recpoint.trainer_plugin.ranks import Ranks
 
-__all__ = ["HeldPiece", "held_pieces", "pieces_of_others", "without_pieces"]
+__all__ = ["HeldPiece", "held_pieces", "stored_elsewhere", "without_pieces"]
 
 
 class HeldPiece(NamedTuple):
@@ -50,22 +49,20 @@ def held_pieces(tensors: Mapping[str, Tensor]) -> dict[str, HeldPiece]:
     return found
 
 
-def pieces_of_others(ranks: Ranks, held: Mapping[str, HeldPiece]) -> frozenset[str]:
-    """The tensors of which other ranks store all that this one has. Collective.
+def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> frozenset[str]:
+    """The tensors of which other ranks store all that this one has.
 
     Args:
-        ranks: of the job.
-        held: what this rank has.
+        held: what each rank has, in the order of ranks.
+        rank: this one.
 
     Raises:
         SettingsError: a rank has no piece of one, or another shape; or what is stored would not
             make one up.
-        RankLost: a rank did not answer.
     """
-    heard: list[Mapping[str, HeldPiece]] = ranks.gather(dict(held))
     settled: set[object] = set()  # layers of one shape are cut alike
-    for name in sorted(set().union(*heard)):
-        by_rank = [said.get(name) for said in heard]
+    for name in sorted(set().union(*held)):
+        by_rank = [of_rank.get(name) for of_rank in held]
         layout = tuple(by_rank)
         if layout not in settled:
             fault = _fault(by_rank)
@@ -79,7 +76,9 @@ def pieces_of_others(ranks: Ranks, held: Mapping[str, HeldPiece]) -> frozenset[s
                 )
             settled.add(layout)
     return frozenset(
-        name for name, one in held.items() if one.mesh != min(said[name].mesh for said in heard)
+        name
+        for name, one in held[rank].items()
+        if one.mesh != min(of_rank[name].mesh for of_rank in held)
     )
 
 

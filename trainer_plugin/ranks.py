@@ -167,8 +167,27 @@ class Ranks:
             failed = [rank for rank, (bad,) in enumerate(said) if bad]
             if failed and error is None:
                 raise self._lost(failed, f"an error while {doing}; see their logs")
+            if error is not None:
+                error.add_note(f"on rank {self.rank} of {self.count}")
         if error is not None:
             raise error
+
+    @contextlib.contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """What each rank does by itself, and goes on from only when all have.
+
+        For what lies between two exchanges: a rank that failed there would come to the next one no
+        more, and the others would wait for it. Any error counts, as each of them ends this rank.
+
+        Raises:
+            BaseException, RankLost: as `agree`, on all ranks at once.
+        """
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        self.agree(failure, doing=doing)
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:

@@ -1,9 +1,10 @@
 """What all ranks have alike, and is stored once for that: whether they do have it alike.
 
 Dense parameters that are no pieces, and tables that every rank holds whole. That all of them have
-the same ones is found when training starts, that the values are the same at each cut, by sums over
-a sample: comparing every byte would be a stall. What ranks need not have alike (buffers, extra
-states, hyperparameters, schedulers) each of them stores.
+the same ones is found when training starts (and so is who stores which pieces, `piece_layout`),
+that the values are the same at each cut, by sums over a sample: comparing every byte would be a
+stall. What ranks need not have alike (buffers, extra states, hyperparameters, schedulers) each of
+them stores.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.piece_layout import HeldPiece, stored_elsewhere
 from recpoint.trainer_plugin.ranks import Ranks
 
 __all__ = ["NOTHING", "Replicas", "Sketch"]
@@ -71,9 +73,14 @@ class Replicas:
         ranks: of the job.
         tensors: says which there are here, by name.
         forms: what else every rank has to have, though not with the same values: what -> which.
+        pieces: what this rank has of tensors that are in pieces, by name.
+
+    Attributes:
+        stored_elsewhere: the tensors in pieces of which other ranks store all that this one has.
 
     Raises:
-        SettingsError: another rank has others, or of another shape or dtype.
+        SettingsError: another rank has others, or of another shape or dtype; or the pieces of a
+            tensor do not make it up.
         RankLost: a rank did not answer.
     """
 
@@ -82,19 +89,22 @@ class Replicas:
         ranks: Ranks,
         tensors: Callable[[], Mapping[str, Tensor]],
         forms: Mapping[str, str],
+        pieces: Mapping[str, HeldPiece],
     ) -> None:
         self._ranks = ranks
         self._tensors = tensors
         whole = {_named(name): f"{list(t.shape)}, {t.dtype}" for name, t in tensors().items()}
         forms = whole | dict(forms)
-        heard = ranks.gather(forms)
+        said = ranks.gather((forms, dict(pieces)))
+        heard = [of_rank for of_rank, _ in said]
         for name in sorted(set().union(*heard)):
             by_form: dict[str, list[int]] = {}
-            for rank, said in enumerate(heard):
-                by_form.setdefault(said.get(name, "none"), []).append(rank)
+            for rank, of_rank in enumerate(heard):
+                by_form.setdefault(of_rank.get(name, "none"), []).append(rank)
             if len(by_form) > 1:
                 found = "; ".join(f"{form} on {_listed(on)}" for form, on in by_form.items())
                 raise _unlike(name, found, expected="the same on all ranks")
+        self.stored_elsewhere = stored_elsewhere([held for _, held in said], ranks.rank)
 
     def sketch(self) -> Sketch:
         """Of all of them together, as they are now; on a GPU this waits for it."""

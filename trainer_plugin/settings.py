@@ -23,6 +23,7 @@ __all__ = [
     "Settings",
     "StateBits",
     "WhenBusy",
+    "ranks_wait",
     "several",
 ]
 
@@ -220,6 +221,15 @@ class Settings:
             _duration("interval_seconds", self.interval_seconds, or_auto=True)
             if self.interval_seconds == 0:
                 raise _refused("interval_seconds", 0, "more than 0 seconds")
+
+
+def ranks_wait(seconds: Any) -> float:
+    """How long ranks wait while it is still being checked whether they were given what can work."""
+    try:
+        _duration("ranks_wait_seconds", seconds)
+    except SettingsError:
+        seconds = 0
+    return float(seconds) or Settings.ranks_wait_seconds
 
 
 def several(setting: str, values: Iterable[_Value]) -> list[_Value]:

@@ -35,8 +35,7 @@ OF_TRAINERS: Final = ("sources", "optimizers")
 class TrainingState:
     """Everything stateful that the checkpointer was given.
 
-    `copies`: parameters of tables that every rank holds whole. `stored_elsewhere`: dense tensors of
-    which other ranks store the pieces that are here.
+    `copies`: parameters of tables that every rank holds whole.
     """
 
     def __init__(
@@ -50,11 +49,10 @@ class TrainingState:
         sources: Sequence[TableSource] = (),
         rank: int = 0,
         copies: Collection[str] = (),
-        stored_elsewhere: Collection[str] = (),
     ) -> None:
         self._rank = rank
         self._copies = frozenset(copies)
-        self._stored_elsewhere = frozenset(stored_elsewhere)
+        self._stored_elsewhere: frozenset[str] = frozenset()
         self.model = model
         self.optimizers = optimizers
         if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -76,6 +74,10 @@ class TrainingState:
                     expected="something whose state can be saved",
                     next_step=f"give {subject} the two methods, or leave it out",
                 )
+
+    def leave_to_others(self, names: frozenset[str]) -> None:
+        """Dense tensors of which other ranks store the pieces that are here."""
+        self._stored_elsewhere = names
 
     def _given(self) -> list[tuple[str, object]]:
         found: list[tuple[str, object]] = []

@@ -15,7 +15,7 @@ from recpoint import Checkpointer
 from recpoint.errors import RecpointError
 from tests.polling import until
 
-__all__ = ["Unlike", "own_state_life"]
+__all__ = ["Unlike", "failing_rank", "own_state_life"]
 
 #: What a rank has that others have not; the first two no rank has to have alike.
 Unlike = Literal["buffers", "tables", "parameters", "a table", "names", "buffer names"]
@@ -120,5 +120,42 @@ def own_state_life(place: str, job: int, rank: int, ranks: int, unlike: Unlike, 
             until(lambda: c.stats.committed == c.stats.staged)
     except RecpointError as error:
         found["error"] = str(error)
+    Path(told).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+class _Unsaved(_Scaled):
+    """A layer whose state cannot be had."""
+
+    def get_extra_state(self) -> dict[str, float]:
+        raise ZeroDivisionError("no such state")
+
+
+def failing_rank(place: str, rank: int, told: str) -> None:
+    """One of two ranks, of which rank 1 gives its Checkpointers what they cannot work with; tell
+    in a file what came of each."""
+    dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=2)
+    found: dict[str, list[Any]] = {}
+    for case in ("settings", "tables", "state", "anything"):
+        wrong = case if rank == 1 else None
+        net = _Net(0, "buffers")
+        if wrong == "anything":
+            net.scaled = _Unsaved()
+        trained = [p for name, p in net.named_parameters() if wrong != "tables" or "top" in name]
+        given: dict[str, Any] = {
+            "schedulers": [object()] if wrong == "state" else [],
+            "ranks_wait_seconds": "long" if wrong == "settings" else 1000.0,
+        }
+        try:
+            Checkpointer(
+                net,
+                torch.optim.SGD(trained, lr=0.1),
+                run=f"{place}/run",
+                staging=f"{place}/staging",
+                interval_batches=2,
+                **given,
+            )
+        except Exception as error:
+            found[case] = [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
     Path(told).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.restored_model import dense_tensors, extra_states
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
-from tests.fault.own_state_lives import Unlike, own_state_life
+from tests.fault.own_state_lives import Unlike, failing_rank, own_state_life
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import InlineAgent
@@ -95,3 +95,29 @@ def test_what_one_rank_only_has_is_refused_by_name(
     first, second = train(tmp_path, 1, 2, unlike)
     assert first == second and said in first["error"]
     assert not (tmp_path / "run").exists()
+
+
+def test_what_fails_on_one_rank_at_the_start_ends_all_of_them_at_once(tmp_path: Path) -> None:
+    told = [tmp_path / f"told-{rank}" for rank in range(2)]
+    lives = [
+        ForkedProcess(target=failing_rank, args=(str(tmp_path), rank, str(told[rank])), daemon=True)
+        for rank in range(2)
+    ]
+    for life in lives:
+        life.start()
+    for life in lives:
+        life.join(PATIENCE_SECONDS)  # less than ranks wait for each other
+        assert life.exitcode == 0
+    first, second = (json.loads(path.read_text()) for path in told)
+    expected = {
+        "settings": ("SettingsError", "ranks_wait_seconds: found 'long'"),
+        "tables": ("SettingsError", "table 'users': found a weight that requires gradients and is"),
+        "state": ("SettingsError", "schedulers[0]: found a object without state_dict"),
+        "anything": ("ZeroDivisionError", "no such state"),
+    }
+    assert first.keys() == second.keys() == expected.keys()
+    for case, (kind, message) in expected.items():
+        assert first[case][0] == "RankLost", first[case]
+        assert first[case][1].startswith("rank 1 of 2: found an error while"), first[case]
+        assert second[case][0] == kind and message in second[case][1], second[case]
+        assert second[case][2:] == ["on rank 1 of 2"]

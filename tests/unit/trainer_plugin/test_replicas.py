@@ -27,7 +27,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def sketch(found: dict[str, Tensor]) -> Sketch:
-    return Replicas(Ranks(), lambda: found, {}).sketch()
+    return Replicas(Ranks(), lambda: found, {}, {}).sketch()
 
 
 def drifted(found: dict[str, Tensor]) -> None:
