@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -242,7 +243,9 @@ class _Waiting:
         sizes = [_pages(self._most * width) for width in (_INT64_BYTES, *self._widths.values())]
         mapping = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            mapping.madvise(mmap.MADV_NOHUGEPAGE)  # else a few rows could take 2 MiB each part
+            # Else a few rows could take 2 MiB each part. A kernel without such pages refuses it.
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_NOHUGEPAGE)
         # The mapping lives as long as a view of it.
         memory = torch.frombuffer(mapping, dtype=torch.uint8).split(sizes)
         self._ids = memory[0].view(torch.int64)[: self._most]

@@ -31,7 +31,7 @@ from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.pace import Pace
 from recpoint.trainer_plugin.parts import Seed
-from recpoint.trainer_plugin.piece_layout import held_pieces
+from recpoint.trainer_plugin.piece_layout import held_pieces, local_pieces
 from recpoint.trainer_plugin.pipeline import Pipeline
 from recpoint.trainer_plugin.policy import PolicyName
 from recpoint.trainer_plugin.rank_agreement import agree_on_settings
@@ -202,6 +202,7 @@ class Checkpointer:
             lambda: self._state.model.parameters() | copies_of(self._shards),
             forms,
             pieces,
+            lambda: local_pieces(self._state.model.tensors()),
         )
         self._state.leave_to_others(self._replicas.stored_elsewhere)
         self._end = AgreedEnd(self._ranks, wait_seconds=settings.ranks_wait_seconds)

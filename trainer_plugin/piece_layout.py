@@ -18,7 +18,14 @@ from recpoint.catalog.dense_shards import fault_of_boxes, is_shard
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.dense_pieces import is_piece, piece_of
 
-__all__ = ["HeldPiece", "held_pieces", "stored_elsewhere", "without_pieces"]
+__all__ = [
+    "HeldPiece",
+    "balance",
+    "held_pieces",
+    "local_pieces",
+    "stored_elsewhere",
+    "without_pieces",
+]
 
 
 class HeldPiece(NamedTuple):
@@ -47,6 +54,11 @@ def held_pieces(tensors: Mapping[str, Tensor]) -> dict[str, HeldPiece]:
                 box=None if piece is None else (tuple(piece["at"]), tuple(piece["tensor"].shape)),
             )
     return found
+
+
+def local_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is here of those that are in pieces, by name."""
+    return {name: one.to_local().detach() for name, one in tensors.items() if is_piece(one)}
 
 
 def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> frozenset[str]:
@@ -80,6 +92,30 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
         for name, one in held[rank].items()
         if one.mesh != min(of_rank[name].mesh for of_rank in held)
     )
+
+
+def balance(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> dict[str, int]:
+    """How often a number of each piece that is here counts, so that over all ranks they add to 0.
+
+    If the numbers are the same where the pieces are: a piece that is not stored counts once, and
+    against it each time the one that is stored in its place. Tensors of one mesh are left out, and
+    pieces of a mesh that cuts otherwise: their values are not compared.
+
+    Args:
+        held: what each rank has, in the order of ranks; `stored_elsewhere` has found no fault.
+        rank: this one.
+    """
+    found: dict[str, int] = {}
+    for name, own in held[rank].items():
+        by_rank = [of_rank[name] for of_rank in held]
+        first = min(one.mesh for one in by_rank)
+        stored = {one.box for one in by_rank if one.mesh == first}
+        if own.box is None or own.box not in stored:
+            continue
+        others = sum(one.mesh != first and one.box == own.box for one in by_rank)
+        if others:
+            found[name] = 1 if own.mesh != first else -others
+    return found
 
 
 def _fault(by_rank: Sequence[HeldPiece | None]) -> str | None:

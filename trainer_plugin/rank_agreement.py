@@ -10,7 +10,7 @@ from recpoint.errors import SettingsError, StagingError
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.policy import Link, Tip
 from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.replicas import Sketch
+from recpoint.trainer_plugin.replicas import Sketch, are_alike
 from recpoint.trainer_plugin.schedule import Schedule
 
 __all__ = [
@@ -63,7 +63,7 @@ class CutAgreement:
     @property
     def unlike(self) -> bool:
         """Whether what is stored once is not the same on all ranks: no rank cuts then."""
-        return any(not one.is_like(self.sketches[0]) for one in self.sketches)
+        return not are_alike(self.sketches)
 
 
 def agree_on_cut(
@@ -97,7 +97,7 @@ def agree_on_cut(
     name = -1 if tip is None else _attempt(tip.ref)
     heard = ranks.exchange(
         "a checkpoint",
-        [link is not None, increment, name, again, cuts, sketch.integer, *_told(lost)],
+        [link is not None, increment, name, again, cuts, *sketch.integers, *_told(lost)],
         batches_done=step,
     )
     cut = all(said[0] for said in heard)
@@ -106,8 +106,8 @@ def agree_on_cut(
         increment=all(said[1] for said in heard) and len({said[2] for said in heard}) == 1,
         again=any(said[3] for said in heard),
         number=1 + max(said[4] for said in heard),
-        lost=Lost(one for said in heard for one in said[6:]),
-        sketches=tuple(Sketch.of_integer(said[5]) for said in heard) if cut else (),
+        lost=Lost(one for said in heard for one in said[7:]),
+        sketches=tuple(Sketch.of_integers(said[5], said[6]) for said in heard) if cut else (),
     )
 
 

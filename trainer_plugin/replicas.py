@@ -1,10 +1,10 @@
-"""What all ranks have alike, and is stored once for that: whether they do have it alike.
+"""What ranks have alike, and is stored once for that: whether they do have it alike.
 
-Dense parameters that are no pieces, and tables that every rank holds whole. That all of them have
-the same ones is found when training starts (and so is who stores which pieces, `piece_layout`),
-that the values are the same at each cut, by sums over a sample: comparing every byte would be a
-stall. What ranks need not have alike (buffers, extra states, hyperparameters, schedulers) each of
-them stores.
+Dense parameters that are no pieces, tables that every rank holds whole, and pieces that ranks of
+several meshes have. That all of them have the same ones is found when training starts (and so is
+who stores which pieces, `piece_layout`), that the values are the same at each cut, by sums over a
+sample: comparing every byte would be a stall. What ranks need not have alike (buffers, extra
+states, hyperparameters, schedulers) each of them stores.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.piece_layout import HeldPiece, stored_elsewhere
+from recpoint.trainer_plugin.piece_layout import HeldPiece, balance, stored_elsewhere
 from recpoint.trainer_plugin.ranks import Ranks
 
-__all__ = ["NOTHING", "Replicas", "Sketch"]
+__all__ = ["NOTHING", "Replicas", "Sketch", "are_alike"]
 
 #: So many values of each tensor are summed, evenly drawn.
 _SAMPLE: Final = 1024
@@ -42,24 +42,37 @@ class Sketch(NamedTuple):
     Attributes:
         total: of each tensor the weighted sum of its sample over that of its absolute values, and
             the logarithm of their mean, added.
+        balance: the same of pieces, each counted as `piece_layout.balance` says.
     """
 
     total: float
+    balance: float = 0.0
 
     def is_like(self, other: Sketch) -> bool:
         """Whether both may be of the same values."""
         return abs(self.total - other.total) <= _DRIFT
 
     @property
-    def integer(self) -> int:
+    def integers(self) -> tuple[int, int]:
         """Its bits, as `Ranks.exchange` takes them."""
-        (bits,) = struct.unpack("<q", struct.pack("<d", self.total))
-        return int(bits)
+        total, balance = struct.unpack("<qq", struct.pack("<dd", *self))
+        return int(total), int(balance)
 
     @classmethod
-    def of_integer(cls, bits: int) -> Sketch:
-        """See `integer`."""
-        return cls(*struct.unpack("<d", struct.pack("<q", bits)))
+    def of_integers(cls, total: int, balance: int) -> Sketch:
+        """See `integers`."""
+        return cls(*struct.unpack("<dd", struct.pack("<qq", total, balance)))
+
+
+def are_alike(sketches: Sequence[Sketch]) -> bool:
+    """Whether those of all ranks may be of the same values, wherever they have the same tensors."""
+    return all(one.is_like(sketches[0]) for one in sketches) and _is_zero(
+        one.balance for one in sketches
+    )
+
+
+def _is_zero(balances: Iterable[float]) -> bool:
+    return abs(sum(balances)) <= _DRIFT
 
 
 #: Of no tensor.
@@ -74,6 +87,7 @@ class Replicas:
         tensors: says which there are here, by name.
         forms: what else every rank has to have, though not with the same values: what -> which.
         pieces: what this rank has of tensors that are in pieces, by name.
+        local_pieces: says what they are now, by name; others may be among them.
 
     Attributes:
         stored_elsewhere: the tensors in pieces of which other ranks store all that this one has.
@@ -90,9 +104,11 @@ class Replicas:
         tensors: Callable[[], Mapping[str, Tensor]],
         forms: Mapping[str, str],
         pieces: Mapping[str, HeldPiece],
+        local_pieces: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._ranks = ranks
         self._tensors = tensors
+        self._local_pieces = local_pieces
         whole = {_named(name): f"{list(t.shape)}, {t.dtype}" for name, t in tensors().items()}
         forms = whole | dict(forms)
         said = ranks.gather((forms, dict(pieces)))
@@ -104,11 +120,19 @@ class Replicas:
             if len(by_form) > 1:
                 found = "; ".join(f"{form} on {_listed(on)}" for form, on in by_form.items())
                 raise _unlike(name, found, expected="the same on all ranks")
-        self.stored_elsewhere = stored_elsewhere([held for _, held in said], ranks.rank)
+        held = [of_rank for _, of_rank in said]
+        self.stored_elsewhere = stored_elsewhere(held, ranks.rank)
+        self._counts = balance(held, ranks.rank)
 
     def sketch(self) -> Sketch:
         """Of all of them together, as they are now; on a GPU this waits for it."""
-        return _sketch(self._tensors().values())
+        return Sketch(_total(self._tensors().values()), sum(self._balances().values()))
+
+    def _balances(self) -> dict[str, float]:
+        if not self._counts:
+            return {}
+        pieces = self._local_pieces()
+        return {name: count * _total([pieces[name]]) for name, count in self._counts.items()}
 
     def differences(self, sketches: Sequence[Sketch]) -> SettingsError:
         """Which of them are not the same on all ranks, after the sketches were not. Collective.
@@ -116,13 +140,18 @@ class Replicas:
         Args:
             sketches: of all ranks.
         """
-        own = {name: tuple(_sketch([tensor])) for name, tensor in self._tensors().items()}
-        heard = self._ranks.gather(own)
+        own = {name: _total([tensor]) for name, tensor in self._tensors().items()}
+        told = self._ranks.gather((own, self._balances()))
+        heard = [of_rank for of_rank, _ in told]
+        for name in sorted({name for _, balances in told for name in balances}):
+            if not _is_zero(balances.get(name, 0.0) for _, balances in told):
+                found = "other values in pieces of one place, on ranks of several meshes"
+                return _unlike(_named(name), found)
         for name, first in heard[0].items():
             others = [
                 n
                 for n, said in enumerate(heard)
-                if not Sketch(*said.get(name, first)).is_like(Sketch(*first))
+                if not Sketch(said.get(name, first)).is_like(Sketch(first))
             ]
             if others:
                 return _unlike(_named(name), f"other values on {_listed(others)} than on rank 0")
@@ -130,7 +159,7 @@ class Replicas:
         return _unlike("the model", f"other values on {_listed(others)} than on rank 0")
 
 
-def _sketch(tensors: Iterable[Tensor]) -> Sketch:
+def _total(tensors: Iterable[Tensor]) -> float:
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
@@ -148,7 +177,7 @@ def _sketch(tensors: Iterable[Tensor]) -> Sketch:
         of_each = (values @ weights) / size + (size / counts).log()
         # 0: all zeros, or not finite any more.
         total += float(of_each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).sum())
-    return Sketch(total)
+    return total
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -257,11 +257,26 @@ def _merged(
     arrivals: Mapping[str, _Arrival],
 ) -> Iterator[_Tree]:
     """The optimizers there without the parameters of `gone`, and with those of `arrivals` where
-    they are here. Those that train no other are taken out, and put in as they are here."""
+    they are here. Where the others are in the same places on both sides, places stay: ranks that
+    build theirs alike have empty ones. Else those that train no other are taken out, and put in as
+    they are here."""
+    if _same_places(there, here, gone, arrivals):
+        for same, one in zip(there, here, strict=True):
+            pairs = zip(same["groups"], one["groups"], strict=True)
+            yield {
+                **same,
+                "groups": [
+                    _as_arrived(group, arrivals)
+                    if _only([group], arrivals)
+                    else {**stored_group, "params": group["params"]}
+                    for stored_group, group in pairs
+                ],
+                "state": _state_without(same, gone) | _entries(one, arrivals),
+            }
+        return
     stored = iter([_without(one, gone) for one in there if not _only(one["groups"], gone)])
     for one in here:
-        names = [name for group in one["groups"] for name in group["params"]]
-        entries = {name: arrivals[name].entry for name in names if name in arrivals}
+        entries = _entries(one, arrivals)
         if _only(one["groups"], arrivals):
             groups: list[Mapping[str, Any]] = [_as_arrived(g, arrivals) for g in one["groups"]]
             yield {**one, "groups": groups, "state": entries, "other": {}}
@@ -272,6 +287,37 @@ def _merged(
         groups = list(_merged_groups(base["groups"], one["groups"], arrivals))
         yield {**base, "groups": groups, "state": base["state"] | entries}
     yield from stored
+
+
+def _same_places(
+    there: Sequence[Mapping[str, Any]],
+    here: Sequence[Mapping[str, Any]],
+    gone: Collection[str],
+    arrivals: Collection[str],
+) -> bool:
+    """Whether every group trains the same, but for parameters that are gone or arrive."""
+
+    def places(optimizers: Sequence[Mapping[str, Any]], but: Collection[str]) -> object:
+        return [
+            (
+                one["class"],
+                [[name for name in group["params"] if name not in but] for group in one["groups"]],
+            )
+            for one in optimizers
+        ]
+
+    return places(there, gone) == places(here, arrivals)
+
+
+def _entries(
+    optimizer: Mapping[str, Any], arrivals: Mapping[str, _Arrival]
+) -> dict[str, Mapping[str, Any]]:
+    names = [name for group in optimizer["groups"] for name in group["params"]]
+    return {name: arrivals[name].entry for name in names if name in arrivals}
+
+
+def _state_without(optimizer: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
+    return {name: entry for name, entry in optimizer["state"].items() if name not in gone}
 
 
 def _only(groups: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
@@ -286,8 +332,7 @@ def _without(optimizer: Mapping[str, Any], gone: Collection[str]) -> _Tree:
         for group in optimizer["groups"]
         if not _only([group], gone)
     ]
-    state = {name: entry for name, entry in optimizer["state"].items() if name not in gone}
-    return {**optimizer, "groups": groups, "state": state}
+    return {**optimizer, "groups": groups, "state": _state_without(optimizer, gone)}
 
 
 def _merged_groups(

@@ -77,7 +77,11 @@ def mesh_life(place: str, job: int, rank: int, ranks: int, division: Division, t
             for optimizer in optimizers:
                 optimizer.step()
             c.step()
+            if division == "pieces" and c.batches_done % 2:
+                found["unlike"] = _unlike(c, net)
         found["ended"] = _digests(net, optimizers)
+        if division == "pieces":
+            c.checkpoint()  # the one that was refused began an interval anew
         until(lambda: c.stats.committed == c.stats.staged > 0)
     Path(told).write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -102,6 +106,22 @@ def _refused(mesh: DeviceMesh, settings: dict[str, Any]) -> str:
         Checkpointer(net, torch.optim.SGD(net.parameters(), lr=0.1), **settings)
     except SettingsError as error:
         return str(error)
+    return "nothing"
+
+
+def _unlike(c: Checkpointer, net: _Net) -> str:
+    """What is said where the second of the meshes that `norm` lies on has other values."""
+    weight = net.norm.weight
+    assert isinstance(weight, DTensor)
+    own, before = weight.to_local().detach(), weight.to_local().detach().clone()
+    if int(weight.device_mesh.mesh.min()):
+        own.mul_(1.5)
+    try:
+        c.checkpoint()
+    except SettingsError as error:
+        return str(error)
+    finally:
+        own.copy_(before)
     return "nothing"
 
 

@@ -49,6 +49,7 @@ def test_replicas_of_a_divided_model_store_each_piece_once(tmp_path: Path) -> No
                 if division == "pieces":
                     assert "'uneven'" in life["refused"], life["refused"]
                     assert "pieces at [0] and [5] that overlap" in life["refused"]
+                    assert "'norm.weight': found other values in pieces" in life["unlike"]
             ended.append(lives[0]["ended"])
     run = Run.open(open_store(str(tmp_path / "run")))
     stored = []

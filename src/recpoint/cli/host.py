@@ -28,6 +28,8 @@ from recpoint.errors import RecpointError, SettingsError
 __all__ = ["LogFormat", "agent", "demo", "require_flows", "server", "worth_showing"]
 
 _UP_SECONDS = 120.0
+#: Of a server that answers, on a machine that is busy.
+_PATIENCE_SECONDS = 10.0
 _DEMO_DIRECTORY = Path(".recpoint") / "demo"
 
 server = typer.Typer(help="The local Prefect server that the agent keeps.", no_args_is_help=True)
@@ -195,7 +197,7 @@ def server_status(json_output: JsonOption = False) -> Result:
     local = prefect_server.running_server()
     if local is None:
         return Result({"running": False, "answers": False}, terminal.shown("not running"))
-    answers = prefect_server.is_healthy(local.url)
+    answers = prefect_server.is_healthy(local.url, timeout_seconds=_PATIENCE_SECONDS)
     ui = prefect_server.ui_url(local.url)
     document = {"running": True, "answers": answers, "pid": local.pid, "ui": ui}
     state = "up" if answers else "starting, or hanging"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from recpoint.trainer_plugin.piece_layout import HeldPiece, _fault
+from recpoint.trainer_plugin.piece_layout import HeldPiece, _fault, balance
 
 TALL, WIDE = ((5, 3), "torch.float32"), ((3, 5), "torch.float32")
 
@@ -32,6 +32,23 @@ def piece(mesh: int, at: int | None, rows: int = 0, form: object = TALL) -> Held
 )
 def test_the_first_mesh_makes_the_tensor_up(by_rank: list[HeldPiece | None]) -> None:
     assert _fault(by_rank) is None
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "counts"),
+    [
+        ([piece(0, 0, 3), piece(0, 3, 2)], [None, None]),
+        ([piece(0, 0, 3), piece(1, 0, 3), piece(0, 3, 2), piece(1, 3, 2)], [-1, 1, -1, 1]),
+        ([piece(0, 0, 5), piece(1, 0, 5), piece(2, 0, 5)], [-2, 1, 1]),
+        ([piece(0, 0, 5), piece(0, None), piece(2, 0, 5), piece(2, None)], [-1, None, 1, None]),
+        # Of a replica that is cut in another way nothing is compared.
+        ([piece(0, 0, 5), piece(1, 0, 3), piece(1, 3, 2)], [None, None, None]),
+    ],
+    ids=["one mesh", "two meshes", "three meshes", "meshes that replicate", "cut otherwise"],
+)
+def test_equal_pieces_add_to_nothing(by_rank: list[HeldPiece], counts: list[int | None]) -> None:
+    held = [{"weight": one} for one in by_rank]
+    assert [balance(held, rank).get("weight") for rank in range(len(held))] == counts
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.replicas import NOTHING, Replicas, Sketch
+from recpoint.trainer_plugin.replicas import NOTHING, Replicas, Sketch, are_alike
 
 
 def tensors() -> dict[str, Tensor]:
@@ -81,7 +81,13 @@ def test_what_differs_by_more_than_rounding_is_not_alike(
     assert sketch(there).is_like(sketch({name: one.clone() for name, one in there.items()}))
 
 
-def test_its_integer_brings_it_back() -> None:
-    for one in (NOTHING, Sketch(-0.1), sketch(tensors())):
-        assert Sketch.of_integer(one.integer) == one
-        assert -(2**63) <= one.integer < 2**63
+def test_its_integers_bring_it_back() -> None:
+    for one in (NOTHING, Sketch(-0.1, 0.3), sketch(tensors())):
+        assert Sketch.of_integers(*one.integers) == one
+        assert all(-(2**63) <= integer < 2**63 for integer in one.integers)
+
+
+def test_what_meshes_have_twice_has_to_add_to_nothing() -> None:
+    assert are_alike([Sketch(1.0, -4.0), Sketch(1.0, 2.0), Sketch(1.0, 2.0)])
+    assert not are_alike([Sketch(1.0, -4.0), Sketch(1.0, 2.0), Sketch(1.0, 2.001)])
+    assert not are_alike([Sketch(1.0), Sketch(1.001)])

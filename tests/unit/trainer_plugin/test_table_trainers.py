@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -200,6 +201,37 @@ def test_a_table_of_another_rank_comes_with_its_group_and_state() -> None:
         "table 'b' is trained by torch.optim.sgd.SGD here and by torch.optim.adagrad.Adagrad in "
         "the checkpoint",
     ]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_that_build_their_optimizers_alike_have_empty_places(apart: bool) -> None:
+    def built(*tables: str) -> Callable[[Model], list[Optimizer]]:
+        def make(model: Model) -> list[Optimizer]:
+            rows = [getattr(model, name).weight for name in tables]
+            own = {"params": rows, "lr": 0.25, "eps": 1e-8}
+            other = {"params": list(model.over.parameters()), "lr": 0.5}
+            return [Adagrad([own]), Adagrad([other])] if apart else [Adagrad([other, own])]
+
+        return make
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an optimizer of nothing
+        without, with_b = trained(built()), trained(built("b"))
+    comes = tree(without) | {"other_optimizers": [with_b]}
+    for saved, now, tables in (
+        (comes, with_b, ["b"]),  # from the rank that had it
+        (tree(with_b), without, []),  # to another one
+        (tree(without, {"b": FUSED | {"lr": 0.25, "group_lr": 0.25}}), with_b, ["b"]),
+    ):
+        elsewhere = [] if tables else ["b"]
+        fused: dict[str, Any] | None = None if tables and not saved["sources"] else {}
+        found, differences = adopt(saved, here(now, fused, tables=tables, elsewhere=elsewhere))
+        assert not differences
+        assert [one["class"] for one in found["optimizers"]] == [one["class"] for one in now]
+        for one, expected in zip(found["optimizers"], now, strict=True):
+            assert [g["params"] for g in one["groups"]] == [g["params"] for g in expected["groups"]]
+            assert [g["lr"] for g in one["groups"]] == [g["lr"] for g in expected["groups"]]
+            assert one["state"].keys() == expected["state"].keys()
 
 
 @pytest.mark.parametrize(
