@@ -61,26 +61,28 @@ def tree_for(
     Raises:
         MalformedObject: a piece that is none.
     """
-    trees = {number: state[number] for number in sorted(state)}
-    if not all(isinstance(tree, dict) for tree in trees.values()):
+    trees: dict[int, dict[str, Any]] = {
+        number: tree for number, tree in sorted(state.items()) if isinstance(tree, dict)
+    }
+    if len(trees) < len(state):
         return None
     whole: dict[int, Any] = {n: tree for n, tree in trees.items() if _is_whole(tree)}
     if 0 not in whole or (rank in state and rank not in whole):
         return None
     first, own = whole[0], whole.get(rank)
-    readers = [trees[n].get("reader") if n in trees else None for n in range(stored)]  # type: ignore[attr-defined]
+    readers = [trees[n].get("reader") if n in trees else None for n in range(stored)]
     sources: dict[str, list[Any]] = {}
     for tree in trees.values():
-        for name, value in tree.get("sources", {}).items():  # type: ignore[attr-defined]
+        for name, value in tree.get("sources", {}).items():
             sources.setdefault(name, []).append(value)
     return {
         **first,
         "model": _model(first["model"], None if own is None else own["model"], dense_shards(whole)),
         "optimizers": optimizers_for(whole, first if own is None else own),
         "other_optimizers": [
-            tree["optimizers"]  # type: ignore[index]
+            tree["optimizers"]
             for number, tree in trees.items()
-            if number != (0 if own is None else rank) and "optimizers" in tree  # type: ignore[operator]
+            if number != (0 if own is None else rank) and "optimizers" in tree
         ],
         "schedulers": own["schedulers"] if own and own["schedulers"] else first["schedulers"],
         "reader": readers[rank] if stored == count else None,
