@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog import staged
+from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
 from tests.agent_process import AgentProcess
@@ -20,6 +21,7 @@ from tests.catalog_builder import new_run, tables
 from tests.flows.runbook import Site, entries
 from tests.polling import until
 from tests.rank_jobs import RankJobs
+from tests.retained_run import age_file, make_old
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +46,13 @@ ANCHORS = {
 
 def test_every_entry_is_played_here() -> None:
     assert ENTRIES.keys() == ANCHORS
-    played = set(re.findall(r'play\(\w+, "([a-z-]+)"', Path(__file__).read_text()))
-    assert played == ANCHORS
+    played: dict[str, set[str]] = {}
+    for name, block in re.findall(r'play\(\w+, "([a-z-]+)"(?:, (\d))?\)', Path(__file__).read_text()):
+        played.setdefault(name, set()).add(block)
+    assert played.keys() == ANCHORS
     for name, blocks in ENTRIES.items():
         assert blocks and all(block for block in blocks), name
+        assert "" in played[name] or played[name] == {str(n) for n in range(len(blocks))}, name
 
 
 def play(site: Site, entry: str, block: int | None = None) -> None:
@@ -214,14 +219,21 @@ def test_prefect_gone(tmp_path: Path, trained: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a megabyte for the staging area."""
+    """A file system of two megabytes."""
     path = tmp_path / "small"
     path.mkdir()
-    mounted = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(path)]
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", str(path)]
     if subprocess.run(mounted, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
     yield path
     subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def leave_room(disk: Path, pages: int) -> None:
+    """Fill a file system with a file `ballast`, but for so many pages."""
+    (disk / "ballast").unlink(missing_ok=True)
+    left = os.statvfs(disk)
+    (disk / "ballast").write_bytes(bytes((left.f_bavail - pages) * left.f_frsize))
 
 
 def test_disk_full(tmp_path: Path, trained: Path, small_disk: Path) -> None:
@@ -230,9 +242,40 @@ def test_disk_full(tmp_path: Path, trained: Path, small_disk: Path) -> None:
     with agent_of(site) as agent:
         until(lambda: agent.logged("serving") > 0)
         site.shell("python train.py 30; rm -r $RECPOINT_STAGING/*/slots")
-        left = os.statvfs(small_disk)
-        ballast = (left.f_bavail - 8) * left.f_frsize  # room for a lock and a few words
-        (small_disk / "ballast").write_bytes(bytes(ballast))
+        leave_room(small_disk, 8)  # for a lock and a few words
         said = site.shell("python train.py 40")
         assert "a checkpoint failed: StagingFull" in said, said
-        play(site, "disk-full")
+        play(site, "disk-full", 0)
+
+
+def full_store(directory: Path, disk: Path) -> tuple[Site, Run]:
+    """A run of two chains in a small store, and a checkpoint that finds no room there."""
+    site = Site(directory, str(disk / "run"))
+    script = directory / "train.py"
+    script.write_text(script.read_text().replace("nn.Linear(8, 1)", "nn.Linear(8, 1500)"))
+    train(site, 20)
+    site.shell("recpoint consolidate $RUN")
+    train(site, 30)
+    run = Run.open(open_store(site.environment["RUN"]))
+    for info in list(run.store.list("")):
+        age_file(run, info.key, 3 * 86400)
+    leave_room(disk, 4)
+    stage(site, 40)
+    return site, run
+
+
+def test_store_full(tmp_path: Path, small_disk: Path) -> None:
+    site, run = full_store(tmp_path, small_disk)
+    # For the rows, and for the few words that retention writes, and not for the dense layers.
+    leave_room(small_disk, 20)
+    play(site, "disk-full", 1)
+    make_old(run, 2 * 86400)
+    play(site, "disk-full", 2)
+
+
+def test_store_full_to_the_last_byte(tmp_path: Path, small_disk: Path) -> None:
+    site, run = full_store(tmp_path, small_disk)
+    said = site.shell("recpoint validate $RUN")  # its record is the newest object then
+    assert "passed" in said, said
+    leave_room(small_disk, 0)
+    play(site, "disk-full", 3)

@@ -122,7 +122,8 @@ def agent(
         name_ranks_after=name_ranks_after,
         watch=watch,
     )
-    return Result({"still_staged": left}, terminal.shown(f"{left} checkpoints still staged"))
+    text = f"{left} checkpoint{'' if left == 1 else 's'} still staged"
+    return Result({"still_staged": left}, terminal.shown(text))
 
 
 class LogFormat(logging.Formatter):
