@@ -101,7 +101,8 @@ def publish(
                 publication_key(current.number),
                 found=f"{current.checkpoint}, held by {current.who}",
                 expected="a published checkpoint that is not held",
-                next_step=f"recpoint publish {run.url} --release",
+                next_step=f"recpoint publish {run.url} --step {name.step} --release, or without a "
+                "step for the newest",
             )
         pin = pins.pin(run, name, label=f"published-{number:08d}", who=who, why=why)
         record = Publication(

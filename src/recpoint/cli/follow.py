@@ -157,7 +157,7 @@ def publish(
         bool | None,
         typer.Option(
             "--hold/--no-hold",
-            help="Keep it published until --release. Default: with a step.",
+            help="Keep it published until --release. Default: with --step.",
         ),
     ] = None,
     release: Annotated[bool, typer.Option("--release", help="Replace one that is held.")] = False,
@@ -176,7 +176,7 @@ def publish(
         run,
         name,
         held=step is not None if hold is None else hold,
-        release=release or step is not None,
+        release=release,
         why=why,
     )
     record = done.record

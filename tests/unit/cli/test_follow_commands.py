@@ -47,6 +47,10 @@ def test_publishes_and_goes_back(recpoint: Invoke, tmp_path: Path) -> None:
     assert served["step"] == 2
     refused = recpoint("publish", run.url, "--json")
     assert refused.code != 0 and "--release" in refused.json["next_step"]
+    refused = recpoint("publish", run.url, "--step", 1, "--json")  # a hold is for those too
+    assert refused.code != 0 and "--step 1 --release" in refused.json["next_step"]
+    assert recpoint("publish", run.url, "--step", 2).code == 0  # as it is
+    assert recpoint("publish", run.url, "--step", 1, "--release", "--json").json["step"] == 1
     assert recpoint("publish", run.url, "--release", "--json").json["step"] == 3
     assert "was published already" in recpoint("publish", run.url).stdout
     assert recpoint("publish", run.url, "--generation", 1).code == 2
