@@ -38,6 +38,7 @@ class Pace:
     retain: int
     consolidate: int
     validate: int
+    validate_full: int
     publish: int
     sweep: int
     drain: int
@@ -57,7 +58,7 @@ def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str])
     (folder / "prefect.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     _prefect(folder, variables, "work-pool", "create", "recpoint", "--type", "process")
     _prefect(folder, variables, "deploy", "--all")
-    return [one["tags"][-1] for one in document["deployments"]]
+    return sorted({one["tags"][-1] for one in document["deployments"]})
 
 
 def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
@@ -70,7 +71,8 @@ def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
     chosen = [one for one in document["deployments"] if "schedules" in one]
     for one in chosen:
         flow = one["entrypoint"].rpartition(":")[2]
-        one["schedules"] = [{"slug": "soak", "interval": getattr(pace, flow), "active": True}]
+        pace_of = "validate_full" if one["name"] == "recpoint-full" else flow
+        one["schedules"] = [{"slug": "soak", "interval": getattr(pace, pace_of), "active": True}]
         if flow not in _OF_NO_RUN:
             one["parameters"]["run_url"] = run_url
         if flow == "retain":

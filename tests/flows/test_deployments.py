@@ -172,7 +172,7 @@ def test_each_deployment_is_there_with_schema_schedules_and_queue(
     deployed: dict[str, dict[str, Any]],
 ) -> None:
     everywhere = {"consolidate/recpoint", "forget/recpoint", "publish/recpoint"}
-    everywhere |= {"retain/recpoint", "validate/recpoint"}
+    everywhere |= {"retain/recpoint", "validate/recpoint", "validate/recpoint-full"}
     here = {"drain/host-1", "persist/host-1", "sweep/host-1"}
     assert deployed.keys() == everywhere | here
     for name, one in deployed.items():
