@@ -92,14 +92,14 @@ class Server:
         return until(look, seconds=_SECONDS)
 
     def worked_off(self, flow_run: dict[str, Any]) -> dict[str, Any]:
-        """The state of a flow run of the queue `default`, by a worker that looks once.
+        """The state of a flow run that is for anywhere, by a worker for that which looks once.
 
         Once more where a busy server had not told it of the run.
         """
-        arguments = ("--pool", "recpoint", "--work-queue", "default", "--run-once")
+        anywhere, _ = worker_commands()
 
         def look() -> dict[str, Any] | None:
-            self.run("prefect", "worker", "start", *arguments)
+            self.run(*anywhere, "--run-once")
             now: dict[str, Any] = self.ask(f"/flow_runs/{flow_run['id']}")
             return now["state"] if now["state"]["type"] != "SCHEDULED" else None
 
@@ -112,6 +112,13 @@ class Server:
         resource = f"recpoint.run.{run.id}"
         found = self.events(f"recpoint.checkpoint.{event}")
         return [one for one in found if one["resource"]["prefect.resource.id"] == resource]
+
+
+def worker_commands() -> list[list[str]]:
+    """The commands that start workers, as prefect.yaml tells them: for anywhere, for one host."""
+    lines = (ROOT / "prefect.yaml").read_text(encoding="utf-8").splitlines()
+    told = [line.lstrip("# ") for line in lines if line.startswith("#   prefect worker start")]
+    return [command.partition("#")[0].split() for command in told]
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +240,12 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     retained = create(
         "retain/recpoint", {"run_url": run.url, "keep": {"last": 2, "require_validated": False}}
     )
+    anywhere, on_host = worker_commands()
+    assert on_host[-1] == "host-1"
+    assert f"\n{' '.join(anywhere)}\n" in (ROOT / "README.md").read_text(encoding="utf-8")
     with (tmp_path / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "worker", "start", "--pool", "recpoint"]
-            + ["--work-queue", "host-1", "--name", "worker-of-host-1"],
+            [sys.executable, "-m", *on_host, "--name", "worker-of-host-1"],
             cwd=tmp_path,
             env=server.environment,
             stdout=log,
@@ -252,8 +261,11 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
+    left = create("drain/host-1", {"staging": str(staging)})
     state = server.worked_off(retained)
     assert state["type"] == "COMPLETED", state
+    # Nor does one for anywhere take what only a host can do.
+    assert server.ask(f"/flow_runs/{left['id']}")["state"]["type"] == "SCHEDULED"
     assert expired_key(manifest_key(1, 1)) in {info.key for info in run.store.list()}
     name = "recpoint.checkpoint.retained"
     (event,) = until(lambda: server.events(name) or None, seconds=_SECONDS)
