@@ -55,5 +55,11 @@ format: $(INSTALLED) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+fuzz: $(INSTALLED) ## fuzz each parser a million times, outside CI (tests/fuzz)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	for target in records chunk tree; do \
+		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -runs=1000000 -max_len=8192 -rss_limit_mb=6000 || exit 1; done
+	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
+
 clean: ## remove what was built here, .venv included
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist src/*.egg-info

@@ -12,9 +12,12 @@ from prefect.settings import get_current_settings
 from recpoint.catalog.check import check
 from recpoint.catalog.persist import persist_job
 from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.format import naming
-from tests.catalog_builder import new_run, tables
+from recpoint.testing.seaweed import SeaweedServer
+from tests.catalog_builder import tables
 from tests.fault.kill_points import at_every_step, ended
 from tests.fault.lives import begin, flow_life
 from tests.job_builder import stage
@@ -22,16 +25,25 @@ from tests.job_builder import stage
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api")
-def test_a_flow_killed_at_any_step(tmp_path: Path) -> None:
+# An object in a bucket is one step: three chunks and a manifest. A file is written, synced, linked.
+@pytest.mark.parametrize(("where", "steps"), [("local", 15), ("s3", 4)])
+def test_a_flow_killed_at_any_step(
+    request: pytest.FixtureRequest, tmp_path: Path, where: str, steps: int
+) -> None:
     environment = get_current_settings().to_environment_variables(exclude_unset=True)
     contents = tables()
+    base = str(tmp_path)
+    if where == "s3":
+        server: SeaweedServer = request.getfixturevalue("s3_environment")
+        environment |= server.environment()
+        base = server.run_url()
 
     def attempt(die: int) -> bool:
-        run = new_run(tmp_path / f"run-{die}")
+        run = Run.create(open_store(f"{base}/run-{die}"))
         run.claim(None)
         staging = tmp_path / f"staging-{die}"
         job_file = stage(run, staging, contents, step=7, generation=1, state={"n": 7})
-        code = ended(begin(flow_life, environment, job_file=str(job_file), die=die))
+        code = ended(begin(flow_life, environment, url=run.url, job_file=str(job_file), die=die))
         assert code in (0, -signal.SIGKILL)
         if job_file.exists():
             # Without Prefect this time: whoever finds the job goes on with it.
@@ -47,4 +59,4 @@ def test_a_flow_killed_at_any_step(tmp_path: Path) -> None:
         assert {info.key for info in run.store.list(naming.CHUNKS_PREFIX)} == named
         return code != 0
 
-    assert at_every_step(attempt) >= 15
+    assert at_every_step(attempt) >= steps

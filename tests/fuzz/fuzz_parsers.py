@@ -1,12 +1,10 @@
 """Coverage-guided fuzzing of the parsers, by hand and not in CI (tests/hostile has the fast part).
 
-    pip install atheris      (CPython 3.11 on Linux; not a dependency, it has no other wheels)
+    make fuzz      (installs atheris: CPython 3.11 on Linux; not a dependency, it has few wheels)
     python tests/fuzz/fuzz_parsers.py records -runs=1000000 -max_len=8192 -rss_limit_mb=6000
-    python tests/fuzz/fuzz_parsers.py chunk -runs=1000000 -max_len=8192 -rss_limit_mb=6000
-    python tests/fuzz/fuzz_parsers.py tree -runs=1000000 -max_len=8192 -rss_limit_mb=6000
-    python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
 
-atheris itself leaks about 2 KB an execution, hence -rss_limit_mb; the parsers do not.
+atheris itself leaks about 2 KB an execution, hence -rss_limit_mb; the parsers do not. Runs are
+recorded in tests/fuzz/RUNS.md.
 
 The golden files are the seeds. Whatever the bytes are, only a FormatError may come out; what is
 accepted must be written and read again as the same. Digests and lengths are put right first where
@@ -24,13 +22,27 @@ from pathlib import Path
 import atheris
 import crc32c
 
-with atheris.instrument_imports(include=["recpoint"]):
+ROOT = Path(__file__).parents[2]
+
+
+def compiled() -> list[str]:
+    """Modules that numba compiles: it knows nothing of the calls that atheris puts into code."""
+    kernels = [path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.py")]
+    return [
+        ".".join(["recpoint", *path.with_suffix("").parts])
+        for path in kernels
+        if path.parts[1] != "row_set" or path.name == "cpu.py"
+    ]
+
+
+with atheris.instrument_imports(include=["recpoint"], exclude=compiled()):
     import torch
 
     from recpoint.errors import FormatError
     from recpoint.format.chunk import parse_chunk, section_tensor
     from recpoint.format.job import Cancel, Job, Outcome
     from recpoint.format.manifest import Manifest
+    from recpoint.format.part import RankPart
     from recpoint.format.records import (
         EndRecord,
         GenerationRecord,
@@ -50,15 +62,34 @@ with atheris.instrument_imports(include=["recpoint"]):
         Publication,
     )
     from recpoint.format.state_tree import flatten, unflatten
+    from recpoint.format.validation import ValidationRecord
     from recpoint.kernels import row_set as kernel
     from recpoint.kernels.row_set import reference
     from recpoint.kernels.row_set.frame import compress
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
-KINDS: list[type[Record]] = [
-    *(RunRecord, GenerationRecord, EndRecord, Manifest, Job, Outcome),
-    *(Pin, Metric, Mark, Deletion, Lease, Cancel, Publication, Plan, Rejections),
-]
+GOLDEN = ROOT / "tests" / "golden" / "v1"
+#: Every record that there is, and its golden files.
+SEEDS: dict[type[Record], str] = {
+    RunRecord: "run.json",
+    GenerationRecord: "generations/*.json",
+    EndRecord: "ends/*.json",
+    Manifest: "manifests/*.json consolidated/*.json",
+    RankPart: "parts/*/*.json",
+    Job: "staging/job.json",
+    Outcome: "staging/outcome.json",
+    Cancel: "staging/cancel.json",
+    Pin: "pins/*.json",
+    Metric: "metrics/*.json",
+    Mark: "expired/*.json",
+    Deletion: "deletion.json",
+    Lease: "leases/*.json",
+    Publication: "published/*.json",
+    Plan: "retention.json",
+    Rejections: "rejections/*.json",
+    ValidationRecord: "validations/*.json",
+}
+KINDS = list(SEEDS)
+assert set(KINDS) == set(Record.__subclasses__())
 SPLIT = b"\x00|\x00|"
 
 
@@ -84,30 +115,16 @@ def records(data: bytes) -> None:
 
 
 def record_seeds() -> list[bytes]:
-    paths = {
-        "run.json": 0,
-        "generations/00000002.json": 1,
-        "manifests/000000000100-00000001.json": 3,
-        "manifests/000000000120-00000002.json": 3,
-        "consolidated/000000000120-00000002-full.json": 3,
-        "staging/job.json": 4,
-        "staging/outcome.json": 5,
-        "pins/000000000100-00000001-release-7.json": 6,
-        "metrics/000000000100-00000001-auc.json": 7,
-        "expired/000000000100-00000001.json": 8,
-        "deletion.json": 9,
-        f"leases/{'5f' * 16}.json": 10,
-        "staging/cancel.json": 11,
-        "published/00000007.json": 12,
-        "retention.json": 13,
-        "rejections/r00003.json": 14,
-    }
     seeds = []
-    for path, kind in paths.items():
-        data = (GOLDEN / path).read_bytes()
-        seeds.append(bytes([kind]) + data)
-        body = json.dumps(json.loads(data)["body"]).encode()
-        seeds.append(bytes([_repairing(kind, len(KINDS))]) + body)
+    for number, (kind, patterns) in enumerate(SEEDS.items()):
+        paths = [path for pattern in patterns.split() for path in sorted(GOLDEN.glob(pattern))]
+        assert paths, patterns
+        for path in paths:
+            data = path.read_bytes()
+            unpack_record(kind, data, name=str(path), next_step="")
+            body = json.dumps(json.loads(data)["body"]).encode()
+            seeds.append(bytes([number]) + data)
+            seeds.append(bytes([_repairing(number, len(KINDS))]) + body)
     return seeds
 
 
