@@ -24,6 +24,7 @@ class StoredManifest(NamedTuple):
         parent: what must be read before it; None for a full.
         parent_attempt: that checkpoint's; empty for a full.
         taken_ms: when the checkpoint was cut, by its trainer's clock.
+        modified_ms: when this manifest was written, by the store's clock.
         stored_bytes: bytes of its chunks.
         whole: all its chunks are there in their lengths.
     """
@@ -34,6 +35,7 @@ class StoredManifest(NamedTuple):
     parent: ManifestName | None
     parent_attempt: str
     taken_ms: int
+    modified_ms: int
     stored_bytes: int
     whole: bool
 
@@ -62,6 +64,20 @@ class RunFacts:
     metrics: Mapping[str, Mapping[ManifestName, float]] = field(default_factory=dict)
     verdicts: Mapping[ManifestName, Opinion] = field(default_factory=dict)
     unreadable: Sequence[str] = ()
+
+    def times_ms(self) -> tuple[Mapping[ManifestName, int], Mapping[ManifestName, int]]:
+        """When each checkpoint was made: as its trainer stamped it, and as the store tells.
+
+        Of several manifests the oldest tells: a consolidated one is written later. Where only that
+        is left, the store tells when it was consolidated.
+        """
+        taken: dict[ManifestName, int] = {}
+        stored: dict[ManifestName, int] = {}
+        for manifest in self.manifests:
+            name = manifest.name
+            taken[name] = min(manifest.taken_ms, taken.get(name, manifest.taken_ms))
+            stored[name] = min(manifest.modified_ms, stored.get(name, manifest.modified_ms))
+        return taken, stored
 
 
 class Representations:

@@ -116,9 +116,10 @@ def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
         keep(name, f"pinned ({', '.join(sorted(pins))})")
     for name, who in facts.leased.items():
         keep(name, f"leased ({who})")
-    for manifest in facts.manifests:
-        if manifest.taken_ms > facts.now_ms:
-            keep(manifest.name, "its time is in the future")
+    for times_ms in facts.times_ms():
+        for name, ms in times_ms.items():
+            if ms > facts.now_ms:
+                keep(name, "its time is in the future")
     return {name: ", ".join(dict.fromkeys(reasons)) for name, reasons in forced.items()}
 
 

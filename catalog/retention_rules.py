@@ -34,11 +34,13 @@ class RetentionPolicy:
     """What to keep; a checkpoint is kept if any rule keeps it. Pinned ones always are.
 
     Only checkpoints of the live line are counted; `keep_within_seconds` also keeps superseded
-    ones. Hours, days, weeks (from Monday) and months are those of UTC.
+    ones. Hours, days, weeks (from Monday) and months are those of UTC. Times are those that
+    trainers stamped, and those that the store gave the manifests: what a rule keeps by either of
+    the two is kept.
 
     Args:
         keep_last: the newest so many.
-        keep_within_seconds: those taken at most so long before the newest.
+        keep_within_seconds: those taken at most so long before the newest of the live line.
         keep_hourly: the newest one of each of the newest so many hours that have any.
         keep_daily: the same for days.
         keep_weekly: the same for weeks.
@@ -90,28 +92,36 @@ def apply_rules(
 ) -> Iterator[tuple[ManifestName, str]]:
     """Every checkpoint that a rule keeps, with the rule; some come several times.
 
-    The rules are applied twice: to what restores, so that damage does not use up what was to be
-    kept; and to everything, so that what may be repaired is not dropped before its time.
+    The rules are applied to what restores, so that damage does not use up what was to be kept; and
+    to everything, so that what may be repaired is not dropped before its time.
+
+    Both by the times that trainers stamped, and again by those that the store gave the manifests;
+    the two are never mixed. A stamp that is wrong may take another checkpoint's place among the
+    hours or days, or move what "within" is measured from, and no rule that goes by stamps alone
+    could tell: ten days back looks like ten days before. But it moves nothing in the store's
+    times, so that, however many stamps are wrong and whichever way, what those keep is kept. In
+    the same way nothing is lost to a store that gives all objects a new time, as one does that a
+    run was copied to, or tells when an old checkpoint was consolidated, as long as the stamps are
+    right. Nobody can tell if both are wrong: on a disk of the trainer's own host both are of one
+    clock.
+
+    What is from the future by either of the two takes no place by that one; it is kept anyway.
     """
-    taken_ms = {manifest.name: manifest.taken_ms for manifest in facts.manifests}
-    live = [name for name in facts.live if name in taken_ms]
+    times_ms = facts.times_ms()
+    live = [name for name in facts.live if name in times_ms[0]]
     good = [name for name in live if there.is_trusted(name)]
-    yield from _kept(good, taken_ms, facts, policy)
-    if len(good) < len(live):
-        yield from _kept(live, taken_ms, facts, policy)
-    if policy.keep_within_seconds:
-        yield from _within(taken_ms, facts.now_ms, policy.keep_within_seconds)
+    for names in [good, live] if len(good) < len(live) else [live]:
+        for at_ms in times_ms:
+            past = [(name, at_ms[name]) for name in names if at_ms[name] <= facts.now_ms]
+            yield from _kept(past, facts, policy)
+            if policy.keep_within_seconds:
+                yield from _within(past, at_ms, policy.keep_within_seconds)
 
 
 def _kept(
-    names: Sequence[ManifestName],
-    taken_ms: Mapping[ManifestName, int],
-    facts: RunFacts,
-    policy: RetentionPolicy,
+    past: Sequence[tuple[ManifestName, int]], facts: RunFacts, policy: RetentionPolicy
 ) -> Iterator[tuple[ManifestName, str]]:
-    """`names` are newest first."""
-    # What is from the future takes no place: it is kept anyway.
-    past = [(name, taken_ms[name]) for name in names if taken_ms[name] <= facts.now_ms]
+    """What counts and times keep of `past`: checkpoints and their times, newest first."""
     for name, _ in past[: policy.keep_last]:
         yield name, f"one of the last {policy.keep_last}"
     # 1970 began on a Thursday: day -3 was a Monday.
@@ -149,10 +159,15 @@ def _one_each(
 
 
 def _within(
-    taken_ms: Mapping[ManifestName, int], now_ms: int, seconds: float
+    past: Sequence[tuple[ManifestName, int]], at_ms: Mapping[ManifestName, int], seconds: float
 ) -> Iterator[tuple[ManifestName, str]]:
-    newest_ms = max((ms for ms in taken_ms.values() if ms <= now_ms), default=0)
-    for name, ms in taken_ms.items():
+    """What is not much older than the newest of the live line: not than the latest time there is.
+
+    That may be a stamp that was ahead when it was made, of a checkpoint that has long been followed
+    by others, or of a superseded one.
+    """
+    newest_ms = past[0][1] if past else 0
+    for name, ms in at_ms.items():
         if ms >= newest_ms - 1000 * seconds:
             yield name, f"within {seconds:g} s of the newest"
 

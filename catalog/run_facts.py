@@ -11,6 +11,7 @@ from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.pins import pinned, read_metrics
 from recpoint.catalog.representations import Opinion, RunFacts, StoredManifest
 from recpoint.catalog.run import Run
+from recpoint.catalog.store_contract import ObjectInfo
 from recpoint.catalog.validations import verdicts
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
@@ -51,13 +52,13 @@ def gather(
     live = run.live_line()
     forms = [form for forms in run.representations().values() for form in forms]
     pins = pinned(run)
-    sizes = {info.key: info.size_bytes for info in run.store.list()}
+    infos = {info.key: info for info in run.store.list()}
     manifests: list[StoredManifest] = []
     unreadable: list[str] = []
 
     def read(form: Representation) -> StoredManifest | str | None:
         try:
-            return _stored(form.key, run.read_manifest(form), sizes)
+            return _stored(form.key, run.read_manifest(form), infos)
         except ObjectNotFound:
             return None  # deleted since it was listed
         except FormatError:
@@ -97,8 +98,9 @@ def _opinions(run: Run) -> dict[ManifestName, Opinion]:
     return opinions
 
 
-def _stored(key: str, manifest: Manifest, sizes: Mapping[str, int]) -> StoredManifest:
+def _stored(key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo]) -> StoredManifest:
     parent = manifest.parent
+    own = infos.get(key)
     return StoredManifest(
         key=key,
         name=ManifestName(manifest.step, manifest.generation),
@@ -106,10 +108,12 @@ def _stored(key: str, manifest: Manifest, sizes: Mapping[str, int]) -> StoredMan
         parent=None if parent is None else ManifestName(parent.step, parent.generation),
         parent_attempt="" if parent is None else parent.attempt,
         taken_ms=manifest.snapshot_ms,
+        # Deleted and put back between listing and reading: nothing but its stamp is known.
+        modified_ms=manifest.snapshot_ms if own is None else own.modified_ms,
         stored_bytes=manifest.stored_bytes,
         # No restore reads a sample.
         whole=all(
-            sizes.get(chunk.key) == chunk.bytes
+            chunk.key in infos and infos[chunk.key].size_bytes == chunk.bytes
             for chunk in manifest.chunks
             if chunk.content != "sample"
         ),

@@ -35,6 +35,7 @@ def full(
         parent=None,
         parent_attempt="",
         taken_ms=NOW_MS - int(hours_ago * HOUR_MS),
+        modified_ms=NOW_MS - int(hours_ago * HOUR_MS),
         stored_bytes=100,
         whole=whole,
     )

@@ -12,7 +12,7 @@ from recpoint.catalog.representations import Opinion, Representations, RunFacts,
 from recpoint.catalog.retention import RetentionPlan, needed_manifests, plan
 from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
 from recpoint.errors import RetentionRefused
-from tests.retention_facts import NOW_MS, facts, full, increment, merged
+from tests.retention_facts import HOUR_MS, NOW_MS, facts, full, increment, merged
 
 _OPINIONS: st.SearchStrategy[Opinion] = st.sampled_from(["failed", "stateless", "sample", "full"])
 _COUNTS = st.integers(0, 3)
@@ -26,6 +26,7 @@ def runs(draw: st.DrawFn) -> RunFacts:
     own: list[StoredManifest] = []
     for step in range(draw(st.integers(1, 14))):
         hours = draw(st.floats(0, 400))
+        stored = draw(st.one_of(st.just(hours), st.floats(0, 400)))
         whole = draw(st.integers(0, 9)) > 0
         generation = max((m.name.generation for m in own), default=1) + (
             draw(st.integers(0, 5)) == 0
@@ -36,6 +37,7 @@ def runs(draw: st.DrawFn) -> RunFacts:
         else:
             parent = draw(st.sampled_from(before[-3:]))
             made = increment(step, parent, generation=generation, hours_ago=hours, whole=whole)
+        made = made._replace(modified_ms=NOW_MS - int(stored * HOUR_MS))
         own.append(made)
         there.append(made)
         if made.parent is not None and draw(st.integers(0, 2)) == 0:
@@ -148,16 +150,50 @@ def test_a_further_rule_only_keeps_more(
     assert dropped_keys(more) <= dropped_keys(less)
 
 
+def on_time(run: RunFacts) -> RunFacts:
+    """The run with the store's times as right as the stamps are; merged manifests are later."""
+    own = [m._replace(modified_ms=m.taken_ms) for m in run.manifests]
+    later = [
+        m._replace(modified_ms=(m.taken_ms + NOW_MS) // 2) if m.key.startswith("c") else m
+        for m in own
+    ]
+    return replace(run, manifests=later)
+
+
 @given(runs(), policies, st.data())
-def test_times_that_jump_ahead_drop_nothing_more(
+def test_stamps_that_are_wrong_either_way_drop_nothing_more(
     run: RunFacts, policy: RetentionPolicy, data: st.DataObject
 ) -> None:
+    run = on_time(run)
     names = sorted({m.name for m in run.manifests})
-    skewed = data.draw(st.sets(st.sampled_from(names)))
-    ahead = data.draw(st.integers(1, 10**11))
-    moved = [m._replace(taken_ms=NOW_MS + ahead) if m.name in skewed else m for m in run.manifests]
+    times = st.one_of(
+        st.integers(0, NOW_MS + 10**11),
+        st.integers(NOW_MS - 500 * HOUR_MS, NOW_MS + HOUR_MS),
+    )
+    skewed = data.draw(st.dictionaries(st.sampled_from(names), times))
+    moved = [m._replace(taken_ms=skewed.get(m.name, m.taken_ms)) for m in run.manifests]
     right, wrong = planned(run, policy), planned(replace(run, manifests=moved), policy)
-    if right is not None and wrong is not None:
+    if right is not None:
+        assert wrong is not None
+        assert dropped_keys(wrong) <= dropped_keys(right)
+
+
+@given(runs(), policies, st.data())
+def test_a_store_whose_times_are_wrong_has_nothing_more_dropped(
+    run: RunFacts, policy: RetentionPolicy, data: st.DataObject
+) -> None:
+    run = on_time(run)
+    wrong_ms = data.draw(
+        st.lists(
+            st.integers(0, NOW_MS + 10**11),
+            min_size=len(run.manifests),
+            max_size=len(run.manifests),
+        )
+    )
+    moved = [m._replace(modified_ms=ms) for m, ms in zip(run.manifests, wrong_ms, strict=True)]
+    right, wrong = planned(run, policy), planned(replace(run, manifests=moved), policy)
+    if right is not None:
+        assert wrong is not None
         assert dropped_keys(wrong) <= dropped_keys(right)
 
 

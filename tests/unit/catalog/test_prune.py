@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ from recpoint.format.naming import (
     metric_key,
 )
 from recpoint.format.records import pack_record
-from tests.catalog_builder import build, copy_run, tables
+from tests.catalog_builder import build, copy_run, publish, tables
 from tests.interposed_store import InterposedStore, unavailable
 from tests.retained_run import (
     HOUR,
@@ -87,6 +89,19 @@ def test_marked_first_deleted_later(store: Store) -> None:
     require_tidy(run, [40, 50])
     third = planned(run)
     assert (third.mark, third.delete, third.unmark) == ((), (), ())
+
+
+def test_a_trainer_whose_clock_was_set_back_loses_nothing(store: Store) -> None:
+    run = Run.create(store)
+    run.claim(None)
+    now_ms = time.time_ns() // 1_000_000
+    for step in (10, 20, 30, 40, 50, 60):
+        made = build(run, tables(seed=step), step=step, generation=1)
+        days_back = 30 if step > 30 else 0
+        times = {"snapshot_ms": now_ms - days_back * 24 * 3_600_000}
+        publish(run, replace(made, manifest=made.manifest.model_copy(update=times)))
+    made_plan = planned(run, RetentionPolicy(keep_within_seconds=HOUR, require_validated=False))
+    assert made_plan.mark == ()
 
 
 def test_who_waits_is_told_of_each_object(run: Run) -> None:

@@ -13,7 +13,7 @@ from recpoint.catalog.representations import RunFacts, StoredManifest
 from recpoint.catalog.retention import RetentionPlan, needed_manifests, plan
 from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
 from recpoint.errors import RetentionRefused, SettingsError
-from tests.retention_facts import NOW_MS, facts, full, increment, merged
+from tests.retention_facts import HOUR_MS, NOW_MS, facts, full, increment, merged
 
 LAST = RetentionPolicy(keep_last=1, require_validated=False)
 
@@ -297,6 +297,42 @@ class TestClocks:
         auc = {ManifestName(step, 1): 0.5 + step / 100 for step in (1, 2, 5)}
         measured = replace(facts(there), metrics={"auc": auc})
         assert kept_steps(plan(measured, best)) == [1, 2, 5]
+
+    def test_a_trainer_that_is_set_back_loses_nothing_that_is_within(self) -> None:
+        # Restarted after step 3 with its clock 30 days back: the newest are no older than those.
+        there = [full(step, hours_ago=60 - 10 * step) for step in range(1, 7)]
+        back = [m._replace(taken_ms=m.taken_ms - 720 * HOUR_MS) for m in there[3:]]
+        policy = RetentionPolicy(keep_within_seconds=25 * 3600, require_validated=False)
+        assert kept_steps(plan(facts(there), policy)) == [4, 5, 6]
+        assert kept_steps(plan(facts([*there[:3], *back]), policy)) == [1, 2, 3, 4, 5, 6]
+
+    @pytest.mark.parametrize("ahead", [2, 5])
+    def test_a_stamp_that_time_has_caught_up_with_is_not_the_newest(self, ahead: int) -> None:
+        # Stamped 20 hours ahead; now that is past, and the checkpoint may be the newest or not.
+        there = [full(step, hours_ago=72 - 10 * step) for step in range(1, 6)]
+        moved = list(there)
+        moved[ahead - 1] = moved[ahead - 1]._replace(taken_ms=NOW_MS - HOUR_MS)
+        policy = RetentionPolicy(keep_within_seconds=15 * 3600, require_validated=False)
+        assert kept_steps(plan(facts(there), policy)) == [4, 5]
+        assert {4, 5} <= set(kept_steps(plan(facts(moved), policy)))
+
+    @pytest.mark.parametrize(("wrong", "days"), [(7, -30), (7, -3), (3, 1)])
+    def test_a_wrong_stamp_takes_no_other_day(self, wrong: int, days: int) -> None:
+        # Two on each of four days, but for Tuesday, which has one.
+        there = fulls([82, 78, 58, 34, 32, 30, 10, 6])
+        moved = [
+            m._replace(taken_ms=m.taken_ms + 24 * days * HOUR_MS) if m.name.step == wrong else m
+            for m in there.manifests
+        ]
+        policy = RetentionPolicy(keep_daily=3, require_validated=False)
+        assert kept_steps(plan(there, policy)) == [3, 6, 8]
+        assert {3, 6, 8} <= set(kept_steps(plan(facts(moved), policy)))
+
+    def test_a_copied_run_is_retained_by_its_stamps(self) -> None:
+        there = [full(step, hours_ago=240 - 24 * step) for step in range(1, 9)]
+        copied = [m._replace(modified_ms=NOW_MS - HOUR_MS) for m in there]
+        policy = RetentionPolicy(keep_daily=3, require_validated=False)
+        assert kept_steps(plan(facts(copied), policy)) == [6, 7, 8]
 
     def test_a_trainer_that_stood_still_for_a_year_loses_nothing_by_that(self) -> None:
         there = [full(step, hours_ago=9000 - step) for step in range(1, 6)]
