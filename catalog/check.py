@@ -14,6 +14,7 @@ from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
 from recpoint.catalog.state_reading import read_state
+from recpoint.catalog.superseded import superseded_alone, superseded_text
 from recpoint.errors import FormatError, MissingLink, NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (
@@ -143,6 +144,7 @@ class _Checking:
             if not isinstance(outcome, GenerationRecord) and not known:
                 # Where the live line goes through it, it has been added as an error already.
                 self._add("warning", key, str(outcome))
+        self._look_at_a_line_of_none()
         self._graph.load(self._chosen)
         for name in self._chosen:
             broken = [one for one in self._graph.of(name) if one in self._graph.broken]
@@ -155,6 +157,20 @@ class _Checking:
                     self._damaged(one, one.key, f"does not restore: {error}")
             if not broken and not self._counts(name):
                 self._add("info", self._graph.of(name)[-1].key, "superseded")
+
+    def _look_at_a_line_of_none(self) -> None:
+        """An error: there are checkpoints, and a restart would find none that counts."""
+        if self._step is not None or self._live is None or self._live or not self._there:
+            return
+        # Once more: the first checkpoint of all may have been committed since `_live` was read.
+        superseded = superseded_alone(self._run)
+        if not superseded:
+            return
+        text = (
+            f"no checkpoint counts, since this start began a line of its own and has none yet; "
+            f"{superseded_text(superseded)}, which is restored by step and generation"
+        )
+        self._add("error", generation_key(self._run.generation_numbers()[-1]), text)
 
     # --- objects -------------------------------------------------------------------------------
 

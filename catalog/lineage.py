@@ -15,6 +15,7 @@ __all__ = [
     "ManifestName",
     "Representation",
     "by_checkpoint",
+    "first_of_line",
     "live_line",
     "restarts",
 ]
@@ -148,9 +149,14 @@ def restarts(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
         newest: a generation.
         generations: the records by number; those that cannot be read are absent.
     """
+    return newest - first_of_line(newest, generations)
+
+
+def first_of_line(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
+    """The generation that the line of `newest` began with, as far as records can be read."""
     first = newest
     while (record := generations.get(first)) is not None and record.restored is not None:
         if record.restored.generation >= first:
             break
         first = record.restored.generation
-    return newest - first
+    return first

@@ -18,6 +18,7 @@ from recpoint.catalog.restore_target import (
     TableTarget,
 )
 from recpoint.catalog.run import Run
+from recpoint.catalog.superseded import superseded_alone, superseded_text
 from recpoint.catalog.validations import Doubts, Verdict, verdict_of
 from recpoint.errors import (
     ChainError,
@@ -38,6 +39,7 @@ __all__ = [
     "StateCheckingTarget",
     "TablePart",
     "TableTarget",
+    "candidates",
     "restore",
 ]
 
@@ -123,7 +125,7 @@ def restore(
     """
     if threads < 1:
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
-    names = _candidates(run, step, generation, before)
+    names = candidates(run, step, generation, before)
     started = time.monotonic()
     skipped: list[Skipped] = []
     damaged: dict[str, RecpointError] = {}
@@ -168,11 +170,14 @@ def restore(
             expected="one checkpoint whose chain is good",
             next_step=f"recpoint check {run.url} --level full",
         )
+    superseded = superseded_alone(run)
+    others = f"; {superseded_text(superseded)}" if superseded else ""
     raise NothingToRestore(
         run.url,
-        found="no checkpoint on the live line",
+        found=f"no checkpoint on the live line{others}",
         expected="at least one",
-        next_step=f"recpoint list {run.url}; superseded ones are restored by step and generation",
+        next_step=f"recpoint list {run.url} --all; a superseded one is restored by step and "
+        "generation",
     )
 
 
@@ -180,10 +185,10 @@ def _quantized(chain: Chain) -> bool:
     return any(c.scheme == "asymmetric" for m in chain.manifests for c in m.chunks)
 
 
-def _candidates(
+def candidates(
     run: Run, step: int | None, generation: int | None, before: int | None
 ) -> list[ManifestName]:
-    """What to try, in this order."""
+    """What to try, in this order; see `restore` for arguments and errors."""
     if step is None:
         if generation is not None:
             raise SettingsError(
@@ -197,10 +202,12 @@ def _candidates(
     live = [name for name in run.live_line(before=before) if name.step == step]
     if live:
         return live
-    others = [name for name in run.manifest_names() if name.step == step]
+    others = [name for name in reversed(run.manifest_names()) if name.step == step]
     raise NothingToRestore(
         f"{run.url}, step {step}",
         found=f"superseded only: {', '.join(map(str, others))}" if others else "no checkpoint",
         expected="a checkpoint of this step on the live line",
-        next_step="name its generation too" if others else f"recpoint list {run.url}",
+        next_step=f"name its generation too: step {step}, generation {others[0].generation}"
+        if others
+        else f"recpoint list {run.url} --all",
     )

@@ -223,6 +223,7 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
+        generation: int | None = None,
         fresh: bool = False,
         partial: Mapping[str, Sequence[str]] | None = None,
         seed: Seed | None = None,
@@ -232,6 +233,7 @@ class Checkpointer:
 
         Args:
             step: this checkpoint instead of the newest; newer ones are left behind.
+            generation: with `step`: also one that was superseded, which counts again then.
             fresh: start from nothing, also when the run has checkpoints: a new line.
             partial: load only these values, and start a new line with a full:
                 `{"tables": [names], "dense": [names of dense parameters and buffers]}`. Optimizer
@@ -245,14 +247,15 @@ class Checkpointer:
         Raises:
             IncompatibleModel: the checkpoint does not fit, each difference named. Nothing here has
                 changed, unless a newer, damaged one was tried first: tables may hold its rows.
-            NothingToRestore: `step` is not there; or all are damaged, and tables may hold their
-                rows: build the model anew before you start `fresh`.
+            NothingToRestore: `step` is not there; none counts, since a start that was to begin
+                anew ended before its first; or all are damaged, and tables may hold their rows:
+                build the model anew before you start `fresh`.
             StagingError, StoreError: area or store cannot be used; or another process trains here.
             SettingsError: called twice, or options exclude each other.
         """
         if self._pipeline is not None or self._closed:
             raise _misuse("restore()", "a second call", "one call before training")
-        wanted = takeover.Wanted(step, fresh, partial, seed, validated_only)
+        wanted = takeover.Wanted(step, generation, fresh, partial, seed, validated_only)
         wanted.check()
         generators = rng_state.capture()
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
+from recpoint.catalog.lineage import first_of_line
 from recpoint.catalog.restore import RestoreReport
 from recpoint.catalog.run import Run
 from recpoint.errors import FormatError, ObjectNotFound, RecpointError
@@ -41,10 +43,9 @@ def left_behind(run: Run, record: GenerationRecord) -> Precision | None:
     """What was decided by the newest trainer between `record` and the one it goes on from.
 
     None: there is none, it had no table under the rule, or what it stored cannot be read, which
-    fails nobody's start. One manifest tells: all of a generation say the same of a fall-back, each
-    generation takes over what is told of those before it, and none between the two began another
-    job, or `record` could not go on from an earlier one. What the restored checkpoint itself says
-    needs no look.
+    fails nobody's start. One manifest tells: all of a generation say the same of a fall-back, and
+    each generation takes over what is told of those before it. Those that began from nothing in
+    between were another job's. What the restored checkpoint itself says needs no look.
 
     Args:
         run: that was claimed.
@@ -59,6 +60,9 @@ def left_behind(run: Run, record: GenerationRecord) -> Precision | None:
             for name in run.manifest_names()
             if restored.generation < name.generation < record.generation
         ]
+        if between:
+            others = _begun_anew(run, restored.generation, {name.generation for name in between})
+            between = [name for name in between if name.generation not in others]
         for name in sorted(between, key=lambda name: (name.generation, name.step), reverse=True):
             try:
                 return run.manifest(*name).history.precision
@@ -67,3 +71,22 @@ def left_behind(run: Run, record: GenerationRecord) -> Precision | None:
     except RecpointError as error:
         _log.warning("what is left behind of the run cannot be read: %s", error)
     return None
+
+
+def _begun_anew(run: Run, restored: int, numbers: Collection[int]) -> set[int]:
+    """Which generations of `numbers` are on a line that surely began later than that of `restored`.
+
+    Where a record cannot be read, nobody knows, and what was decided there counts.
+    """
+    known = {
+        number: record
+        for number, record in run.read_generations(run.generation_numbers()).items()
+        if isinstance(record, GenerationRecord)
+    }
+    job = first_of_line(restored, known)
+    firsts = {number: first_of_line(number, known) for number in numbers}
+    return {
+        number
+        for number, first in firsts.items()
+        if first != job and first in known and known[first].restored is None
+    }

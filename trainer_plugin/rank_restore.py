@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple, Protocol
 
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import candidates
 from recpoint.catalog.run import Run
+from recpoint.catalog.superseded import line_to_go_on
 from recpoint.catalog.validations import Doubts
 from recpoint.errors import (
     ChainError,
@@ -76,6 +78,7 @@ def restore_together(
     restore_one: RestoreOne,
     *,
     step: int | None,
+    generation: int | None,
     validated_only: bool,
 ) -> GenerationRecord:
     """Restore on all ranks what rank 0 finds to be the newest that is good on all, and claim.
@@ -85,6 +88,7 @@ def restore_together(
         run: the run.
         restore_one: restores a checkpoint into this rank.
         step: this one and no other.
+        generation: with `step`: also one that is not on the live line.
         validated_only: see `catalog.restore.restore`.
 
     Returns:
@@ -98,11 +102,12 @@ def restore_together(
         return _follow(ranks, restore_one)
 
     def restore_newest(before: int | None) -> CheckpointRef | None:
-        names = run.live_line(before=before)
-        if step is not None:
-            names = [name for name in names if name.step == step]
-        elif not names:
-            return None
+        if step is None:
+            names = line_to_go_on(run, before=before)
+            if not names:
+                return None
+        else:
+            names = candidates(run, step, generation, before)
         doubts = Doubts(run, validated_only=validated_only) if step is None else None
         skipped: list[str] = []
         for name in names:
@@ -119,7 +124,7 @@ def restore_together(
             skipped.append(f"{name}: {found}")
         raise NothingToRestore(
             run.url,
-            found="; ".join(skipped) or f"no checkpoint of step {step} on the live line",
+            found="; ".join(skipped),
             expected="one checkpoint that is good on all ranks",
             next_step=f"recpoint check {run.url} --level full",
         )

@@ -18,6 +18,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.store import open_store
 from recpoint.catalog.store_contract import Store
+from recpoint.catalog.superseded import line_to_go_on
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.records import CheckpointRef, GenerationRecord
@@ -101,6 +102,7 @@ class Wanted(NamedTuple):
     """What a trainer asks for, see `Checkpointer.restore`."""
 
     step: int | None
+    generation: int | None
     fresh: bool
     partial: Mapping[str, Sequence[str]] | None
     seed: Seed | None
@@ -113,8 +115,8 @@ class Wanted(NamedTuple):
             SettingsError: options that exclude each other.
         """
         for one, others in (
-            ("fresh", ("step", "partial", "seed")),
-            ("seed", ("step", "partial")),
+            ("fresh", ("step", "generation", "partial", "seed")),
+            ("seed", ("step", "generation", "partial")),
         ):
             if not getattr(self, one):
                 continue
@@ -126,6 +128,13 @@ class Wanted(NamedTuple):
                         expected=f"{one} without {' or '.join(others)}",
                         next_step="see the docstring of Checkpointer.restore",
                     )
+        if self.generation is not None and self.step is None:
+            raise SettingsError(
+                "restore(generation=...)",
+                found="no step with it",
+                expected="both",
+                next_step="name the step too, as recpoint list URL --all shows it",
+            )
         if self.partial is not None:
             parts_of(self.partial)
         if not isinstance(self.seed, Seed | None):
@@ -186,7 +195,7 @@ def start(
     """Restore what is wanted, and take the run over; on all ranks together.
 
     Raises:
-        NothingToRestore: the step is not there, or every checkpoint is damaged.
+        NothingToRestore: the step is not there, every checkpoint is damaged, or none counts.
         IncompatibleModel: it does not fit; the model is untouched.
         StoreError: a store cannot be read or written.
         SettingsError: several ranks are to start with parts of a checkpoint.
@@ -206,7 +215,13 @@ def start(
     if wanted.partial is not None:
         target = PartialTarget(tables, state, parts_of(wanted.partial))
         with reading(run, purpose="restore"):
-            report = restore(run, target, step=wanted.step, validated_only=wanted.validated_only)
+            report = restore(
+                run,
+                target,
+                step=wanted.step,
+                generation=wanted.generation,
+                validated_only=wanted.validated_only,
+            )
         _tell_restored(run, report)
         return _begun_with(target, report, run.claim(None).generation)
     started = _start_restored(run, job, policy, wanted)
@@ -219,11 +234,11 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
     """Restore the newest checkpoint, or that of `step`, and go on from it.
 
     With nothing to restore, training starts from nothing. With checkpoints that are all damaged,
-    or none of them validated with `validated_only`, it does not: nobody should train for days
-    before noticing.
+    all superseded, or none of them validated with `validated_only`, it does not: nobody should
+    train for days before noticing.
 
     Raises:
-        NothingToRestore: `step` is not there, or every checkpoint is damaged.
+        NothingToRestore: `step` is not there, every checkpoint is damaged, or none counts.
         IncompatibleModel: it does not fit; the model is untouched.
         StoreError: the store cannot be read or written.
     """
@@ -232,12 +247,17 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
     def restore_into_model(
         before: int | None, name: ManifestName | None = None
     ) -> CheckpointRef | None:
-        if name is None and wanted.step is None and not run.live_line(before=before):
+        if name is None and wanted.step is None and not line_to_go_on(run, before=before):
             return None
         target = job.target(since_full=policy.cumulative)
         if name is None:
             report = restore(
-                run, target, step=wanted.step, before=before, validated_only=wanted.validated_only
+                run,
+                target,
+                step=wanted.step,
+                generation=wanted.generation,
+                before=before,
+                validated_only=wanted.validated_only,
             )
         else:
             report = restore(run, target, step=name.step, generation=name.generation)
@@ -253,6 +273,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
                 run,
                 restore_into_model,
                 step=wanted.step,
+                generation=wanted.generation,
                 validated_only=wanted.validated_only,
             )
         elif wanted.step is None:
@@ -315,8 +336,8 @@ def _chain_to_go_on(
             return None, None  # read in another representation: the first checkpoint is a full
     tip = tip_of(full)
     history = BaseHistory(tip.base, stored_bytes=report.full_stored_bytes)
-    # Oldest first. What is newer than the restored one is left behind by a roll-back, or damaged.
-    line = reversed(run.live_line(before=generation))
+    # Oldest first, of the line that this start goes on with: it may have been superseded before.
+    line = reversed(run.live_line(before=generation + 1))
     since = [name for name in line if tip.ref.step < name.step <= restored.step]
 
     def read(name: ManifestName) -> Manifest | None:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import Checkpointer
 from recpoint.catalog import durable
-from recpoint.errors import IncompatibleModel, RankLost, SettingsError
+from recpoint.errors import IncompatibleModel, NothingToRestore, RankLost, SettingsError
 from recpoint.trainer_plugin import table_source
 from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.policy import FULL, PolicyName
@@ -123,6 +123,7 @@ def rank_life(
     divisible: bool = True,
     hosted: bool | None = None,
     settings: dict[str, Any] | None = None,
+    restoring: dict[str, Any] | None = None,
 ) -> None:
     """Train from the newest checkpoint to `until_batch`, and tell in a file what came of it.
 
@@ -145,6 +146,7 @@ def rank_life(
         divisible: whether the reader goes on with another number of ranks.
         hosted: rank 0 keeps what ranks meet with, as where nobody else does; else a file does.
         settings: of the Checkpointer.
+        restoring: arguments of `restore`.
     """
     dist.init_process_group(
         "gloo",
@@ -194,7 +196,7 @@ def rank_life(
         Checkpointer(model, optimizers, run=url, **(given | (settings or {}))) as c,
     ):
         c._store = reads = InterposedStore(c._store)
-        report = c.restore()
+        report = c.restore(**(restoring or {}))
         found.update(
             begun=c.batches_done,
             restored=None if report is None else report.restored.step,
@@ -330,8 +332,8 @@ def _telling(told: Path, found: dict[str, Any]) -> Iterator[None]:
     """Write what was found, and which error there was."""
     try:
         yield
-    except (IncompatibleModel, RankLost) as error:
-        found["refused" if isinstance(error, IncompatibleModel) else "lost"] = str(error)
+    except (IncompatibleModel, NothingToRestore, RankLost) as error:
+        found["lost" if isinstance(error, RankLost) else "refused"] = str(error)
         raise
     except RuntimeError as error:
         # Of a collective of training itself, whose errors are gloo's.

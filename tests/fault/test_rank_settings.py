@@ -102,3 +102,22 @@ def test_an_interval_in_seconds_is_rank_0s(
     line = manifests(run)
     assert len(line) > 2 and {_HALF, _END} <= {one.step for one in line}
     require_same_end(lives[1], consecutive[2])
+
+
+def test_a_new_line_without_a_checkpoint_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    job = RankJob(tmp_path)
+    with InlineAgent(job.staging):
+        job.train(_RANKS, _HALF, settings=WAITING)
+        job.train(_RANKS, 1, restoring={"fresh": True}, stop_at=1)
+        first, second = job.train(_RANKS, _END, settings=WAITING)
+        assert first.exit_code != 0 and second.exit_code != 0
+        told = "2 superseded, the newest step 4 (generation 1)"
+        assert told in first.told["refused"] and told in second.told["lost"]
+        run = Run.open(open_store(job.url))
+        assert run.generation_numbers() == [1, 2]
+        named = {"step": _HALF, "generation": 1}
+        lives = job.train(_RANKS, _END, settings=WAITING, restoring=named)
+    assert [(life.exit_code, life.told["restored"]) for life in lives] == [(0, _HALF)] * _RANKS
+    assert [(name.step, name.generation) for name in run.live_line()] == [
+        (8, 3), (6, 3), (4, 1), (2, 1)
+    ]  # fmt: skip

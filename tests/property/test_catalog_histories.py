@@ -20,6 +20,7 @@ from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.run import Run
+from recpoint.catalog.superseded import line_to_go_on
 from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.errors import NothingToRestore, StaleWriter
 from recpoint.format.manifest import Manifest
@@ -207,6 +208,11 @@ class Histories(RuleBasedStateMachine):
         fresh = Run.open(LocalStore(self.directory))
         assert fresh.live_line() == [committed.name for committed in reversed(self.line)]
         assert set(fresh.superseded()) == self.superseded
+        if self.line or not self.superseded:
+            assert line_to_go_on(fresh) == fresh.live_line()
+        else:  # else all of it would be left behind unasked
+            with pytest.raises(NothingToRestore, match=f"{len(self.superseded)} superseded"):
+                line_to_go_on(fresh)
 
     @invariant()
     def the_newest_good_checkpoint_comes_back_bit_for_bit(self) -> None:
@@ -238,7 +244,8 @@ class Histories(RuleBasedStateMachine):
         good = {committed.name for committed in self.expected()}
         live = {health.name: health.restorable for health in report.checkpoints if health.live}
         assert live == {committed.name: committed.name in good for committed in self.line}
-        assert report.ok == (len(good) == len(self.line))
+        nothing_counts = bool(self.superseded) and not self.line
+        assert report.ok == (len(good) == len(self.line) and not nothing_counts)
 
 
 TestHistories = Histories.TestCase

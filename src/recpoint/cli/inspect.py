@@ -17,6 +17,7 @@ from recpoint.catalog.pins import pinned
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.store import open_store
+from recpoint.catalog.superseded import superseded_text
 from recpoint.catalog.validations import records_of, verdict, verdicts
 from recpoint.cli import documents
 from recpoint.cli.reporting import JsonOption, Result, command
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 _READERS = 8
+_NONE_YET = "no checkpoint yet"
 
 UrlArgument = Annotated[
     str, typer.Argument(metavar="URL", help="The run: a local path, s3://bucket/prefix, …")
@@ -93,10 +95,13 @@ def list_checkpoints(
     document = {
         "url": run.url,
         "run": run.id,
+        "superseded": len(forms.keys() - counts),
         "checkpoints": [documents.listed(entry) for entry in entries],
     }
     if not entries:
-        return Result(document, terminal.shown(f"{run.url}: no checkpoint yet"))
+        others = sorted(forms)
+        text = f"no checkpoint that counts; {superseded_text(others)}: --all lists them"
+        return Result(document, terminal.shown(f"{run.url}: {text if others else _NONE_YET}"))
     return Result(document, terminal.checkpoints_table(entries, title=run.url))
 
 

@@ -26,6 +26,11 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+def flat(text: str) -> str:
+    """Without the line ends of a narrow terminal."""
+    return " ".join(text.split())
+
+
 # --- list --------------------------------------------------------------------------------------
 
 
@@ -73,6 +78,26 @@ def test_list_all_shows_superseded_checkpoints_too(recpoint: Invoke, saved_run: 
     ]
     table = recpoint("list", saved_run.directory, "--all").stdout
     assert re.findall(r"^ *([0-9]+) .* superseded$", table, re.MULTILINE) == ["25"]
+
+
+def test_a_line_without_checkpoints_is_told_of_with_what_it_superseded(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    saved_run.run.claim(None)
+    listed = recpoint("list", saved_run.directory)
+    told = "4 superseded, the newest step 30 (generation 2)"
+    assert listed.code == 0 and told in flat(listed.stdout) and "--all" in listed.stdout
+    assert recpoint("list", saved_run.directory, "--json").json["superseded"] == 4
+    checked = recpoint("check", saved_run.directory)
+    assert checked.code == 1 and told in flat(checked.stdout)
+    (found,) = (
+        found
+        for found in recpoint("check", saved_run.directory, "--json").json["findings"]
+        if found["severity"] == "error"
+    )
+    assert found["key"] == "generations/00000003.json"
+    restored = recpoint("restore", saved_run.directory, "--to", saved_run.directory / "x.pt")
+    assert restored.code == 1 and told in flat(restored.stderr)
 
 
 def test_list_cuts_no_figure_in_a_terminal_of_80_columns(

@@ -47,11 +47,13 @@ def _more(ckpt: Checkpointer, committed: int) -> bool:
     return ckpt.stats.committed > committed
 
 
-def life(place: Place, *, step: int | None = None, **settings: Any) -> Manifest:
+def life(
+    place: Place, *, step: int | None = None, generation: int | None = None, **settings: Any
+) -> Manifest:
     """A trainer that restores, trains four batches, and is gone; the newest checkpoint."""
     training = simple_training()
     with place.agent(), checkpointer(training, place, **settings) as ckpt:
-        ckpt.restore(step=step)
+        ckpt.restore(step=step, generation=generation)
         for _ in range(2):
             committed = ckpt.stats.committed
             train(training, ckpt, 2)
@@ -112,6 +114,20 @@ def test_going_back_to_before_a_fall_back_does_not_undo_it(
             run.store.put(manifest_key(*name), b"{}")
     unknown = life(place, step=4, **settings).history.precision
     assert unknown is not None and not unknown.fallen_back
+
+
+def test_a_fall_back_of_another_job_in_between_is_not_taken_over(place: Place) -> None:
+    never = ExpectedFailures(per_node_hour=0, job_hours=100)
+    settings: dict[str, Any] = {"table_bits": BOTH, "failures": TWO}
+    life(place, **settings)
+    with checkpointer(simple_training(), place) as ckpt:
+        ckpt.restore(fresh=True)
+        assert ckpt.checkpoint()
+    fallen = life(place, table_bits=BOTH, failures=never).history.precision
+    again = life(place, table_bits=BOTH, failures=never).history.precision
+    assert fallen is not None and again is not None and again.fallen_back
+    back = life(place, step=4, generation=1, **settings).history.precision
+    assert back is not None and not back.fallen_back
 
 
 def test_widths_differ_within_a_chain_and_it_restores(place: Place) -> None:

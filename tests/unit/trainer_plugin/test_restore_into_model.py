@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad
 
+from recpoint import Seed
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import FormatError, IncompatibleModel, NothingToRestore
@@ -210,6 +211,48 @@ def test_fresh_starts_a_new_line_on_purpose(place: Place, trained: Training) -> 
     run = Run.open(open_store(place.run))
     assert run.live_line() == [(2, 2)]
     assert len(run.superseded()) == 3
+
+
+@pytest.mark.parametrize("start", [{"fresh": True}, {"partial": {"tables": ["users"]}}])
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_a_new_line_without_a_checkpoint_is_never_a_silent_fresh_start(
+    start: dict[str, Any], policy: str, place: Place, trained: Training
+) -> None:
+    with checkpointer(simple_training(9), place) as ended:
+        ended.restore(**start)
+        ended.close(final=False)  # before its first checkpoint, as by a kill
+    run = Run.open(open_store(place.run))
+    for _ in range(2):
+        with pytest.raises(NothingToRestore) as refused:
+            checkpointer(simple_training(9), place).restore()
+    assert run.generation_numbers() == [1, 2]
+    assert "3 superseded, the newest step 5 (generation 1)" in refused.value.found
+    assert "restore(step=5, generation=1)" in refused.value.next_step
+    assert "restore(fresh=True)" in refused.value.next_step
+    # Nor does it seed a run that has checkpoints.
+    with pytest.raises(NothingToRestore, match="3 superseded"):
+        checkpointer(simple_training(9), place).restore(seed=Seed(place.run, tables=["users"]))
+    with pytest.raises(NothingToRestore, match="name its generation too: step 5, generation 1"):
+        checkpointer(simple_training(9), place).restore(5)
+    second = simple_training(9)
+    with place.agent(), checkpointer(second, place, policy=policy) as ckpt:
+        report = ckpt.restore(step=5, generation=1)
+        assert report is not None and report.restored.step == ckpt.batches_done == 5
+        assert torch.equal(second.model.users.weight, trained.model.users.weight)
+        train(second, ckpt, 1)
+    assert run.live_line() == [(6, 3), (5, 1), (4, 1), (2, 1)]
+    assert run.manifest(6, 3).kind == "increment"
+    with checkpointer(simple_training(9), place) as ckpt:
+        assert ckpt.restore(fresh=True) is None
+
+
+def test_parts_of_a_superseded_checkpoint(place: Place, trained: Training) -> None:
+    with checkpointer(simple_training(9), place) as ended:
+        ended.restore(fresh=True)
+    second = simple_training(9)
+    with checkpointer(second, place) as ckpt:
+        report = ckpt.restore(4, generation=1, partial={"tables": ["users"]})
+        assert report is not None and report.restored.step == 4 and ckpt.batches_done == 0
 
 
 def test_an_explicit_step_leaves_newer_ones_behind(place: Place, trained: Training) -> None:

@@ -1,0 +1,60 @@
+"""Where a run has checkpoints and none of them counts (format §5): what to say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.errors import NothingToRestore
+
+__all__ = ["line_to_go_on", "superseded_alone", "superseded_text"]
+
+
+def line_to_go_on(run: Run, *, before: int | None = None) -> list[ManifestName]:
+    """The live line, newest first; empty only where training may begin from nothing unasked.
+
+    A start that was to begin anew, and ended before its first checkpoint, leaves a line without
+    any: beginning from nothing once more would leave all training behind, and nobody would know.
+
+    Args:
+        run: that is to be taken over.
+        before: see `Run.live_line`.
+
+    Raises:
+        NothingToRestore: none counts, but there are superseded ones.
+        FormatError, MissingLink: see `Run.live_line`.
+    """
+    line = run.live_line(before=before)
+    superseded = [] if line else superseded_alone(run, before=before)
+    if not superseded:
+        return line
+    newest = _newest(superseded)
+    raise NothingToRestore(
+        run.url,
+        found=f"no checkpoint that counts, since the newest start began a line of its own and "
+        f"ended before its first; {superseded_text(superseded)}",
+        expected="one to go on from, or word that training begins from nothing",
+        next_step=f"restore(step={newest.step}, generation={newest.generation}) goes on from that "
+        f"one, restore(fresh=True) begins from nothing; recpoint list {run.url} --all lists them",
+    )
+
+
+def superseded_alone(run: Run, *, before: int | None = None) -> list[ManifestName]:
+    """The superseded checkpoints of a run on whose live line there is none; else nothing.
+
+    Args, raises: see `line_to_go_on`.
+    """
+    names = [name for name in run.manifest_names() if before is None or name.generation < before]
+    # The line after them: one that is committed meanwhile, the first of its line, is on it.
+    return [] if not names or run.live_line(before=before) else names
+
+
+def superseded_text(names: Sequence[ManifestName]) -> str:
+    """How many, and which is the newest; at least one."""
+    return f"{len(names)} superseded, the newest {_newest(names)}"
+
+
+def _newest(names: Sequence[ManifestName]) -> ManifestName:
+    """What was trained last: a later start counts its batches from nothing again."""
+    return max(names, key=lambda name: (name.generation, name.step))
