@@ -33,6 +33,7 @@ from recpoint.catalog.rank_parts import (
     write_part,
 )
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.staged import read_job
 from recpoint.catalog.staged_job import StagedJob, open_job
 from recpoint.catalog.store import Store
@@ -122,7 +123,15 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
         ForeignObject: another run is there.
     """
     job = read_job(job_file)
-    run = Run.open(job_store(job.run_url, job.attempt) if store is None else store)
+    try:
+        run = Run.open(job_store(job.run_url, job.attempt) if store is None else store)
+    except NothingToRestore as error:
+        error.expected = "the run that the job is for"
+        error.next_step = naming_run(
+            "mount it or put it back; if it is gone for good, recpoint sweep URL --discard-staged",
+            error.subject,
+        )
+        raise
     if run.id != job.run:
         raise ForeignObject(
             str(job_file),

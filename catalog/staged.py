@@ -10,6 +10,7 @@ import shutil
 import stat
 import tempfile
 import threading
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -58,6 +59,10 @@ _answers: dict[str, Outcome] = {}
 _MOST_ANSWERS = 64
 
 _REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
+#: To who only wants to know what is needed, and answers no job.
+_REJECT_FIRST = (
+    "try again in a moment where an agent runs: it rejects the job; else recpoint sweep URL does"
+)
 
 
 def default_staging_root() -> Path:
@@ -227,18 +232,27 @@ def _read_job(path: Path, inode: int, modified_ns: int, size_bytes: int) -> Job:
     return job
 
 
-def staged_attempts(run_dir: Path | str) -> set[str]:
+def staged_attempts(run_dir: Path | str, *, besides: Collection[Path] = ()) -> set[str]:
     """Attempts whose chunks an agent on this host may still need.
+
+    Args:
+        run_dir: the run's directory.
+        besides: jobs that are not asked, since they would be rejected.
 
     Raises:
         FormatError: a job cannot be read, so that it is unknown what it needs.
     """
     attempts = set()
     for path in staged_jobs(run_dir):
+        if path in besides:
+            continue
         try:
             attempts.add(read_job(path).attempt)
         except FileNotFoundError:
             continue  # finished since
+        except FormatError as error:
+            error.next_step = _REJECT_FIRST
+            raise
     return attempts
 
 

@@ -1,4 +1,4 @@
-"""Flow: remove what killed writers left in a run's store and in the staging area of this host."""
+"""Flow: finish what is staged on this host, and remove what killed writers left in a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from recpoint.catalog import staged
+from recpoint.catalog.discard_staged import run_is_gone
+from recpoint.catalog.finish_staged import finish_staged, foresee_staged
 from recpoint.catalog.grace import require_grace
 from recpoint.catalog.run import Run
+from recpoint.catalog.staged_work import StagedWork
 from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
-from recpoint.errors import StagingError
+from recpoint.errors import NothingToRestore
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.persist_task import RETRIES, may_heal
@@ -61,9 +64,10 @@ async def sweep(
     include_newest: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Remove chunks that no manifest names, unfinished uploads, and what dead agents left here.
+    """Finish what is staged here, then remove chunks that no manifest names and unfinished uploads.
 
     Only the trainer's own host knows what is staged and will still be committed: run it there.
+    Where an agent serves the staging area, staged jobs are left to it.
 
     Args:
         run_url: the run.
@@ -77,15 +81,14 @@ async def sweep(
 
     Raises:
         SettingsError: a grace of less than an hour.
-        FormatError: a staged job cannot be read, so that it is unknown which chunks it needs.
+        FormatError: a staged job cannot be read, so that it is unknown which chunks it needs, and
+            an agent is there to reject it.
         RecpointError: of `recpoint.catalog.sweep`.
     """
     require_grace(grace_seconds, why=GRACE_NEEDED)
     root = staged.default_staging_root() if staging is None else Path(staging)
     run_dir = staged.run_directory(root, open_store(run_url).url)
     run_id, found = await sweep_store(run_url, grace_seconds, run_dir, include_newest, dry_run)
-    if not dry_run:
-        found += await asyncio.to_thread(_sweep_staging, root, run_dir)
     await Artifact(
         type="markdown",
         key=artifact_key(run_url, run_id, "sweep"),
@@ -97,20 +100,26 @@ async def sweep(
 def _sweep_store(
     run_url: str, grace_seconds: float, run_dir: Path, include_newest: bool, dry_run: bool
 ) -> tuple[str, str]:
-    run = Run.open(open_store(run_url))
+    try:
+        run = Run.open(open_store(run_url))
+    except NothingToRestore as error:
+        raise run_is_gone(error, run_dir) from None
+    # Before anything is finished: what was staged is a sign of who the newest trainer is.
+    knows = knows_what_is_staged(run, run_dir)
+    work = foresee_staged(run, run_dir) if dry_run else finish_staged(run_dir)
     plan = plan_sweep(
         run,
         grace_seconds=grace_seconds,
-        keep=partial(staged.staged_attempts, run_dir),
-        spare_newest=not (include_newest or knows_what_is_staged(run, run_dir)),
+        keep=partial(staged.staged_attempts, run_dir, besides=work.unreadable),
+        spare_newest=not (include_newest or knows),
         ask_store=not dry_run,
     )
     if dry_run:
-        return run.id, f"Would remove:\n\n{_lines(plan)}"
+        return run.id, f"Would remove:\n\n{_lines(plan)}{_staged_lines(work)}"
     result = execute(run, plan)
     return run.id, (
         f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes; "
-        f"{len(result.spared)} turned out to be needed.\n\n{_lines(plan)}"
+        f"{len(result.spared)} turned out to be needed.\n\n{_lines(plan)}{_staged_lines(work)}"
     )
 
 
@@ -124,11 +133,11 @@ def _lines(plan: SweepPlan) -> str:
     return "\n".join([*lines[:200], *more]) or "- nothing"
 
 
-def _sweep_staging(root: Path, run_dir: Path) -> str:
-    """Clean a run's spool, unless an agent is there: then it is that one's business."""
-    try:
-        with staged.AgentLock(root):
-            staged.clean(run_dir)
-    except StagingError:
-        return "\n\nThe staging area is served by an agent, and was left alone."
-    return "\n\nThe spool of the staging area was emptied."
+def _staged_lines(work: StagedWork) -> str:
+    if not work.jobs:
+        return "\n\nNothing is staged here."
+    lines = (
+        f"- {fate}: `{job}`" + (f": `{' '.join(why.replace('`', '').split())}`" if why else "")
+        for job, fate, why in work.jobs
+    )
+    return "\n\nStaged here:\n\n" + "\n".join(lines)

@@ -141,7 +141,11 @@ def test_validation_failed(site: Site) -> None:
 def test_agent_dead(tmp_path: Path) -> None:
     site = Site(tmp_path, str(tmp_path / "run"))
     stage(site, 10)
-    play(site, "agent-dead")
+    play(site, "agent-dead", 0)
+    site.environment["GONE"] = str(tmp_path / "gone")
+    site.shell("RUN=$GONE python train.py 10; rm -r $GONE")
+    play(site, "agent-dead", 1)
+    play(site, "agent-dead", 2)
 
 
 def test_rank_missing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The flow `sweep`: orphans go, and what a staged job still needs stays."""
+"""The flow `sweep`: what is staged is finished, orphans go, what a staged job needs stays."""
 
 from __future__ import annotations
 
@@ -55,21 +55,29 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
     assert chunk_keys(run) == wanted | set(orphan.chunks)
     assert list((job_file.parent.parent / "spool").iterdir())
 
+    with staged.AgentLock(staging):
+        asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=3600.0))
+    assert chunk_keys(run) == wanted and job_file.exists()
+    # Where no agent is, it is finished.
     asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=3600.0))
-    assert chunk_keys(run) == wanted
-    assert not (job_file.parent.parent / "spool").exists()
-    assert persist.persist_job(job_file).result == "committed"
+    assert not job_file.exists() and not list((job_file.parent.parent / "spool").iterdir())
+    assert [name.step for name in run.live_line()] == [3, 1]
     assert check(run, level="full").ok
     with get_client(sync_client=True) as client:
         key = ArtifactFilterKey(any_=[f"recpoint-run-{run.id[:12]}-sweep"])
         shown = client.read_artifacts(artifact_filter=ArtifactFilter(key=key))
-    # The laptop's, the dry run and the sweep, and nothing of another run of this name.
-    told = [str(one.data).strip('"').partition(",")[0] for one in sorted(shown, key=_created)]
-    assert [text.partition(":")[0] for text in told] == [
+    # The laptop's, the dry run and the sweeps, and nothing of another run of this name.
+    data = [str(one.data).strip('"') for one in sorted(shown, key=_created)]
+    assert [text.partition(",")[0].partition(":")[0] for text in data] == [
         "Removed 0 objects",
         "Would remove",
         f"Removed {len(orphan.chunks)} objects",
+        "Removed 0 objects",
     ]
+    for text, fate in zip(
+        data, ("Nothing is staged", "would finish", "waits for its agent", "committed"), strict=True
+    ):
+        assert fate in text
 
 
 def test_a_sweep_leaves_the_spool_to_a_living_agent(run: Run, tmp_path: Path) -> None:

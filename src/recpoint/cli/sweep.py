@@ -10,14 +10,24 @@ from typing import Annotated, Any
 import typer
 
 from recpoint.catalog import staged
+from recpoint.catalog.discard_staged import (
+    discard_staged,
+    run_is_gone,
+    staged_losses,
+    there_is_a_run,
+)
 from recpoint.catalog.grace import require_grace
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_url import naming_run
+from recpoint.catalog.staged_work import StagedWork
+from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan, SweptObject, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
-from recpoint.cli.inspect import UrlArgument, open_run
+from recpoint.cli.inspect import UrlArgument
 from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
 from recpoint.dashboards import terminal
-from recpoint.errors import StagingError
+from recpoint.dashboards.staged_jobs import discard_table, staged_views
+from recpoint.errors import NothingToRestore, StagingError
 
 __all__ = ["StagingOption", "seconds_of", "staged_here", "sweep_run"]
 
@@ -45,37 +55,78 @@ def sweep_run(
             "any more.",
         ),
     ] = False,
+    discard: Annotated[
+        bool,
+        typer.Option(
+            "--discard-staged",
+            help="Discard what is staged here for a run that is gone for good.",
+        ),
+    ] = False,
     staging: StagingOption = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Remove chunks that no manifest names and files that were never finished.
+    """Finish what is staged here, then remove chunks that no manifest names and unfinished files.
 
     Only the trainer's own host knows what is staged and will still be committed. Anywhere else,
-    what the newest trainer uploaded after its last checkpoint stays, however old.
+    what the newest trainer uploaded after its last checkpoint stays, however old. Where an agent
+    serves the staging area, staged jobs are left to it.
     """
     grace_seconds = seconds_of(grace)
     require_grace(grace_seconds, why=GRACE_NEEDED)
-    run = open_run(url)
-    here = staged_here(run, staging)
+    store = open_store(url)
+    here = _directory(store.url, staging)
+    try:
+        run = Run.open(store)
+    except NothingToRestore as error:
+        if not discard:
+            raise run_is_gone(error, here) from None
+        return _discard(here, dry_run=dry_run)
+    if discard:
+        raise there_is_a_run(run.url)
+    # Before anything is finished: what was staged is a sign of who the newest trainer is.
+    knows = knows_what_is_staged(run, here)
+    work = _staged_work(run, here, dry_run=dry_run, quiet=json_output)
     plan = plan_sweep(
         run,
         grace_seconds=grace_seconds,
-        keep=partial(staged.staged_attempts, here),
-        spare_newest=not (include_newest or knows_what_is_staged(run, here)),
+        keep=partial(staged.staged_attempts, here, besides=work.unreadable),
+        spare_newest=not (include_newest or knows),
         ask_store=not dry_run,
     )
-    views = [terminal.sweep_table(plan)]
+    views = [*staged_views(work, url), terminal.sweep_table(plan)]
     if dry_run:
-        return Result(_document(plan, removed=None), *views)
+        return Result(_document(plan, work, url, removed=None), *views)
     with showing_steps(quiet=json_output) as on_step:
         result = execute(run, plan, on_step=on_step)
     freed = terminal.bytes_text(result.removed_bytes)
     text = terminal.shown(f"removed {len(result.removed)} objects, {freed}")
-    return Result(_document(plan, removed=result.removed), *views, text)
+    return Result(_document(plan, work, url, removed=result.removed), *views, text)
+
+
+def _staged_work(run: Run, here: Path, *, dry_run: bool, quiet: bool) -> StagedWork:
+    if not here.is_dir():
+        return StagedWork()
+    # Persisting imports torch, which takes longer than to say that nothing is staged here.
+    from recpoint.catalog.finish_staged import finish_staged, foresee_staged
+
+    if dry_run:
+        return foresee_staged(run, here)
+    with showing_steps(quiet=quiet) as on_step:
+        return finish_staged(here, on_step=on_step)
+
+
+def _discard(here: Path, *, dry_run: bool) -> Result:
+    losses = staged_losses(here) if dry_run else discard_staged(here)
+    document = {"dry_run": dry_run, "discarded": [loss._asdict() for loss in losses]}
+    return Result(document, discard_table(losses, dry_run=dry_run))
 
 
 def staged_here(run: Run, staging: Path | None) -> Path:
     """The run's directory in the staging area of this host, whether it is there or not."""
+    return _directory(run.url, staging)
+
+
+def _directory(run_url: str, staging: Path | None) -> Path:
     root = Path(staging or staged.default_staging_root())
     if root.exists() and not root.is_dir():
         raise StagingError(
@@ -84,7 +135,7 @@ def staged_here(run: Run, staging: Path | None) -> Path:
             expected="the staging area of this host, a directory",
             next_step="give the directory: --staging or RECPOINT_STAGING",
         )
-    return staged.run_directory(root, run.url)
+    return staged.run_directory(root, run_url)
 
 
 def seconds_of(text: str, *, option: str = "--grace") -> float:
@@ -95,9 +146,12 @@ def seconds_of(text: str, *, option: str = "--grace") -> float:
     return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
-def _document(plan: SweepPlan, *, removed: tuple[SweptObject, ...] | None) -> dict[str, Any]:
+def _document(
+    plan: SweepPlan, work: StagedWork, url: str, *, removed: tuple[SweptObject, ...] | None
+) -> dict[str, Any]:
     return {
         "dry_run": removed is None,
+        "staged": [{**job._asdict(), "why": naming_run(job.why, url)} for job in work.jobs],
         "planned": [swept._asdict() for swept in plan.objects + plan.unfinished],
         "planned_bytes": plan.size_bytes,
         "kept": [kept._asdict() for kept in plan.kept],

@@ -1,0 +1,42 @@
+"""What becomes of staged jobs that no trainer and no agent is there for: what is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from recpoint.catalog import host_lock, staged
+
+__all__ = ["Fate", "JobFate", "StagedWork", "agent_serves"]
+
+Fate = Literal[
+    "would finish", "would be rejected", "waits for its agent", "committed", "rejected", "stays"
+]
+
+
+class JobFate(NamedTuple):
+    """One staged job, what becomes of it, and why where that is no matter of course."""
+
+    job: str
+    fate: Fate
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedWork:
+    """What was, or would be, done about the jobs of a run.
+
+    Attributes:
+        jobs: in the order in which they are done.
+        unreadable: of those that would be rejected, the files that nobody can read: what they need
+            is unknown, and not needed any more.
+    """
+
+    jobs: tuple[JobFate, ...] = ()
+    unreadable: tuple[Path, ...] = ()
+
+
+def agent_serves(run_dir: Path) -> bool:
+    """Whether an agent is at work in the staging area of this directory."""
+    return host_lock.is_held(staged.agent_lock_path(run_dir.parent))

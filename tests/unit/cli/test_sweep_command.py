@@ -1,0 +1,212 @@
+"""sweep and what is staged here: finished, rejected, left to an agent, or discarded by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recpoint.catalog import host_lock, staged
+from recpoint.catalog.check import check
+from recpoint.catalog.run import Run
+from tests.agent_process import AgentProcess
+from tests.catalog_builder import new_run, tables
+from tests.job_builder import Links, rewrite, stage
+from tests.polling import until
+from tests.unit.cli.conftest import Invoke
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "staging"))
+    return tmp_path / "staging"
+
+
+def stage_chain(run: Run, staging: Path, *, count: int) -> list[Path]:
+    links = Links()
+    return [
+        stage(
+            run,
+            staging,
+            tables(),
+            step=step,
+            generation=1,
+            links=links,
+            dirty=None if step == 1 else [torch.tensor([step]), torch.tensor([0, step])],
+            slot=step,
+        )
+        for step in range(1, count + 1)
+    ]
+
+
+def fates(document: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(told["job"], told["fate"]) for told in document["staged"]]
+
+
+def files(directory: Path) -> set[Path]:
+    return {path for path in directory.rglob("*") if path.is_file()}
+
+
+def test_sweep_finishes_what_is_staged_where_no_agent_is(
+    recpoint: Invoke, run: Run, staging: Path
+) -> None:
+    first, second, third = stage_chain(run, staging, count=3)
+    bad = stage(run, staging, tables(), step=9, generation=1, slot=9)
+    bad.write_bytes(b"\xff" * 100)
+    before = files(Path(run.url)) | files(staging)
+
+    planned = recpoint("sweep", run.url, "--dry-run", "--json")
+    assert planned.code == 0
+    assert fates(planned.json) == [
+        *((path.stem, "would finish") for path in (first, second, third)),
+        (bad.stem, "would be rejected"),
+    ]
+    assert files(Path(run.url)) | files(staging) == before
+    shown = recpoint("sweep", run.url, "--dry-run").stdout
+    assert "staged here: 4 jobs" in shown and "would finish" in shown
+
+    done = recpoint("sweep", run.url, "--json")
+    assert done.code == 0
+    assert [fate for _, fate in fates(done.json)] == ["committed"] * 3 + ["rejected"]
+    assert "nothing: the job is rejected" in done.json["staged"][-1]["why"]
+    assert [name.step for name in run.live_line()] == [3, 2, 1]
+    assert check(run, level="full").ok
+    assert not list((bad.parent).iterdir())
+    assert recpoint("sweep", run.url, "--json").json["staged"] == []
+
+
+def test_a_dry_run_tells_what_a_sweep_does(recpoint: Invoke, run: Run, staging: Path) -> None:
+    """Of jobs that can never be committed, and of those behind what only has to wait."""
+    superseded = stage(run, staging, tables(), step=1, generation=1)
+    run.claim(None)
+    (full, increment) = (
+        stage(run, staging, tables(), step=step, generation=2, slot=step) for step in (2, 3)
+    )
+    orphan = staged.read_job(full).ref.model_copy(update={"attempt": "0" * 32})
+    rewrite(increment, kind="increment", parent=orphan, base=orphan, chain_length=2)
+    lost = stage(run, staging, tables(), step=4, generation=2, slot=4)
+    (lost.parent.parent / "slots" / "r00000-4.bin").unlink()
+    half = stage(
+        run, staging, tables(), step=5, generation=2, slot=5, ranks=2, shards=[(0, 3), (0, 3)]
+    )
+
+    def told(*options: str) -> list[tuple[str, str, str]]:
+        document = recpoint("sweep", run.url, *options, "--json").json
+        return [(one["job"], one["fate"], one["why"]) for one in document["staged"]]
+
+    foreseen = told("--dry-run")
+    assert [one[:2] for one in foreseen] == [
+        (superseded.stem, "would be rejected"),
+        (full.stem, "would finish"),
+        (increment.stem, "would be rejected"),
+        (lost.stem, "would be rejected"),
+        (half.stem, "stays"),
+    ]
+    assert "would still be missing" in foreseen[-1][2] and "rank 1" in foreseen[-1][2]
+    done = {"would finish": "committed", "would be rejected": "rejected", "stays": "stays"}
+    assert [one[:2] for one in told()] == [(job, done[fate]) for job, fate, _ in foreseen]
+    assert [one[:2] for one in told()] == [(half.stem, "stays")]
+
+
+def test_a_job_that_has_to_wait_stays_and_keeps_no_sweep(
+    recpoint: Invoke, run: Run, staging: Path
+) -> None:
+    first, second = stage_chain(run, staging, count=2)
+    shutil.rmtree(Path(run.url) / "chunks", ignore_errors=True)
+    (Path(run.url) / "chunks").write_text("in the way")  # what is written below it fails
+    half = Path(run.url) / f".tmp-{'0' * 32}"
+    half.write_bytes(b"half")
+    os.utime(half, (1, 1))
+    document = recpoint("sweep", run.url, "--json").json
+    assert fates(document) == [(first.stem, "stays"), (second.stem, "stays")]
+    assert f"{first.stem} is before it" == document["staged"][1]["why"]
+    assert half.name in document["removed"] and first.exists() and second.exists()
+
+
+def test_jobs_are_left_to_the_agent_that_is_at_work(
+    recpoint: Invoke, run: Run, staging: Path
+) -> None:
+    paths = stage_chain(run, staging, count=2)
+    with staged.AgentLock(staging):
+        for options in ([], ["--dry-run"]):
+            ended = recpoint("sweep", run.url, *options, "--json")
+            assert ended.code == 0
+            assert fates(ended.json) == [(path.stem, "waits for its agent") for path in paths]
+        assert "an agent serves this staging area" in recpoint("sweep", run.url).stdout
+        # It rejects a job that nobody can read. Until then nobody knows what that needs.
+        paths[0].write_bytes(b"\xff")
+        ended = recpoint("sweep", run.url, "--json")
+        assert ended.code == 4
+        assert ended.json["next_step"].startswith("try again in a moment where an agent runs")
+        assert f"recpoint sweep {run.url}" in ended.json["next_step"]
+    assert all(path.exists() for path in paths)
+
+
+# --- a run that is gone ------------------------------------------------------------------------
+
+
+def test_what_is_staged_for_a_run_that_is_gone_is_discarded_by_name(
+    recpoint: Invoke, run: Run, staging: Path
+) -> None:
+    first, second = stage_chain(run, staging, count=2)
+    second.write_bytes(b"\xff")
+    assert recpoint("sweep", run.url, "--discard-staged", "--json").code == 2  # it is there
+    shutil.rmtree(run.url)
+
+    ended = recpoint("sweep", run.url, "--json")
+    assert ended.code == 1 and ended.json["error"] == "NothingToRestore"
+    assert "2 jobs staged for it" in ended.json["found"]
+    assert f"recpoint sweep {run.url} --discard-staged --dry-run" in ended.json["next_step"]
+
+    planned = recpoint("sweep", run.url, "--discard-staged", "--dry-run", "--json").json
+    assert planned["dry_run"] and first.exists() and second.exists()
+    (lost, unknown) = planned["discarded"]
+    assert (lost["job"], lost["kind"], lost["step"]) == (first.stem, "full", 1)
+    assert lost["rows"] == sum(table.rows for table in tables())
+    assert lost["bytes"] == (first.parent.parent / "slots" / "r00000-1.bin").stat().st_size
+    assert (unknown["job"], unknown["kind"]) == (second.stem, "")
+    shown = recpoint("sweep", run.url, "--discard-staged").stdout
+    assert "discarded 2 jobs" in shown and "full of step 1" in shown
+    assert not first.exists() and not second.exists()
+    answer = staged.read_outcome(first.parent.parent / "outcomes" / first.name)
+    assert (answer.result, answer.error_type) == ("rejected", "CheckpointCancelled")
+    again = recpoint("sweep", run.url, "--discard-staged", "--json")
+    assert again.code == 0 and again.json["discarded"] == []
+
+
+def test_an_agent_that_tries_for_ever_names_the_way_out_and_discards(
+    recpoint: Invoke, run: Run, staging: Path, tmp_path: Path
+) -> None:
+    (job,) = stage_chain(run, staging, count=1)
+    shutil.rmtree(run.url)
+    with AgentProcess(staging, tmp_path / "log") as agent:
+        until(lambda: agent.logged("stays staged") >= 1)
+        assert agent.logged(f"recpoint sweep {run.url} --discard-staged")
+        ended = recpoint("sweep", run.url, "--discard-staged", "--json")
+        assert ended.code == 0 and [one["job"] for one in ended.json["discarded"]] == [job.stem]
+        assert not job.exists()
+    assert not list((job.parent.parent / "cancels").iterdir())
+
+
+def test_nothing_is_discarded_beside_a_trainer(recpoint: Invoke, run: Run, staging: Path) -> None:
+    (job,) = stage_chain(run, staging, count=1)
+    shutil.rmtree(run.url)
+    lock = host_lock.acquire(staged.trainer_lock_path(job.parent.parent), expected="", next_step="")
+    try:
+        ended = recpoint("sweep", run.url, "--discard-staged", "--json")
+    finally:
+        host_lock.release(lock)
+    assert ended.code == 2 and "a trainer of the run at work" in json.dumps(ended.json)
+    assert job.exists()
