@@ -21,11 +21,11 @@ from recpoint.catalog.lineage import (
     live_line,
     restarts,
 )
+from recpoint.catalog.run_record import create_run_record, read_run_record
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
     FormatError,
-    NothingToRestore,
     ObjectNotFound,
     RecpointError,
     StoreUnavailable,
@@ -35,7 +35,6 @@ from recpoint.format.naming import (
     CONSOLIDATED_PREFIX,
     GENERATIONS_PREFIX,
     MANIFESTS_PREFIX,
-    RUN_KEY,
     consolidated_prefix,
     generation_key,
     parse_consolidated_key,
@@ -53,7 +52,6 @@ from recpoint.format.records import (
 
 __all__ = ["Run"]
 
-_RUN_NEXT_STEP = "put run.json back from a backup, or start a new run under another URL"
 _MANIFEST_NEXT_STEP = "recpoint check URL, and restore an older checkpoint"
 _CLAIM_TRIES = 100
 _READERS = 8
@@ -89,19 +87,10 @@ class Run:
         """The run that is there (format §6.3 R1).
 
         Raises:
-            NothingToRestore: there is no run under this URL.
+            NothingToRestore: there is no run under this URL, or one that has lost `run.json`.
             FormatError: `run.json` is damaged or of an unknown version.
         """
-        try:
-            record = read_checked(store, RUN_KEY, max_bytes=MAX_RECORD_BYTES, parse=_run_record)
-        except ObjectNotFound as error:
-            raise NothingToRestore(
-                store.url,
-                found=f"no {RUN_KEY}",
-                expected="the URL of a run that a trainer has started",
-                next_step="correct the URL; or start the trainer, which makes the run",
-            ) from error
-        return cls(store, record)
+        return cls(store, read_run_record(store))
 
     @classmethod
     def create(cls, store: Store) -> Self:
@@ -109,12 +98,11 @@ class Run:
 
         Raises:
             StoreUnsupported: the store does not honour create-only writes (format §6.2).
+            NothingToRestore: there is no `run.json`, but objects of a run are there.
             FormatError: there is a `run.json`, and it is damaged.
         """
         store.probe()
-        record = RunRecord(run=secrets.token_hex(16), created_ms=_now_ms())
-        there = create_or_read(store, RUN_KEY, pack_record(record), max_bytes=MAX_RECORD_BYTES)
-        return cls(store, record) if there is None else cls.open(store)
+        return cls(store, create_run_record(store))
 
     # --- generations ---------------------------------------------------------------------------
 
@@ -379,10 +367,6 @@ class Run:
         # The trainers before `record` can start no further commit, so that this look is the last.
         again = restore(record.generation)
         return record if again == record.restored else self.claim(again)
-
-
-def _run_record(data: bytes) -> RunRecord:
-    return unpack_record(RunRecord, data, name=RUN_KEY, next_step=_RUN_NEXT_STEP)
 
 
 def _now_ms() -> int:

@@ -129,7 +129,10 @@ def test_restore_now(site: Site) -> None:
 
 def test_check_failed(site: Site) -> None:
     damage(site, 30)
-    play(site, "check-failed")
+    play(site, "check-failed", 0)
+    play(site, "check-failed", 1)
+    (Path(site.environment["RUN"]) / "run.json").unlink()
+    play(site, "check-failed", 2)
 
 
 def test_validation_failed(site: Site) -> None:

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from recpoint.cli import (
     automations,
+    bring_back,
     consolidate,
     dashboard,
     follow,
@@ -101,6 +102,7 @@ for name, function in (
     ("lag", lag.lag),
     ("validate", validate.validate_checkpoint),
     ("restore", restore.restore_to_file),
+    ("bring-back", bring_back.bring_back_run),
     ("seed", seed.plan_seed),
     ("retain", retain.retain),
     ("pin", retain.pin),

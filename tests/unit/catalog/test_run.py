@@ -12,6 +12,7 @@ import pytest
 
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_record import remake_run_record
 from recpoint.catalog.store_contract import probe_create_only
 from recpoint.errors import (
     DigestMismatch,
@@ -22,7 +23,7 @@ from recpoint.errors import (
     ObjectExists,
     StoreUnavailable,
 )
-from recpoint.format.naming import generation_key, manifest_key
+from recpoint.format.naming import consolidated_key, generation_key, manifest_key
 from recpoint.format.records import CheckpointRef
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.interposed_store import InterposedStore, unavailable
@@ -68,6 +69,66 @@ def test_a_damaged_run_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"run\.json") as caught:
         Run.open(LocalStore(tmp_path))
     assert caught.value.next_step.startswith("put run.json back")
+
+
+@pytest.mark.parametrize("left", ["generations", "manifests", "consolidated"])
+def test_no_run_is_made_beside_what_another_has_left(left: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    made = build(run, tables(), step=10, generation=run.claim(None).generation)
+    publish(run, made)
+    (tmp_path / "run.json").unlink()
+    if left == "consolidated":
+        merged = consolidated_key(10, 1, None)
+        (tmp_path / merged).parent.mkdir()
+        (tmp_path / manifest_key(10, 1)).rename(tmp_path / merged)
+    if left != "generations":
+        (tmp_path / generation_key(1)).unlink()
+    store = LocalStore(tmp_path)
+    for call in (Run.create, Run.open):
+        with pytest.raises(NothingToRestore) as refused:
+            call(store)
+        assert refused.value.subject.endswith("run.json") and left in refused.value.found
+        assert run.id in refused.value.found
+        assert f"recpoint bring-back {tmp_path}" in refused.value.next_step
+    assert not (tmp_path / "run.json").exists()
+    record, told_by = remake_run_record(store)
+    assert (record.run, told_by) == (run.id, 1)
+    assert Run.create(store).id == run.id
+    with pytest.raises(ForeignObject, match=f"that of run {run.id}"):
+        remake_run_record(store)
+
+
+def test_a_lost_run_record_is_not_guessed(tmp_path: Path) -> None:
+    run, other = new_run(tmp_path / "run"), new_run(tmp_path / "other")
+    run.claim(None)
+    other.claim(None)
+    (tmp_path / "run" / "run.json").unlink()
+    taken = (tmp_path / "other" / generation_key(1)).read_bytes()
+    (tmp_path / "run" / generation_key(2)).write_bytes(taken)
+    store = LocalStore(tmp_path / "run")
+    with pytest.raises(ForeignObject, match="records of 2 runs"):
+        remake_run_record(store)
+    for number in (1, 2):
+        (tmp_path / "run" / generation_key(number)).write_bytes(b"garbage")
+    with pytest.raises(NothingToRestore, match="which is damaged too"):
+        Run.create(store)
+    with pytest.raises(NothingToRestore, match="tells the run's id"):
+        remake_run_record(store)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_run_that_is_made_while_another_looks_is_found(tmp_path: Path) -> None:
+    """Its record, and its first generation, between two looks of a second trainer."""
+    ids: list[str] = []
+
+    def made_meanwhile(operation: str, key: str) -> None:
+        if operation == "list" and not ids:
+            run = new_run(tmp_path)
+            ids.append(run.id)
+            run.claim(None)
+
+    store = InterposedStore(LocalStore(tmp_path), before=made_meanwhile)
+    assert [Run.create(store).id] == ids
 
 
 def test_generations_are_numbered_from_one_and_say_who_claimed(tmp_path: Path) -> None:
