@@ -14,6 +14,7 @@ __all__ = ["RunUrl", "naming_run", "parse_run_url"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
 _FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
+_AT = re.compile("@|%40")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
 _PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
@@ -82,7 +83,7 @@ def parse_run_url(url: str) -> RunUrl:
     pieces = [piece for piece in parts.path.split("/") if piece]
     for piece in pieces:
         if piece in (".", "..") or not _PATH_PART.match(piece):
-            raise _refused(url, f"the path segment {piece!r}")
+            raise _refused(url, f"the path segment {_AT.split(piece)[-1]!r}")
     path = "/".join(pieces)
     address = f"{parts.netloc}/{path}".rstrip("/")
     return RunUrl(scheme=scheme, bucket=parts.netloc, path=path, url=f"{scheme}://{address}")
@@ -106,11 +107,13 @@ def _local(path: str) -> RunUrl:
 
 
 def _refused(url: str, found: str) -> SettingsError:
-    # Only the scheme and what is after the last @ are shown, and nothing after a ? or #.
-    shown = re.split(r"[?#]", url, maxsplit=1)[0]
-    if "@" in shown:
-        scheme = _SCHEME.match(shown)
-        shown = f"{scheme[1] + '://' if scheme else ''}***@{shown.rpartition('@')[2]}"
+    # Only the scheme and what is after the last @ are shown, and nothing after a ? or #. In this
+    # order: a secret may have these two characters in it.
+    *hidden, shown = _AT.split(url)
+    shown = re.split(r"[?#]", shown, maxsplit=1)[0]
+    if hidden:
+        scheme = _SCHEME.match(url)
+        shown = f"{scheme[1] + '://' if scheme else ''}***@{shown}"
     return SettingsError(
         f"run URL {shown[:200]!r}",
         found=found,

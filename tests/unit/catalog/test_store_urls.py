@@ -53,6 +53,16 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
         "file://user:HIDDEN@host/run",
         "s3::HIDDEN@://bucket",
         "gs://u:HIDDEN@/run",
+        "s3://KEY:HIDDEN#x@bucket/run",
+        "s3://KEY:HIDDEN?x@bucket/run",
+        "https://user:HIDDEN?x#y@host/run",
+        "https://user:x#HIDDEN@host/run",
+        "s3://KEY:HIDDEN/x@bucket/run",
+        "s3://KEY/HIDDEN\\x@bucket/run",
+        "s3://KEY:HIDDEN%40bucket/run",
+        "s3:KEY:HIDDEN#x@bucket/run",
+        "s3::HIDDEN#x@://bucket",
+        "file://user:HIDDEN#x@host/run",
     ],
 )
 def test_credentials_are_refused_and_not_repeated(url: str) -> None:
