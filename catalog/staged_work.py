@@ -36,6 +36,11 @@ class StagedWork:
     jobs: tuple[JobFate, ...] = ()
     unreadable: tuple[Path, ...] = ()
 
+    @property
+    def would_go(self) -> frozenset[str]:
+        """Names of the jobs that would be done with."""
+        return frozenset(job.job for job in self.jobs if job.fate.startswith("would "))
+
 
 def agent_serves(run_dir: Path) -> bool:
     """Whether an agent is at work in the staging area of this directory."""

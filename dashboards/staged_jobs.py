@@ -8,11 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from recpoint.catalog.discard_staged import StagedLoss
+from recpoint.catalog.free_slots import FreeSlot
 from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.staged_work import Fate, StagedWork
 from recpoint.dashboards.terminal import bytes_text, plain_table, shown, time_text
 
-__all__ = ["discard_table", "staged_views"]
+__all__ = ["discard_table", "slots_views", "staged_views"]
 
 _STYLES: dict[Fate, str] = {"rejected": "red", "would be rejected": "red", "stays": "yellow"}
 
@@ -46,3 +47,17 @@ def discard_table(losses: Sequence[StagedLoss], *, dry_run: bool) -> Table:
             )
         table.add_row(shown(loss.job), shown(text))
     return table
+
+
+def slots_views(slots: Sequence[FreeSlot], *, dry_run: bool) -> list[Table]:
+    """A table of the slots; none where none is free."""
+    if not slots:
+        return []
+    size = bytes_text(sum(slot.size_bytes for slot in slots))
+    count = f"{len(slots)} slot{'' if len(slots) == 1 else 's'}, {size}"
+    table = plain_table(f"to remove: {count}" if dry_run else f"removed {count}")
+    for name in ("slot", "bytes", "why"):
+        table.add_column(name, overflow="fold")
+    for slot in slots:
+        table.add_row(shown(slot.slot), f"{slot.size_bytes:,}", shown(slot.reason))
+    return [table]

@@ -32,6 +32,7 @@ from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.agent_waiting import NAME_AFTER_SECONDS, WaitingJobs
 from recpoint.flows.background import BackgroundConsolidation, Which
+from recpoint.flows.ended_slots import free_ended_slots
 from recpoint.flows.prefect_gate import PrefectGate
 from recpoint.flows.training_ends import tell_ended_trainings
 from recpoint.format.job import Job
@@ -170,6 +171,7 @@ class Agent:
                     told = time.monotonic()
                     for run_dir in list(self._runs):
                         self._tell(run_dir)
+                    free_ended_slots(self._runs)
                     if self._gate.api_url is not None:
                         tell_ended_trainings(self._runs)
                 self._stop.wait(_POLL_SECONDS)
@@ -178,6 +180,7 @@ class Agent:
             self._gate.stop()
             self._background.stop()
             self._drain()
+            free_ended_slots(self._runs)
         return sum(len(self._jobs(run)) for run in staged.run_directories(self._staging))
 
     # --- which run is next ---------------------------------------------------------------------

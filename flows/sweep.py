@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from prefect.runtime import flow_run
 from recpoint.catalog import staged
 from recpoint.catalog.discard_staged import run_is_gone
 from recpoint.catalog.finish_staged import finish_staged, foresee_staged
+from recpoint.catalog.free_slots import FreeSlot, free_slots, has_ended
 from recpoint.catalog.grace import require_grace
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_work import StagedWork
@@ -114,12 +116,20 @@ def _sweep_store(
         spare_newest=not (include_newest or knows),
         ask_store=not dry_run,
     )
+    slots = free_slots(
+        run_dir,
+        ended=has_ended(run, run_dir),
+        grace_seconds=grace_seconds,
+        besides=work.would_go,
+        dry_run=dry_run,
+    )
+    here = _staged_lines(work) + _slot_lines(slots)
     if dry_run:
-        return run.id, f"Would remove:\n\n{_lines(plan)}{_staged_lines(work)}"
+        return run.id, f"Would remove:\n\n{_lines(plan)}{here}"
     result = execute(run, plan)
     return run.id, (
         f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes; "
-        f"{len(result.spared)} turned out to be needed.\n\n{_lines(plan)}{_staged_lines(work)}"
+        f"{len(result.spared)} turned out to be needed.\n\n{_lines(plan)}{here}"
     )
 
 
@@ -141,3 +151,10 @@ def _staged_lines(work: StagedWork) -> str:
         for job, fate, why in work.jobs
     )
     return "\n\nStaged here:\n\n" + "\n".join(lines)
+
+
+def _slot_lines(slots: Sequence[FreeSlot]) -> str:
+    if not slots:
+        return ""
+    lines = (f"- slot `{one.slot}`, {one.size_bytes} bytes: {one.reason}" for one in slots)
+    return "\n\nSlots of this host:\n\n" + "\n".join(lines)

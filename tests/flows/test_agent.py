@@ -12,6 +12,7 @@ import torch
 from recpoint.catalog import cancel, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
+from recpoint.catalog.trainer_note import write_note
 from recpoint.errors import StagingError
 from recpoint.flows.agent import run_agent
 from tests.agent_process import AgentProcess
@@ -53,6 +54,25 @@ def test_staged_chains_of_several_runs_are_drained_in_order(tmp_path: Path) -> N
     for run in runs:
         assert len(run.live_line()) == 4
         assert check(run, level="full").ok
+
+
+def test_slots_go_with_the_last_job_of_a_training_that_ended(run: Run, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    (first,) = stage_chain(run, staging, count=1)
+    run_dir = first.parent.parent
+    write_note(run_dir, run.url, "training")
+    assert run_agent(staging, once=True, prefect="off") == 0
+    assert len(list(staged.slots_directory(run_dir).iterdir())) == 1
+    with AgentProcess(staging, tmp_path / "log") as agent:
+        until(lambda: agent.logged("serving") > 0)
+        write_note(run_dir, run.url, "ended")
+        until(lambda: not list(staged.slots_directory(run_dir).iterdir()))
+        assert agent.logged("bytes of slots are free again") == 1
+        assert agent.terminate() == 0
+    # And of one that ended while no agent was there.
+    stage(run, staging, tables(), step=2, generation=1)
+    assert run_agent(staging, once=True, prefect="off") == 0
+    assert not list(staged.slots_directory(run_dir).iterdir())
 
 
 def test_an_empty_or_missing_staging_area_is_nothing_to_do(tmp_path: Path) -> None:

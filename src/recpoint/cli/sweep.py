@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from recpoint.catalog.discard_staged import (
     staged_losses,
     there_is_a_run,
 )
+from recpoint.catalog.free_slots import FreeSlot, free_slots, has_ended
 from recpoint.catalog.grace import require_grace
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_run
@@ -26,7 +28,7 @@ from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.cli.inspect import UrlArgument
 from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
 from recpoint.dashboards import terminal
-from recpoint.dashboards.staged_jobs import discard_table, staged_views
+from recpoint.dashboards.staged_jobs import discard_table, slots_views, staged_views
 from recpoint.errors import NothingToRestore, StagingError
 
 __all__ = ["StagingOption", "seconds_of", "staged_here", "sweep_run"]
@@ -93,14 +95,25 @@ def sweep_run(
         spare_newest=not (include_newest or knows),
         ask_store=not dry_run,
     )
-    views = [*staged_views(work, url), terminal.sweep_table(plan)]
+    freed_slots = free_slots(
+        here,
+        ended=has_ended(run, here),
+        grace_seconds=grace_seconds,
+        besides=work.would_go,
+        dry_run=dry_run,
+    )
+    views = [
+        *staged_views(work, url),
+        *slots_views(freed_slots, dry_run=dry_run),
+        terminal.sweep_table(plan),
+    ]
     if dry_run:
-        return Result(_document(plan, work, url, removed=None), *views)
+        return Result(_document(plan, work, freed_slots, url, removed=None), *views)
     with showing_steps(quiet=json_output) as on_step:
         result = execute(run, plan, on_step=on_step)
     freed = terminal.bytes_text(result.removed_bytes)
     text = terminal.shown(f"removed {len(result.removed)} objects, {freed}")
-    return Result(_document(plan, work, url, removed=result.removed), *views, text)
+    return Result(_document(plan, work, freed_slots, url, removed=result.removed), *views, text)
 
 
 def _staged_work(run: Run, here: Path, *, dry_run: bool, quiet: bool) -> StagedWork:
@@ -117,8 +130,15 @@ def _staged_work(run: Run, here: Path, *, dry_run: bool, quiet: bool) -> StagedW
 
 def _discard(here: Path, *, dry_run: bool) -> Result:
     losses = staged_losses(here) if dry_run else discard_staged(here)
-    document = {"dry_run": dry_run, "discarded": [loss._asdict() for loss in losses]}
-    return Result(document, discard_table(losses, dry_run=dry_run))
+    jobs = [loss.job for loss in losses]
+    slots = free_slots(here, ended=True, grace_seconds=0.0, besides=jobs, dry_run=dry_run)
+    document = {
+        "dry_run": dry_run,
+        "discarded": [loss._asdict() for loss in losses],
+        "slots": [slot._asdict() for slot in slots],
+    }
+    views = [discard_table(losses, dry_run=dry_run), *slots_views(slots, dry_run=dry_run)]
+    return Result(document, *views)
 
 
 def staged_here(run: Run, staging: Path | None) -> Path:
@@ -147,11 +167,17 @@ def seconds_of(text: str, *, option: str = "--grace") -> float:
 
 
 def _document(
-    plan: SweepPlan, work: StagedWork, url: str, *, removed: tuple[SweptObject, ...] | None
+    plan: SweepPlan,
+    work: StagedWork,
+    slots: Sequence[FreeSlot],
+    url: str,
+    *,
+    removed: tuple[SweptObject, ...] | None,
 ) -> dict[str, Any]:
     return {
         "dry_run": removed is None,
         "staged": [{**job._asdict(), "why": naming_run(job.why, url)} for job in work.jobs],
+        "slots": [slot._asdict() for slot in slots],
         "planned": [swept._asdict() for swept in plan.objects + plan.unfinished],
         "planned_bytes": plan.size_bytes,
         "kept": [kept._asdict() for kept in plan.kept],

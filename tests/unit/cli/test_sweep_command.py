@@ -14,6 +14,7 @@ import torch
 from recpoint.catalog import host_lock, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_end import tell_ended
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import Links, rewrite, stage
@@ -154,6 +155,23 @@ def test_jobs_are_left_to_the_agent_that_is_at_work(
     assert all(path.exists() for path in paths)
 
 
+def test_sweep_gives_back_the_slots_of_a_training_that_ended(
+    recpoint: Invoke, run: Run, staging: Path
+) -> None:
+    (job,) = stage_chain(run, staging, count=1)
+    slot = job.parent.parent / "slots" / "r00000-1.bin"
+    size = slot.stat().st_size
+    assert recpoint("sweep", run.url, "--dry-run", "--json").json["slots"] == []
+    tell_ended(run, 1, step=1, reason="finished")
+    (planned,) = recpoint("sweep", run.url, "--dry-run", "--json").json["slots"]
+    assert planned == {"slot": slot.name, "size_bytes": size, "reason": "training has ended"}
+    assert slot.exists()
+    shown = recpoint("sweep", run.url).stdout
+    assert "removed 1 slot" in shown and slot.name in shown
+    assert not slot.exists() and not job.exists()
+    assert recpoint("sweep", run.url, "--json").json["slots"] == []
+
+
 # --- a run that is gone ------------------------------------------------------------------------
 
 
@@ -175,11 +193,13 @@ def test_what_is_staged_for_a_run_that_is_gone_is_discarded_by_name(
     (lost, unknown) = planned["discarded"]
     assert (lost["job"], lost["kind"], lost["step"]) == (first.stem, "full", 1)
     assert lost["rows"] == sum(table.rows for table in tables())
-    assert lost["bytes"] == (first.parent.parent / "slots" / "r00000-1.bin").stat().st_size
+    slots = first.parent.parent / "slots"
+    assert lost["bytes"] == (slots / "r00000-1.bin").stat().st_size
+    assert {slot["slot"] for slot in planned["slots"]} == {"r00000-1.bin", "r00000-2.bin"}
     assert (unknown["job"], unknown["kind"]) == (second.stem, "")
     shown = recpoint("sweep", run.url, "--discard-staged").stdout
     assert "discarded 2 jobs" in shown and "full of step 1" in shown
-    assert not first.exists() and not second.exists()
+    assert not first.exists() and not second.exists() and not list(slots.iterdir())
     answer = staged.read_outcome(first.parent.parent / "outcomes" / first.name)
     assert (answer.result, answer.error_type) == ("rejected", "CheckpointCancelled")
     again = recpoint("sweep", run.url, "--discard-staged", "--json")

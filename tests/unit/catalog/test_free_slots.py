@@ -1,0 +1,132 @@
+"""Slots that nobody will use are given back, and no other (format §6.5)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import host_lock, persist, staged
+from recpoint.catalog.free_slots import free_slots, free_slots_of_ended, has_ended
+from recpoint.catalog.run import Run
+from recpoint.catalog.run_end import tell_ended
+from recpoint.catalog.trainer_note import write_note
+from tests.catalog_builder import new_run, tables
+from tests.job_builder import stage
+
+HOUR = 3600.0
+
+
+def slots(run_dir: Path) -> set[str]:
+    return {path.name for path in staged.slots_directory(run_dir).iterdir()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+@pytest.fixture
+def run_dir(run: Run, tmp_path: Path) -> Path:
+    """Of a run with one staged job of rank 0, and more slots than jobs."""
+    job = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
+    directory = job.parent.parent
+    for rank, index in ((0, 1), (0, 2), (1, 0)):
+        staged.slot_path(directory, rank, index).write_bytes(bytes(1000 + index))
+    return directory
+
+
+def test_slots_that_no_job_names_go_once_training_has_ended(run_dir: Path) -> None:
+    (job,) = staged.staged_jobs(run_dir)
+    before = slots(run_dir)
+    planned = free_slots(run_dir, ended=True, grace_seconds=HOUR, dry_run=True)
+    assert slots(run_dir) == before and not list(run_dir.glob("trainer*.lock"))
+    assert [(one.slot, one.size_bytes) for one in planned] == [
+        ("r00000-1.bin", 1001),
+        ("r00000-2.bin", 1002),
+        ("r00001-0.bin", 1000),
+    ]
+    also = free_slots(run_dir, ended=True, grace_seconds=HOUR, besides={job.stem}, dry_run=True)
+    assert {one.slot for one in also} == before
+    assert free_slots(run_dir, ended=True, grace_seconds=HOUR) == planned
+    assert slots(run_dir) == {"r00000-0.bin"}
+    assert persist.persist_job(job).result == "committed"
+    assert [one.slot for one in free_slots(run_dir, ended=True, grace_seconds=HOUR)] == [
+        "r00000-0.bin"
+    ]
+    assert free_slots(run_dir, ended=True, grace_seconds=HOUR) == []
+    assert free_slots(run_dir.with_name("none"), ended=True, grace_seconds=HOUR) == []
+
+
+def test_slots_of_a_trainer_that_was_killed_go_after_the_grace(run_dir: Path) -> None:
+    assert free_slots(run_dir, ended=False, grace_seconds=HOUR) == []
+    when = time.time() - 2 * HOUR
+    for path in run_dir.rglob("*.bin"):
+        os.utime(path, (when, when))
+    # What is in memory does not tell when it was written: the queue says when it was used.
+    assert free_slots(run_dir, ended=False, grace_seconds=HOUR) == []
+    for directory in (staged.jobs_directory(run_dir), staged.outcomes_directory(run_dir)):
+        os.utime(directory, (when, when))
+    assert len(free_slots(run_dir, ended=False, grace_seconds=HOUR)) == 3
+    assert slots(run_dir) == {"r00000-0.bin"}
+
+
+def test_a_trainer_keeps_its_slots(run_dir: Path) -> None:
+    lock = host_lock.acquire(staged.trainer_lock_path(run_dir, 1), expected="", next_step="")
+    try:
+        assert {one.slot for one in free_slots(run_dir, ended=True, grace_seconds=0.0)} == {
+            "r00000-1.bin",
+            "r00000-2.bin",
+        }
+    finally:
+        host_lock.release(lock)
+    assert slots(run_dir) == {"r00000-0.bin", "r00001-0.bin"}
+
+
+def test_what_a_job_that_cannot_be_read_may_name_stays(run_dir: Path) -> None:
+    (job,) = staged.staged_jobs(run_dir)
+    job.write_bytes(b"\xff")
+    assert [one.slot for one in free_slots(run_dir, ended=True, grace_seconds=0.0)] == [
+        "r00001-0.bin"
+    ]
+
+
+def test_only_slots_are_removed(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    staged.slot_path(run_dir, 0, 9).symlink_to(tmp_path / "precious")
+    (staged.slots_directory(run_dir) / "notes.txt").write_text("mine")
+    free_slots(run_dir, ended=True, grace_seconds=0.0)
+    assert slots(run_dir) == {"r00000-0.bin", "r00000-9.bin", "notes.txt"}
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_run_has_ended_when_its_newest_trainer_says_so(run: Run, run_dir: Path) -> None:
+    assert not has_ended(run, run_dir)
+    write_note(run_dir, run.url, "training")
+    assert not has_ended(run, run_dir)
+    write_note(run_dir, run.url, "ended")
+    assert has_ended(run, run_dir)
+    write_note(run_dir, run.url, "training")
+    tell_ended(run, 1, step=1, reason="finished")
+    assert has_ended(run, run_dir)
+    run.claim(None)
+    assert not has_ended(run, run_dir)
+
+
+def test_unasked_they_go_with_the_last_job_of_a_training_that_ended(
+    run: Run, run_dir: Path
+) -> None:
+    assert free_slots_of_ended(run_dir) == []
+    write_note(run_dir, run.url, "ended")
+    assert free_slots_of_ended(run_dir) == []  # the job is still staged
+    (job,) = staged.staged_jobs(run_dir)
+    persist.persist_job(job)
+    write_note(run_dir, run.url, "training")
+    assert free_slots_of_ended(run_dir) == []  # killed: somebody may start it again
+    write_note(run_dir, run.url, "ended")
+    assert len(free_slots_of_ended(run_dir)) == 4
+    assert slots(run_dir) == set()
