@@ -26,7 +26,8 @@ from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.format.job import QuantizerName
-from recpoint.trainer_plugin.precision import SMALL_TABLE_VALUES, bits_for
+from recpoint.trainer_plugin.precision import bits_for
+from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES
 
 __all__ = ["run"]
 

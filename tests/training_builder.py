@@ -204,6 +204,7 @@ def checkpointer(training: Training, place: Place, **settings: Any) -> Checkpoin
             "reader": training.reader,
             "schedulers": training.schedulers,
             "interval_batches": 2,
+            "small_table_values": 0,  # all of these are
             "close_wait_seconds": 120.0,
             "drain_seconds": 120.0,
             "handle_sigterm": False,

@@ -39,6 +39,7 @@ from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.replicas import Replicas
 from recpoint.trainer_plugin.settings import (
+    SMALL_TABLE_VALUES,
     Bits,
     OnError,
     Settings,
@@ -111,6 +112,7 @@ class Checkpointer:
         interval_seconds: float | Literal["auto"] | None = None,
         bits: Bits = "lossless",
         table_bits: Mapping[str, Bits] | None = None,
+        small_table_values: int = SMALL_TABLE_VALUES,
         failures: ExpectedFailures | None = None,
         quantizer: QuantizerName = "auto",
         quantize_on: Where = "auto",
@@ -136,6 +138,7 @@ class Checkpointer:
                 interval_seconds=interval_seconds,
                 bits=bits,
                 table_bits={} if table_bits is None else table_bits,
+                small_table_values=small_table_values,
                 failures=failures,
                 quantizer=quantizer,
                 quantize_on=quantize_on,

@@ -83,7 +83,13 @@ class Cutter:
         self._state = state
         self._rank = rank
         names = {shard.name for shard in shards}
-        self._widths = table_widths(self._tables, settings.bits, settings.table_bits, names)
+        self._widths = table_widths(
+            self._tables,
+            settings.bits,
+            settings.table_bits,
+            exact_up_to=settings.small_table_values,
+            names=names,
+        )
         self.rule = None in self._widths.values()
         self._settings = settings
         self._policy = settings.chosen_policy

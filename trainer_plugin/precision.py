@@ -24,15 +24,11 @@ from recpoint.trainer_plugin.failures import (
 from recpoint.trainer_plugin.settings import Bits
 from recpoint.trainer_plugin.table import Table
 
-__all__ = ["SMALL_TABLE_VALUES", "Width", "bits_for", "decide", "in_bits", "table_widths"]
+__all__ = ["Width", "bits_for", "decide", "in_bits", "table_widths"]
 
 #: Restores that a width is good for.
 _RULE: tuple[tuple[int, RuleBits], ...] = ((1, 2), (3, 3), (20, 4))
 _WIDEST: RuleBits = 8
-
-#: With bits="auto" a table of at most so many values is exact: as float32 it takes 64 KiB, so that
-#: fewer bits save next to nothing, and its rows are often those that most samples share.
-SMALL_TABLE_VALUES = 1 << 14
 
 #: More than this from a past alone says no more than that there is hardly any past.
 _MOST_FROM_PAST = 1_000
@@ -146,6 +142,8 @@ def table_widths(
     tables: Sequence[Table],
     bits: Bits,
     table_bits: Mapping[str, Bits],
+    *,
+    exact_up_to: int,
     names: Collection[str] | None = None,
 ) -> dict[str, Width]:
     """`Table.key` -> its width; the dtype's own: stored exactly.
@@ -154,10 +152,8 @@ def table_widths(
         tables: that this process stores.
         bits: of all that `table_bits` does not name.
         table_bits: table name -> of its rows.
+        exact_up_to: values of a table that is exact unless `table_bits` names it.
         names: of the tables of the whole job; None: `tables` are all.
-
-    With `bits="auto"`, tables of at most `SMALL_TABLE_VALUES` values that `table_bits` does not
-    name are exact.
 
     Raises:
         SettingsError: `table_bits` names a table that there is not, or that is not trained.
@@ -180,13 +176,16 @@ def table_widths(
                 expected="a table whose rows change",
                 next_step="take it out of table_bits: it is stored once, in fulls",
             )
-    return {table.key: _width(table, bits, table_bits.get(table.name)) for table in tables}
+    widths = {}
+    for table in tables:
+        own = table_bits.get(table.name)
+        small = own is None and table.table_rows * table.dim <= exact_up_to
+        widths[table.key] = _width(table, "lossless" if small else bits if own is None else own)
+    return widths
 
 
-def _width(table: Table, bits: Bits, own: Bits | None) -> Width:
-    wanted = bits if own is None else own
+def _width(table: Table, wanted: Bits) -> Width:
     # A frozen table is stored seldom and cannot recover from a rounding: keep its bytes.
-    small = wanted == "auto" and own is None and table.table_rows * table.dim <= SMALL_TABLE_VALUES
-    if wanted == "lossless" or not table.changes or small:
+    if wanted == "lossless" or not table.changes:
         return 8 * item_bytes(table.dtype)
     return None if wanted == "auto" else wanted

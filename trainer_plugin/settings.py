@@ -51,6 +51,8 @@ _Value = TypeVar("_Value")
 
 _MAX_SLOTS = 1_000
 
+SMALL_TABLE_VALUES = 1 << 14
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -62,8 +64,11 @@ class Settings:
             from what a checkpoint is measured to cost and how often the job fails, see `interval`.
         bits: how rows are stored, for all tables that `table_bits` does not name: "lossless", 8, 4,
             3 or 2 bits a value; "auto": as few as the restores that the job has to expect allow,
-            see `precision`, and small tables exactly.
+            see `precision`.
         table_bits: table name -> how its rows are stored.
+        small_table_values: a table of at most so many values that `table_bits` does not name is
+            stored exactly, whatever `bits` says: 16,384 take 64 KiB as float32, so that fewer bits
+            save next to nothing, and such rows are often those that most samples share. 0: none.
         failures: how often the job is expected to fail, for "auto"; None: as its past suggests.
         quantizer: how the scale and offset of a row stored in fewer bits are found: "asymmetric"
             (from its least to its greatest value), "symmetric", "greedy" (Check-N-Run's search),
@@ -113,6 +118,7 @@ class Settings:
     interval_seconds: float | Literal["auto"] | None = None
     bits: Bits = "lossless"
     table_bits: Mapping[str, Bits] = field(default_factory=dict)
+    small_table_values: int = SMALL_TABLE_VALUES
     failures: ExpectedFailures | None = None
     quantizer: QuantizerName = "auto"
     quantize_on: Where = "auto"
@@ -137,6 +143,7 @@ class Settings:
             raise _refused("table_bits", self.table_bits, "a mapping from table names to bits")
         for table, bits in self.table_bits.items():
             _choice(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
+        _whole("small_table_values", self.small_table_values, 0, (1 << 63) - 1)
         if not isinstance(self.failures, ExpectedFailures | None):
             raise _refused("failures", self.failures, "a recpoint.ExpectedFailures")
         _choice("quantizer", self.quantizer, QUANTIZERS)

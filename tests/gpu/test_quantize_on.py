@@ -41,6 +41,7 @@ def _trained(folder: Path, table: nn.Embedding, **settings: Any) -> _Stored:
         run=url,
         staging=area,
         interval_batches=10**9,
+        small_table_values=0,
         handle_sigterm=False,
         on_error="raise",
         **settings,

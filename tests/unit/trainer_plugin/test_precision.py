@@ -13,13 +13,12 @@ from recpoint.errors import SettingsError
 from recpoint.format.history import Precision
 from recpoint.trainer_plugin.failures import ExpectedFailures, Past
 from recpoint.trainer_plugin.precision import (
-    SMALL_TABLE_VALUES,
     bits_for,
     decide,
     in_bits,
     table_widths,
 )
-from recpoint.trainer_plugin.settings import Bits
+from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES, Bits
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.tables import find_tables
 
@@ -201,7 +200,8 @@ SMALL, LARGE = (SMALL_TABLE_VALUES // 16, 16), (SMALL_TABLE_VALUES // 16 + 1, 16
     ("bits", "table_bits", "expected"),
     [
         ("lossless", {}, {"small": 32, "large": 32, "frozen": 32}),
-        (4, {}, {"small": 4, "large": 4, "frozen": 32}),
+        (4, {}, {"small": 32, "large": 4, "frozen": 32}),
+        (4, {"small": 4}, {"small": 4, "large": 4, "frozen": 32}),
         ("auto", {}, {"small": 32, "large": None, "frozen": 32}),
         ("auto", {"small": "auto"}, {"small": None, "large": None, "frozen": 32}),
         ("auto", {"large": "lossless"}, {"small": 32, "large": 32, "frozen": 32}),
@@ -213,13 +213,22 @@ def test_which_tables_are_under_the_rule(
     bits: Bits, table_bits: dict[str, Bits], expected: dict[str, int | None]
 ) -> None:
     tables = model_tables({"small": SMALL, "large": LARGE, "frozen": LARGE}, frozen="frozen")
-    assert table_widths(tables, bits, table_bits) == expected
+    assert table_widths(tables, bits, table_bits, exact_up_to=SMALL_TABLE_VALUES) == expected
+    all_under = table_widths(tables, bits, table_bits, exact_up_to=0)
+    named = {"large": expected["large"], "frozen": 32}
+    assert all_under == named | {"small": in_all(bits, table_bits.get("small"))}
+
+
+def in_all(bits: Bits, own: Bits | None) -> int | None:
+    """The width of a table that nothing exempts."""
+    wanted = bits if own is None else own
+    return None if wanted == "auto" else 32 if wanted == "lossless" else wanted
 
 
 def test_auto_for_a_table_that_is_not_trained_is_refused() -> None:
     tables = model_tables({"large": LARGE, "frozen": LARGE}, frozen="frozen")
     with pytest.raises(SettingsError, match="not trained"):
-        table_widths(tables, "lossless", {"frozen": "auto"})
+        table_widths(tables, "lossless", {"frozen": "auto"}, exact_up_to=0)
 
 
 def test_bits_of_a_width() -> None:
@@ -231,4 +240,4 @@ def test_bits_of_a_width() -> None:
 def test_a_half_precision_table_keeps_its_own_width_when_it_is_exact() -> None:
     model = nn.ModuleDict({"t": nn.Embedding(4, 4, dtype=torch.bfloat16)})
     tables = find_tables(model, [SGD(model.parameters(), lr=0.1)]).tables
-    assert table_widths(tables, "auto", {}) == {"t": 16}
+    assert table_widths(tables, "auto", {}, exact_up_to=16) == {"t": 16}

@@ -20,6 +20,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
 from recpoint.trainer_plugin.interval import MAX_SECONDS, MIN_SECONDS
+from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES
 from tests.training_builder import (
     Place,
     checkpointer,
@@ -179,8 +180,11 @@ def test_without_settings_and_without_a_past_it_is_8_bits(place: Place) -> None:
         assert widths(newest, 1) == {("exact", 32)}
 
 
-def test_small_tables_are_exact_where_nothing_else_was_said(place: Place) -> None:
-    newest = life(place, bits="auto", failures=TWO)
+@pytest.mark.parametrize("settings", [{"bits": "auto", "failures": TWO}, {"bits": 4}])
+def test_small_tables_are_exact_where_nothing_else_was_said(
+    place: Place, settings: dict[str, Any]
+) -> None:
+    newest = life(place, small_table_values=SMALL_TABLE_VALUES, **settings)
     assert newest.history.precision is None  # no table is under the rule
     assert widths(newest, 0) == widths(newest, 1) == {("exact", 32)}
 

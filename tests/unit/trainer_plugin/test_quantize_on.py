@@ -140,6 +140,7 @@ def test_what_cannot_be_quantized_or_not_with_profit_is_staged_as_it_is(place: P
         staging=place.staging,
         interval_batches=1,
         bits=4,
+        small_table_values=0,
         quantizer="asymmetric",
         quantize_on="device",
         handle_sigterm=False,

@@ -36,6 +36,8 @@ from tests.training_builder import Batches, Place, Recommender
         ("bits", 1),
         ("bits", True),
         ("bits", 4.0),
+        ("small_table_values", -1),
+        ("small_table_values", True),
         ("table_bits", {"users": 7}),
         ("table_bits", ["users"]),
         ("table_bits", {"users": "automatic"}),
