@@ -33,6 +33,7 @@ from recpoint.format.retention_records import Publication
 __all__ = [
     "Published",
     "choose",
+    "doubt_about",
     "newest_publication",
     "publication_numbers",
     "publish",
@@ -47,10 +48,11 @@ _LABEL = re.compile(r"published-([0-9]{8})\Z")
 
 
 class Published(NamedTuple):
-    """The record that counts, and whether this call wrote it."""
+    """The record that counts, whether this call wrote it, and what validations have against it."""
 
     record: Publication
     created: bool
+    doubt: str | None = None
 
 
 def publish(
@@ -59,6 +61,7 @@ def publish(
     *,
     held: bool = False,
     release: bool = False,
+    force: bool = False,
     who: str | None = None,
     why: str = "",
 ) -> Published:
@@ -72,15 +75,22 @@ def publish(
         name: the checkpoint.
         held: let nobody publish another one who does not say `release`.
         release: replace one that is held, or whose record is damaged.
+        force: publish one that a validation speaks against, too: that it failed, or that one which
+            it needs did. `Published.doubt` says what.
         who: who wants it; user and host when not given.
         why: for people.
 
     Raises:
         ObjectNotFound: there is no such checkpoint.
         ChainError, FormatError: it does not restore; or the record that counts is damaged.
-        RetentionRefused: it is being deleted; or another one is held; or there is no higher number.
+        RetentionRefused: it is being deleted; or a validation speaks against it; or another one is
+            held; or there is no higher number.
         StoreUnavailable: so many publish at once that no number was to be had.
     """
+    doubts = Doubts(run, validated_only=False)
+    doubt = doubts.about(name)
+    if doubt is not None and not force:
+        raise _doubted(run, name, doubt)
     for _ in range(_TRIES):
         numbers = publication_numbers(run)
         number = numbers[-1] + 1 if numbers else 1
@@ -95,11 +105,14 @@ def publish(
         current = _replaced(run, numbers[-1], release) if numbers else None
         if current is not None and current.checkpoint == run.manifest(*name).ref:
             if current.held == held or (current.held and not release):
-                return Published(current, created=False)
+                return Published(current, created=False, doubt=doubt)
         elif current is not None and current.held and not release:
+            ref = current.checkpoint
+            against = doubts.about(ManifestName(ref.step, ref.generation))
             raise RetentionRefused(
                 publication_key(current.number),
-                found=f"{current.checkpoint}, held by {current.who}",
+                found=f"{ref}, held by {current.who}"
+                + ("" if against is None else f"; by now {against}"),
                 expected="a published checkpoint that is not held",
                 next_step=f"recpoint publish {run.url} --step {name.step} --release, or without a "
                 "step for the newest",
@@ -119,13 +132,19 @@ def publish(
         there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
         if there is None or there == data:
             _let_go(run, record)
-            return Published(record, created=True)
+            return Published(record, created=True, doubt=doubt)
     raise StoreUnavailable(
         f"{run.url}/{PUBLISHED_PREFIX}",
         found=f"{_TRIES} numbers in a row taken by others",
         expected="one publisher at a time",
         next_step="stop what keeps publishing this run, and try again",
     )
+
+
+def doubt_about(run: Run, record: Publication) -> str | None:
+    """What validations have against a checkpoint that is published; None: nothing."""
+    of = record.checkpoint
+    return Doubts(run, validated_only=False).about(ManifestName(of.step, of.generation))
 
 
 def choose(run: Run, *, validated_only: bool) -> ManifestName:
@@ -188,6 +207,16 @@ def read_publication(run: Run, number: int) -> Publication:
             next_step=next_step,
         )
     return record
+
+
+def _doubted(run: Run, name: ManifestName, doubt: str) -> RetentionRefused:
+    return RetentionRefused(
+        f"{run.url}, {name}",
+        found=doubt,
+        expected="a checkpoint to publish that no validation speaks against",
+        next_step=f"recpoint validate {run.url} --step {name.step} says what is wrong, recpoint "
+        "publish --validated takes another; or this one all the same: --force, force=True",
+    )
 
 
 def _replaced(run: Run, number: int, release: bool) -> Publication | None:

@@ -197,12 +197,18 @@ class Doubts:
     def about(self, name: ManifestName) -> str | None:
         """Why not to restore it, in a few words; None: nothing speaks against it."""
         known = self._known.get(name)
+        if self._validated_only and (known is None or known.passed("metadata")):
+            if known is None or not known.passed("sample"):
+                return f"not validated{'' if known is None else ' beyond its metadata'}"
+        return self.against(name)
+
+    def against(self, name: ManifestName) -> str | None:
+        """What validations have found against it; None: nothing, also if there was none."""
+        known = self._known.get(name)
         if known is not None and known.result != "passed":
             return known.in_words
         if known is not None and known.passed("full"):
             return None
-        if self._validated_only and not (known is not None and known.passed("sample")):
-            return f"not validated{'' if known is None else ' beyond its metadata'}"
         link = self._failed_link(name)
         if link is None:
             return None

@@ -41,6 +41,7 @@ async def publish(
     generation: GenerationNumber | None = None,
     hold: bool | None = None,
     release: bool = False,
+    force: bool = False,
     why: Annotated[str, Field(max_length=1024)] = "",
 ) -> State[Any]:
     """Make a checkpoint the published one; followers of the channel `published` move to it.
@@ -54,6 +55,7 @@ async def publish(
         hold: runs without a step leave the checkpoint published until one says `release`. If None:
             when a step is given.
         release: replace a checkpoint that is held.
+        force: publish the step that is named although a validation speaks against it.
         why: for people.
 
     Returns:
@@ -61,7 +63,8 @@ async def publish(
 
     Raises:
         NothingToRestore: there is no such checkpoint.
-        RecpointError: it does not restore, is being deleted, or the store cannot be read.
+        RetentionRefused: a validation speaks against it, another is held, or it is being deleted.
+        RecpointError: it does not restore, or the store cannot be read.
     """
     held = step is not None if hold is None else hold
     done = await publish_checkpoint(
@@ -71,6 +74,7 @@ async def publish(
         validated_only=which == "validated",
         held=held,
         release=release,
+        force=force,
         why=why,
     )
     if done.created:
@@ -90,10 +94,11 @@ async def publish(
 
 def _message(done: PublishOutcome) -> str:
     text = f"publication {done.record.number}: {done.record.checkpoint}"
+    doubt = "" if done.doubt is None else f"; although {done.doubt}"
     if done.created:
-        return text
+        return f"{text}{doubt}"
     held = f", held by {done.record.who}: {done.record.why}" if done.record.held else ""
-    return f"nothing changed: {text}{held}"
+    return f"nothing changed: {text}{held}{doubt}"
 
 
 async def _show(run_url: str, done: PublishOutcome) -> None:

@@ -97,6 +97,7 @@ class Follower:
         self._waiting_since_ms: int | None = None
         self._looked_at: float | None = None
         self._passed_over: tuple[PassedOver, ...] = ()
+        self._doubt: str | None = None
         self._versions = 0
         self._error: str | None = None
         self._stop = threading.Event()
@@ -135,6 +136,10 @@ class Follower:
         version, updater, wanted = self._copies.version, self._updater, self._wanted
         newest = None if wanted is None or wanted.newest is None else wanted.newest.step
         failed = [Skipped(name, text) for name, (_, text) in list(self._failed.items())]
+        doubted = () if wanted is None else wanted.skipped
+        if version is not None:
+            served = ManifestName(version.step, version.checkpoint.generation)
+            doubted = [one for one in doubted if one.name > served]
         looked = self._looked_at
         return Status(
             serving=None if version is None else version.checkpoint,
@@ -149,8 +154,9 @@ class Follower:
             increments_applied=0 if updater is None else updater.increments,
             fulls_applied=0 if updater is None else updater.fulls,
             bytes_read=0 if updater is None else updater.bytes_read,
-            skipped=(*failed, *(() if wanted is None else wanted.skipped)),
+            skipped=(*failed, *doubted),
             passed_over=self._passed_over,
+            doubt=self._doubt,
             error=self._error,
             looked_seconds_ago=None if looked is None else time.monotonic() - looked,
             memory_bytes=self._copies.nbytes,
@@ -258,49 +264,62 @@ class Follower:
 
     def _poll(self) -> bool:
         run, updater = self._opened()
-        served = _served(updater)
-        self._wanted = look(run, self._channel, served)
-        self._looked_at = time.monotonic()
-        self._note_lag(updater)
+        self._look(run, updater)
         pinned = self._pinned
-        if pinned is not None:
-            name = find_pinned(run, *pinned)
-            return name != served and self._move(run, updater, name)
+        if pinned is None:
+            return self._follow_channel(run, updater)
+        name = find_pinned(run, *pinned)
+        if name == _served(updater):
+            return False
+        self._move(run, updater, name)
+        self._look(run, updater)  # from there: what it has been taken back behind is ahead now
+        return True
+
+    def _look(self, run: Run, updater: Updater) -> None:
+        served = _served(updater)
+        wanted = look(run, self._channel, served)
+        if self._pinned is not None and served is not None and self._channel != "published":
+            wanted = wanted.after(served)
+        self._looked_at = time.monotonic()
+        self._note(wanted, updater)
+
+    def _follow_channel(self, run: Run, updater: Updater) -> bool:
         now = time.monotonic()
-        for name in self._wanted.names:
+        for name in self._wanted.names if self._wanted is not None else ():
             at, _ = self._failed.get(name, (None, ""))
             if at is not None and now - at < _RETRY_SECONDS:
                 continue
             try:
-                moved = self._move(run, updater, name)
+                self._move(run, updater, name)
             except UnsupportedVersion:
                 raise
             except DAMAGE as error:
                 self._failed[name] = (now, f"{type(error).__name__}: {error}")
                 _log.warning("passing over %s: %s", name, self._failed[name][1])
                 continue
-            return moved
+            return True
         return False
 
-    def _move(self, run: Run, updater: Updater, name: ManifestName) -> bool:
+    def _move(self, run: Run, updater: Updater, name: ManifestName) -> None:
         manifest = run.manifest(*name)
+        wanted = self._wanted
+        assert wanted is not None  # what to move to comes of a look
         with lease(run, purpose="follow", covers=[manifest.ref]):
             self._passed_over = updater.move(
-                name,
-                committed_ms=manifest.committed_ms,
-                line=() if self._wanted is None else self._wanted.names,
+                name, committed_ms=manifest.committed_ms, line=wanted.names
             )
         self._versions += 1
-        wanted = self._wanted
-        if wanted is not None and name in wanted.names:
-            better = wanted.names[: wanted.names.index(name)]
-            since = wanted.published_ms if better else None
-            self._wanted = replace(wanted, names=better, published_ms=since)
-        if self._pinned is None:
-            left = self._wanted.names if self._wanted is not None else ()
-            self._failed = {one: why for one, why in self._failed.items() if one in left}
+        better = wanted.names[: wanted.names.index(name)] if name in wanted.names else wanted.names
+        since = wanted.published_ms if better else None
+        self._note(replace(wanted, names=better, published_ms=since), updater)
+
+    def _note(self, wanted: Wanted, updater: Updater) -> None:
+        """Take over what a look has found, as it is from what is served now."""
+        served = _served(updater)
+        self._wanted = wanted
+        self._failed = {one: why for one, why in self._failed.items() if one in wanted.names}
+        self._doubt = None if served is None else wanted.doubts.against(served)
         self._note_lag(updater)
-        return True
 
     def _note_lag(self, updater: Updater) -> None:
         """Since when something better than what is served has been there."""

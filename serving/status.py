@@ -28,8 +28,10 @@ class Status:
         versions_applied: since the start.
         increments_applied, fulls_applied: manifests read for that.
         bytes_read: of chunks.
-        skipped: better checkpoints that are not served, and why; at the last look.
+        skipped: what is passed over ahead of what is served, and why; at the last look.
         passed_over: damaged manifests that the way to the version in service went around.
+        doubt: what validations have against what is served, at the last look. It is served all the
+            same since it was published or pinned, or since there is no other.
         error: what went wrong at the last look; None: nothing did.
         looked_seconds_ago: since the last look that reached the store; None: there was none.
         memory_bytes: of tables, both copies.
@@ -49,6 +51,7 @@ class Status:
     bytes_read: int
     skipped: tuple[Skipped, ...]
     passed_over: tuple[PassedOver, ...]
+    doubt: str | None
     error: str | None
     looked_seconds_ago: float | None
     memory_bytes: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.publications import publication_numbers, read_publication
@@ -35,20 +35,27 @@ class Wanted:
         names: checkpoints that are better than what is served, best first.
         skipped: those that would be better, but for what validations say.
         newest: the newest checkpoint of the live line, whatever is said of it.
+        doubts: what validations say, at that look.
         published_ms: when the first of `names` was published; None: it was not.
     """
 
     names: Sequence[ManifestName]
     skipped: Sequence[Skipped]
     newest: ManifestName | None
+    doubts: Doubts
     published_ms: int | None = None
+
+    def after(self, served: ManifestName) -> Self:
+        """The same for a follower that is pinned to `served`: what is newer than that."""
+        return replace(self, names=[name for name in self.names if name > served])
 
 
 def look(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
     """What a follower that serves `served` is to move to.
 
     A checkpoint that retention has deleted goes on being served; one that is no longer on the live
-    line, or that a validation has found wrong meanwhile, is left for the newest that is good.
+    line, or that a validation has found wrong meanwhile, is left for the newest that is good. What
+    is published is another's choice, and is not left for what validations say of it.
 
     Raises:
         FormatError: a generation record, or the newest publication, is damaged.
@@ -74,6 +81,7 @@ def look(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
         names=names,
         skipped=skipped,
         newest=next((name for name in line if name in there), None),
+        doubts=doubts,
     )
 
 
@@ -98,7 +106,13 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
             names.append(name)
         if served is not None:
             break
-    return Wanted(names=names, skipped=(), newest=newest, published_ms=since)
+    return Wanted(
+        names=names,
+        skipped=(),
+        newest=newest,
+        doubts=Doubts(run, validated_only=False),
+        published_ms=since,
+    )
 
 
 def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:

@@ -21,12 +21,13 @@ __all__ = ["PublishOutcome", "publish_checkpoint"]
 
 
 class PublishOutcome(NamedTuple):
-    """The record that counts, whether it is new, and the one before it."""
+    """The record that counts, whether it is new, the one before it, and what speaks against it."""
 
     run: str
     record: Publication
     created: bool
     before: Publication | None
+    doubt: str | None
 
 
 @task(
@@ -45,11 +46,12 @@ async def publish_checkpoint(
     validated_only: bool,
     held: bool,
     release: bool,
+    force: bool,
     why: str,
 ) -> PublishOutcome:
     """Publish the checkpoint that is named, or the newest good one; safe to run again."""
     return await asyncio.to_thread(
-        _publish, run_url, step, generation, validated_only, held, release, why
+        _publish, run_url, step, generation, validated_only, held, release, force, why
     )
 
 
@@ -60,15 +62,16 @@ def _publish(
     validated_only: bool,
     held: bool,
     release: bool,
+    force: bool,
     why: str,
 ) -> PublishOutcome:
     run = Run.open(open_store(run_url))
     before = publications.newest_publication(run)
     if step is None and before is not None and before.held and not release:
-        return PublishOutcome(run.id, before, False, before)
+        return PublishOutcome(run.id, before, False, before, publications.doubt_about(run, before))
     name = _name(run, step, generation, validated_only=validated_only)
-    done = publications.publish(run, name, held=held, release=release or step is not None, why=why)
-    return PublishOutcome(run.id, done.record, done.created, before)
+    done = publications.publish(run, name, held=held, release=release, force=force, why=why)
+    return PublishOutcome(run.id, done.record, done.created, before, done.doubt)
 
 
 def _name(

@@ -10,10 +10,11 @@ from recpoint.catalog.consolidate_plan import plan_consolidation
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.run import Run
+from recpoint.catalog.validate import record, validate
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, publish
 
-__all__ = ["chain_of", "merge", "name_of", "require_same", "restored", "trained"]
+__all__ = ["chain_of", "merge", "name_of", "require_same", "restored", "spoil", "trained"]
 
 
 def name_of(manifest: Manifest) -> ManifestName:
@@ -66,6 +67,17 @@ def trained(
         )
         made.append(publish(run, checkpoint))
     return made if parent is None else made[1:]
+
+
+def spoil(run: Run, manifest: Manifest) -> None:
+    """Damage a chunk of rows, and record the full validation that fails for it."""
+    key = next(chunk.key for chunk in manifest.chunks if chunk.content == "rows")
+    data = bytearray(run.store.get(key, max_bytes=1 << 26))
+    data[len(data) // 2] ^= 1
+    run.store.put(key, bytes(data))
+    found = validate(run, name_of(manifest), level="full")
+    assert not found.passed
+    record(run, found)
 
 
 def merge(run: Run, manifest: Manifest, links: int | None = None) -> Consolidated:

@@ -14,10 +14,10 @@ from recpoint import Follower
 from recpoint.catalog.publications import newest_publication
 from recpoint.catalog.run import Run
 from recpoint.catalog.validate import record, validate
-from recpoint.errors import NothingToRestore, ObjectNotFound
+from recpoint.errors import NothingToRestore, ObjectNotFound, RetentionRefused
 from recpoint.flows.publish import publish
 from tests.catalog_builder import tables
-from tests.consolidation import name_of, trained
+from tests.consolidation import name_of, spoil, trained
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -69,3 +69,17 @@ def test_publishes_holds_and_releases(run: Run) -> None:
     assert len(found) == 4
     rows = json.loads(str(newest.data))
     assert [(row["step"], row["held"]) for row in rows] == [(9, False), (1, True)]
+
+
+def test_a_hold_and_a_failed_validation_are_overridden_by_who_says_so(run: Run) -> None:
+    made = trained(run, tables(), [1, 2, 3])
+    message(run, step=2)
+    with pytest.raises(RetentionRefused, match="held by"):
+        message(run, step=1)
+    spoil(run, made[1])
+    assert message(run).endswith("although validation 1 found wrong or damaged rows")
+    with pytest.raises(RetentionRefused, match="validation 1"):
+        message(run, step=3, release=True)
+    forced = message(run, step=3, release=True, force=True)
+    assert "publication 2" in forced and "although validation 1 of step 2" in forced
+    assert published(run) == 3

@@ -85,7 +85,7 @@ def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) ->
         except (StoreError, NotServing, NothingToRestore, FormatError, ChainError):
             pass  # in the status; what is served goes on being served
         status = follower.status
-        now = (status.serving, status.error, status.skipped)
+        now = (status.serving, status.error, status.skipped, status.doubt)
         if now != told:
             told = now
             if as_json:
@@ -120,6 +120,7 @@ def _document(status: Status, url: str) -> dict[str, Any]:
         "passed_over": [
             {"key": key, "error": naming_run(error, url)} for key, error in status.passed_over
         ],
+        "doubt": status.doubt,
         "error": None if status.error is None else naming_run(status.error, url),
     }
 
@@ -133,6 +134,9 @@ def _lines(status: Status, url: str) -> list[Any]:
         found.append(terminal.shown(naming_run(status.error, url), limit=2000, style="red"))
     if status.serving is None:
         return [*found, terminal.shown("nothing is served yet")]
+    if status.doubt is not None:
+        text = f"{status.serving} is served although {status.doubt}"
+        found.append(terminal.shown(text, limit=2000, style="red"))
     after = (status.served_ms - status.committed_ms) / 1000
     lag = "none" if not status.lag_seconds else f"{status.lag_seconds:.1f} s"
     text = (
@@ -161,6 +165,9 @@ def publish(
         ),
     ] = None,
     release: Annotated[bool, typer.Option("--release", help="Replace one that is held.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also one that a validation speaks against.")
+    ] = False,
     why: Annotated[str, typer.Option(help="For whoever wonders later.")] = "",
     json_output: JsonOption = False,
 ) -> Result:
@@ -177,6 +184,7 @@ def publish(
         name,
         held=step is not None if hold is None else hold,
         release=release,
+        force=force,
         why=why,
     )
     record = done.record
@@ -187,10 +195,14 @@ def publish(
         "generation": record.checkpoint.generation,
         "attempt": record.checkpoint.attempt,
         "held": record.held,
+        "doubt": done.doubt,
         "who": record.who,
         "why": record.why,
     }
     state = "is published" if done.created else "was published already,"
     held = ", held until --release" if record.held else ""
     text = f"{record.checkpoint} {state} as publication {record.number}{held}"
-    return Result(document, terminal.shown(text))
+    views = [terminal.shown(text)]
+    if done.doubt is not None:
+        views.append(terminal.shown(f"although {done.doubt}", style="yellow"))
+    return Result(document, *views)

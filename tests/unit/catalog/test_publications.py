@@ -24,7 +24,7 @@ from recpoint.catalog.sweep import plan_sweep
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, RetentionRefused
 from recpoint.format.naming import MAX_PUBLICATION, publication_key
 from tests.catalog_builder import new_run, tables
-from tests.consolidation import name_of, trained
+from tests.consolidation import name_of, spoil, trained
 from tests.fault.retention_lives import retain_once
 
 
@@ -66,6 +66,23 @@ def test_one_that_is_held_is_replaced_only_by_who_says_so(run: Run) -> None:
     assert published_pins(run) == {4: ("published-00000002",)}
     publish(run, at(4), held=True)
     assert not publish(run, at(4), release=True, held=False).record.held
+
+
+def test_what_a_validation_speaks_against_is_published_by_force_alone(run: Run) -> None:
+    spoil(run, run.manifest(3, 1))
+    for step in (3, 4):  # 4 needs 3
+        with pytest.raises(RetentionRefused, match="validation 1") as refused:
+            publish(run, at(step))
+        assert f"recpoint validate {run.url} --step {step}" in refused.value.next_step
+        assert "--force" in refused.value.next_step
+    assert publication_numbers(run) == [] and published_pins(run) == {}
+    done = publish(run, at(3), held=True, force=True)
+    assert done.created and done.doubt == "validation 1 found wrong or damaged rows"
+    with pytest.raises(RetentionRefused, match="validation 1"):
+        publish(run, at(3), held=True)  # as it is, but no longer without a word
+    with pytest.raises(RetentionRefused, match=r"held by .*; by now validation 1 found"):
+        publish(run, at(2))
+    assert publish(run, at(2), release=True).doubt is None
 
 
 def test_retention_keeps_what_is_published_with_its_chain(run: Run) -> None:

@@ -12,7 +12,7 @@ from typing import IO, Any
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from tests.catalog_builder import new_run, tables
-from tests.consolidation import trained
+from tests.consolidation import spoil, trained
 from tests.polling import PATIENCE_SECONDS
 from tests.unit.cli.conftest import Invoke
 
@@ -55,6 +55,33 @@ def test_publishes_and_goes_back(recpoint: Invoke, tmp_path: Path) -> None:
     assert "was published already" in recpoint("publish", run.url).stdout
     assert recpoint("publish", run.url, "--generation", 1).code == 2
     assert recpoint("publish", run.url, "--validated").code == 1
+
+
+def test_a_failed_validation_is_told_by_who_publishes_and_who_follows(
+    recpoint: Invoke, tmp_path: Path
+) -> None:
+    run = made(tmp_path)
+    spoil(run, run.manifest(3, 1))
+    refused = recpoint("publish", run.url, "--step", 3, "--json")
+    assert refused.code == 1 and "validation 1" in refused.json["found"]
+    assert refused.json["next_step"].startswith(f"recpoint validate {run.url} --step 3 says")
+    text = recpoint("publish", run.url, "--step", 3, "--force").stdout
+    assert "held until --release" in text and "although validation 1 found wrong" in text
+    forced = recpoint("publish", run.url, "--step", 3, "--force", "--json").json
+    assert forced["doubt"] == "validation 1 found wrong or damaged rows"
+    assert recpoint("publish", run.url, "--step", 2, "--release", "--json").json["doubt"] is None
+    # What is served may fail later; here its bytes are put back after that.
+    manifest = run.manifest(2, 1)
+    before = {chunk.key: run.store.get(chunk.key, max_bytes=1 << 26) for chunk in manifest.chunks}
+    spoil(run, manifest)
+    for key, data in before.items():
+        run.store.put(key, data)
+    served = recpoint("follow", run.url, "--once", "--channel", "published", "--json").json
+    assert (served["step"], served["doubt"]) == (2, "validation 1 found wrong or damaged rows")
+    text = recpoint("follow", run.url, "--once", "--channel", "published").stdout
+    assert "is served although validation 1 found wrong" in text
+    refused = recpoint("publish", run.url, "--json")
+    assert "held by" in refused.json["found"] and "by now validation 1" in refused.json["found"]
 
 
 def _next(lines: IO[str]) -> dict[str, Any]:

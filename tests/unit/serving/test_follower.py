@@ -453,6 +453,60 @@ def test_the_lease_is_there_while_reading_and_gone_after(
     assert leases(trainer.run, Clocks.read()) == []
 
 
+def test_lag_is_right_at_the_look_that_goes_back(trainer: Trainer) -> None:
+    for step in (10, 20, 30, 40):
+        trainer.commit(step)
+    follower = Follower(trainer.run.url)
+    follower.poll()
+    follower.pin(20)
+    assert follower.poll()
+    first = follower.status
+    assert (first.lag_checkpoints, first.lag_batches) == (2, 20)
+    assert first.lag_seconds is not None and first.lag_seconds > 0
+    assert not follower.poll()
+    assert follower.status.lag_checkpoints == 2
+    follower.unpin()
+    assert follower.poll()
+    assert (follower.status.lag_checkpoints, follower.status.lag_seconds) == (0, 0.0)
+
+
+def test_only_what_is_ahead_counts_as_skipped(trainer: Trainer) -> None:
+    for step in (10, 20, 30, 40, 50):
+        trainer.commit(step)
+    for number in (1, 2):
+        _validated(trainer.run, trainer.made[number], "passed")
+    follower = Follower(trainer.run.url, channel="validated")
+    for moved in (True, False):
+        assert follower.poll() is moved
+        status = follower.status
+        assert follower.version == 30
+        assert [one.name.step for one in status.skipped] == [50, 40]
+    follower.pin(10)  # which was not validated itself
+    for _ in range(2):
+        follower.poll()
+        status = follower.status
+        assert [one.name.step for one in status.skipped] == [50, 40]
+        assert status.lag_checkpoints == 2
+
+
+def test_what_is_published_stays_and_its_failed_validation_is_told(trainer: Trainer) -> None:
+    for step in (1, 2):
+        trainer.commit(step, full=True)
+    publications.publish(trainer.run, ManifestName(2, 1), held=True)
+    follower = Follower(trainer.run.url, channel="published")
+    follower.poll()
+    assert follower.status.doubt is None
+    _validated(trainer.run, trainer.made[1], "failed")
+    assert not follower.poll()
+    assert follower.version == 2 and follower.status.error is None
+    assert follower.status.doubt == "validation 1 found wrong or damaged rows"
+    publications.publish(trainer.run, ManifestName(1, 1), release=True)
+    assert follower.poll() and follower.status.doubt is None
+    publications.publish(trainer.run, ManifestName(2, 1), force=True)
+    assert follower.poll()
+    assert follower.status.doubt == "validation 1 found wrong or damaged rows"
+
+
 def test_no_run_yet(tmp_path: Path) -> None:
     follower = Follower(str(tmp_path / "later"))
     with pytest.raises(NothingToRestore):
