@@ -16,9 +16,9 @@ from recpoint.trainer_plugin.dense_pieces import (
     piece_of,
     write_into,
 )
-from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.table import Lookup, Table
 from recpoint.trainer_plugin.table_source import TableSource
-from recpoint.trainer_plugin.tables import modules_of
+from recpoint.trainer_plugin.tables import modules_of, refuse_other_tables
 
 __all__ = ["ModelState"]
 
@@ -41,50 +41,62 @@ class ModelState:
         self._model = model
         self._tables = tables
         self._sources = sources
+        theirs = {table for source in sources for table in source.tables}
+        self._own_tables = [table for table in tables if table not in theirs]
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name."""
-        parameters, buffers = self._named()
+        parameters, buffers, _ = self._named()
         return parameters | buffers
 
     def parameters(self) -> dict[str, Tensor]:
         """The live parameters that are here whole."""
-        parameters, _ = self._named()
+        parameters, _, _ = self._named()
         return {name: tensor for name, tensor in parameters.items() if not is_piece(tensor)}
 
     def buffers(self) -> dict[str, Tensor]:
         """The live buffers."""
-        _, buffers = self._named()
+        _, buffers, _ = self._named()
         return buffers
 
     def extra_states(self) -> list[str]:
         """Names of the modules that have extra state."""
         return [name for name, module in self._modules() if _has_extra_state(module)]
 
-    def _named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _named(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters, buffers, and by module the weights of plain embeddings."""
         hold_pieces(self._model)
         seen = {id(table.weight) for table in self._tables}
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
+        lookups: dict[str, Tensor] = {}
         for prefix, module in self._modules():
+            if isinstance(module, Lookup):
+                lookups[prefix] = module.weight
             for found, named in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in named.items():
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
                         found[f"{prefix}.{name}" if prefix else name] = tensor
-        return parameters, buffers
+        return parameters, buffers, lookups
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return modules_of(self._model, self._sources)
 
     def capture(self) -> dict[str, Any]:
-        """The state; its tensors are the live ones, and of those that ranks share the pieces."""
+        """The state; its tensors are the live ones, and of those that ranks share the pieces.
+
+        Raises:
+            SettingsError: the model has come to other tables than those that it was given with.
+        """
+        parameters, buffers, lookups = self._named()
+        refuse_other_tables(lookups, self._own_tables)
         extra = {
             name: module.get_extra_state()
             for name, module in self._modules()
             if _has_extra_state(module)
         }
-        tensors: dict[str, Any] = self.tensors()
+        tensors: dict[str, Any] = parameters | buffers
         for name in [name for name, tensor in tensors.items() if is_piece(tensor)]:
             tensors[name] = piece_of(tensors[name])
             if tensors[name] is None:

@@ -21,7 +21,7 @@ from recpoint.trainer_plugin.dense_pieces import (
 )
 from recpoint.trainer_plugin.optimizer_rows import row_states
 from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.tables import parameter_names
+from recpoint.trainer_plugin.tables import group_names, parameter_names
 
 __all__ = ["OptimizerState", "RowState"]
 
@@ -64,13 +64,20 @@ class OptimizerState:
         return ", ".join(map(_class_name, self._optimizers))
 
     def capture(self) -> list[dict[str, Any]]:
-        """Hyperparameters and all state that is not row state; the tensors are the live ones."""
+        """Hyperparameters and all state that is not row state; the tensors are the live ones.
+
+        Raises:
+            SettingsError: an optimizer trains what is not in the model, or not any more.
+        """
         names = parameter_names(self._model)
         rows = {id(table.weight): table.rows for table in self._tables}
         return [
             {
                 "class": _class_name(optimizer),
-                "groups": [_group(group, names) for group in optimizer.param_groups],
+                "groups": [
+                    {**group, "params": group_names(names, group, number, position)}
+                    for position, group in enumerate(optimizer.param_groups)
+                ],
                 "state": {
                     names[id(parameter)]: _entry(parameter, state, rows.get(id(parameter)))
                     for parameter, state in optimizer.state.items()
@@ -82,7 +89,7 @@ class OptimizerState:
                     if not isinstance(key, Tensor)
                 },
             }
-            for optimizer in self._optimizers
+            for number, optimizer in enumerate(self._optimizers)
         ]
 
     def lacks(self, saved: Sequence[Mapping[str, Any]]) -> bool:
@@ -108,7 +115,10 @@ class OptimizerState:
                 found.append(
                     f"optimizer {number} is {here_name} here and {there_name} in the checkpoint"
                 )
-            here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            here = [
+                group_names(names, group, number, position)
+                for position, group in enumerate(optimizer.param_groups)
+            ]
             stored = [group["params"] for group in there["groups"]]
             if here != stored:
                 found.append(
@@ -176,10 +186,10 @@ class OptimizerState:
     def _trained_by(self) -> dict[str, Optimizer]:
         names = parameter_names(self._model)
         return {
-            names[id(parameter)]: optimizer
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            name: optimizer
+            for number, optimizer in enumerate(self._optimizers)
+            for position, group in enumerate(optimizer.param_groups)
+            for name in group_names(names, group, number, position)
         }
 
 
@@ -195,10 +205,6 @@ def _copied(value: Any) -> Any:
 
 def _class_name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    return {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
 
 
 def _restore_group(group: dict[str, Any], stored: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,15 @@ from recpoint.trainer_plugin.settings import several
 from recpoint.trainer_plugin.table import TABLE_DTYPES, Lookup, ModuleTable, Table
 from recpoint.trainer_plugin.table_source import TableSource, find_sources
 
-__all__ = ["Found", "find_tables", "modules_of", "optimizer_list", "parameter_names"]
+__all__ = [
+    "Found",
+    "find_tables",
+    "group_names",
+    "modules_of",
+    "optimizer_list",
+    "parameter_names",
+    "refuse_other_tables",
+]
 
 _MAX_NAME = 1024
 
@@ -137,6 +145,72 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     }
 
 
+def group_names(
+    names: Mapping[int, str], group: Mapping[str, Any], optimizer: int, position: int
+) -> list[str]:
+    """Names of the parameters of one group, in its order.
+
+    Args:
+        names: as `parameter_names` returns them, of the model as it is now.
+        group: of an optimizer.
+        optimizer: its number.
+        position: of the group in it.
+
+    Raises:
+        SettingsError: one is not in the model, or not any more.
+    """
+    found = []
+    for index, parameter in enumerate(group["params"]):
+        name = names.get(id(parameter))
+        if name is None:
+            raise _refused(
+                _place(optimizer, position, index),
+                f"a parameter of shape {tuple(parameter.shape)} outside the model",
+                "parameters of the model only: the others would not be saved",
+                "pass a model that contains it, or an optimizer without it; build both anew where "
+                "a module or a weight was replaced",
+            )
+        found.append(name)
+    return found
+
+
+def _place(optimizer: int, group: int, index: int) -> str:
+    return f"optimizers[{optimizer}], group {group}, parameter {index}"
+
+
+def refuse_other_tables(lookups: Mapping[str, Tensor], tables: Sequence[Table]) -> None:
+    """Refuse to store a model that has come to other tables than when its tables were found.
+
+    It would be built with them when it is restored, and could not be.
+
+    Args:
+        lookups: name of each plain embedding module of the model -> its weight, now.
+        tables: those that are stored as tables, without those of sources.
+
+    Raises:
+        SettingsError: one was added, replaced or removed.
+    """
+    known = {id(table.weight) for table in tables}
+    for name, weight in lookups.items():
+        if id(weight) not in known:
+            raise _refused(
+                f"table {name or 'weight'!r}",
+                "an embedding that was added, or put in place of another, after the Checkpointer "
+                "was built",
+                f"the tables that there were then: {sorted(table.name for table in tables)!r:.400}",
+                "build the Checkpointer after the model is complete",
+            )
+    there = {id(weight) for weight in lookups.values()}
+    for table in tables:
+        if id(table.weight) not in there:
+            raise _refused(
+                f"table {table.name!r}",
+                "no such module in the model any more",
+                "the tables that there were when the Checkpointer was built",
+                "build the Checkpointer after the model is complete",
+            )
+
+
 def _check(table: Table, optimizers: Sequence[Optimizer]) -> None:
     subject, weight = f"table {table.name!r}", table.weight
     if isinstance(weight, UninitializedParameter):
@@ -191,19 +265,12 @@ def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: dict[int,
                 "a torch.optim.Optimizer",
                 "pass the optimizer itself, not a wrapper",
             )
-        for group in optimizer.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                subject = f"optimizers[{number}], parameter {position}"
-                if id(parameter) not in names:
-                    raise _refused(
-                        subject,
-                        f"a parameter of shape {tuple(parameter.shape)} outside the model",
-                        "parameters of the model only: the others would not be saved",
-                        "pass a model that contains it, or an optimizer without it",
-                    )
+        for position, group in enumerate(optimizer.param_groups):
+            group_names(names, group, number, position)
+            for index, parameter in enumerate(group["params"]):
                 if seen.setdefault(id(parameter), number) != number:
                     raise _refused(
-                        subject,
+                        _place(number, position, index),
                         f"{names[id(parameter)]!r}, which optimizer {seen[id(parameter)]} has too",
                         "each parameter in one optimizer",
                         "take it out of one of the two",

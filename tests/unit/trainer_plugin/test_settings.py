@@ -263,7 +263,11 @@ def test_state_that_cannot_be_stored_is_named_before_training(place: Place) -> N
         ("run", Path("run"), "run URL"),
         ("model", None, "model"),
         ("model", Tied(), "tables 'a.weight' and 'b.weight'"),
-        ("model", Recommender(), "optimizers[0], parameter 0"),  # another one than is trained
+        (
+            "model",
+            Recommender(),
+            "optimizers[0], group 0, parameter 0",
+        ),  # another one than is trained
         ("optimizers", None, "optimizers"),
         ("optimizers", [], "table 'users'"),
         ("schedulers", None, "schedulers"),

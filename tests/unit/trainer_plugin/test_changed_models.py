@@ -1,0 +1,100 @@
+"""A model that comes to other tables or weights during training: named, counted, never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from recpoint.catalog.restore import MemoryTarget, restore
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
+from tests.training_builder import (
+    DIM,
+    ROWS,
+    Place,
+    Training,
+    checkpointer,
+    simple_training,
+    train,
+    until,
+)
+
+
+def add_a_table(training: Training) -> None:
+    training.model.extra = nn.Embedding(9, 4)
+    training.optimizers[0].add_param_group({"params": training.model.extra.parameters()})
+
+
+def add_a_frozen_table(training: Training) -> None:
+    training.model.extra = nn.Embedding(9, 4).requires_grad_(False)
+
+
+def replace_a_module(training: Training) -> None:
+    training.model.users = nn.Embedding(ROWS, DIM)
+    training.optimizers[0].add_param_group({"params": training.model.users.parameters()})
+
+
+def replace_a_weight(training: Training) -> None:
+    training.model.users.weight = nn.Parameter(torch.zeros(ROWS, DIM))
+
+
+def replace_a_dense_weight(training: Training) -> None:
+    training.model.top.bias = nn.Parameter(torch.zeros(1))
+
+
+def remove_a_table(training: Training) -> None:
+    (users,) = (p for p in training.model.users.parameters())
+    group = training.optimizers[0].param_groups[0]
+    group["params"] = [p for p in group["params"] if p is not users]
+    del training.model.users
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (add_a_table, "table 'extra': found an embedding that was added"),
+        (add_a_frozen_table, "table 'extra': found an embedding that was added"),
+        (replace_a_module, "table 'users': found an embedding that was added, or put in place"),
+        (replace_a_weight, "optimizers[0], group 0, parameter 0: found a parameter of shape"),
+        (replace_a_dense_weight, "optimizers[0], group 0, parameter 5: found a parameter of shape"),
+        (remove_a_table, "table 'users': found no such module"),
+    ],
+)
+def test_a_model_that_has_changed_is_refused_by_name_and_training_goes_on(
+    change: Callable[[Training], None], said: str, place: Place
+) -> None:
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 1)
+        until(lambda: ckpt.stats.committed == 1)
+        change(training)
+        ckpt.step()
+        ckpt.step()
+        assert ckpt.stats.failed == 2
+        assert (ckpt.stats.last_error or "").startswith(f"SettingsError: {said}")
+        ckpt.close(final=False)
+    # What counts is what can be loaded.
+    again = simple_training(9)
+    with checkpointer(again, place) as loaded:
+        report = loaded.restore()
+        assert report is not None and report.restored.step == 1
+
+
+def test_a_weight_that_is_replaced_for_its_optimizer_too_is_stored(place: Place) -> None:
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 1)
+        until(lambda: ckpt.stats.committed == 1)
+        (optimizer,) = training.optimizers
+        replace_a_weight(training)
+        optimizer.param_groups[0]["params"][0] = training.model.users.weight
+        train(training, ckpt, 2)
+        assert ckpt.stats.failed == 0
+    target = MemoryTarget()
+    restore(Run.open(open_store(place.run)), target)
+    assert torch.equal(target.tables["users"].values, training.model.users.weight.detach())
