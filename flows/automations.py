@@ -6,34 +6,35 @@ that applying twice changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import (
-    ActionTypes,
-    ChangeFlowRunState,
-    DoNothing,
-    SendNotification,
-)
+from prefect.client.schemas.sorting import AutomationSort
+from prefect.events.actions import ActionTypes, ChangeFlowRunState, DoNothing
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
 from recpoint.catalog.overview import INTERVALS_OF_SILENCE
 from recpoint.errors import SettingsError
+from recpoint.flows.notifications import kept_actions, notification, require_block_name, told
 from recpoint.flows.prefect_server import ui_url
 from recpoint.flows.publish_automation import Publishes, publishing
 from recpoint.flows.silence_automation import (
+    INTERVALS_TAG,
     SHORTEST_SILENCE_SECONDS,
+    RunSilence,
     longest,
+    of_runs,
     run_silence,
     silence,
+    silence_name,
 )
 from recpoint.tasks.events import EVENT_PREFIX, RESOURCE_PREFIX, TAG, CheckpointEvent
 
@@ -41,6 +42,13 @@ __all__ = ["AlertSettings", "Applied", "Found", "apply", "automations", "find", 
 
 #: Every automation of ours begins with it.
 _PREFIX = "recpoint: "
+_SILENCE = silence_name(_PREFIX)
+_ZOMBIES = f"{_PREFIX}flow run without a process"
+_PUBLISH = f"{_PREFIX}publish"
+
+#: Where neither an option nor an automation that is there says anything else.
+NO_COMMIT_SECONDS: Final = 1800.0
+NO_HEARTBEAT_SECONDS: Final = 600.0
 
 _PAGE = 200
 
@@ -50,30 +58,32 @@ _SIGNS_OF_LIFE = ("heartbeat", "Running", "Completed", "Failed", "Cancelled", "C
 
 @dataclass(frozen=True, kw_only=True)
 class AlertSettings:
-    """When to alert, and how.
+    """When to alert, and how; None: as it is there, or a default where it is not.
 
     Args:
         no_commit_seconds: alert when a run that has committed, or is behind, commits nothing for so
-            long: a few of its intervals.
+            long: a few of its intervals; half an hour by default.
         runs: URLs of runs that alert after so many of their own intervals besides. Those that have
             an alert of their own already, and are not named, keep it as it is.
-        no_commit_intervals: how many; a run's interval is read from its catalog now.
-        notify: a notification block, as `type/name`, such as `slack-webhook/training`; without one
-            an alert is only to be seen in Prefect's event feed.
+        no_commit_intervals: how many; a run's interval is read from its catalog now. 3 by default.
+        notify: a notification block, as `type/name`, such as `slack-webhook/training`, for the
+            alerts of all runs. `none`, the default: an alert is only to be seen in Prefect's event
+            feed. If None, an alert that is new tells whom the one for silence of any run tells.
         no_heartbeat_seconds: call a flow run of ours crashed when its process gave no sign of life
-            for so long: three of the heartbeats (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s).
-        publish: have what is committed, or validated, published at once; None: by whoever runs the
-            flow `publish`. An automation that does so already is left as it is.
+            for so long: three of the heartbeats (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s); ten
+            minutes by default.
+        publish: have what is committed, or validated, published at once; by default this is for
+            whoever runs the flow `publish`.
 
     Raises:
         SettingsError: too short a time, less than one interval, or no name of a block.
     """
 
-    no_commit_seconds: float = 1800.0
+    no_commit_seconds: float | None = None
     runs: tuple[str, ...] = ()
-    no_commit_intervals: float = INTERVALS_OF_SILENCE
+    no_commit_intervals: float | None = None
     notify: str | None = None
-    no_heartbeat_seconds: float = 600.0
+    no_heartbeat_seconds: float | None = None
     publish: Publishes | None = None
 
     def __post_init__(self) -> None:
@@ -81,34 +91,42 @@ class AlertSettings:
             ("no_commit_seconds", "intervals between checkpoints"),
             ("no_heartbeat_seconds", "heartbeats of a flow run"),
         ):
-            if not SHORTEST_SILENCE_SECONDS <= getattr(self, name) <= 366 * 86400:
+            seconds = getattr(self, name)
+            if seconds is not None and not SHORTEST_SILENCE_SECONDS <= seconds <= 366 * 86400:
                 raise SettingsError(
                     name,
-                    found=f"{getattr(self, name):g}",
+                    found=f"{seconds:g}",
                     expected=f"{SHORTEST_SILENCE_SECONDS:g} seconds to a year",
                     next_step=f"give a few {of}",
                 )
-        if not 1.0 < self.no_commit_intervals <= 1e6:
+        intervals = self.no_commit_intervals
+        if intervals is not None and not 1.0 < intervals <= 1e6:
             raise SettingsError(
                 "no_commit_intervals",
-                found=f"{self.no_commit_intervals:g}",
+                found=f"{intervals:g}",
                 expected="more than 1: between two commits there is one",
                 next_step="give 3",
             )
-        if self.notify is not None and len([x for x in self.notify.split("/") if x]) != 2:
-            raise SettingsError(
-                "notify",
-                found=self.notify,
-                expected="type/name of a notification block",
-                next_step="prefect block ls",
-            )
+        if self.notify is not None:
+            require_block_name(self.notify)
 
 
 class Applied(NamedTuple):
-    """An automation and what became of it."""
+    """An automation and what became of it.
+
+    Attributes:
+        name: of the automation.
+        result: kept: it is as it was.
+        after_seconds: how long it waits for what does not happen; None: it acts at once.
+        notifies: whom it tells; None: it tells nobody, it publishes.
+        kept: what is as it was before, `notification` or `time`.
+    """
 
     name: str
-    result: Literal["created", "updated"]
+    result: Literal["created", "updated", "kept"]
+    after_seconds: float | None = None
+    notifies: str | None = None
+    kept: tuple[str, ...] = ()
 
 
 class Found(NamedTuple):
@@ -120,14 +138,16 @@ class Found(NamedTuple):
 
 
 def automations(settings: AlertSettings, action: ActionTypes) -> list[AutomationCore]:
-    """The automations that `apply` sees to, whatever runs there are."""
+    """The automations that `apply` sees to, whatever runs there are; defaults for what is None."""
+    silent = settings.no_commit_seconds or NO_COMMIT_SECONDS
+    lifeless = settings.no_heartbeat_seconds or NO_HEARTBEAT_SECONDS
     return [
-        silence(action, seconds=settings.no_commit_seconds, prefix=_PREFIX),
+        silence(action, seconds=silent, prefix=_PREFIX),
         _alert(
             "validation failed", "A checkpoint failed its validation.", "validation_failed", action
         ),
         _alert("checkpoint rejected", "A checkpoint can never be stored.", "failed", action),
-        _zombies(timedelta(seconds=settings.no_heartbeat_seconds), action),
+        _zombies(timedelta(seconds=lifeless), action),
     ]
 
 
@@ -138,7 +158,7 @@ def _zombies(silence: timedelta, action: ActionTypes) -> AutomationCore:
     a run that takes long is left alone.
     """
     return AutomationCore(
-        name=f"{_PREFIX}flow run without a process",
+        name=_ZOMBIES,
         description=f"A flow run gave no sign of life for {silence}: it is called crashed, so that "
         "it holds no slot. What it was at is done again, by an agent or by the next run.",
         trigger=EventTrigger(
@@ -169,35 +189,112 @@ def _zombies(silence: timedelta, action: ActionTypes) -> AutomationCore:
 def apply(settings: AlertSettings) -> list[Applied]:
     """Create the automations, or bring those of the same names up to date.
 
-    Whether one is enabled stays as it is. Others of the same name are removed.
+    What `settings` leave open stays as it is, and so do tags and whether one is enabled. Others of
+    the same name are removed.
 
     Raises:
         SettingsError: there is no API, it does not answer, there is no such block, or the interval
             of one of the runs is not known yet.
         RecpointError: one of the runs cannot be read.
     """
-    done = []
-    named = [run_silence(url, settings.no_commit_intervals) for url in settings.runs]
+    given = settings.no_commit_intervals
+    named = [run_silence(url, given or INTERVALS_OF_SILENCE) for url in settings.runs]
     with _client() as client:
-        action = _action(client, settings.notify)
-        least = longest(_ours(client), named, prefix=_PREFIX)
-        settings = replace(settings, no_commit_seconds=max(least, settings.no_commit_seconds))
-        all_wanted = automations(settings, action)
-        all_wanted += [one.automation(action, prefix=_PREFIX) for one in named]
+        there = _newest_of_each_name(client)
+        if given is None:
+            named = [one.as_before(there.get(one.name(_PREFIX))) for one in named]
+        chosen = None if settings.notify is None else notification(client, settings.notify)
+        action = chosen or DoNothing()
+        alerts = automations(_resolved(settings, there, named), action)
+        alerts += [one.automation(action, prefix=_PREFIX) for one in named]
+        others = there.keys() - {one.name for one in alerts}
+        of_others = sorted(name for name in others if name.startswith(of_runs(_PREFIX)))
+        # Those too tell whoever is to be told from now on.
+        alerts += [there[name].model_copy(update={"actions": [action]}) for name in of_others]
+        done = [_apply_alert(client, one, there, keep=chosen is None) for one in alerts]
         if settings.publish is not None:
-            all_wanted.append(publishing(client, settings.publish, name=f"{_PREFIX}publish"))
-        for wanted in all_wanted:
-            there = client.read_automations_by_name(wanted.name)
-            if not there:
-                client.create_automation(wanted)
-                done.append(Applied(wanted.name, "created"))
-                continue
-            wanted.enabled = there[0].enabled
-            client.update_automation(there[0].id, wanted)
-            for double in there[1:]:
-                client.delete_automation(double.id)
-            done.append(Applied(wanted.name, "updated"))
+            wanted = publishing(client, settings.publish, name=_PUBLISH)
+            done.append(Applied(_PUBLISH, _see_to(client, wanted, there.get(_PUBLISH))))
+        elif _PUBLISH in there:
+            done.append(Applied(_PUBLISH, "kept"))
     return done
+
+
+def _apply_alert(
+    client: SyncPrefectClient,
+    wanted: AutomationCore,
+    there: Mapping[str, Automation],
+    *,
+    keep: bool,
+) -> Applied:
+    """See to an alert; `keep`: it tells whom it told before, a new one whom the others tell."""
+    before = there.get(wanted.name)
+    seconds = _waits_seconds(wanted)
+    kept = []
+    if keep and (model := before or there.get(_SILENCE)) is not None:
+        ours = [action for action in wanted.actions if isinstance(action, ChangeFlowRunState)]
+        wanted.actions = ours + kept_actions(model.actions)
+        kept.append("notification")
+    if before is not None and seconds is not None and seconds == _waits_seconds(before):
+        kept.append("time")
+    result = _see_to(client, wanted, before)
+    return Applied(wanted.name, result, seconds, told(client, wanted.actions), tuple(kept))
+
+
+def _resolved(
+    settings: AlertSettings, there: Mapping[str, Automation], named: Iterable[RunSilence]
+) -> AlertSettings:
+    """The settings with every time: the one that is there, else the default, where none is given.
+
+    Never less for all runs than for one that has an alert of its own.
+    """
+
+    def seconds(given: float | None, name: str, default: float) -> float:
+        if given is not None:
+            return given
+        before = there.get(name)
+        return (None if before is None else _waits_seconds(before)) or default
+
+    silent = seconds(settings.no_commit_seconds, _SILENCE, NO_COMMIT_SECONDS)
+    return replace(
+        settings,
+        no_commit_seconds=max(silent, longest(there.values(), named, prefix=_PREFIX)),
+        no_heartbeat_seconds=seconds(settings.no_heartbeat_seconds, _ZOMBIES, NO_HEARTBEAT_SECONDS),
+    )
+
+
+def _waits_seconds(one: AutomationCore) -> float | None:
+    """How long it waits for what does not happen; None if it waits for nothing."""
+    if not isinstance(one.trigger, EventTrigger) or one.trigger.posture != Posture.Proactive:
+        return None
+    return one.trigger.within.total_seconds()
+
+
+def _see_to(
+    client: SyncPrefectClient, wanted: AutomationCore, before: Automation | None
+) -> Literal["created", "updated", "kept"]:
+    if before is None:
+        client.create_automation(wanted)
+        return "created"
+    tags = {tag for tag in before.tags if not tag.startswith(INTERVALS_TAG)} | {*wanted.tags}
+    ours = ("description", "trigger", "actions")
+    # One that is changed counts anew.
+    if tags == {*before.tags} and all(getattr(before, x) == getattr(wanted, x) for x in ours):
+        return "kept"
+    client.update_automation(
+        before.id,
+        AutomationCore(
+            name=wanted.name,
+            description=wanted.description,
+            enabled=before.enabled,
+            tags=sorted(tags),
+            trigger=wanted.trigger,
+            actions=wanted.actions,
+            actions_on_trigger=before.actions_on_trigger,
+            actions_on_resolve=before.actions_on_resolve,
+        ),
+    )
+    return "updated"
 
 
 def find() -> list[Found]:
@@ -224,12 +321,22 @@ def remove() -> list[str]:
 
 
 def _ours(client: SyncPrefectClient) -> list[Automation]:
+    """All that are ours, those first that were changed last."""
     ours: list[Automation] = []
-    offset = 0
-    while page := client.read_automations(limit=_PAGE, offset=offset):
+    offset, newest = 0, AutomationSort.UPDATED_DESC
+    while page := client.read_automations(sort=newest, limit=_PAGE, offset=offset):
         ours += [one for one in page if one.name.startswith(_PREFIX)]
         offset += len(page)
     return ours
+
+
+def _newest_of_each_name(client: SyncPrefectClient) -> dict[str, Automation]:
+    """Those that are ours; of several with one name the others are removed."""
+    newest: dict[str, Automation] = {}
+    for one in _ours(client):
+        if newest.setdefault(one.name, one) is not one:
+            client.delete_automation(one.id)
+    return newest
 
 
 def _events(*names: CheckpointEvent) -> set[str]:
@@ -252,29 +359,6 @@ def _alert(
             within=timedelta(minutes=1),
         ),
         actions=[action],
-    )
-
-
-def _action(client: SyncPrefectClient, notify: str | None) -> ActionTypes:
-    if notify is None:
-        return DoNothing()
-    kind, name = [part for part in notify.split("/") if part]
-    try:
-        block = client.read_block_document_by_name(name, kind)
-    except ObjectNotFound:
-        raise SettingsError(
-            "notify",
-            found=f"no block {notify}",
-            expected="a notification block that the server has",
-            next_step="prefect block ls",
-        ) from None
-    assert block.id is not None  # what a server has got has one
-    return SendNotification(
-        block_document_id=block.id,
-        subject="recpoint: {{ automation.name }}",
-        body="{{ automation.description }}\n\n"
-        "run: {{ event.resource['prefect.resource.name'] }}\n"
-        "last event: {{ event.event }} of {{ event.occurred }}\n{{ event.payload }}",
     )
 
 

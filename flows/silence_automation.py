@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -20,10 +21,22 @@ from recpoint.catalog.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.tasks.events import EVENT_PREFIX, RESOURCE_PREFIX
 
-__all__ = ["SHORTEST_SILENCE_SECONDS", "RunSilence", "longest", "run_silence", "silence"]
+__all__ = [
+    "INTERVALS_TAG",
+    "SHORTEST_SILENCE_SECONDS",
+    "RunSilence",
+    "longest",
+    "of_runs",
+    "run_silence",
+    "silence",
+    "silence_name",
+]
 
 #: Prefect's own floor for a trigger that waits for something not to happen.
 SHORTEST_SILENCE_SECONDS = 10.0
+
+#: A tag of a run's automation begins with it, and ends with the number of its intervals.
+INTERVALS_TAG = "recpoint.intervals:"
 
 _BEGINS = {f"{EVENT_PREFIX}committed", f"{EVENT_PREFIX}lagging"}
 _ENDS = {f"{EVENT_PREFIX}committed", f"{EVENT_PREFIX}ended"}
@@ -44,7 +57,15 @@ class RunSilence(NamedTuple):
 
     def name(self, prefix: str) -> str:
         """Of its automation. The run's id is its identity: a run may move to another URL."""
-        return f"{_of_runs(prefix)}{self.run_id}"
+        return f"{of_runs(prefix)}{self.run_id}"
+
+    def as_before(self, there: Automation | None) -> RunSilence:
+        """The same with as many intervals as the run's automation has been given, if it has."""
+        for tag in () if there is None else there.tags:
+            if tag.startswith(INTERVALS_TAG):
+                with suppress(ValueError):
+                    return self._replace(intervals=float(tag.removeprefix(INTERVALS_TAG)))
+        return self
 
     def automation(self, action: ActionTypes, *, prefix: str) -> AutomationCore:
         """The automation, with a name that begins with `prefix`."""
@@ -54,6 +75,7 @@ class RunSilence(NamedTuple):
             description=f"{self.url} committed nothing for {within}: {self.intervals:g} of its "
             f"intervals, {self.interval_seconds:.3g} s each when this was applied. "
             "Its trainer or its agent is dead, or its store is away.",
+            tags=[f"{INTERVALS_TAG}{self.intervals:g}"],
             trigger=_trigger(f"{RESOURCE_PREFIX}{self.run_id}", within),
             actions=[action],
         )
@@ -83,7 +105,7 @@ def silence(action: ActionTypes, *, seconds: float, prefix: str) -> AutomationCo
     """The automation for all runs that send events to this server, named ones too."""
     within = timedelta(seconds=seconds)
     return AutomationCore(
-        name=f"{prefix}no commit",
+        name=silence_name(prefix),
         description=f"A run committed nothing for {within}: its trainer or its agent is dead, "
         "or its store is away. Once for each silence; again while an agent says that it is "
         "behind. Not after a training that ended by itself on a host with an agent.",
@@ -105,12 +127,18 @@ def longest(there: Iterable[Automation], named: Iterable[RunSilence], *, prefix:
     """
     known = {one.name(prefix): one.seconds for one in named}
     for one in there:
-        if one.name.startswith(_of_runs(prefix)) and isinstance(one.trigger, EventTrigger):
+        if one.name.startswith(of_runs(prefix)) and isinstance(one.trigger, EventTrigger):
             known.setdefault(one.name, one.trigger.within.total_seconds())
     return math.ceil(max(known.values(), default=0.0))
 
 
-def _of_runs(prefix: str) -> str:
+def silence_name(prefix: str) -> str:
+    """Of the automation for all runs."""
+    return f"{prefix}no commit"
+
+
+def of_runs(prefix: str) -> str:
+    """What the names of automations for one run begin with."""
     return f"{prefix}no commit of run "
 
 

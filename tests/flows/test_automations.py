@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +14,7 @@ from prefect.blocks.notifications import SlackWebhook
 from prefect.client.orchestration import get_client
 from prefect.events.actions import DoNothing, SendNotification
 from prefect.events.schemas.automations import Automation, EventTrigger
+from prefect.settings import PREFECT_API_URL
 from pydantic import SecretStr
 
 from recpoint.catalog import persist
@@ -21,10 +24,13 @@ from recpoint.flows.automations import AlertSettings, apply, automations, find, 
 from recpoint.format.history import History
 from recpoint.tasks.events import emit
 from tests.catalog_builder import new_run, tables
+from tests.forked_program import run_module
 from tests.job_builder import stage
 from tests.polling import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def there() -> dict[str, Automation]:
@@ -40,7 +46,7 @@ def test_a_block_is_told_and_what_a_person_changed_stays() -> None:
         # Twice, as Prefect itself would have it.
         client.create_automation(other)
         client.create_automation(other)
-    results = ["created", "updated", "created", "created"]
+    results = ["created", "kept", "created", "created"]
     assert [one.result for one in apply(AlertSettings())] == results
     before = there()
     assert len(before) == 5 and isinstance(before["recpoint: no commit"].actions[0], DoNothing)
@@ -56,6 +62,8 @@ def test_a_block_is_told_and_what_a_person_changed_stays() -> None:
 
     with pytest.raises(SettingsError, match="no block slack-webhook/nobody"):
         apply(AlertSettings(notify="slack-webhook/nobody"))
+    apply(AlertSettings(notify="none"))
+    assert all(isinstance(one.actions[-1], DoNothing) for one in there().values())
     assert len(remove()) == 4 and there().keys() == {"somebody else's"}
     with get_client(sync_client=True) as client:
         client.delete_automation(there()["somebody else's"].id)
@@ -74,6 +82,94 @@ def run_every(directory: Path, *, seconds: float) -> Run:
 def within_seconds(automation: Automation) -> float:
     assert isinstance(automation.trigger, EventTrigger)
     return automation.trigger.within.total_seconds()
+
+
+def recpoint_automations(*arguments: str) -> str:
+    """What `recpoint automations` says, on the server of this test."""
+    url = PREFECT_API_URL.value()
+    assert url is not None
+    environment = {**os.environ, "PREFECT_API_URL": url, "PYTHONPATH": str(ROOT / "src")}
+    command = ("recpoint", "automations", *arguments)
+    done = run_module(command, environment=environment, directory=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def applied(*arguments: str) -> dict[str, tuple[str, float | None, str | None]]:
+    """What became of each automation, after which time it acts now, and whom it tells."""
+    done = json.loads(recpoint_automations("apply", *arguments, "--json"))["automations"]
+    said = {one["name"]: one for one in done}
+    assert said.keys() == there().keys()
+    for name, one in there().items():
+        of_server = within_seconds(one)
+        assert said[name]["after_seconds"] == (of_server if of_server > 60 else None)
+        if name != "recpoint: publish":
+            assert said[name]["notifies"] == whom(one)
+    return {
+        name.removeprefix("recpoint: "): (one["result"], one["after_seconds"], one["notifies"])
+        for name, one in said.items()
+    }
+
+
+def whom(automation: Automation) -> str:
+    """The block that an automation tells, as the server has it."""
+    first, *others = reversed(automation.actions)
+    assert [one.type for one in others] in ([], ["change-flow-run-state"])
+    if isinstance(first, DoNothing):
+        return "nobody"
+    assert isinstance(first, SendNotification)
+    with get_client(sync_client=True) as client:
+        block = client.read_block_document(first.block_document_id)
+    assert block.block_type is not None
+    return f"{block.block_type.slug}/{block.name}"
+
+
+def test_what_is_not_given_again_stays_as_it_is(tmp_path: Path) -> None:
+    """The commands of the README, one after the other."""
+    training, other = "slack-webhook/training", "slack-webhook/other"
+    for name in ("training", "other"):
+        SlackWebhook(url=SecretStr("https://slack.invalid/x")).save(name, overwrite=True)
+    with get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("publish")
+        client.create_deployment(flow_id=flow, name="recpoint")
+    run = run_every(tmp_path, seconds=100.0)
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (first,) = [line.split() for line in lines if line.startswith("recpoint automations apply")]
+    assert first[3:] == f"--no-commit 30m --notify {training} --publish validated".split()
+
+    dead, silent, of_run = "flow run without a process", "no commit", f"no commit of run {run.id}"
+    alerts: dict[str, tuple[str, float | None, str | None]] = {
+        silent: ("created", 1800.0, training),
+        "validation failed": ("created", None, training),
+        "checkpoint rejected": ("created", None, training),
+        dead: ("created", 600.0, training),
+    }
+    assert applied(*first[3:]) == {**alerts, "publish": ("created", None, None)}
+    kept = {name: ("kept", *rest) for name, (_, *rest) in alerts.items()}
+    kept["publish"] = ("kept", None, None)
+    created = {**kept, of_run: ("created", 300.0, training)}
+    assert applied(run.url, "--intervals", "3") == created
+    # Nor is an alert of a run that is named again put back, or one that is not named.
+    changed = {of_run: ("updated", 500.0, training)}
+    assert applied(run.url, "--intervals", "5") == {**kept, **changed}
+    kept[of_run] = ("kept", 500.0, training)
+    assert applied(run.url) == kept
+    given = "--no-heartbeat 11m --no-commit 45m".split()
+    assert recpoint_automations("apply", *given).splitlines() == [
+        f"updated: recpoint: {silent}, after 45 min 0 s, notifies {training} as before",
+        f"kept: recpoint: validation failed, notifies {training} as before",
+        f"kept: recpoint: checkpoint rejected, notifies {training} as before",
+        f"updated: recpoint: {dead}, after 11 min 0 s, notifies {training} as before",
+        f"kept: recpoint: {of_run}, after 8 min 20 s as before, notifies {training} as before",
+        "kept: recpoint: publish",
+    ]
+
+    # Whoever else is to be told is told by all of them.
+    kept |= {dead: ("kept", 660.0, training), silent: ("kept", 2700.0, training)}
+    for block, told in ((other, other), ("none", "nobody")):
+        new = {name: ("updated", seconds, told) for name, (_, seconds, _) in kept.items()}
+        assert applied("--notify", block) == {**new, "publish": ("kept", None, None)}
+    remove()
 
 
 def longest_silence(run: Run) -> float:
@@ -113,7 +209,8 @@ def alarms_of_named_runs(place: Path, interval: float) -> tuple[Run, set[str]]:
 
     apply(AlertSettings(runs=(slow.url,), no_commit_intervals=2))
     done = apply(AlertSettings(runs=(quiet.url, silent.url)))
-    assert [one.result for one in done] == ["updated"] * 4 + ["created"] * 2
+    # The time for all stays at what the slow one, which is not named again, may take.
+    assert [one.result for one in done] == ["kept"] * 4 + ["created"] * 2 + ["kept"]
     waits = {name: within_seconds(one) for name, one in there().items() if "no commit" in name}
     of_run = "recpoint: no commit of run "
     assert waits == {

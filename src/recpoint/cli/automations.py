@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from recpoint.catalog.overview import INTERVALS_OF_SILENCE
 from recpoint.cli.host import require_flows
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.cli.sweep import seconds_of
 from recpoint.dashboards import terminal
+from recpoint.dashboards.run_texts import duration_text
 
 __all__ = ["automations"]
 
@@ -36,43 +36,46 @@ def apply_automations(
         float | None,
         typer.Option(
             metavar="N",
-            help="Alert when one of these runs commits nothing for N of its intervals; 3 if not "
-            "given. Apply again when an interval was changed.",
+            help="Alert when one of these runs commits nothing for N of its intervals; as before "
+            "if not given, or 3. Apply again when an interval was changed.",
         ),
     ] = None,
     no_commit: Annotated[
-        str,
+        str | None,
         typer.Option(
+            metavar="TIME",
             help="Alert when any run commits nothing for so long, a number and s, m, h or d; or "
-            "for the longest silence of a run that has --intervals, if that is longer."
+            "for the longest silence of a run that has --intervals, if that is longer. As before "
+            "if not given, or 30m.",
         ),
-    ] = "30m",
+    ] = None,
     notify: Annotated[
         str | None,
         typer.Option(
-            metavar="TYPE/NAME",
-            help="A notification block of Prefect's, such as slack-webhook/training; without it "
-            "alerts are only in the event feed.",
+            metavar="TYPE/NAME|none",
+            help="A notification block of Prefect's, such as slack-webhook/training; none: alerts "
+            "are only in the event feed. As before if not given.",
         ),
     ] = None,
     no_heartbeat: Annotated[
-        str,
+        str | None,
         typer.Option(
+            metavar="TIME",
             help="Call a flow run of ours crashed when its process gave no sign of life for so "
-            "long: three heartbeats."
+            "long: three heartbeats. As before if not given, or 10m.",
         ),
-    ] = "10m",
+    ] = None,
     publish: Annotated[
         str | None,
         typer.Option(
             metavar="committed|validated",
             help="Have each checkpoint published as soon as it is that; needs the deployment of "
-            "the flow publish.",
+            "the flow publish. As before if not given.",
         ),
     ] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Create the alerts, or bring them up to date; applying twice changes nothing."""
+    """Create the alerts, or bring them up to date: what is not given stays as it is there."""
     if publish not in (None, "committed", "validated"):
         raise typer.BadParameter(
             f"{publish!r} is neither committed nor validated", param_hint="--publish"
@@ -84,18 +87,37 @@ def apply_automations(
         )
     flows = _flows("apply")
     settings = flows.AlertSettings(
-        no_commit_seconds=seconds_of(no_commit, option="--no-commit"),
+        no_commit_seconds=_seconds_of(no_commit, option="--no-commit"),
         runs=tuple(dict.fromkeys(urls or ())),
-        no_commit_intervals=INTERVALS_OF_SILENCE if intervals is None else intervals,
-        no_heartbeat_seconds=seconds_of(no_heartbeat, option="--no-heartbeat"),
+        no_commit_intervals=intervals,
+        no_heartbeat_seconds=_seconds_of(no_heartbeat, option="--no-heartbeat"),
         notify=notify,
         publish=publish,
     )
     done = flows.apply(settings)
     return Result(
         {"automations": [one._asdict() for one in done]},
-        *(terminal.shown(f"{one.result}: {one.name}") for one in done),
+        *(terminal.shown(_words(**one._asdict())) for one in done),
     )
+
+
+def _seconds_of(text: str | None, *, option: str) -> float | None:
+    return None if text is None else seconds_of(text, option=option)
+
+
+def _words(
+    name: str,
+    result: str,
+    after_seconds: float | None,
+    notifies: str | None,
+    kept: tuple[str, ...],
+) -> str:
+    text = f"{result}: {name}"
+    if after_seconds is not None:
+        text += f", after {duration_text(after_seconds)}{' as before' * ('time' in kept)}"
+    if notifies is not None:
+        text += f", notifies {notifies}{' as before' * ('notification' in kept)}"
+    return text
 
 
 @automations.command("list")
