@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from prefect import State, flow, tags
@@ -26,6 +24,7 @@ from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.consolidate_process import NOTHING_DONE
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GenerationNumber, Links, PartsAtOnce, RunUrl, StepNumber
 from recpoint.flows.task_runner import chosen_task_runner
 from recpoint.format.manifest import ChunkEntry
@@ -54,7 +53,7 @@ def _run_name() -> str:
     task_runner=chosen_task_runner(),
     timeout_seconds=24 * 3600,
     persist_result=False,
-    result_storage=Path(tempfile.gettempdir()),  # nothing is stored there, as in `persist`
+    result_storage=NO_RESULTS,
 )
 async def consolidate(
     run_url: RunUrl,

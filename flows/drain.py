@@ -7,7 +7,6 @@ rejected if it can never be; what only has to wait stays staged.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from prefect.states import Completed
 from recpoint.catalog import staged
 from recpoint.errors import StagingError
 from recpoint.flows.agent import run_agent
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import StagingArea
 
 __all__ = ["drain"]
@@ -26,7 +26,7 @@ __all__ = ["drain"]
     name="drain",
     timeout_seconds=9 * 3600,
     persist_result=False,
-    result_storage=Path(tempfile.gettempdir()),
+    result_storage=NO_RESULTS,
 )
 async def drain(staging: StagingArea | None = None) -> State[Any]:
     """Do all jobs of a staging area that can be done now, unless an agent serves it.

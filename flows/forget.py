@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -36,6 +34,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 from pydantic import Field
 
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.tasks.artifact_key import ARTIFACT_PREFIX
 from recpoint.tasks.events import TAG
 
@@ -54,7 +53,7 @@ Days = Annotated[float, Field(ge=1 / 24, le=3660, allow_inf_nan=False)]
     name="forget",
     timeout_seconds=6 * 3600,
     persist_result=False,
-    result_storage=Path(tempfile.gettempdir()),
+    result_storage=NO_RESULTS,
 )
 async def forget(older_than_days: Days = 3.0) -> State[Any]:
     """Delete flow runs tagged `recpoint` that ended so long ago, and the artifacts they made.
@@ -99,15 +98,17 @@ async def _over_before(client: PrefectClient, before: datetime) -> list[UUID]:
 
 
 async def _delete_artifacts(client: PrefectClient, runs: list[UUID]) -> int:
-    """Those of ours that the runs made: an evaluation may have made some of its own."""
-    chosen = ArtifactFilter(
-        flow_run_id=ArtifactFilterFlowRunId(any_=runs),
-        key=ArtifactFilterKey(like_=f"{ARTIFACT_PREFIX}%"),
-    )
+    """Those of ours that the runs made: an evaluation may have made some of its own.
+
+    And those without a key, which Prefect makes of results: a run of an older recpoint that raised
+    has one.
+    """
     count = 0
-    while page := await client.read_artifacts(artifact_filter=chosen, limit=_PAGE):
-        await _each(client.delete_artifact, [one.id for one in page])
-        count += len(page)
+    for key in (ArtifactFilterKey(like_=f"{ARTIFACT_PREFIX}%"), ArtifactFilterKey(exists_=False)):
+        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=runs), key=key)
+        while page := await client.read_artifacts(artifact_filter=chosen, limit=_PAGE):
+            await _each(client.delete_artifact, [one.id for one in page])
+            count += len(page)
     return count
 
 

@@ -7,12 +7,10 @@ because Prefect keeps a sync flow for a second after its end; what blocks runs i
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from logging import Logger, LoggerAdapter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefect import State, flow, tags
@@ -37,6 +35,7 @@ from recpoint.catalog.persist import (
 from recpoint.catalog.persist_plan import Group
 from recpoint.catalog.staged import read_job
 from recpoint.errors import CheckpointCancelled, RecpointError
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.format.job import Job
 from recpoint.tasks.commit import Waiting, commit
 from recpoint.tasks.encode import encode
@@ -107,8 +106,7 @@ def _run_name() -> str:
     flow_run_name=_run_name,
     timeout_seconds=4 * 3600,
     persist_result=False,
-    # Nothing is stored there; without it each run asks the server twice where it would be.
-    result_storage=Path(tempfile.gettempdir()),
+    result_storage=NO_RESULTS,
     validate_parameters=False,
 )
 async def persist(job_path: str) -> State[Any]:

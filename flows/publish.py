@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from prefect import State, flow
@@ -12,6 +10,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field
 
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.events import emit
@@ -32,7 +31,7 @@ def _run_name() -> str:
     flow_run_name=_run_name,
     timeout_seconds=3600,
     persist_result=False,
-    result_storage=Path(tempfile.gettempdir()),
+    result_storage=NO_RESULTS,
 )
 async def publish(
     run_url: RunUrl,

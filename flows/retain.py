@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel, Field
 from recpoint.catalog import staged
 from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
 from recpoint.catalog.store import open_store
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.events import emit
@@ -75,7 +75,7 @@ def _run_name() -> str:
     flow_run_name=_run_name,
     timeout_seconds=9 * 3600,
     persist_result=False,
-    result_storage=Path(tempfile.gettempdir()),
+    result_storage=NO_RESULTS,
 )
 async def retain(
     run_url: RunUrl,

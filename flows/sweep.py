@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.errors import NothingToRestore
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.persist_task import RETRIES, may_heal
@@ -57,7 +57,7 @@ async def sweep_store(
     flow_run_name=_run_name,
     timeout_seconds=5 * 3600,
     persist_result=False,
-    result_storage=Path(tempfile.gettempdir()),
+    result_storage=NO_RESULTS,
 )
 async def sweep(
     run_url: RunUrl,

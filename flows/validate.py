@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefect import State, flow
@@ -21,6 +19,7 @@ from recpoint.catalog.store import open_store
 from recpoint.catalog.validate import Validation
 from recpoint.catalog.validations import LEVELS, verdict_of
 from recpoint.errors import NothingToRestore
+from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
 from recpoint.format.naming import ValidationLevel
 from recpoint.tasks.artifact_key import artifact_key
@@ -44,7 +43,7 @@ def _run_name() -> str:
     flow_run_name=_run_name,
     timeout_seconds=18 * 3600,
     persist_result=False,
-    result_storage=Path(tempfile.gettempdir()),
+    result_storage=NO_RESULTS,
 )
 async def validate(
     run_url: RunUrl,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect import flow, tags
+from prefect import State, flow, tags
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+    FlowRunFilter,
+)
 from prefect.exceptions import ParameterTypeError
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
@@ -22,13 +26,14 @@ from prefect.states import Scheduled
 
 from recpoint.flows import forget as module
 from recpoint.flows.forget import forget
+from recpoint.flows.no_results import NO_RESULTS
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 MADE = ("recpoint-forgotten-lag", "recpoint-forgotten-g1-step-2-r0", "forgotten-elsewhere")
 
 
-@flow(name="forgotten", persist_result=False, result_storage=Path(tempfile.gettempdir()))
+@flow(name="forgotten", persist_result=False, result_storage=NO_RESULTS)
 async def made() -> UUID:
     """A flow run with artifacts of ours, and one that an evaluation made."""
     async with get_client() as client:
@@ -42,6 +47,33 @@ def make(*names: str) -> UUID:
         called: Any = made()
         identity: UUID = asyncio.run(called)
     return identity
+
+
+def raised(directory: Path, *names: str) -> UUID:
+    """A flow run that raised, whose exception Prefect has stored, and told the server where."""
+
+    @flow(name="forgotten", persist_result=False, result_storage=directory)
+    async def raising() -> None:
+        raise ValueError("x")
+
+    async def call() -> State[Any]:
+        called: Any = raising(return_state=True)
+        state: State[Any] = await called
+        return state
+
+    with tags(*names):
+        identity = asyncio.run(call()).state_details.flow_run_id
+    assert identity is not None and len(without_key([identity])) == 1
+    return identity
+
+
+def without_key(runs: list[UUID]) -> list[UUID]:
+    """Artifacts of the runs that nothing can be found by."""
+    with get_client(sync_client=True) as client:
+        chosen = ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=runs), key=ArtifactFilterKey(exists_=False)
+        )
+        return [one.id for one in client.read_artifacts(artifact_filter=chosen)]
 
 
 def age(runs: list[UUID], **ago: float) -> None:
@@ -90,6 +122,14 @@ def test_old_runs_of_ours_go_and_no_others(monkeypatch: pytest.MonkeyPatch) -> N
     # What an evaluation made in a flow run of ours is its own.
     assert artifacts == sorted([*2 * MADE, *3 * MADE[2:]])
     assert forgot(older_than_days=1).message == "0 flow runs and 0 artifacts deleted"
+
+
+def test_what_is_left_of_runs_that_raised_goes_with_them(tmp_path: Path) -> None:
+    old, foreign = raised(tmp_path, "recpoint"), raised(tmp_path, "somebody-else")
+    age([old, foreign], days=2)
+    assert forgot(older_than_days=1).message == "1 flow runs and 1 artifacts deleted"
+    assert there([old, foreign])[0] == {foreign}
+    assert without_key([old]) == [] and len(without_key([foreign])) == 1
 
 
 def late(tag: str, **ago: float) -> UUID:

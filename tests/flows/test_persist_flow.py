@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from prefect import State
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
+    ArtifactFilterFlowRunId,
     ArtifactFilterKey,
     FlowRunFilter,
     FlowRunFilterTags,
@@ -16,6 +20,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.settings import get_current_settings
 
 from recpoint.catalog import cancel, job_store, persist, persist_plan, staged
 from recpoint.catalog.check import check
@@ -65,6 +70,20 @@ def artifacts(prefix: str) -> list[Artifact]:
     with get_client(sync_client=True) as client:
         chosen = ArtifactFilter(key=ArtifactFilterKey(like_=f"{prefix}%"))
         return client.read_artifacts(artifact_filter=chosen)
+
+
+def assert_nothing_is_stored_of(state: State[Any], flow_run: FlowRun) -> None:
+    """No file with its result anywhere that Prefect may put one, and no artifact of it."""
+    data: Any = state.data  # Prefect does not export its type
+    key = Path(data.metadata.storage_key)
+    places = [key.parent, Path.cwd(), Path(tempfile.gettempdir())]
+    places.append(get_current_settings().results.local_storage_path)
+    assert [place for place in places if (place / key.name).exists()] == []
+    with get_client(sync_client=True) as client:
+        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run.id]))
+        assert client.read_artifacts(artifact_filter=chosen) == []
+        told = client.read_flow_run(flow_run.id).state
+    assert told is not None and told.data is None and "exception" in str(told.message)
 
 
 def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: Path) -> None:
@@ -184,9 +203,10 @@ def test_tasks_are_run_again_for_what_may_heal_only(
     path = stage(run, tmp_path / "retried", tables(), step=step, generation=1)
     state = run_persist(str(path))
     assert state.is_completed() is committed and path.exists() is not committed
+    (flow_run,) = flow_runs(f"step:{step}")
     if not committed:
         assert isinstance(state.result(raise_on_failure=False), error)
-    (flow_run,) = flow_runs(f"step:{step}")
+        assert_nothing_is_stored_of(state, flow_run)
     found = task_runs(flow_run, last="upload")
     (upload,) = [task_run for task_run in found if task_run.name.startswith("upload")]
     assert upload.run_count == runs

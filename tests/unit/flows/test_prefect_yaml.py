@@ -19,6 +19,8 @@ from prefect.cli.deploy._models import (
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 from pydantic import BaseModel
 
+from recpoint.flows.no_results import NO_RESULTS
+
 FILE = Path(__file__).resolve().parents[3] / "prefect.yaml"
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]
 
@@ -62,6 +64,12 @@ def test_every_key_is_one_that_prefect_reads(deployment: dict[str, Any]) -> None
         assert schedule["timezone"] and schedule["slug"]
         assert schedule["active"] is (title(deployment) == "forget/recpoint"), "it has no run yet"
     assert len({schedule["slug"] for schedule in schedules}) == len(schedules)
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
+def test_nothing_is_stored_of_a_flow_run(deployment: dict[str, Any]) -> None:
+    flow = load(deployment)
+    assert flow.result_storage is NO_RESULTS and flow.persist_result is False
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
