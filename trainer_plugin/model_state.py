@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,11 +16,23 @@ from recpoint.trainer_plugin.dense_pieces import (
     piece_of,
     write_into,
 )
-from recpoint.trainer_plugin.table import Lookup, Table
+from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.table_source import TableSource
 from recpoint.trainer_plugin.tables import modules_of, refuse_other_tables
 
 __all__ = ["ModelState"]
+
+
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+
+
+class _Named(NamedTuple):
+    """Live tensors by name; `lookups`: by module, of plain embeddings; `own`: ids of the tables."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    lookups: dict[str, Tensor]
+    own: set[int]
 
 
 class ModelState:
@@ -39,46 +51,48 @@ class ModelState:
         self, model: nn.Module, tables: Sequence[Table], sources: Sequence[TableSource] = ()
     ) -> None:
         self._model = model
-        self._tables = tables
         self._sources = sources
         theirs = {table for source in sources for table in source.tables}
         self._own_tables = [table for table in tables if table not in theirs]
+        self._others_tables = [table for table in tables if table in theirs]
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name."""
-        parameters, buffers, _ = self._named()
-        return parameters | buffers
+        named = self._named()
+        return named.parameters | named.buffers
 
     def parameters(self) -> dict[str, Tensor]:
         """The live parameters that are here whole."""
-        parameters, _, _ = self._named()
-        return {name: tensor for name, tensor in parameters.items() if not is_piece(tensor)}
+        named = self._named().parameters
+        return {name: tensor for name, tensor in named.items() if not is_piece(tensor)}
 
     def buffers(self) -> dict[str, Tensor]:
         """The live buffers."""
-        _, buffers, _ = self._named()
-        return buffers
+        return self._named().buffers
 
     def extra_states(self) -> list[str]:
         """Names of the modules that have extra state."""
         return [name for name, module in self._modules() if _has_extra_state(module)]
 
-    def _named(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters, buffers, and by module the weights of plain embeddings."""
+    def _named(self) -> _Named:
         hold_pieces(self._model)
-        seen = {id(table.weight) for table in self._tables}
+        own = {id(table.weight) for table in self._own_tables}
+        seen = own | {id(table.weight) for table in self._others_tables}
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
         lookups: dict[str, Tensor] = {}
         for prefix, module in self._modules():
-            if isinstance(module, Lookup):
-                lookups[prefix] = module.weight
+            if (
+                isinstance(module, _LOOKUPS)
+                and (weight := module._parameters["weight"]) is not None
+            ):
+                lookups[prefix] = weight
             for found, named in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in named.items():
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
                         found[f"{prefix}.{name}" if prefix else name] = tensor
-        return parameters, buffers, lookups
+        return _Named(parameters, buffers, lookups, own)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return modules_of(self._model, self._sources)
@@ -89,8 +103,9 @@ class ModelState:
         Raises:
             SettingsError: the model has come to other tables than those that it was given with.
         """
-        parameters, buffers, lookups = self._named()
-        refuse_other_tables(lookups, self._own_tables)
+        parameters, buffers, lookups, own = self._named()
+        if {id(weight) for weight in lookups.values()} != own:
+            refuse_other_tables(lookups, self._own_tables)
         extra = {
             name: module.get_extra_state()
             for name, module in self._modules()
