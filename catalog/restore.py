@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +89,7 @@ def restore(
     generation: int | None = None,
     before: int | None = None,
     validated_only: bool = False,
+    damaged: Mapping[ManifestName, str] | None = None,
     threads: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport:
@@ -113,6 +114,7 @@ def restore(
         generation: with `step`: also one that is not on the live line.
         before: leave out this generation and later ones (`Run.claim_from_newest`).
         validated_only: pass over checkpoints that were not validated either.
+        damaged: without a step: checkpoints to skip, which the caller has found so, and how.
         threads: chunks read at once, not counting those of up to 2 MiB.
         on_progress: called with bytes read so far and bytes to read, from this thread.
 
@@ -128,15 +130,19 @@ def restore(
     names = candidates(run, step, generation, before)
     started = time.monotonic()
     skipped: list[Skipped] = []
-    damaged: dict[str, RecpointError] = {}
+    damaged = damaged or {}
+    damaged_chunks: dict[str, RecpointError] = {}
 
     def read(chain: Chain) -> ChainReading:
-        reading = ChainReading(run, chain, damaged, on_progress)
+        reading = ChainReading(run, chain, damaged_chunks, on_progress)
         reading.run(target, threads)
         return reading
 
     doubts = Doubts(run, validated_only=validated_only) if step is None and names else None
     for name in names:
+        if step is None and name in damaged:
+            skipped.append(Skipped(name, damaged[name]))
+            continue
         doubt = None if doubts is None else doubts.about(name)
         if doubt is not None:
             skipped.append(Skipped(name, f"{doubt}; it is restored if its step is named"))

@@ -94,7 +94,7 @@ class S3Store(Store):
         self._write(key, data, {})
         durable.step(f"stored {key}")
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes | memoryview) -> None:
         """See `Store.create`."""
         durable.step(f"create {key}")
         self._write(key, data, {"IfNoneMatch": "*"})
@@ -153,19 +153,20 @@ class S3Store(Store):
         """See `Store.probe`."""
         probe_create_only(self)
 
-    def _write(self, key: str, data: bytes, condition: Mapping[str, str]) -> None:
+    def _write(self, key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> None:
         name = self._prefix + check_key(key)
-        body = data if isinstance(data, bytes) else bytes(data)  # the SDK refuses other buffers
+        body = memoryview(data)
 
         async def send() -> None:
             if len(body) <= _SINGLE_PUT_BYTES:
-                await self._call("put_object", Key=name, Body=body, **condition)
+                whole = data if isinstance(data, bytes) else bytes(data)
+                await self._call("put_object", Key=name, Body=whole, **condition)
             else:
                 await self._send_parts(key, body, condition)
 
         self._run("writing", key, send, len(body))
 
-    async def _send_parts(self, key: str, body: bytes, condition: Mapping[str, str]) -> None:
+    async def _send_parts(self, key: str, body: memoryview, condition: Mapping[str, str]) -> None:
         name = self._prefix + key
         upload = (await self._call("create_multipart_upload", Key=name))["UploadId"]
         part_bytes = max(_PART_BYTES, -(-len(body) // _MAX_PARTS))
@@ -176,7 +177,7 @@ class S3Store(Store):
                 Key=name,
                 UploadId=upload,
                 PartNumber=number,
-                Body=body[start : start + part_bytes],
+                Body=bytes(body[start : start + part_bytes]),  # the SDK refuses other buffers
             )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 

@@ -252,7 +252,7 @@ class _FsspecStore(Store):
         self._run("writing", "pipe_file", key, bytes(data))
         durable.step(f"stored {key}")
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes | memoryview) -> None:
         """See `Store.create`."""
         durable.step(f"create {check_key(key)}")
         self._run("writing", "pipe_file", key, bytes(data), mode="create")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from recpoint.errors import ObjectExists, StoreUnsupported
 
@@ -83,13 +88,25 @@ class Store(ABC):
         """Write the object, replacing what is there."""
 
     @abstractmethod
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes | memoryview) -> None:
         """Write the object if there is none.
 
         Raises:
             ObjectExists: there is one (possibly ours, from a try whose answer was lost: read back).
             StoreUnavailable: it is not known whether it was written: read back.
         """
+
+    def create_from_file(self, key: str, path: Path) -> None:
+        """As `create`, with the bytes of a file in `scratch_directory`; of any size but none.
+
+        The file is the caller's to remove, and not to be written any more.
+        """
+        mapped: Any = np.memmap(path, mode="r")
+        self.create(key, memoryview(mapped))
+
+    def scratch_directory(self) -> Path:
+        """A local directory, which is there, for what `create_from_file` is to store."""
+        return Path(tempfile.gettempdir())
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

@@ -24,6 +24,7 @@ from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.consolidate_process import NOTHING_DONE
+from recpoint.flows.each_part import each_part
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GenerationNumber, Links, PartsAtOnce, RunUrl, StepNumber
 from recpoint.flows.task_runner import chosen_task_runner
@@ -167,26 +168,13 @@ async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[A
 
 
 async def _merge_parts(run_url: str, plan: ConsolidationPlan, at_once: int) -> list[ChunkEntry]:
-    """Every part through the flow's task runner; so many in flight, since each takes memory."""
-    waiting = [part.index for part in reversed(plan.parts)]
-    entries: list[ChunkEntry] = []
-
-    async def work() -> None:
-        while waiting:
-            # Prefect's types do not know that the result of a submitted async task is its value.
-            merging: Any = merge_tables.submit(run_url, plan, waiting.pop())
-            try:
-                entries.extend(await asyncio.to_thread(merging.result))
-            except BaseException:
-                waiting.clear()
-                raise
-
-    # All of them are waited for: nothing may be at work any more when the lease ends.
-    ended = await asyncio.gather(*(work() for _ in range(at_once)), return_exceptions=True)
-    for error in ended:
-        if error is not None:
-            raise error
-    return entries
+    """Every part through the flow's task runner."""
+    merged = await each_part(
+        lambda part: merge_tables.submit(run_url, plan, part),
+        [part.index for part in plan.parts],
+        at_once,
+    )
+    return [entry for entries in merged for entry in entries]
 
 
 def _take_lease(lease: ExitStack, run_url: str, plan: ConsolidationPlan) -> None:

@@ -14,8 +14,10 @@ __all__ = [
     "Links",
     "PartsAtOnce",
     "RunUrl",
+    "ShardBytes",
     "StagingArea",
     "StepNumber",
+    "TargetUrl",
 ]
 
 #: Where a run is, such as `s3://bucket/ads-ranker`. A run without it is refused when it is made.
@@ -32,5 +34,13 @@ GenerationNumber = Annotated[int, Field(ge=1, le=MAX_GENERATION)]
 #: Manifests of a chain; one has nothing to be merged with.
 Links = Annotated[int, Field(ge=2)]
 
-#: Of a consolidation, at work at a time.
+#: Where a restore writes: a directory, or another URL.
+TargetUrl = Annotated[
+    str, Field(min_length=1, max_length=4096, examples=["s3://bucket/exports/ads-ranker"])
+]
+
+#: Of a file of a restore that holds more than one table.
+ShardBytes = Annotated[int, Field(ge=1, le=1 << 50)]
+
+#: Of a consolidation or a restore, at work at a time.
 PartsAtOnce = Annotated[int, Field(ge=1, le=1000)]

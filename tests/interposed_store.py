@@ -57,7 +57,7 @@ class InterposedStore(Store):
         self.inner.put(key, data)
         done()
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes | memoryview) -> None:
         done = self._around("create", key)
         self.inner.create(key, data)
         done()

@@ -179,7 +179,8 @@ def test_each_deployment_is_there_with_schema_schedules_and_queue(
     deployed: dict[str, dict[str, Any]],
 ) -> None:
     everywhere = {"consolidate/recpoint", "forget/recpoint", "publish/recpoint"}
-    everywhere |= {"retain/recpoint", "validate/recpoint", "validate/recpoint-full"}
+    everywhere |= {"restore/recpoint", "retain/recpoint"}
+    everywhere |= {"validate/recpoint", "validate/recpoint-full"}
     here = {"drain/host-1", "persist/host-1", "sweep/host-1"}
     assert deployed.keys() == everywhere | here
     for name, one in deployed.items():
@@ -195,6 +196,9 @@ def test_each_deployment_is_there_with_schema_schedules_and_queue(
     assert schema["required"] == ["run_url", "keep"]
     assert schema["properties"]["run_url"]["minLength"] == 1
     assert schema["definitions"]["Keep"]["properties"]["last"]["minimum"] == 0
+    schema = deployed["restore/recpoint"]["parameter_openapi_schema"]
+    assert schema["required"] == ["run_url", "target"]
+    assert schema["properties"]["shard_bytes"]["default"] == 1 << 30
     assert retain["concurrency_options"]["collision_strategy"] == "ENQUEUE"
     assert deployed["drain/host-1"]["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
     (schedule,) = retain["schedules"]

@@ -7,10 +7,10 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,11 +18,30 @@ import torch
 from recpoint.catalog import durable
 from recpoint.catalog.restore import MemoryTarget
 from recpoint.catalog.restored_model import model_tensors
+from recpoint.catalog.state_tensors import collect_tensors, without_model
 from recpoint.errors import SettingsError
 
-__all__ = ["check_target", "replacing", "writer"]
+__all__ = ["check_target", "is_for_shards", "replacing", "writer"]
 
 Write = Callable[[Path, MemoryTarget], None]
+
+
+def is_for_shards(path: Path, *, table: str | None, force: bool) -> bool:
+    """Whether it is a directory that takes files of safetensors with an index.
+
+    Raises:
+        SettingsError: it is, and `force` was given.
+    """
+    if table is not None or not path.is_dir() or path.suffix in _WHOLE:
+        return False
+    if force:
+        raise SettingsError(
+            "--force",
+            found=f"the directory {path}",
+            expected="a file, or a directory .dcp; of others no file is ever replaced",
+            next_step="choose another directory, or remove what is there",
+        )
+    return True
 
 
 def writer(path: Path, *, table: str | None) -> Write:
@@ -31,15 +50,17 @@ def writer(path: Path, *, table: str | None) -> Write:
     Raises:
         SettingsError: the ending says nothing, or not what `table` says, or pandas is missing.
     """
-    whole = {".pt": _write_torch, ".safetensors": _write_safetensors, ".dcp": _write_dcp}
-    of_table: dict[str, Write] = {".parquet": _write_parquet, ".csv": _write_csv}
-    known = of_table if table is not None else whole
+    known = _OF_TABLE if table is not None else _WHOLE
     if path.suffix not in known:
         raise SettingsError(
             "--to",
             found=str(path),
             expected=f"a name that ends in {', '.join(known)}"
-            + (" for one table" if table is not None else "; with --table also .parquet or .csv"),
+            + (
+                " for one table"
+                if table is not None
+                else ", or a directory that is there; with --table also .parquet or .csv"
+            ),
             next_step="give the file another ending",
         )
     if table is not None:
@@ -160,9 +181,9 @@ def _write_safetensors(path: Path, target: MemoryTarget) -> None:
     if target.manifest is None:
         raise ValueError("nothing was restored")
     named: dict[str, torch.Tensor] = {}
-    _collect(named, "model", model_tensors(target), "/")
-    _collect(named, "row_states", row_states(target), "/")
-    _collect(named, "ranks", _without_model(target.state), "/")
+    collect_tensors(named, "model", model_tensors(target), "/")
+    collect_tensors(named, "row_states", row_states(target), "/")
+    collect_tensors(named, "ranks", without_model(target.state), "/")
     # Independent copies: safetensors refuses tensors that share memory, as views in a state do.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
     save_file(
@@ -189,8 +210,8 @@ def _write_dcp(path: Path, target: MemoryTarget) -> None:
     parts: dict[str, dict[str, torch.Tensor]] = {"row_states": {}, "ranks": {}}
     for name, states in row_states(target).items():
         parts["row_states"].update((f"{name}.{state}", tensor) for state, tensor in states.items())
-    for rank, tree in _without_model(target.state).items():
-        _collect(parts["ranks"], str(rank), tree, ".")
+    for rank, tree in without_model(target.state).items():
+        collect_tensors(parts["ranks"], str(rank), tree, ".")
     state = {"model": model_tensors(target), **parts}
     with warnings.catch_warnings():
         # That there is one process, which is what is meant.
@@ -210,16 +231,6 @@ def row_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _without_model(state: dict[int, object]) -> dict[int, object]:
-    """The state trees without what `model_tensors` has taken from them."""
-    return {
-        rank: {key: value for key, value in tree.items() if key != "model"}
-        if isinstance(tree, Mapping)
-        else tree
-        for rank, tree in state.items()
-    }
-
-
 def _without_arrays(value: Any) -> Any:
     """Arrays as tensors: the restricted loader of torch reads no numpy."""
     if isinstance(value, np.ndarray):
@@ -229,25 +240,6 @@ def _without_arrays(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_without_arrays(item) for item in value)
     return value
-
-
-def _collect(into: dict[str, torch.Tensor], name: str, value: object, separator: str) -> None:
-    """Put every dense tensor of a tree into `into`, under its path."""
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(value, torch.Tensor):
-        if value.is_sparse:
-            coalesced = value.coalesce()
-            items = (("indices", coalesced.indices()), ("values", coalesced.values()))
-        else:
-            into[name] = value
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        _collect(into, f"{name}{separator}{key}", item, separator)
 
 
 # --- one table ---------------------------------------------------------------------------------
@@ -281,3 +273,7 @@ def _write_parquet(path: Path, target: MemoryTarget) -> None:
 def _write_csv(path: Path, target: MemoryTarget) -> None:
     """Numbers with as many digits as it takes to get the same bits back."""
     _frame(target).to_csv(path, index=False)
+
+
+_WHOLE: Final = {".pt": _write_torch, ".safetensors": _write_safetensors, ".dcp": _write_dcp}
+_OF_TABLE: Final[dict[str, Write]] = {".parquet": _write_parquet, ".csv": _write_csv}

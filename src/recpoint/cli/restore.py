@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +24,9 @@ def restore_to_file(
     to: Annotated[
         Path,
         typer.Option(
-            help="FILE.pt, FILE.safetensors, or DIRECTORY.dcp for torch.distributed.checkpoint; "
-            "with --table FILE.parquet or FILE.csv."
+            help="FILE.pt, FILE.safetensors, DIRECTORY.dcp for torch.distributed.checkpoint, or a "
+            "directory that is there, for files of safetensors with an index; with --table "
+            "FILE.parquet or FILE.csv."
         ),
     ],
     step: Annotated[
@@ -39,11 +41,15 @@ def restore_to_file(
     json_output: JsonOption = False,
 ) -> Result:
     """Restore a checkpoint into a file, without the model."""
+    from recpoint.catalog.local_store import LocalStore
     from recpoint.catalog.restore import MemoryTarget, restore
+    from recpoint.catalog.shards import restore_shards
     from recpoint.cli import export
 
-    write = export.writer(to, table=table)
-    export.check_target(to, force=force)
+    in_shards = export.is_for_shards(to, table=table, force=force)
+    if not in_shards:
+        write = export.writer(to, table=table)
+        export.check_target(to, force=force)
     target = MemoryTarget(None if table is None else [table])
     console = progress_console()
     with Progress(
@@ -57,17 +63,21 @@ def restore_to_file(
     ) as progress:
         task = progress.add_task("restoring", total=None)
         run = open_run(url)
+        restoring = (
+            partial(restore_shards, run, LocalStore(to.absolute()))
+            if in_shards
+            else partial(restore, run, target)
+        )
         with reading(run, purpose="restore"):
-            report = restore(
-                run,
-                target,
+            report = restoring(
                 step=step,
                 generation=generation,
                 validated_only=validated,
                 on_progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
-    with export.replacing(to, force=force) as temporary:
-        write(temporary, target)
+    if not in_shards:
+        with export.replacing(to, force=force) as temporary:
+            write(temporary, target)
     skipped = [(name, naming_run(error, url)) for name, error in report.skipped]
     verdict = report.validation
     document = {

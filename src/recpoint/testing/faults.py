@@ -105,7 +105,7 @@ class FaultStore(Store):
         self._store.put(key, data)
         self._end(key, faults)
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes | memoryview) -> None:
         """See `Store.create`."""
         faults = self._begin("create", key)
         self._store.create(key, data)

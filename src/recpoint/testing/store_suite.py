@@ -76,6 +76,20 @@ class StoreSuite:
             store.create("big", data)
         assert list(store.list_unfinished()) == []
 
+    @pytest.mark.parametrize("size_bytes", [1, 65 * _MIB + 1])
+    def test_a_file_is_created_once(self, store: Store, size_bytes: int) -> None:
+        """Byte for byte; the file may go afterwards."""
+        data = secrets.token_bytes(1_000) * (size_bytes // 1_000) or b"1"
+        path = store.scratch_directory() / f".tmp-{secrets.token_hex(16)}"
+        path.write_bytes(data)
+        try:
+            store.create_from_file("a/file", path)
+            with pytest.raises(ObjectExists):
+                store.create_from_file("a/file", path)
+        finally:
+            path.unlink()
+        assert store.get("a/file", max_bytes=len(data)) == data
+
     def test_create_does_not_replace_what_put_wrote(self, store: Store) -> None:
         """And the other way round put does replace."""
         store.put("k", b"put")

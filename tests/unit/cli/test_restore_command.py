@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,27 @@ def test_a_directory_is_replaced_only_when_told(
     assert recpoint(*arguments, "--force").code == 0
     assert not (path / "notes").exists() and (path / ".metadata").exists()
     assert list(tmp_path.glob(".tmp-*")) == []
+
+
+def test_restore_into_a_directory_that_is_there(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path
+) -> None:
+    (path := tmp_path / "a model").mkdir()
+    (path / "notes").write_text("precious")
+    arguments = ("restore", saved_run.directory, "--to", path)
+    ended = recpoint(*arguments, "--json")
+    assert (ended.code, ended.json["step"], ended.json["skipped"]) == (0, 30, [])
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["attempt"] == saved_run.manifests[30].attempt
+    for name, values in saved_run.newest.items():
+        file = index["weight_map"][f"model/{name}.weight"]
+        with safe_open(path / file, framework="pt") as shard:
+            assert torch.equal(shard.get_tensor(f"model/{name}.weight"), values)
+    assert recpoint(*arguments).code == 0  # it is there
+    other = recpoint(*arguments, "--step", "10")
+    assert other.code == 2 and "of another checkpoint" in other.stderr
+    assert recpoint(*arguments, "--force").code == 2
+    assert (path / "notes").read_text() == "precious"
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv"])

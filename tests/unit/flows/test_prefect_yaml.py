@@ -83,8 +83,9 @@ def test_parameters_are_the_flows_own_and_each_is_described(deployment: dict[str
     for name, schema in properties.items():
         assert schema.get("description"), f"{name} has no description"
     missing = set(flow.parameters.required) - given.keys()
-    assert missing <= {"run_url", "job_path"}, "all else has a default that can be started with"
-    if missing == {"run_url"}:
-        flow.validate_parameters({**given, "run_url": "file:///somewhere"})
-        with pytest.raises(Exception, match="run_url"):
-            flow.validate_parameters({**given, "run_url": ""})
+    assert missing <= {"run_url", "job_path", "target"}, "all else has a default to start with"
+    places = missing - {"job_path"}
+    flow.validate_parameters({**given, **dict.fromkeys(missing, "file:///somewhere")})
+    for name in places:
+        with pytest.raises(Exception, match=name):
+            flow.validate_parameters({**given, **dict.fromkeys(missing, "x"), name: ""})

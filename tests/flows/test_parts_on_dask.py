@@ -1,24 +1,30 @@
-"""The consolidation's parts on a Dask cluster: the same bytes as without Prefect."""
+"""Parts of a consolidation and a restore on a Dask cluster: the same bytes as without Prefect."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 
-from recpoint.catalog import consolidate_plan
+from recpoint.catalog import consolidate_plan, durable
 from recpoint.catalog.check import check
 from recpoint.catalog.consolidate import consolidate
 from recpoint.catalog.consolidate_plan import plan_consolidation
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
+from recpoint.catalog.shards import restore_shards
+from recpoint.catalog.store import open_store
 from recpoint.errors import DigestMismatch, SettingsError
 from recpoint.flows.consolidate import consolidate as flow
 from recpoint.flows.consolidate import run_consolidate
+from recpoint.flows.restore import restore as restore_flow
+from recpoint.flows.restore import run_restore
 from recpoint.flows.task_runner import VARIABLE, task_runner_named
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import copy_run
@@ -45,9 +51,11 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def on_dask(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flow's parts go to the cluster, a part for each table."""
+    """The flows' parts go to the cluster, a part for each table."""
     monkeypatch.setattr(consolidate_plan, "_PART_BYTES", 1)
-    monkeypatch.setattr(flow, "task_runner", task_runner_named(f"dask:{cluster.scheduler_address}"))
+    runner = task_runner_named(f"dask:{cluster.scheduler_address}")
+    monkeypatch.setattr(flow, "task_runner", runner)
+    monkeypatch.setattr(restore_flow, "task_runner", runner)
 
 
 def objects(run: Run) -> dict[str, bytes]:
@@ -89,10 +97,49 @@ def test_damage_that_a_part_finds_is_told_as_it_is(run: Run, chain: list[Manifes
     assert not list(run.store.list("consolidated/")) and not list(run.store.list("leases/"))
 
 
-def test_the_setting_chooses_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("on_dask")
+def test_the_same_files_as_bare(run: Run, chain: list[Manifest], tmp_path: Path) -> None:
+    bare, target = tmp_path / "bare", tmp_path / "target"
+    restore_shards(run, open_store(str(bare)), shard_bytes=1)
+    state = run_restore(run.url, str(target), shard_bytes=1, parts_at_once=2)
+    assert state.is_completed() and "restored" in str(state.message)
+    files = {path.name: path.read_bytes() for path in bare.iterdir()}
+    assert len(files) == 3 and files == {path.name: path.read_bytes() for path in target.iterdir()}
+    names = {one.name for one in task_runs(flow_runs("run:run")[0], count=5, last="report_restore")}
+    parts = {f"restore_shard {name} of run step 4" for name in files if name.startswith("model-")}
+    assert len(parts) == 2 and names >= parts
+
+
+@pytest.mark.usefixtures("on_dask")
+def test_a_part_whose_process_is_killed_is_done_by_another(
+    run: Run, chain: list[Manifest], tmp_path: Path, cluster: LocalCluster
+) -> None:
+    """Right before the file is put in its place."""
+    target, killed = tmp_path / "target", tmp_path / "killed"
+
+    def die_once(step: str) -> None:
+        if step.startswith("create model-") and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Client(cluster) as client:
+        client.run(durable.set_observer, die_once)
+        try:
+            state = run_restore(run.url, str(target), shard_bytes=1)
+        finally:
+            client.run(durable.set_observer, None)
+    assert killed.exists() and state.is_completed(), state.message
+    restore_shards(run, open_store(str(tmp_path / "bare")), shard_bytes=1)
+    found = {path.name: path.read_bytes() for path in target.iterdir()}
+    assert found == {path.name: path.read_bytes() for path in (tmp_path / "bare").iterdir()}
+    assert not list(run.store.list("leases/"))
+
+
+@pytest.mark.parametrize("flow_name", ["consolidate", "restore"])
+def test_the_setting_chooses_the_runner(monkeypatch: pytest.MonkeyPatch, flow_name: str) -> None:
     monkeypatch.setenv(VARIABLE, "dask:tcp://127.0.0.1:1")
     question = (
-        "from recpoint.flows.consolidate import consolidate as c;"
+        f"from recpoint.flows.{flow_name} import {flow_name} as c;"
         "print(type(c.task_runner).__name__, c.task_runner.address)"
     )
     asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)

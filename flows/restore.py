@@ -1,0 +1,156 @@
+"""Flow: restore a checkpoint into files of safetensors, a task for each file.
+
+It does what `recpoint.catalog.shards.restore_shards` does, through the same functions. Killed or
+failed anywhere, the next one goes on with the files that are missing, if it chooses the same
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from prefect import State, flow, tags
+from prefect.context import TagsContext
+from prefect.runtime import flow_run
+from prefect.states import Completed
+
+from recpoint.catalog.chain import DAMAGE
+from recpoint.catalog.leases import reading
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import RestoreReport
+from recpoint.catalog.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
+from recpoint.catalog.shards import damaged_checkpoint, summary, take_back
+from recpoint.catalog.store import open_store
+from recpoint.flows.each_part import each_part
+from recpoint.flows.no_results import NO_RESULTS
+from recpoint.flows.parameters import (
+    GenerationNumber,
+    PartsAtOnce,
+    RunUrl,
+    ShardBytes,
+    StepNumber,
+    TargetUrl,
+)
+from recpoint.flows.task_runner import chosen_task_runner
+from recpoint.tasks.artifact_key import run_title
+from recpoint.tasks.consolidation_task import open_run
+from recpoint.tasks.events import TAG
+from recpoint.tasks.restore import finish_restore, plan_restore, report_restore, restore_shard
+
+__all__ = ["restore", "run_restore"]
+
+_LOG = logging.getLogger("recpoint.restore")
+
+
+def _run_name() -> str:
+    parameters = flow_run.get_parameters()
+    step = f" step {parameters['step']}" if parameters.get("step") is not None else ""
+    return f"restore {run_title(parameters['run_url'])}{step}"
+
+
+@flow(
+    name="restore",
+    flow_run_name=_run_name,
+    task_runner=chosen_task_runner(),
+    timeout_seconds=24 * 3600,
+    persist_result=False,
+    result_storage=NO_RESULTS,
+)
+async def restore(
+    run_url: RunUrl,
+    target: TargetUrl,
+    step: StepNumber | None = None,
+    generation: GenerationNumber | None = None,
+    validated_only: bool = False,
+    shard_bytes: ShardBytes = DEFAULT_SHARD_BYTES,
+    parts_at_once: PartsAtOnce = 1,
+) -> State[Any]:
+    """Restore a checkpoint into files of safetensors with an index, without the model.
+
+    Args:
+        run_url: the run.
+        target: a directory or another URL, which all workers of the task runner reach; the index
+            appears there last. Other files are left alone, another checkpoint's are refused.
+        step: of the checkpoint; the newest good one if None.
+        generation: with a step: also one that is not on the live line.
+        validated_only: without a step: only one that was validated.
+        shard_bytes: of a file; a table that is larger has one of its own.
+        parts_at_once: files that the task runner has at a time; each takes up to half a gigabyte of
+            memory where it runs, or the dense state if that is more, and disk for the file.
+
+    Returns:
+        Completed; its message says what was restored, and what was skipped.
+
+    Raises:
+        SettingsError: something else is in the target.
+        RecpointError: of `recpoint.catalog.shards.restore_shards`; no index was written.
+    """
+    # The tags of a task are names of concurrency limits, which the server would be asked for.
+    with TagsContext(current_tags=set()):
+        lease = ExitStack()
+        await asyncio.to_thread(
+            lambda: lease.enter_context(reading(open_run(run_url), purpose="restore"))
+        )
+        try:
+            plan, done, outcome = await _restore(
+                run_url, target, step, generation, validated_only, shard_bytes, parts_at_once
+            )
+        finally:
+            await asyncio.to_thread(lease.close)
+        reporting: Any = report_restore(run_url, target, plan, done, outcome, return_state=True)
+        told: State[Any] = await reporting
+        if not told.is_completed():
+            _LOG.warning("restored, but not reported: %s", told.message)
+    left_out = [f"skipped {name}: {error}" for name, error in done.skipped]
+    left_out += [f"passed over {key}: {error}" for key, error in done.passed_over]
+    words = f"{outcome}: {done.restored} in {len(plan.shards)} files, {plan.size_bytes} bytes"
+    return Completed(message="; ".join([words, *left_out]))
+
+
+async def _restore(
+    run_url: str,
+    target: str,
+    step: int | None,
+    generation: int | None,
+    validated_only: bool,
+    shard_bytes: int,
+    at_once: int,
+) -> tuple[ShardPlan, RestoreReport, str]:
+    """The newest checkpoint of which every file turns out to be good."""
+    damaged: dict[ManifestName, str] = {}
+    while True:
+        plan, there = await plan_restore(
+            run_url, target, step, generation, validated_only, damaged, shard_bytes
+        )
+        if there:
+            return plan, plan.report, "already"
+        _LOG.info("%s into %d files of %s", plan.name, len(plan.shards), target)
+        try:
+            reports = await each_part(
+                partial(restore_shard.submit, run_url, target, plan),
+                range(len(plan.shards)),
+                at_once,
+            )
+        except DAMAGE as error:
+            damaged |= damaged_checkpoint(plan, error, named=step is not None)
+            _LOG.warning("skipped %s: %s", plan.name, error)
+            await asyncio.to_thread(take_back, open_store(target), plan)
+            continue
+        await finish_restore(run_url, target, plan)
+        return plan, summary(plan, [one for one in reports if one is not None]), "restored"
+
+
+def run_restore(run_url: str, target: str, **settings: Any) -> State[Any]:
+    """Call the flow, tagged with the run, and wait for its final state."""
+
+    async def call() -> State[Any]:
+        with tags(TAG, f"run:{run_title(run_url)}"):
+            called: Any = restore(run_url, target, return_state=True, **settings)
+            state: State[Any] = await called
+            return state
+
+    return asyncio.run(call())

@@ -1,0 +1,134 @@
+"""Tasks: choose a checkpoint and divide it into files, restore one of them, and finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from prefect import task
+from prefect.artifacts import Artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import task_run
+
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.restore import RestoreReport
+from recpoint.catalog.run import Run
+from recpoint.catalog.shard_plan import ShardPlan, plan_shards
+from recpoint.catalog.shards import check_place, finish_shards, write_shard
+from recpoint.catalog.store import open_store
+from recpoint.tasks.artifact_key import artifact_key, run_title
+from recpoint.tasks.consolidation_task import open_run
+from recpoint.tasks.persist_task import RETRIES, may_heal
+from recpoint.tasks.progress import ProgressBar
+
+__all__ = ["finish_restore", "plan_restore", "report_restore", "restore_shard"]
+
+
+def _task_name() -> str:
+    parameters = task_run.get_parameters()
+    plan: ShardPlan | None = parameters.get("plan")
+    part = f" {plan.shards[parameters['part']].file}" if plan and "part" in parameters else ""
+    step = f" step {plan.name.step}" if plan else ""
+    return f"{task_run.get_task_name()}{part} of {run_title(parameters['run_url'])}{step}"
+
+
+@task(
+    task_run_name=_task_name,
+    retry_condition_fn=may_heal,
+    timeout_seconds=3600,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    **RETRIES,
+)
+async def plan_restore(
+    run_url: str,
+    target_url: str,
+    step: int | None,
+    generation: int | None,
+    validated_only: bool,
+    damaged: Mapping[ManifestName, str],
+    shard_bytes: int,
+) -> tuple[ShardPlan, bool]:
+    """The checkpoint, its files, and whether all of them are in their place already."""
+
+    def plan() -> tuple[ShardPlan, bool]:
+        made = plan_shards(
+            open_run(run_url),
+            step=step,
+            generation=generation,
+            validated_only=validated_only,
+            damaged=damaged,
+            shard_bytes=shard_bytes,
+        )
+        return made, check_place(open_store(target_url), made)
+
+    return await asyncio.to_thread(plan)
+
+
+@task(
+    task_run_name=_task_name,
+    retry_condition_fn=may_heal,
+    timeout_seconds=12 * 3600,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    **RETRIES,
+)
+async def restore_shard(
+    run_url: str, target_url: str, plan: ShardPlan, part: int
+) -> RestoreReport | None:
+    """Restore one file of a plan; None: it was there."""
+    return await asyncio.to_thread(_restore, run_url, target_url, plan, part)
+
+
+def _restore(run_url: str, target_url: str, plan: ShardPlan, part: int) -> RestoreReport | None:
+    run, shard = open_run(run_url), plan.shards[part]
+    bar = ProgressBar(
+        _key(run, plan, f"restore-part-{part}-progress"), f"Bytes read for {shard.file}"
+    )
+    report = write_shard(run, open_store(target_url), plan, shard, on_progress=bar.show)
+    bar.finish()
+    return report
+
+
+@task(
+    task_run_name=_task_name,
+    retry_condition_fn=may_heal,
+    timeout_seconds=3600,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    **RETRIES,
+)
+async def finish_restore(run_url: str, target_url: str, plan: ShardPlan) -> None:
+    """Write the index: from then on the files count."""
+    await asyncio.to_thread(lambda: finish_shards(open_store(target_url), plan))
+
+
+@task(task_run_name=_task_name, timeout_seconds=20, cache_policy=NO_CACHE, persist_result=False)
+async def report_restore(
+    run_url: str, target_url: str, plan: ShardPlan, done: RestoreReport, outcome: str
+) -> None:
+    """Show as a table what was restored, and what was not."""
+    url, target = (one.replace("`", "'") for one in (run_url, target_url))  # ends a code span
+    verdict = done.validation
+    rows = [
+        ("outcome", outcome),
+        ("checkpoint", str(done.restored)),
+        ("validation", verdict.in_words if verdict else "never validated"),
+        *((f"skipped {name}", error) for name, error in done.skipped),
+        *((f"passed over {key}", error) for key, error in done.passed_over),
+        ("files", f"{len(plan.shards)} of {plan.size_bytes} bytes together"),
+        ("read", f"{done.bytes_read} bytes in {done.chunks_read} chunks"),
+        ("took, all parts together", f"{done.seconds:.1f} s"),
+    ]
+    await Artifact(
+        type="table",
+        key=artifact_key(
+            run_url, plan.run, f"restore-g{plan.name.generation}-step-{plan.name.step}"
+        ),
+        description=f"Restore of step {plan.name.step} of `{url}` into `{target}`",
+        data=[{"what": what, "value": value} for what, value in rows],
+    ).acreate()
+
+
+def _key(run: Run, plan: ShardPlan, what: str) -> str:
+    return artifact_key(run.url, run.id, f"g{plan.name.generation}-step-{plan.name.step}-{what}")

@@ -1,0 +1,260 @@
+"""Restoring into files of safetensors with an index: what is in them, and what is never mixed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from recpoint.catalog.run import Run
+from recpoint.catalog.shard_plan import INDEX, plan_shards
+from recpoint.catalog.shards import finish_shards, restore_shards, write_shard
+from recpoint.catalog.store import Store, open_store
+from recpoint.cli import app
+from recpoint.errors import SettingsError, StoreUnavailable
+from recpoint.format.manifest import Manifest
+from tests.catalog_builder import Table, build, new_run, publish, tables
+from tests.interposed_store import InterposedStore, unavailable
+
+STATE = {
+    "model": {"tensors": {"top.bias": torch.arange(3.0), "steps": torch.tensor(7)}, "extra": {}},
+    "rng": {"torch": torch.arange(5, dtype=torch.uint8)},
+}
+
+
+def trained() -> list[Table]:
+    """Two whole tables and one in pieces of columns, of all widths of items."""
+    generator = torch.Generator().manual_seed(5)
+    wide = Table(
+        "wide",
+        torch.randn(30, 6, generator=generator, dtype=torch.float64),
+        (torch.rand(30, 6, generator=generator), torch.arange(30)),
+        bits=None,
+    )
+    halves = Table("halves", torch.randn(7, 5, generator=generator).to(torch.bfloat16))
+    return [*tables(bits=4), *wide.cut([4]), halves]
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> tuple[Run, list[Manifest]]:
+    """A full and two increments."""
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    generator = torch.Generator().manual_seed(1)
+    made: list[Manifest] = []
+    all_tables = trained()
+    for step in (1, 2, 3):
+        dirty = [torch.arange(step, table.rows, 3) for table in all_tables]
+        if step > 1:
+            for table, ids in zip(all_tables, dirty, strict=True):
+                floating = [t for t in (table.values, *table.states) if t.is_floating_point()]
+                for tensor in floating:
+                    shape = (ids.numel(), *tensor.shape[1:])
+                    tensor[ids] = torch.randn(shape, generator=generator).to(tensor.dtype)
+        checkpoint = build(
+            run, all_tables, step=step, generation=1, parent=made[-1] if made else None,
+            dirty=dirty if made else None, state=STATE,
+        )  # fmt: skip
+        made.append(publish(run, checkpoint))
+    return run, made
+
+
+def in_one_file(run: Run, path: Path, *arguments: str) -> dict[str, torch.Tensor]:
+    """What `recpoint restore` writes into one file."""
+    ended = CliRunner().invoke(app, ["restore", run.url, "--to", str(path), *arguments])
+    assert ended.exit_code == 0, ended.output
+    return load_file(path)
+
+
+def by_index(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor, found as programs find them: by the index."""
+    index = json.loads((directory / INDEX).read_text())
+    found = {}
+    for name, file in index["weight_map"].items():
+        with safe_open(directory / file, framework="pt") as shard:
+            assert shard.metadata()["format"] == "pt"
+            found[name] = shard.get_tensor(name)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    files = {path.name for path in directory.iterdir()} - {INDEX}
+    assert files == set(index["weight_map"].values())
+    return found
+
+
+def require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("shard_bytes", "files"), [(1, 5), (1500, 3), (1 << 30, 1)])
+def test_the_same_tensors_as_in_one_file(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path, shard_bytes: int, files: int
+) -> None:
+    run, _ = chain
+    into = tmp_path / "out"
+    report = restore_shards(run, open_store(str(into)), shard_bytes=shard_bytes)
+    assert report.restored.step == 3 and report.chain_length == 3
+    require_same(by_index(into), in_one_file(run, tmp_path / "one.safetensors"))
+    names = {f"model-{number:05}-of-{files:05}.safetensors" for number in range(1, files + 1)}
+    assert {path.name for path in into.iterdir()} == {INDEX, *names}
+
+
+def test_several_ranks_make_whole_tensors(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    publish(run, build(run, trained(), step=1, generation=1, state=STATE, ranks=3))
+    restore_shards(run, open_store(str(tmp_path / "out")), shard_bytes=1)
+    require_same(by_index(tmp_path / "out"), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+@pytest.fixture(params=["memory", "s3"])
+def remote(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A URL that is no local directory."""
+    if request.param == "s3":
+        yield f"{request.getfixturevalue('s3_run_url')}/exports"
+    else:
+        yield f"memory://shards-{id(request)}/exports"
+
+
+def test_into_a_store_that_is_no_directory(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path, remote: str
+) -> None:
+    run, _ = chain
+    into = open_store(remote)
+    restore_shards(run, into, shard_bytes=1)
+    (fetched := tmp_path / "fetched").mkdir()
+    for info in into.list():
+        (fetched / info.key).write_bytes(into.get(info.key, max_bytes=1 << 20))
+    require_same(by_index(fetched), in_one_file(run, tmp_path / "one.safetensors"))
+    assert restore_shards(run, into, shard_bytes=1).restored.step == 3  # it is there
+    with pytest.raises(SettingsError, match=INDEX):
+        restore_shards(run, into, shard_bytes=1, step=2)
+
+
+def test_damage_falls_back_and_leaves_nothing_of_it(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, made = chain
+    last = [entry for entry in made[2].chunks if entry.content == "rows"][-1]
+    run.store.put(last.key, bytes(last.bytes))
+    into = tmp_path / "out"
+    report = restore_shards(run, open_store(str(into)), shard_bytes=1)
+    assert report.restored.step == 2
+    ((name, error),) = report.skipped
+    assert name.step == 3 and "DigestMismatch" in error
+    require_same(by_index(into), in_one_file(run, tmp_path / "one.safetensors", "--step", "2"))
+    with pytest.raises(Exception, match=last.key):
+        restore_shards(run, open_store(str(tmp_path / "other")), shard_bytes=1, step=3)
+    assert not (tmp_path / "other" / INDEX).exists()
+
+
+def test_what_was_begun_is_finished_and_nothing_is_mixed(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, _ = chain
+    into = open_store(str(tmp_path / "out"))
+    plan = plan_shards(run, shard_bytes=1)
+    assert write_shard(run, into, plan, plan.shards[1]) is not None
+    written = (tmp_path / "out" / plan.shards[1].file).stat()
+    leftover = tmp_path / "out" / f".tmp-{'0' * 32}-{plan.shards[0].file}"
+    leftover.write_bytes(b"of a killed writer")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(SettingsError, match="of another checkpoint"):
+        restore_shards(run, into, shard_bytes=1, step=2)
+    with pytest.raises(SettingsError, match="of another checkpoint"):
+        restore_shards(run, into, shard_bytes=1 << 30)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        [leftover.name, plan.shards[1].file, "config.json"]
+    )
+    restore_shards(run, into, shard_bytes=1)
+    assert (tmp_path / "out" / plan.shards[1].file).stat() == written  # not once more
+    assert not leftover.exists()
+    (tmp_path / "out" / "config.json").unlink()
+    (tmp_path / "out" / plan.shards[2].file).unlink()  # whoever removes one gets it back
+    restore_shards(run, into, shard_bytes=1)
+    require_same(by_index(tmp_path / "out"), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+def test_of_two_writers_of_one_file_either_will_do(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    """The answer of the first is lost, and a slow one comes last."""
+    run, _ = chain
+    lost = [True]
+
+    def lose(call: str, key: str) -> None:
+        if call == "create" and lost.pop():
+            lost.append(False)
+            raise unavailable(key)
+
+    inner = open_store(str(tmp_path / "out"))
+    into: Store = InterposedStore(inner, after=lose)
+    plan = plan_shards(run)
+    with pytest.raises(StoreUnavailable):
+        write_shard(run, into, plan, plan.shards[0])
+    assert write_shard(run, into, plan, plan.shards[0]) is None
+    finish_shards(into, plan)
+    finish_shards(inner, plan)
+    require_same(by_index(tmp_path / "out"), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+# The peak of what is not mapped from a file, after everything has been imported and warmed up.
+_PROGRAM = """
+import json, sys, threading
+from recpoint import kernels
+from recpoint.catalog.run import Run
+from recpoint.catalog.shards import restore_shards
+from recpoint.catalog.store import open_store
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(l.split()[1]) << 10 for l in status if l.startswith("RssAnon"))
+
+kernels.warm_up()
+run = Run.open(open_store(sys.argv[1]))
+restore_shards(run, open_store(sys.argv[2] + "/small"), step=1)
+idle = peak = anonymous_bytes()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, anonymous_bytes())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+restore_shards(run, open_store(sys.argv[2] + "/large"), step=2)
+done.set()
+watcher.join()
+print(json.dumps((peak - idle) / 1e6))
+"""
+
+
+def test_a_table_larger_than_its_share_of_memory(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    for step, rows in ((1, 1000), (2, 1_600_000)):
+        values = torch.zeros(rows, 64)
+        values[:, 0] = torch.arange(rows)
+        checkpoint = build(
+            run, [Table("t", values)], step=step, generation=1, state={}, rows_per_chunk=60_000
+        )
+        publish(run, checkpoint)
+        del checkpoint
+    answer = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, run.url, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=180,
+    )
+    with safe_open(next((tmp_path / "large").glob("model-*")), framework="pt") as file:
+        assert torch.equal(file.get_tensor("model/t.weight"), values)
+    assert json.loads(answer.stdout) < 200  # of a table of 410 MB
