@@ -18,6 +18,7 @@ from recpoint.catalog.restore_target import (
     TableTarget,
 )
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_url import naming_errors, naming_run
 from recpoint.catalog.superseded import superseded_alone, superseded_text
 from recpoint.catalog.validations import Doubts, Verdict, verdict_of
 from recpoint.errors import (
@@ -127,6 +128,30 @@ def restore(
     """
     if threads < 1:
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
+    with naming_errors(run.url):
+        return _restore(
+            run,
+            target,
+            step=step,
+            generation=generation,
+            before=before,
+            validated_only=validated_only,
+            threads=threads,
+            on_progress=on_progress,
+        )
+
+
+def _restore(
+    run: Run,
+    target: RestoreTarget,
+    *,
+    step: int | None,
+    generation: int | None,
+    before: int | None,
+    validated_only: bool,
+    threads: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> RestoreReport:
     names = candidates(run, step, generation, before)
     started = time.monotonic()
     skipped: list[Skipped] = []
@@ -154,7 +179,8 @@ def restore(
         except (FormatError, ChainError, ObjectNotFound) as error:
             if step is not None or isinstance(error, UnsupportedVersion):
                 raise
-            skipped.append(Skipped(name, f"{type(error).__name__}: {error}"))
+            text = naming_run(f"{type(error).__name__}: {error}", run.url)
+            skipped.append(Skipped(name, text))
             continue
         return RestoreReport(
             restored=chain.newest.ref,
@@ -162,7 +188,9 @@ def restore(
             full_stored_bytes=chain.full.stored_bytes,
             validation=known,
             skipped=tuple(skipped),
-            passed_over=chain.passed_over,
+            passed_over=tuple(
+                PassedOver(key, naming_run(error, run.url)) for key, error in chain.passed_over
+            ),
             chain_length=len(chain.manifests),
             quantized=_quantized(chain),
             chunks_read=reading.chunks_read,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from recpoint.errors import SettingsError
+from recpoint.errors import RecpointError, SettingsError
 
-__all__ = ["RunUrl", "naming_run", "parse_run_url"]
+__all__ = ["RunUrl", "name_run_in", "naming_errors", "naming_run", "parse_run_url"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
 _FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
@@ -133,3 +135,20 @@ def naming_run(text: str, url: object) -> str:
     except SettingsError:
         return text
     return _PROPOSED.sub(lambda found: f"{found[1]} {shlex.quote(there)}", text)
+
+
+@contextmanager
+def naming_errors(url: object) -> Iterator[None]:
+    """Whatever is raised names the run of this URL in the commands that it proposes."""
+    try:
+        yield
+    except RecpointError as error:
+        name_run_in(error, url)
+        raise
+
+
+def name_run_in(error: BaseException, url: object) -> None:
+    """Have an error name the run of this URL in the commands that it proposes, if it is ours."""
+    if isinstance(error, RecpointError):
+        error.found = naming_run(error.found, url)
+        error.next_step = naming_run(error.next_step, url)

@@ -15,6 +15,7 @@ from recpoint import kernels
 from recpoint.catalog import staged
 from recpoint.catalog.restore import RestoreReport
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_url import naming_errors
 from recpoint.catalog.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import QuantizerName
@@ -259,7 +260,10 @@ class Checkpointer:
         if self._pipeline is not None or self._closed:
             raise _misuse("restore()", "a second call", "one call before training")
         wanted = takeover.Wanted(step, generation, fresh, partial, seed, validated_only)
-        wanted.check()
+        with naming_errors(self._store.url):
+            return self._restore(wanted.checked())
+
+    def _restore(self, wanted: takeover.Wanted) -> RestoreReport | None:
         generators = rng_state.capture()
         try:
             drain_seconds = self._settings.drain_seconds

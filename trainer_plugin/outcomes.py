@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import recpoint.errors
+from recpoint.catalog.run_url import name_run_in
 from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.cutter import Cutter
@@ -115,6 +116,7 @@ class Outcomes:
 
     def note_failure(self, error: BaseException) -> None:
         """Count and log what went wrong; with `on_error="raise"` keep it for `raise_noted`."""
+        name_run_in(error, self._area.run_url)
         self._statistics.lost(error)
         _log.error("a checkpoint failed: %s: %s", type(error).__name__, error)
         if self._settings.on_error == "raise" and self._unraised is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import numbers
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -15,12 +16,13 @@ from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import RestoreReport, restore
 from recpoint.catalog.run import Run
-from recpoint.catalog.run_url import naming_run
+from recpoint.catalog.run_url import naming_errors
 from recpoint.catalog.store import open_store
 from recpoint.catalog.store_contract import Store
 from recpoint.catalog.superseded import line_to_go_on
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 from recpoint.format.records import CheckpointRef, GenerationRecord
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.base_history import BaseHistory
@@ -108,12 +110,14 @@ class Wanted(NamedTuple):
     seed: Seed | None
     validated_only: bool
 
-    def check(self) -> None:
-        """Whether it can be had at once.
+    def checked(self) -> Self:
+        """The same, in plain numbers, if it can be had at once.
 
         Raises:
-            SettingsError: options that exclude each other.
+            SettingsError: options that exclude each other, or that cannot be meant.
         """
+        step = _number("step", self.step, 0, MAX_STEP)
+        generation = _number("generation", self.generation, 1, MAX_GENERATION)
         for one, others in (
             ("fresh", ("step", "generation", "partial", "seed")),
             ("seed", ("step", "generation", "partial")),
@@ -144,6 +148,21 @@ class Wanted(NamedTuple):
                 expected="a recpoint.Seed",
                 next_step="seed=recpoint.Seed(URL, tables=..., dense=...)",
             )
+        return self._replace(step=step, generation=generation)
+
+
+def _number(name: str, value: object, least: int, most: int) -> int | None:
+    if value is None:
+        return None
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not least <= int(value) <= most:  # type: ignore[call-overload]
+        raise SettingsError(
+            f"restore({name}=...)",
+            found=f"{value!r:.100}",
+            expected=f"a whole number, {least} or more",
+            next_step=f"give the {name} as recpoint list URL --all shows it",
+        )
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float) -> Run:
@@ -360,7 +379,9 @@ def _start_seeded(
 ) -> Start:
     """Begin a run that has no checkpoint with parts of another's."""
     target = PartialTarget(tables, state, seed.parts)
-    source = Run.open(open_store(seed.url))
+    store = open_store(seed.url)
+    with naming_errors(store.url):  # the source, not the run that begins
+        source = Run.open(store)
     with reading(source, purpose="restore"):
         report = restore(
             source,
@@ -379,9 +400,9 @@ def _tell_restored(run: Run, report: RestoreReport) -> None:
     state = known.in_words if known else "not validated"
     _log.info("%s is restored: %s", report.restored, state)
     for name, error in report.skipped:
-        _log.warning("%s is not restored: %s", name, naming_run(error, run.url))
+        _log.warning("%s is not restored: %s", name, error)
     for key, error in report.passed_over:
-        _log.warning("restored without %s: %s", key, naming_run(error, run.url))
+        _log.warning("restored without %s: %s", key, error)
 
 
 def _begun_with(target: PartialTarget, report: RestoreReport, generation: int) -> Start:

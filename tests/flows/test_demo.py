@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path, 
     assert document["restored_step"] % 20 == 0
     assert document["persisted_by_prefect"] > 0
     assert document["bytes_written"] < document["bytes_full_fp32"]
+    assert document["stall_ms_median"] > 0
     who = "" if ranks == 1 else "rank 1 of 2 "
     assert f"proof: {who}killed with SIGKILL at step" in proof
 
@@ -55,6 +57,8 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path, 
     manifests = [run.manifest(*name) for name in run.live_line()]
     assert len(manifests) == document["checkpoints"]
     assert sum(manifest.stored_bytes for manifest in manifests) == document["bytes_written"]
+    stalls_ms = [manifest.stall_us / 1000 for manifest in manifests]
+    assert document["stall_ms_median"] == pytest.approx(statistics.median(stalls_ms), abs=1e-3)
     assert manifests[0].step == 120
     assert {manifest.ranks for manifest in manifests} == {ranks}
     assert run.generation_numbers() == [1, 2]

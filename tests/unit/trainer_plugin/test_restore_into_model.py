@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -258,7 +259,8 @@ def test_parts_of_a_superseded_checkpoint(place: Place, trained: Training) -> No
 def test_an_explicit_step_leaves_newer_ones_behind(place: Place, trained: Training) -> None:
     second = simple_training(9)
     with place.agent(), checkpointer(second, place) as ckpt:
-        report = ckpt.restore(4)
+        four: Any = np.int64(4)
+        report = ckpt.restore(four)
         assert report is not None and report.restored.step == ckpt.batches_done == 4
         train(second, ckpt, 2)
     run = Run.open(open_store(place.run))
@@ -284,8 +286,13 @@ def test_damaged_checkpoints_are_never_a_silent_fresh_start(
 ) -> None:
     for manifest in (Path(place.run) / "manifests").iterdir():
         manifest.write_bytes(b"garbage")
-    with pytest.raises((NothingToRestore, FormatError)):
-        checkpointer(simple_training(), place).restore()
+    ways: list[dict[str, Any]] = [{}, {"step": 5}, {"step": 5, "generation": 1}]
+    for arguments in ways:
+        with pytest.raises((NothingToRestore, FormatError)) as caught:
+            checkpointer(simple_training(), place).restore(**arguments)
+        # The command can be copied.
+        assert f"recpoint check {place.run}" in str(caught.value)
+        assert "recpoint check URL" not in str(caught.value)
 
 
 def test_a_damaged_newest_falls_back(place: Place, trained: Training) -> None:
@@ -294,6 +301,7 @@ def test_a_damaged_newest_falls_back(place: Place, trained: Training) -> None:
     ckpt = checkpointer(simple_training(), place)
     report = ckpt.restore()
     assert report is not None and report.restored.step == 4 and len(report.skipped) == 1
+    assert f"recpoint check {place.run}" in report.skipped[0].error
     ckpt.close(final=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -240,6 +241,16 @@ def test_calls_in_the_wrong_order(place: Place) -> None:
     ckpt.close()
     with pytest.raises(SettingsError, match="closed"):
         ckpt.step()
+
+
+@pytest.mark.parametrize("name", ["step", "generation"])
+@pytest.mark.parametrize("value", ["3", True, -3, 3.0, 10**12, np.True_, np.float64(3), [3]])
+def test_a_step_that_is_none(name: str, value: Any, place: Place) -> None:
+    model = Recommender()
+    given = {"step": 3, "generation": 1, name: value}
+    with pytest.raises(SettingsError, match="a whole number") as caught:
+        build(place, model, SGD(model.parameters(), lr=0.1)).restore(**given)
+    assert caught.value.subject == f"restore({name}=...)"
 
 
 def test_state_that_cannot_be_stored_is_named_before_training(place: Place) -> None:

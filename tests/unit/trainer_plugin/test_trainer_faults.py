@@ -326,6 +326,7 @@ def test_a_damaged_parent_costs_one_checkpoint_and_not_all_that_follow(place: Pl
         train(training, ckpt, 1)
         until(lambda: ckpt.stats.failed == 1)
         assert "DigestMismatch" in (ckpt.stats.last_error or "")
+        assert f"recpoint check {place.run}" in (ckpt.stats.last_error or "")
         train(training, ckpt, 1)
         ckpt.close()
     assert (ckpt.stats.committed, ckpt.stats.failed) == (2, 1)
