@@ -14,10 +14,12 @@ __all__ = [
     "Fault",
     "Happened",
     "Recovery",
-    "high_between",
+    "Spell",
+    "elsewhere",
     "interval_seconds",
     "plan_faults",
     "recoveries",
+    "spells",
 ]
 
 _KINDS = {"trainer": 4, "agent": 4, "store": 3, "prefect": 1, "agent+trainer": 1, "agent+store": 1}
@@ -44,11 +46,18 @@ class Happened:
 
 
 class Recovery(NamedTuple):
-    """How long after `back` lag was last at two intervals or more; 0: it was not after that."""
+    """How long after `back` lag was at two intervals or more; 0: it was not after that."""
 
     kinds: str
     away_seconds: float
     seconds: float
+
+
+class Spell(NamedTuple):
+    """A time of high lag, in monotonic seconds of its first and last batch."""
+
+    first: float
+    last: float
 
 
 def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
@@ -83,30 +92,53 @@ def interval_seconds(progress: Sequence[dict[str, Any]]) -> float:
     return float(INTERVAL_BATCHES * statistics.median(steps))
 
 
-def recoveries(happened: Sequence[Happened], progress: Sequence[dict[str, Any]]) -> list[Recovery]:
-    """For each fault until when lag was at two intervals or more, up to the next fault."""
+def spells(progress: Sequence[dict[str, Any]], interval: float) -> list[Spell]:
+    """When lag was at two intervals or more; with less than an interval between them, as one."""
+    found: list[Spell] = []
+    for line in progress:
+        if line.get("lag_batches", 0) < 2 * INTERVAL_BATCHES:
+            continue
+        if found and line["t"] - found[-1].last < interval:
+            found[-1] = found[-1]._replace(last=line["t"])
+        else:
+            found.append(Spell(line["t"], line["t"]))
+    return found
+
+
+def recoveries(
+    happened: Sequence[Happened], progress: Sequence[dict[str, Any]], interval: float
+) -> list[Recovery]:
+    """For each fault until when lag was high of it, up to the next fault.
+
+    A spell is of the fault if it has begun four intervals after the return; see `elsewhere`.
+    """
     found = []
     ends = [later.killed for later in happened[1:]] + [float("inf")]
+    high = spells(progress, interval)
     for one, end in zip(happened, ends, strict=True):
-        high = [
-            line["t"]
-            for line in progress
-            if one.killed <= line["t"] < end and line.get("lag_batches", 0) >= 2 * INTERVAL_BATCHES
+        until = [
+            min(spell.last, end)
+            for spell in high
+            if spell.last >= one.killed and spell.first <= min(_window(one, interval), end)
         ]
         kinds = "+".join(one.fault.kinds)
-        late = max(0.0, high[-1] - one.back) if high else 0.0
+        late = max(0.0, max(until) - one.back) if until else 0.0
         found.append(Recovery(kinds, one.back - one.killed, late))
     return found
 
 
-def high_between(
+def elsewhere(
     happened: Sequence[Happened], progress: Sequence[dict[str, Any]], interval: float
-) -> float:
-    """Share of the batches long after any fault at which lag was at two intervals or more."""
-    lines = [line for line in progress if "lag_batches" in line]
-    quiet: list[bool] = [
-        line["lag_batches"] >= 2 * INTERVAL_BATCHES
-        for line in lines
-        if not any(one.killed <= line["t"] <= one.back + 4 * interval for one in happened)
+) -> list[Spell]:
+    """Spells of high lag that are of no fault: the machine was busy, or something is wrong."""
+    return [
+        spell
+        for spell in spells(progress, interval)
+        if not any(
+            spell.last >= one.killed and spell.first <= _window(one, interval) for one in happened
+        )
     ]
-    return sum(quiet) / max(1, len(quiet))
+
+
+def _window(one: Happened, interval: float) -> float:
+    return one.back + 4 * interval

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from benchmarks.report import Report
 from benchmarks.soak_deployments import KEEP_LAST
-from benchmarks.soak_faults import Happened, high_between, interval_seconds, recoveries
+from benchmarks.soak_faults import Happened, Spell, elsewhere, interval_seconds, recoveries
 from benchmarks.soak_scene import Scene
 from benchmarks.soak_truth import Ledger
 from recpoint.catalog.check import check
@@ -44,7 +46,8 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
     interval = interval_seconds(progress)
     growth = {name: _growth(samples) for name, samples in scene.memory.items()}
     report = Report(name="soak", columns=("killed", "times", "away s", "lag high after s", "late"))
-    back = recoveries(happened, progress)
+    back = recoveries(happened, progress, interval)
+    others = elsewhere(happened, progress, interval)
     for kind in sorted({one.kinds for one in back}):
         ones = [one for one in back if one.kinds == kind]
         away = statistics.median(one.away_seconds for one in ones)
@@ -59,6 +62,7 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
         "wrong_restores": len(scene.wrong_restores),
         "rss_growth_mb": max(growth.values()),
         "lag_late": sum(one.seconds > interval for one in back),
+        "lag_high_elsewhere": sum(one.last - one.first > interval for one in others),
         "flows_stopped": len(flows.stopped),
         "store_peak_ratio": end / early,
     }
@@ -68,8 +72,7 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
         *lost[:_MOST_LINES],
         *scene.wrong_restores[:_MOST_LINES],
         f"interval {interval:.2f} s; {scene.restarts - 1} restarts of the trainer; {compared} "
-        f"restores compared with the truth; lag was at two intervals or more for "
-        f"{high_between(happened, progress, interval):.1%} of the batches between faults",
+        f"restores compared with the truth",
         f"store: keep the last {KEEP_LAST}; {dropped} of {len(ledger.seen)} manifests dropped by "
         f"retention, each with its reason; at most {ledger.most_manifests} at once; peak "
         f"{early / 1e6:.1f} MB in the first half, {end / 1e6:.1f} MB in the second",
@@ -77,9 +80,29 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
         f"flow runs: {', '.join(f'{n} {what}' for what, n in sorted(flows.by_state.items()))}; "
         f"workers ended by themselves {scene.worker_ends} times; not completed since Prefect's "
         f"last return: {', '.join(flows.stopped) or 'none'} of {', '.join(flows.deployed)}",
-        "lag_late: faults after which lag was two intervals or more for longer than one interval",
+        "lag_late: faults after which lag was two intervals or more for longer than one interval; "
+        "lag_high_elsewhere: as long spells that had not begun four intervals after any",
+        *(_spell(scene, happened, one) for one in others[:_MOST_LINES]),
     ]
     return report
+
+
+def _spell(scene: Scene, happened: Sequence[Happened], spell: Spell) -> str:
+    """A spell of high lag that no fault explains, and what the agent complained of in it."""
+    since = max((one.back for one in happened if one.back < spell.first), default=spell.first)
+    wall = time.time() - time.monotonic()
+    begins, ends = (
+        datetime.fromtimestamp(wall + at).isoformat(" ") for at in (spell.first - 15, spell.last)
+    )
+    said = [
+        line[:300]
+        for line in scene.agent.output.splitlines()
+        if begins <= line[:19] <= ends and (" WARNING " in line or " ERROR " in line)
+    ]
+    return (
+        f"lag was high for {spell.last - spell.first:.1f} s, {spell.first - since:.0f} s after the "
+        f"last return; the agent: {' | '.join(said[:3]) or 'no complaint'}"
+    )
 
 
 def _lost(scene: Scene, ledger: Ledger) -> list[str]:

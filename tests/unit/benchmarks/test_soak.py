@@ -14,7 +14,7 @@ from benchmarks.soak_deployments import scheduled
 from benchmarks.soak_faults import (
     Fault,
     Happened,
-    high_between,
+    elsewhere,
     interval_seconds,
     plan_faults,
     recoveries,
@@ -57,22 +57,27 @@ def test_in_the_end_of_a_long_soak_trainer_and_agent_live() -> None:
 
 def test_lag_is_measured_from_the_return_up_to_the_next_fault() -> None:
     first = Happened(fault=Fault(6, ("store",), 3.0), killed=10.0, back=13.0)
-    second = Happened(fault=Fault(12, ("agent",), 1.0), killed=30.0, back=31.0)
+    second = Happened(fault=Fault(12, ("agent",), 1.0), killed=50.0, back=51.0)
     progress = [
         line(9.0, 2.5),  # before any fault: none of its doing
         line(12.0, 1.9),
         line(14.0, 2.1),
         line(16.0, 3.0),
         line(17.0, 0.4),
-        line(32.0, 1.9),
+        line(30.0, 2.0),  # no more of the first
+        line(31.0, 2.5),
+        line(52.0, 1.9),
     ]
-    assert recoveries([first, second], progress) == [
+    assert recoveries([first, second], progress, 2.0) == [
         ("store", 3.0, 3.0),
         ("agent", 1.0, 0.0),
     ]
     assert interval_seconds(progress) == 2.0
-    # Of the six, that at 9 s alone is far from both faults.
-    assert high_between([first, second], progress, 2.0) == 1.0
+    assert elsewhere([first, second], progress, 2.0) == [(9.0, 9.0), (30.0, 31.0)]
+    # Of both, where it lasts until the second.
+    on = [line(t / 2, 3.0) for t in range(28, 110)] + [line(55.0, 1.0)]
+    assert [one.seconds for one in recoveries([first, second], on, 2.0)] == [37.0, 3.5]
+    assert elsewhere([first, second], on, 2.0) == []
 
 
 def test_the_training_is_the_same_in_every_process_and_each_batch_changes_it() -> None:
