@@ -136,6 +136,7 @@ def restore(
             generation=generation,
             before=before,
             validated_only=validated_only,
+            damaged=damaged or {},
             threads=threads,
             on_progress=on_progress,
         )
@@ -149,13 +150,13 @@ def _restore(
     generation: int | None,
     before: int | None,
     validated_only: bool,
+    damaged: Mapping[ManifestName, str],
     threads: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> RestoreReport:
     names = candidates(run, step, generation, before)
     started = time.monotonic()
     skipped: list[Skipped] = []
-    damaged = damaged or {}
     damaged_chunks: dict[str, RecpointError] = {}
 
     def read(chain: Chain) -> ChainReading:
