@@ -102,6 +102,8 @@ def _sample_catalog(samples: Samples, run: str, catalog: CatalogWatch) -> None:
         label="cause",
         run=run,
     )
+    since_ms = catalog.since_ms(run)
+    add("watch_start_timestamp_seconds", None if since_ms is None else since_ms / 1000)
     facts = catalog.facts(run)
     if facts is None:
         return

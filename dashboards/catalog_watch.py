@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -73,9 +74,10 @@ def look_up(watch: RunWatch) -> CatalogFacts:
 
 
 class _Watched:
-    """One run: what was read last, and how often reading failed, by cause."""
+    """One run: what was read last, since when it is tried, and how often it failed, by cause."""
 
     def __init__(self) -> None:
+        self.since_ms = time.time_ns() // 1_000_000
         self.facts: CatalogFacts | None = None
         self.failures = dict.fromkeys(CAUSES, 0)
         self.stop = threading.Event()
@@ -111,6 +113,11 @@ class CatalogWatch:
         watched = self._watched.get(run)
         return None if watched is None else watched.facts
 
+    def since_ms(self, run: str) -> int | None:
+        """When the first look at a run began, since the epoch; None: it is about to."""
+        watched = self._watched.get(run)
+        return None if watched is None else watched.since_ms
+
     def failures(self, run: str) -> Mapping[str, int]:
         """How often reading has failed, by cause; each cause is there."""
         watched = self._watched.get(run)
@@ -118,7 +125,11 @@ class CatalogWatch:
 
     def _keep(self) -> None:
         while not self._stop.wait(min(_POLL_SECONDS, self._refresh_seconds)):
-            there = set(self._runs())
+            try:
+                there = set(self._runs())
+            except Exception:  # or no run that comes would ever be looked at
+                _LOG.exception("the runs that there are cannot be told; asked again")
+                continue
             for gone in self._watched.keys() - there:
                 self._watched.pop(gone).stop.set()
             for run in there - self._watched.keys():
@@ -133,9 +144,16 @@ class CatalogWatch:
             try:
                 watch = current_watch(run, watch)
                 watched.facts = look_up(watch)
-            except (RecpointError, OSError, MemoryError) as error:
+            except Exception as error:  # or this thread would end, and the run's values grow old
                 watch = None
                 watched.failures[cause_of(error)] += 1
-                _LOG.warning("%s: the catalog cannot be read: %s", run, error)
+                expected = isinstance(error, RecpointError | OSError | MemoryError)
+                _LOG.warning(
+                    "%s: the catalog cannot be read: %s: %s",
+                    run,
+                    type(error).__name__,
+                    error,
+                    exc_info=None if expected else error,
+                )
             if watched.stop.wait(self._refresh_seconds):
                 return

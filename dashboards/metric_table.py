@@ -163,6 +163,10 @@ AGENT_METRICS: Final = (
             "epoch. They are read in the background: a store that is away makes them old.",
         ),
         (
+            *("watch_start_timestamp_seconds", "gauge", "run"),
+            "When the agent began to read them, since the epoch: there before anything was read.",
+        ),
+        (
             *("refresh_failures_total", "counter", "run cause"),
             "Times that they could not be read, by the class of the cause.",
         ),

@@ -7,14 +7,18 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from recpoint.catalog import staged
 from recpoint.catalog.run_watch import RunWatch
 from recpoint.catalog.trainer_note import write_note
+from recpoint.dashboards import catalog_watch
 from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
 from recpoint.format.naming import ValidationLevel, ValidationName, ValidationResult, validation_key
 from tests.catalog_builder import new_run
+from tests.interposed_store import InterposedStore
 from tests.polling import until
 
 URL = "s3://bucket/ads"
@@ -102,6 +106,39 @@ def test_catalogs_are_watched_as_long_as_their_runs_are_there(tmp_path: Path) ->
         assert set(watch.failures(run.url).values()) == {0}
     finally:
         watch.stop()
+
+
+def test_whatever_a_look_raises_is_told_and_the_next_one_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(tmp_path / "run")
+    looks, told = [0], [0]
+
+    def runs() -> list[str]:
+        told[0] += 1
+        if told[0] == 1:
+            raise KeyError("a run that goes while it is counted")
+        return [run.url]
+
+    def before(call: str, key: str) -> None:
+        if call == "get":
+            looks[0] += 1
+            if looks[0] <= 2:
+                raise LookupError("nobody thought of this")
+
+    store = InterposedStore(run.store, before=before)
+    monkeypatch.setattr(catalog_watch, "open_store", lambda url: store)
+    began_ms = time.time_ns() // 1_000_000
+    watch = CatalogWatch(runs, refresh_seconds=0.02)
+    try:
+        until(lambda: watch.facts(run.url))
+        assert watch.failures(run.url)["other"] == 2
+        assert began_ms <= (watch.since_ms(run.url) or 0) <= time.time_ns() // 1_000_000
+    finally:
+        watch.stop()
+    said = [one for one in caplog.records if one.exc_info is not None]
+    assert [one.exc_info[0] for one in said if one.exc_info] == [KeyError, *[LookupError] * 2]
+    assert f"{run.url}: the catalog cannot be read: LookupError: nobody thought" in caplog.text
 
 
 def test_only_a_validation_of_bytes_that_passed_makes_the_last_one_young(tmp_path: Path) -> None:
