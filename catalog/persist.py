@@ -44,6 +44,7 @@ from recpoint.errors import (
     ObjectNotFound,
     RanksMissing,
     RecpointError,
+    RunRecordLost,
     StaleWriter,
     StoreError,
 )
@@ -125,6 +126,8 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
     job = read_job(job_file)
     try:
         run = Run.open(job_store(job.run_url, job.attempt) if store is None else store)
+    except RunRecordLost:
+        raise
     except NothingToRestore as error:
         error.expected = "the run that the job is for"
         error.next_step = naming_run(

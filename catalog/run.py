@@ -87,7 +87,8 @@ class Run:
         """The run that is there (format §6.3 R1).
 
         Raises:
-            NothingToRestore: there is no run under this URL, or one that has lost `run.json`.
+            NothingToRestore: there is no run under this URL.
+            RunRecordLost: there is one, which has lost `run.json`.
             FormatError: `run.json` is damaged or of an unknown version.
         """
         return cls(store, read_run_record(store))
@@ -98,7 +99,7 @@ class Run:
 
         Raises:
             StoreUnsupported: the store does not honour create-only writes (format §6.2).
-            NothingToRestore: there is no `run.json`, but objects of a run are there.
+            RunRecordLost: there is no `run.json`, but objects of a run are there.
             FormatError: there is a `run.json`, and it is damaged.
         """
         store.probe()

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.store_contract import Store
-from recpoint.errors import ForeignObject, FormatError, NothingToRestore, ObjectNotFound
+from recpoint.errors import (
+    ForeignObject,
+    FormatError,
+    NothingToRestore,
+    ObjectNotFound,
+    RunRecordLost,
+)
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     CONSOLIDATED_PREFIX,
@@ -43,7 +49,8 @@ def read_run_record(store: Store) -> RunRecord:
     """What makes this URL a run (format §6.3 R1).
 
     Raises:
-        NothingToRestore: there is none: no run, or one that has lost it, which the message says.
+        NothingToRestore: there is none: no run.
+        RunRecordLost: there is one, which has lost it.
         FormatError: it is damaged or of an unknown version.
     """
     record = _found(store)
@@ -63,7 +70,7 @@ def create_run_record(store: Store) -> RunRecord:
     A new id beside what another run has left would make all of that foreign, for good.
 
     Raises:
-        NothingToRestore: there is none, but objects of a run are there.
+        RunRecordLost: there is none, but objects of a run are there.
         FormatError: it is damaged or of an unknown version.
     """
     record = _found(store)
@@ -115,7 +122,7 @@ def _found(store: Store) -> RunRecord | None:
     """None: there is no run at all.
 
     Raises:
-        NothingToRestore: there is one, and its record is lost.
+        RunRecordLost: there is one, and its record is lost.
     """
     for looked_twice in (False, True):
         try:
@@ -126,7 +133,7 @@ def _found(store: Store) -> RunRecord | None:
             return None
         if looked_twice:  # else it may have been made between the two, before what was found
             run = _id_in(store, key)
-            raise NothingToRestore(
+            raise RunRecordLost(
                 f"{store.url}/{RUN_KEY}",
                 found=f"none, but {key}" + (f" of run {run}" if run else ", which is damaged too"),
                 expected="the record that says which run this is: without it nothing here is known "

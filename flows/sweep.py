@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from prefect import flow, task
@@ -13,16 +12,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from recpoint.catalog import staged
-from recpoint.catalog.discard_staged import run_is_gone
-from recpoint.catalog.finish_staged import finish_staged, foresee_staged
-from recpoint.catalog.free_slots import FreeSlot, free_slots, has_ended
+from recpoint.catalog.free_slots import FreeSlot
 from recpoint.catalog.grace import require_grace
-from recpoint.catalog.run import Run
 from recpoint.catalog.staged_work import StagedWork
 from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan, execute, plan_sweep
-from recpoint.catalog.sweep_beside import knows_what_is_staged
-from recpoint.errors import NothingToRestore
+from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan
+from recpoint.catalog.sweep_here import removed_words, sweep_here
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key
@@ -102,34 +97,19 @@ async def sweep(
 def _sweep_store(
     run_url: str, grace_seconds: float, run_dir: Path, include_newest: bool, dry_run: bool
 ) -> tuple[str, str]:
-    try:
-        run = Run.open(open_store(run_url))
-    except NothingToRestore as error:
-        raise run_is_gone(error, run_dir) from None
-    # Before anything is finished: what was staged is a sign of who the newest trainer is.
-    knows = knows_what_is_staged(run, run_dir)
-    work = foresee_staged(run, run_dir) if dry_run else finish_staged(run_dir)
-    plan = plan_sweep(
-        run,
-        grace_seconds=grace_seconds,
-        keep=partial(staged.staged_attempts, run_dir, besides=work.unreadable),
-        spare_newest=not (include_newest or knows),
-        ask_store=not dry_run,
-    )
-    slots = free_slots(
+    swept = sweep_here(
+        open_store(run_url),
         run_dir,
-        ended=has_ended(run, run_dir),
         grace_seconds=grace_seconds,
-        besides=work.would_go,
+        include_newest=include_newest,
         dry_run=dry_run,
     )
-    here = _staged_lines(work) + _slot_lines(slots)
-    if dry_run:
-        return run.id, f"Would remove:\n\n{_lines(plan)}{here}"
-    result = execute(run, plan)
-    return run.id, (
-        f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes; "
-        f"{len(result.spared)} turned out to be needed.\n\n{_lines(plan)}{here}"
+    lines = _lines(swept.plan) + _staged_lines(swept.work) + _slot_lines(swept.slots)
+    if swept.result is None:
+        return swept.run.id, f"Would remove:\n\n{lines}"
+    return swept.run.id, (
+        f"{removed_words(swept.result)}; "
+        f"{len(swept.result.spared)} turned out to be needed.\n\n{lines}"
     )
 
 

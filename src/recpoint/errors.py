@@ -30,6 +30,7 @@ __all__ = [
     "RecpointError",
     "RestoreError",
     "RetentionRefused",
+    "RunRecordLost",
     "SettingsError",
     "StaleWriter",
     "StagingError",
@@ -215,6 +216,10 @@ class RestoreError(RecpointError):
 
 class NothingToRestore(RestoreError):
     """The run holds no checkpoint that can be restored."""
+
+
+class RunRecordLost(NothingToRestore):
+    """A run is there, but not the record that says which one it is."""
 
 
 class IncompatibleModel(RestoreError):

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from recpoint.catalog import staged
-from recpoint.catalog.discard_staged import (
-    discard_staged,
-    run_is_gone,
-    staged_losses,
-    there_is_a_run,
-)
-from recpoint.catalog.free_slots import FreeSlot, free_slots, has_ended
+from recpoint.catalog.discard_staged import discard_staged, staged_losses, there_is_a_run
+from recpoint.catalog.free_slots import free_slots
 from recpoint.catalog.grace import require_grace
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_run
-from recpoint.catalog.staged_work import StagedWork
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan, SweptObject, execute, plan_sweep
-from recpoint.catalog.sweep_beside import knows_what_is_staged
+from recpoint.catalog.store import Store, open_store
+from recpoint.catalog.sweep import GRACE_NEEDED
+from recpoint.catalog.sweep_here import SweptHere, sweep_here
 from recpoint.cli.inspect import UrlArgument
 from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
 from recpoint.dashboards import terminal
 from recpoint.dashboards.staged_jobs import discard_table, slots_views, staged_views
-from recpoint.errors import NothingToRestore, StagingError
+from recpoint.errors import NothingToRestore, RunRecordLost, StagingError
 
 __all__ = ["StagingOption", "seconds_of", "staged_here", "sweep_run"]
 
@@ -77,58 +70,37 @@ def sweep_run(
     require_grace(grace_seconds, why=GRACE_NEEDED)
     store = open_store(url)
     here = _directory(store.url, staging)
+    if discard:
+        return _discard(store, here, dry_run=dry_run)
+    with showing_steps(quiet=json_output) as on_step:
+        swept = sweep_here(
+            store,
+            here,
+            grace_seconds=grace_seconds,
+            include_newest=include_newest,
+            dry_run=dry_run,
+            on_step=on_step,
+        )
+    views: list[RenderableType] = [
+        *staged_views(swept.work, url),
+        *slots_views(swept.slots, dry_run=dry_run),
+        terminal.sweep_table(swept.plan),
+    ]
+    if swept.result is not None:
+        freed = terminal.bytes_text(swept.result.removed_bytes)
+        views.append(terminal.shown(f"removed {len(swept.result.removed)} objects, {freed}"))
+    return Result(_document(swept, url), *views)
+
+
+def _discard(store: Store, here: Path, *, dry_run: bool) -> Result:
     try:
         run = Run.open(store)
-    except NothingToRestore as error:
-        if not discard:
-            raise run_is_gone(error, here) from None
-        return _discard(here, dry_run=dry_run)
-    if discard:
+    except RunRecordLost:
+        raise  # what it has left can be brought back
+    except NothingToRestore:
+        pass
+    else:
         raise there_is_a_run(run.url)
-    # Before anything is finished: what was staged is a sign of who the newest trainer is.
-    knows = knows_what_is_staged(run, here)
-    work = _staged_work(run, here, dry_run=dry_run, quiet=json_output)
-    plan = plan_sweep(
-        run,
-        grace_seconds=grace_seconds,
-        keep=partial(staged.staged_attempts, here, besides=work.unreadable),
-        spare_newest=not (include_newest or knows),
-        ask_store=not dry_run,
-    )
-    freed_slots = free_slots(
-        here,
-        ended=has_ended(run, here),
-        grace_seconds=grace_seconds,
-        besides=work.would_go,
-        dry_run=dry_run,
-    )
-    views = [
-        *staged_views(work, url),
-        *slots_views(freed_slots, dry_run=dry_run),
-        terminal.sweep_table(plan),
-    ]
-    if dry_run:
-        return Result(_document(plan, work, freed_slots, url, removed=None), *views)
-    with showing_steps(quiet=json_output) as on_step:
-        result = execute(run, plan, on_step=on_step)
-    freed = terminal.bytes_text(result.removed_bytes)
-    text = terminal.shown(f"removed {len(result.removed)} objects, {freed}")
-    return Result(_document(plan, work, freed_slots, url, removed=result.removed), *views, text)
-
-
-def _staged_work(run: Run, here: Path, *, dry_run: bool, quiet: bool) -> StagedWork:
-    if not here.is_dir():
-        return StagedWork()
-    # Persisting imports torch, which takes longer than to say that nothing is staged here.
-    from recpoint.catalog.finish_staged import finish_staged, foresee_staged
-
-    if dry_run:
-        return foresee_staged(run, here)
-    with showing_steps(quiet=quiet) as on_step:
-        return finish_staged(here, on_step=on_step)
-
-
-def _discard(here: Path, *, dry_run: bool) -> Result:
     losses = staged_losses(here) if dry_run else discard_staged(here)
     jobs = [loss.job for loss in losses]
     slots = free_slots(here, ended=True, grace_seconds=0.0, besides=jobs, dry_run=dry_run)
@@ -166,23 +138,17 @@ def seconds_of(text: str, *, option: str = "--grace") -> float:
     return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
-def _document(
-    plan: SweepPlan,
-    work: StagedWork,
-    slots: Sequence[FreeSlot],
-    url: str,
-    *,
-    removed: tuple[SweptObject, ...] | None,
-) -> dict[str, Any]:
+def _document(swept: SweptHere, url: str) -> dict[str, Any]:
+    plan, result = swept.plan, swept.result
     return {
-        "dry_run": removed is None,
-        "staged": [{**job._asdict(), "why": naming_run(job.why, url)} for job in work.jobs],
-        "slots": [slot._asdict() for slot in slots],
-        "planned": [swept._asdict() for swept in plan.objects + plan.unfinished],
+        "dry_run": result is None,
+        "staged": [{**job._asdict(), "why": naming_run(job.why, url)} for job in swept.work.jobs],
+        "slots": [slot._asdict() for slot in swept.slots],
+        "planned": [planned._asdict() for planned in plan.objects + plan.unfinished],
         "planned_bytes": plan.size_bytes,
         "kept": [kept._asdict() for kept in plan.kept],
         "unrecognised": list(plan.unrecognised),
         "blocked": list(plan.blocked),
-        "removed": [swept.key for swept in removed or ()],
-        "removed_bytes": sum(swept.size_bytes for swept in removed or ()),
+        "removed": [] if result is None else [one.key for one in result.removed],
+        "removed_bytes": 0 if result is None else result.removed_bytes,
     }

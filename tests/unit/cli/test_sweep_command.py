@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from recpoint.catalog import host_lock, staged
+from recpoint.catalog import host_lock, persist, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_end import tell_ended
+from recpoint.errors import NothingToRestore
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import Links, rewrite, stage
@@ -218,6 +219,20 @@ def test_an_agent_that_tries_for_ever_names_the_way_out_and_discards(
         assert ended.code == 0 and [one["job"] for one in ended.json["discarded"]] == [job.stem]
         assert not job.exists()
     assert not list((job.parent.parent / "cancels").iterdir())
+
+
+def test_nothing_is_discarded_of_a_run_that_has_only_lost_its_record(
+    recpoint: Invoke, run: Run, staging: Path
+) -> None:
+    (job,) = stage_chain(run, staging, count=1)
+    (Path(run.url) / "run.json").unlink()
+    for options in ([], ["--dry-run"], ["--discard-staged"], ["--discard-staged", "--dry-run"]):
+        ended = recpoint("sweep", run.url, *options, "--json")
+        assert ended.code == 1 and "bring-back" in ended.json["next_step"]
+    with pytest.raises(NothingToRestore, match=r"bring-back") as refused:
+        persist.persist_job(job)
+    assert "--discard-staged" not in str(refused.value)
+    assert job.exists()
 
 
 def test_nothing_is_discarded_beside_a_trainer(recpoint: Invoke, run: Run, staging: Path) -> None:

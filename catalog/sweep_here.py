@@ -1,0 +1,108 @@
+"""A whole sweep from a host: what is staged there, the slots of its trainers, and the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from recpoint.catalog import staged
+from recpoint.catalog.discard_staged import run_is_gone
+from recpoint.catalog.free_slots import FreeSlot, free_slots, has_ended
+from recpoint.catalog.run import Run
+from recpoint.catalog.run_facts import OnStep, unwatched
+from recpoint.catalog.staged_work import StagedWork
+from recpoint.catalog.store_contract import Store
+from recpoint.catalog.sweep import SweepPlan, SweepResult, execute, plan_sweep
+from recpoint.catalog.sweep_beside import knows_what_is_staged
+from recpoint.errors import NothingToRestore, RunRecordLost
+
+__all__ = ["SweptHere", "removed_words", "sweep_here"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweptHere:
+    """What a sweep has done, or would do.
+
+    Attributes:
+        run: that was swept.
+        work: what became, or would become, of staged jobs.
+        slots: that were, or would be, removed.
+        plan: for the store.
+        result: what was done of it; None: a dry run.
+    """
+
+    run: Run
+    work: StagedWork
+    slots: tuple[FreeSlot, ...]
+    plan: SweepPlan
+    result: SweepResult | None
+
+
+def sweep_here(
+    store: Store,
+    run_dir: Path,
+    *,
+    grace_seconds: float,
+    include_newest: bool = False,
+    dry_run: bool = False,
+    on_step: OnStep = unwatched,
+) -> SweptHere:
+    """Finish what is staged here, unless an agent does; then remove what nobody will ever need.
+
+    Killed anywhere, the next one does the rest.
+
+    Args:
+        store: of the run.
+        run_dir: the run's directory in the staging area of this host, whether it is there or not.
+        grace_seconds: see `plan_sweep`.
+        include_newest: remove also what only the newest trainer could still commit: when no host
+            has it staged any more.
+        dry_run: only say what would be done; nothing is written.
+        on_step: called after each step, from this thread.
+
+    Raises:
+        NothingToRestore: there is no run; the message says what is staged for it here.
+        FormatError: a staged job cannot be read, and an agent is there to reject it.
+        StagingError, OSError: the staging area cannot be used.
+        StoreError: the store cannot be read, or refuses.
+    """
+    try:
+        run = Run.open(store)
+    except RunRecordLost:
+        raise
+    except NothingToRestore as error:
+        raise run_is_gone(error, run_dir) from None
+    # Before anything is finished: what was staged is a sign of who the newest trainer is.
+    knows = knows_what_is_staged(run, run_dir)
+    work = _work(run, run_dir, dry_run, on_step)
+    slots = free_slots(
+        run_dir,
+        ended=has_ended(run, run_dir),
+        grace_seconds=grace_seconds,
+        besides=work.would_go,
+        dry_run=dry_run,
+    )
+    plan = plan_sweep(
+        run,
+        grace_seconds=grace_seconds,
+        keep=partial(staged.staged_attempts, run_dir, besides=work.unreadable),
+        spare_newest=not (include_newest or knows),
+        ask_store=not dry_run,
+    )
+    result = None if dry_run else execute(run, plan, on_step=on_step)
+    return SweptHere(run=run, work=work, slots=tuple(slots), plan=plan, result=result)
+
+
+def removed_words(result: SweepResult) -> str:
+    """What was removed, in a few words."""
+    return f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes"
+
+
+def _work(run: Run, run_dir: Path, dry_run: bool, on_step: OnStep) -> StagedWork:
+    if not run_dir.is_dir():
+        return StagedWork()
+    # Persisting imports torch, which takes longer than to say that nothing is staged here.
+    from recpoint.catalog.finish_staged import finish_staged, foresee_staged
+
+    return foresee_staged(run, run_dir) if dry_run else finish_staged(run_dir, on_step=on_step)
