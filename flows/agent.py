@@ -32,6 +32,11 @@ from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.agent_waiting import NAME_AFTER_SECONDS, WaitingJobs
 from recpoint.flows.background import BackgroundConsolidation, Which
+from recpoint.flows.background_sweep import (
+    SWEEP_EVERY_SECONDS,
+    BackgroundSweep,
+    require_sweep_period,
+)
 from recpoint.flows.ended_slots import free_ended_slots
 from recpoint.flows.prefect_gate import PrefectGate
 from recpoint.flows.training_ends import tell_ended_trainings
@@ -57,6 +62,7 @@ def run_agent(
     consolidate: Which = "auto",
     consolidate_after: int | None = None,
     name_ranks_after: float = NAME_AFTER_SECONDS,
+    sweep_every: float | None = SWEEP_EVERY_SECONDS,
     watch: Callable[[Agent], AbstractContextManager[object]] | None = None,
 ) -> int:
     """Serve a staging area until SIGTERM or SIGINT, or, with `once`, until it is drained.
@@ -73,6 +79,8 @@ def run_agent(
         consolidate_after: from so many manifests in a chain on; the default if None.
         name_ranks_after: seconds that a checkpoint of several ranks waits for the others' parts
             before status, log and metrics name them.
+        sweep_every: seconds between sweeps of a run, in the background, and not with `once`;
+            None: never.
         watch: entered with the agent while it serves, for who exports what it observes.
 
     Returns:
@@ -80,8 +88,9 @@ def run_agent(
 
     Raises:
         StagingError: another agent serves this staging area.
-        SettingsError: `consolidate_after` is less than 2.
+        SettingsError: `consolidate_after` is less than 2, or `sweep_every` than a second.
     """
+    require_sweep_period(sweep_every)
     root = staged.default_staging_root() if staging is None else Path(staging)
     with staged.AgentLock(root):
         gate = PrefectGate(enabled=prefect == "auto")
@@ -91,6 +100,7 @@ def run_agent(
             consolidate=consolidate,
             consolidate_after=consolidate_after,
             name_ranks_after=name_ranks_after,
+            sweep_every=None if once else sweep_every,
         )
         watched = nullcontext() if watch is None else watch(agent)
         with watched, stopped_by_signals(agent.stop):
@@ -106,7 +116,7 @@ class Agent:
     Args:
         staging: the staging area.
         gate: says when Prefect can be used.
-        consolidate, consolidate_after, name_ranks_after: as for `run_agent`.
+        consolidate, consolidate_after, name_ranks_after, sweep_every: as for `run_agent`.
     """
 
     def __init__(
@@ -117,6 +127,7 @@ class Agent:
         consolidate: Which = "auto",
         consolidate_after: int | None = None,
         name_ranks_after: float = NAME_AFTER_SECONDS,
+        sweep_every: float | None = None,
     ) -> None:
         self._staging = staging
         self._name_ranks_after = name_ranks_after
@@ -130,6 +141,12 @@ class Agent:
         self._background = BackgroundConsolidation(
             which=consolidate,
             after_links=consolidate_after,
+            prefect_url=lambda: gate.api_url,
+            tell=self._tell,
+        )
+        self._sweeps = BackgroundSweep(
+            staging,
+            every_seconds=sweep_every,
             prefect_url=lambda: gate.api_url,
             tell=self._tell,
         )
@@ -158,6 +175,7 @@ class Agent:
                 _LOG.warning("%s: cannot be cleaned: %s", run_dir.name, error)
         self._gate.start()
         self._background.start(run_dirs)
+        self._sweeps.start()
         _LOG.info("serving %s", self._staging)
         told = 0.0
         try:
@@ -165,6 +183,7 @@ class Agent:
                 self._look()
                 busy = self._working() or any(self._is_due(*run) for run in self._runs.items())
                 self._background.give_way(busy)
+                self._sweeps.give_way(busy)
                 if once and not busy and not self._due() and self._background.idle:
                     break
                 if time.monotonic() - told >= _STATUS_SECONDS:
@@ -179,6 +198,7 @@ class Agent:
             self._stop.set()
             self._gate.stop()
             self._background.stop()
+            self._sweeps.stop()
             self._drain()
             free_ended_slots(self._runs)
         return sum(len(self._jobs(run)) for run in staged.run_directories(self._staging))
@@ -436,6 +456,7 @@ class Agent:
                     **state.status(),
                     "prefect_ui": self._gate.ui_url,
                     "consolidation": self._background.status(run_dir),
+                    "sweep": self._sweeps.status(run_dir),
                 },
             )
         except OSError as error:

@@ -7,7 +7,6 @@ all, chains grow, which the trainer's policy sees in its outcomes and ends with 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from recpoint.catalog.consolidate_plan import ConsolidationTriggers
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import RecpointError
+from recpoint.flows.background_process import answer_of, environment_of
 from recpoint.flows.consolidate_process import READY, damage_of
 from recpoint.format.job import Job
 
@@ -254,16 +254,12 @@ class BackgroundConsolidation:
 
     def _run_process(self, run_url: str) -> dict[str, Any]:
         """Consolidate in a process of its own; what it says on its last line."""
-        environment = dict(os.environ)
-        environment.pop("PREFECT_API_URL", None)
-        if (url := self._prefect_url()) is not None:
-            environment["PREFECT_API_URL"] = url
         arguments = [run_url, str(self._triggers.links), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-m", "recpoint.flows.consolidate_process", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=environment_of(self._prefect_url()),
         )
         with self._lock:
             self._process = process
@@ -276,11 +272,4 @@ class BackgroundConsolidation:
                 if self._paused:
                     self._signal(signal.SIGSTOP)
         said, _ = process.communicate()
-        lines = said.decode(errors="replace").strip().splitlines()
-        try:
-            answer = json.loads(lines[-1]) if lines else {}
-        except ValueError:
-            answer = {}
-        if not isinstance(answer, dict) or not answer:
-            return {"error": f"its process ended with {process.returncode} and {lines[-1:]}"}
-        return answer
+        return answer_of(said, process.returncode)

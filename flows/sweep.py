@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from prefect import flow, task
+from prefect import State, flow, tags, task
 from prefect.artifacts import Artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
+from prefect.states import Completed
 
 from recpoint.catalog import staged
 from recpoint.catalog.free_slots import FreeSlot
@@ -20,10 +22,11 @@ from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan
 from recpoint.catalog.sweep_here import removed_words, sweep_here
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
-from recpoint.tasks.artifact_key import artifact_key
+from recpoint.tasks.artifact_key import artifact_key, run_title
+from recpoint.tasks.events import TAG
 from recpoint.tasks.persist_task import RETRIES, may_heal
 
-__all__ = ["sweep"]
+__all__ = ["run_sweep", "sweep"]
 
 
 def _run_name() -> str:
@@ -60,7 +63,7 @@ async def sweep(
     grace_seconds: GraceSeconds = 24 * 3600.0,
     include_newest: bool = False,
     dry_run: bool = False,
-) -> None:
+) -> State[Any]:
     """Finish what is staged here, then remove chunks that no manifest names and unfinished uploads.
 
     Only the trainer's own host knows what is staged and will still be committed: run it there.
@@ -75,6 +78,9 @@ async def sweep(
         include_newest: remove also what only the newest trainer could still commit: when no host
             has it staged any more.
         dry_run: only say what would be done.
+
+    Returns:
+        Completed; its message says how much was removed.
 
     Raises:
         SettingsError: a grace of less than an hour.
@@ -92,6 +98,19 @@ async def sweep(
         description="What the last sweeps found" + (" (dry run)" if dry_run else ""),
         data=found,
     ).acreate()
+    return Completed(message=found.partition("\n")[0])
+
+
+def run_sweep(run_url: str, **settings: Any) -> State[Any]:
+    """Call the flow, tagged with the run, and wait for its final state."""
+
+    async def call() -> State[Any]:
+        with tags(TAG, f"run:{run_title(run_url)}"):
+            called: Any = sweep(run_url, return_state=True, **settings)
+            state: State[Any] = await called
+            return state
+
+    return asyncio.run(call())
 
 
 def _sweep_store(

@@ -20,7 +20,7 @@ from recpoint.cli.reporting import (
     output_console,
     progress_console,
 )
-from recpoint.cli.sweep import StagingOption
+from recpoint.cli.sweep import StagingOption, seconds_of
 from recpoint.dashboards import terminal
 from recpoint.dashboards.metric_library import require_prometheus
 from recpoint.errors import RecpointError, SettingsError
@@ -65,6 +65,14 @@ def agent(
             help="Name the ranks that a checkpoint of several waits for, after so long.",
         ),
     ] = 60.0,
+    sweep_every: Annotated[
+        str,
+        typer.Option(
+            metavar="DURATION",
+            help="Sweep each run of this host so often, in the background: a number and s, m, h or "
+            "d; off: never.",
+        ),
+    ] = "24h",
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -96,6 +104,7 @@ def agent(
     chosen: Literal["auto", "off"] = "off" if prefect == "off" else "auto"
     if prefect != chosen:
         raise typer.BadParameter(f"{prefect!r} is neither auto nor off", param_hint="--prefect")
+    every = None if sweep_every == "off" else seconds_of(sweep_every, option="--sweep-every")
     if chosen == "auto":
         require_flows("recpoint agent", otherwise=", or --prefect off")
     if metrics_port is not None:
@@ -120,6 +129,7 @@ def agent(
         consolidate=which,
         consolidate_after=consolidate_after,
         name_ranks_after=name_ranks_after,
+        sweep_every=every,
         watch=watch,
     )
     text = f"{left} checkpoint{'' if left == 1 else 's'} still staged"

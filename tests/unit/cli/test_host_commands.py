@@ -38,6 +38,15 @@ def test_an_agent_knows_two_ways_to_use_prefect(recpoint: Invoke, tmp_path: Path
     assert recpoint("agent", "--prefect", "maybe", "--staging", tmp_path).code == 2
 
 
+@pytest.mark.parametrize("period", ["", "1w", "-1h", "never", "0", "0.5"])
+def test_an_agent_refuses_a_period_that_is_none(
+    recpoint: Invoke, tmp_path: Path, period: str
+) -> None:
+    arguments = ("agent", "--once", "--prefect", "off", "--staging", tmp_path / "staging")
+    assert recpoint(*arguments, f"--sweep-every={period}").code == 2
+    assert recpoint(*arguments, "--sweep-every=off").code == 0
+
+
 def test_no_server_is_no_error(recpoint: Invoke) -> None:
     assert recpoint("server", "status", "--json").json == {"running": False, "answers": False}
     assert recpoint("server", "status").stdout == "not running\n"

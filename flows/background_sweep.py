@@ -1,0 +1,219 @@
+"""Sweeps of a host's runs by its agent, once a day, beside persists.
+
+Only the trainer's own host knows what is staged and will still be committed, so that it is the one
+to sweep its runs. Each in a process of its own, at the lowest priority, begun while no job is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from recpoint.catalog import staged
+from recpoint.catalog.last_sweep import note_sweep, swept_ms
+from recpoint.catalog.trainer_note import read_note
+from recpoint.errors import FormatError, SettingsError
+from recpoint.flows.background_process import answer_of, environment_of
+
+__all__ = ["SWEEP_EVERY_SECONDS", "BackgroundSweep", "require_sweep_period"]
+
+_LOG = logging.getLogger("recpoint.sweep")
+
+SWEEP_EVERY_SECONDS: Final = 24 * 3600.0
+
+#: As in prefect.yaml: longer than any persist or consolidation takes.
+_GRACE_SECONDS: Final = 24 * 3600.0
+_LOOK_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.1
+_END_SECONDS: Final = 3.0
+#: Where jobs are due without a pause, a sweep begins beside them after so long.
+_PATIENCE_SECONDS: Final = 3600.0
+#: Pauses after a failure, doubled each time.
+_FIRST_PAUSE_SECONDS: Final = 60.0
+_LONGEST_PAUSE_SECONDS: Final = 3600.0
+
+
+def require_sweep_period(every_seconds: float | None) -> None:
+    """Raise SettingsError for a period of a sweep that is none."""
+    if every_seconds is not None and not every_seconds >= 1.0:
+        raise SettingsError(
+            "sweep_every",
+            found=str(every_seconds),
+            expected="at least a second, or None for never",
+            next_step="give it in seconds; 86400 is a day",
+        )
+
+
+@dataclass
+class _Swept:
+    """What is known of one run's sweeps, in this process."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+    done: int = 0
+    last: str | None = None
+    last_error: str | None = None
+
+
+class BackgroundSweep:
+    """Sweeps each run of a staging area when its last sweep is long enough ago.
+
+    When that was is kept in the run's directory, so that an agent that is started often neither
+    sweeps each time nor never. A run that is seen for the first time is due after one period.
+
+    Args:
+        staging: the staging area.
+        every_seconds: the period; None: never.
+        prefect_url: where Prefect answers now; None: nowhere.
+        tell: called with the run's directory when its status has changed.
+    """
+
+    def __init__(
+        self,
+        staging: Path,
+        *,
+        every_seconds: float | None,
+        prefect_url: Callable[[], str | None],
+        tell: Callable[[Path], None],
+    ) -> None:
+        require_sweep_period(every_seconds)
+        self._staging = staging
+        self._every = every_seconds
+        self._prefect_url = prefect_url
+        self._tell = tell
+        self._runs: dict[Path, _Swept] = {}
+        self._busy = False
+        self._at_work: Path | None = None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="sweep", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        if self._every is not None:
+            self._thread.start()
+
+    def give_way(self, busy: bool) -> None:
+        """Begin nothing while jobs are due. A sweep that has begun goes on: it looks, and removes
+        what it has looked at, and what it has looked at long ago it must not remove."""
+        self._busy = busy
+
+    def stop(self) -> None:
+        """End; what a sweep has left is done by the next."""
+        self._stop.set()
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGKILL)
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def status(self, run_dir: Path) -> dict[str, object] | None:
+        """What to show of a run; None: it is not swept."""
+        if self._every is None:
+            return None
+        swept = self._runs.get(run_dir, _Swept())
+        return {
+            "state": "at work" if self._at_work == run_dir else "idle",
+            "done": swept.done,
+            "last": swept.last,
+            "last_ms": swept_ms(run_dir),
+            "last_error": swept.last_error,
+        }
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                run_dirs = staged.run_directories(self._staging)
+            except OSError:
+                continue  # the agent's log says so
+            for run_dir in run_dirs:
+                if self._stop.is_set():
+                    return
+                try:
+                    self._look(run_dir)
+                except OSError as error:
+                    self._failed(run_dir, f"{type(error).__name__}: {error}")
+
+    def _look(self, run_dir: Path) -> None:
+        swept = self._runs.setdefault(run_dir, _Swept())
+        last_ms = swept_ms(run_dir)
+        now_ms = time.time_ns() // 1_000_000
+        if last_ms is None or last_ms > now_ms:  # never, or by a clock that was ahead
+            note_sweep(run_dir)
+            return
+        assert self._every is not None
+        late_seconds = (now_ms - last_ms) / 1000 - self._every
+        if late_seconds < 0 or time.monotonic() < swept.retry_at:
+            return
+        if self._busy and late_seconds < _PATIENCE_SECONDS:
+            return
+        run_url = _run_url(run_dir)
+        if run_url is None:
+            return  # nobody has said yet which run it is
+        self._at_work = run_dir
+        try:
+            self._tell(run_dir)
+            self._sweep(run_dir, swept, run_url)
+        finally:
+            self._at_work = None
+            self._tell(run_dir)
+
+    def _sweep(self, run_dir: Path, swept: _Swept, run_url: str) -> None:
+        arguments = [run_url, str(run_dir), str(_GRACE_SECONDS), str(os.getpid())]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "recpoint.flows.sweep_process", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environment_of(self._prefect_url()),
+        )
+        with self._lock:
+            self._process = process
+            if self._stop.is_set():
+                process.send_signal(signal.SIGKILL)
+        said, _ = process.communicate()
+        if self._stop.is_set():
+            return
+        answer = answer_of(said, process.returncode)
+        if "error" in answer:
+            self._failed(run_dir, str(answer["error"]))
+            return
+        note_sweep(run_dir)
+        swept.failures, swept.last_error = 0, None
+        swept.done += 1
+        swept.last = str(answer.get("done") or answer.get("gone"))
+        _LOG.info("%s: swept: %s", run_dir.name, swept.last)
+
+    def _failed(self, run_dir: Path, error: str) -> None:
+        swept = self._runs.setdefault(run_dir, _Swept())
+        doubled = _FIRST_PAUSE_SECONDS * 2.0 ** min(swept.failures, 10)
+        pause = min(doubled, _LONGEST_PAUSE_SECONDS)
+        swept.failures += 1
+        swept.last_error = error
+        swept.retry_at = time.monotonic() + pause
+        _LOG.warning("%s: not swept, next try in %.0f s: %s", run_dir.name, pause, error)
+
+
+def _run_url(run_dir: Path) -> str | None:
+    """Whose directory it is, as its trainer, an earlier agent or a staged job says."""
+    if (note := read_note(run_dir)) is not None:
+        return note.run_url
+    if (run_url := staged.consolidated_run(run_dir)) is not None:
+        return run_url
+    for path in staged.staged_jobs(run_dir):
+        try:
+            return staged.read_job(path).run_url
+        except (FormatError, FileNotFoundError):
+            continue
+    return None
