@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from recpoint.catalog.chain import Chain, PassedOver, read_with_chain
 from recpoint.catalog.chain_reading import ChainReading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.memory_target import MemoryTarget
 from recpoint.catalog.reshard import TablePart
+from recpoint.catalog.restore_order import RestoreOrder, Skipped
 from recpoint.catalog.restore_target import (
     RestoreTarget,
     StateCheckingTarget,
@@ -43,13 +43,6 @@ __all__ = [
     "candidates",
     "restore",
 ]
-
-
-class Skipped(NamedTuple):
-    """A newer checkpoint that could not be restored, and why."""
-
-    name: ManifestName
-    error: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,34 +122,23 @@ def restore(
     if threads < 1:
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
     with naming_errors(run.url):
-        return _restore(
-            run,
-            target,
-            step=step,
-            generation=generation,
-            before=before,
-            validated_only=validated_only,
-            damaged=damaged or {},
-            threads=threads,
-            on_progress=on_progress,
-        )
+        names = candidates(run, step, generation, before)
+        doubts = Doubts(run, validated_only=validated_only) if step is None and names else None
+        order = RestoreOrder(names, doubts, damaged=damaged if step is None else None)
+        return _restore_first(run, target, order, names, doubts, threads, on_progress)
 
 
-def _restore(
+def _restore_first(
     run: Run,
     target: RestoreTarget,
-    *,
-    step: int | None,
-    generation: int | None,
-    before: int | None,
-    validated_only: bool,
-    damaged: Mapping[ManifestName, str],
+    order: RestoreOrder,
+    names: Sequence[ManifestName],
+    doubts: Doubts | None,
     threads: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> RestoreReport:
-    names = candidates(run, step, generation, before)
+    """The first that is good; without `doubts` it is named, and has to be."""
     started = time.monotonic()
-    skipped: list[Skipped] = []
     damaged_chunks: dict[str, RecpointError] = {}
 
     def read(chain: Chain) -> ChainReading:
@@ -164,31 +146,22 @@ def _restore(
         reading.run(target, threads)
         return reading
 
-    doubts = Doubts(run, validated_only=validated_only) if step is None and names else None
-    for name in names:
-        if step is None and name in damaged:
-            skipped.append(Skipped(name, damaged[name]))
-            continue
-        doubt = None if doubts is None else doubts.about(name)
-        if doubt is not None:
-            skipped.append(Skipped(name, f"{doubt}; it is restored if its step is named"))
-            continue
+    for name in order:
         # Before anything is read: what was restored is not given up for a listing that fails.
         known = verdict_of(run, name) if doubts is None else doubts.known(name)
         try:
             reading, chain = read_with_chain(run, name, read, line=names)
         except (FormatError, ChainError, ObjectNotFound) as error:
-            if step is not None or isinstance(error, UnsupportedVersion):
+            if doubts is None or isinstance(error, UnsupportedVersion):
                 raise
-            text = naming_run(f"{type(error).__name__}: {error}", run.url)
-            skipped.append(Skipped(name, text))
+            order.damaged(name, naming_run(f"{type(error).__name__}: {error}", run.url))
             continue
         return RestoreReport(
             restored=chain.newest.ref,
             full=chain.full.ref,
             full_stored_bytes=chain.full.stored_bytes,
             validation=known,
-            skipped=tuple(skipped),
+            skipped=tuple(order.skipped),
             passed_over=tuple(
                 PassedOver(key, naming_run(error, run.url)) for key, error in chain.passed_over
             ),
@@ -198,13 +171,8 @@ def _restore(
             bytes_read=reading.bytes_read,
             seconds=time.monotonic() - started,
         )
-    if skipped:
-        raise NothingToRestore(
-            run.url,
-            found="; ".join(f"{name}: {error}" for name, error in skipped),
-            expected="one checkpoint whose chain is good",
-            next_step=f"recpoint check {run.url} --level full",
-        )
+    if order.skipped:
+        raise order.nothing_good(run, expected="one checkpoint whose chain is good")
     superseded = superseded_alone(run)
     others = f"; {superseded_text(superseded)}" if superseded else ""
     raise NothingToRestore(

@@ -16,7 +16,7 @@ from torch import nn
 from recpoint.catalog.chain import PassedOver
 from recpoint.catalog.leases import reading as lease
 from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.restore import Skipped
+from recpoint.catalog.restore_order import Skipped
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import ForeignObject, RecpointError, SettingsError, UnsupportedVersion

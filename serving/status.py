@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recpoint.catalog.chain import PassedOver
-from recpoint.catalog.restore import Skipped
+from recpoint.catalog.restore_order import Skipped
 from recpoint.format.records import CheckpointRef
 
 __all__ = ["Status"]

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.publications import publication_numbers, read_publication
-from recpoint.catalog.restore import Skipped
+from recpoint.catalog.restore_order import Skipped
 from recpoint.catalog.run import Run
 from recpoint.catalog.validations import Doubts
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound

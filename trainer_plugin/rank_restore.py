@@ -12,13 +12,13 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import candidates
+from recpoint.catalog.restore_order import RestoreOrder
 from recpoint.catalog.run import Run
 from recpoint.catalog.superseded import line_to_go_on
 from recpoint.catalog.validations import Doubts
 from recpoint.errors import (
     ChainError,
     FormatError,
-    NothingToRestore,
     ObjectNotFound,
     RankLost,
     UnsupportedVersion,
@@ -109,25 +109,16 @@ def restore_together(
         else:
             names = candidates(run, step, generation, before)
         doubts = Doubts(run, validated_only=validated_only) if step is None else None
-        skipped: list[str] = []
-        for name in names:
-            doubt = None if doubts is None else doubts.about(name)
-            if doubt is not None:
-                skipped.append(f"{name}: {doubt}")
-                continue
+        order = RestoreOrder(names, doubts)
+        for name in order:
             ranks.first(_Order("restore", name=name))
             found = _restore(ranks, restore_one, name)
             if isinstance(found, CheckpointRef):
-                for one in skipped:
-                    _log.warning("not restored on any rank: %s", one)
+                for one, why in order.skipped:
+                    _log.warning("not restored on any rank: %s: %s", one, why)
                 return found
-            skipped.append(f"{name}: {found}")
-        raise NothingToRestore(
-            run.url,
-            found="; ".join(skipped),
-            expected="one checkpoint that is good on all ranks",
-            next_step=f"recpoint check {run.url} --level full",
-        )
+            order.damaged(name, found)
+        raise order.nothing_good(run, expected="one checkpoint that is good on all ranks")
 
     if step is None:
         return _leading(ranks, lambda: run.claim_from_newest(restore_newest))

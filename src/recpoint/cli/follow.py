@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recpoint.catalog import publications
+from recpoint.catalog.restore_order import skipped_lines, skipped_text
 from recpoint.catalog.run_url import naming_run, parse_run_url
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import (
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # following imports torch
 __all__ = ["follow", "publish"]
 
 #: What brings something into a channel.
-_NEXT = {"validated": "validate", "published": "publish"}
+_NEXT = {"validated": "validate URL", "published": "publish URL"}
 
 
 @command
@@ -68,11 +69,17 @@ def follow(
     if status.serving is None:
         raise NothingToRestore(
             parse_run_url(url).url,
-            found="; ".join(error for _, error in status.skipped) or "nothing to serve",
+            found=skipped_text(status.skipped) or "nothing to serve",
             expected=f"a good checkpoint of the channel {channel}",
-            next_step=f"recpoint {_NEXT.get(channel, 'list')} URL",
+            next_step=f"recpoint {_next(status, channel)}",
         )
     return Result(_document(status, url), *_lines(status, url))
+
+
+def _next(status: Status, channel: str) -> str:
+    if channel in _NEXT:
+        return _NEXT[channel]
+    return "check URL --level full" if status.skipped else "list URL"
 
 
 def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) -> None:
@@ -127,8 +134,8 @@ def _document(status: Status, url: str) -> dict[str, Any]:
 
 def _lines(status: Status, url: str) -> list[Any]:
     found: list[Any] = []
-    for name, error in status.skipped:
-        text = f"skipped {name}: {naming_run(error, url)}"
+    for line in skipped_lines(status.skipped):
+        text = f"skipped {naming_run(line, url)}"
         found.append(terminal.shown(text, limit=2000, style="yellow"))
     if status.error is not None:
         found.append(terminal.shown(naming_run(status.error, url), limit=2000, style="red"))

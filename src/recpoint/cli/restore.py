@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recpoint.catalog.leases import reading
+from recpoint.catalog.restore_order import Skipped, skipped_lines
 from recpoint.catalog.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
@@ -78,7 +79,7 @@ def restore_to_file(
     if not in_shards:
         with export.replacing(to, force=force) as temporary:
             write(temporary, target)
-    skipped = [(name, naming_run(error, url)) for name, error in report.skipped]
+    skipped = [Skipped(name, naming_run(error, url)) for name, error in report.skipped]
     verdict = report.validation
     document = {
         "file": str(to),
@@ -99,8 +100,8 @@ def restore_to_file(
         "seconds": report.seconds,
     }
     views = [
-        terminal.shown(f"skipped {name}: {error}", limit=2000, style="yellow")
-        for name, error in skipped
+        terminal.shown(f"skipped {line}", limit=2000, style="yellow")
+        for line in skipped_lines(skipped)
     ]
     views += [
         terminal.shown(f"passed over {key}: {naming_run(error, url)}", limit=2000, style="yellow")

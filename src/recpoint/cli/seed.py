@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recpoint.catalog.leases import reading
+from recpoint.catalog.restore_order import skipped_lines
 from recpoint.catalog.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
@@ -54,8 +55,8 @@ def plan_seed(
         report = restore(run, target, step=step, generation=generation)
     parts = _parts(target, seed)
     views: list[Any] = [
-        terminal.shown(f"skipped {name}: {naming_run(error, url)}", limit=2000, style="yellow")
-        for name, error in report.skipped
+        terminal.shown(f"skipped {naming_run(line, url)}", limit=2000, style="yellow")
+        for line in skipped_lines(report.skipped)
     ]
     exact = "some of it quantized" if report.quantized else "all of it exact"
     shown = terminal.plain_table(f"{report.restored}: {report.chain_length} to read, {exact}")

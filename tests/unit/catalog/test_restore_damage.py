@@ -174,9 +174,11 @@ def test_when_nothing_is_good_the_error_says_what_was_wrong_with_each(
         flip(run, row_chunk(base).key)
     with pytest.raises(NothingToRestore) as caught:
         restore(run, MemoryTarget())
-    for step in (10, 11, 12, 20, 21):
-        assert f"step {step} (generation 1)" in caught.value.found
-    assert row_chunk(links[0]).key in caught.value.found
+    reasons = caught.value.found.split("; 3 checkpoints, steps 10 … 12: ")
+    assert reasons[0].startswith("2 checkpoints, steps 20 … 21: ")
+    for base, reason in zip((links[3], links[0]), reasons, strict=True):
+        assert row_chunk(base).key in reason
+    assert caught.value.next_step == f"recpoint check {run.url} --level full"
 
 
 def test_a_chunk_known_to_be_damaged_is_not_read_for_each_chain_that_needs_it(

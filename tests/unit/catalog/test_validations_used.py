@@ -10,6 +10,7 @@ import torch
 
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.restore_order import Skipped, skipped_text
 from recpoint.catalog.run import Run
 from recpoint.catalog.validations import add_record, read_record, records_of, verdict, verdicts
 from recpoint.errors import ForeignObject, NothingToRestore, StoreUnavailable
@@ -199,6 +200,28 @@ def test_only_validated_ones_when_that_is_asked_for(run: Run) -> None:
     ]
     say(run, 20, "full", "passed")
     assert restored(run, validated_only=True).restored.step == 20
+
+
+def test_reasons_that_are_equal_are_told_once_and_the_next_step_helps(run: Run) -> None:
+    with pytest.raises(NothingToRestore) as unvalidated:
+        restored(run, validated_only=True)
+    error = unvalidated.value
+    assert error.found.startswith("5 checkpoints, steps 10 … 21: not validated")
+    assert error.found.count("not validated") == 1
+    assert error.next_step == f"recpoint validate {run.url}"
+    for name in run.live_line():
+        say(run, name.step, "sample", "stateless")
+    with pytest.raises(NothingToRestore) as failed:
+        restored(run)
+    assert failed.value.found.startswith("5 checkpoints, steps 10 … 21: validation 1 found its")
+    assert failed.value.next_step.startswith(f"recpoint validate {run.url} --step 21 ")
+
+
+def test_a_line_of_much_damage_is_told_in_a_few_words() -> None:
+    name = ManifestName
+    skipped = [Skipped(name(step, 1), f"chunk {step} " + "is gone " * 200) for step in range(50)]
+    assert len(skipped_text(skipped)) < 3000
+    assert skipped_text(skipped).endswith("; 44 more, for other reasons")
 
 
 def test_all_failed_is_nothing_to_restore(run: Run) -> None:

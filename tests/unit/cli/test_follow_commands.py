@@ -35,6 +35,9 @@ def test_looks_once(recpoint: Invoke, tmp_path: Path) -> None:
     assert ended.code == 1 and "channel published" in ended.json["expected"]
     assert ended.json["next_step"] == f"recpoint publish {run.url}"
     assert recpoint("follow", run.url, "--once", "--channel", "best").code == 2
+    ended = recpoint("follow", run.url, "--once", "--channel", "validated", "--json")
+    assert ended.json["found"] == "3 checkpoints, steps 1 … 3: not validated"
+    assert ended.json["next_step"] == f"recpoint validate {run.url}"
 
 
 def test_publishes_and_goes_back(recpoint: Invoke, tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_only_validated_ones_are_restored_when_asked(
 ) -> None:
     command = ("restore", saved_run.directory, "--to", tmp_path / "model.pt", "--validated")
     assert recpoint(*command).code == 1
+    refused = recpoint(*command, "--json").json
+    assert refused["next_step"] == f"recpoint validate {saved_run.directory}"
     recpoint("validate", saved_run.directory, "--step", 20)
     ended = recpoint(*command, "--json")
     assert ended.code == 0 and ended.json["step"] == 20
