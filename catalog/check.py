@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_facts import OnStep, unwatched
 from recpoint.catalog.state_reading import read_state
 from recpoint.catalog.superseded import superseded_alone, superseded_text
 from recpoint.errors import FormatError, MissingLink, NothingToRestore
@@ -75,7 +77,13 @@ class CheckReport:
 
 
 def check(
-    run: Run, *, level: Level = "metadata", step: int | None = None, threads: int = 4
+    run: Run,
+    *,
+    level: Level = "metadata",
+    step: int | None = None,
+    threads: int = 4,
+    on_step: OnStep = unwatched,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> CheckReport:
     """Check a run; nothing is changed.
 
@@ -85,17 +93,20 @@ def check(
             length. `"full"`: also every byte of every chunk, decoded.
         step: only the checkpoints of this step and what they depend on.
         threads: chunks read at once.
+        on_step: called after each manifest that was read, from this thread.
+        on_progress: called with bytes read so far and bytes to read, from this thread; for
+            `"full"` alone.
 
     Raises:
         NothingToRestore: there is no checkpoint of `step`.
         StoreError: the store cannot be read.
     """
     checking = _Checking(run, step)
-    checking.look_at_records()
+    checking.look_at_records(on_step)
     checking.look_at_objects()
     if level == "full":
         with ChunkPool(threads) as pool:
-            checking.look_at_bytes(pool)
+            checking.look_at_bytes(pool, on_progress)
     return checking.report(level)
 
 
@@ -109,7 +120,8 @@ class _Checking:
         self._damage: dict[str, tuple[Representation, str, bool]] = {}
         self._rowless: set[Representation] = set()  # rows are damaged: nothing after it restores
         self._stateless: set[Representation] = set()  # its state is, which nothing else needs
-        self._chunks_read = self._bytes_read = 0
+        self._chunks_read = self._bytes_read = self._bytes_to_read = 0
+        self._on_progress: Callable[[int, int], None] | None = None
         self._parts: dict[AttemptName, list[int]] = {}
         self._live = self._live_line()
         # Manifests before chunks: whatever a manifest names was there before it, so that one which
@@ -136,7 +148,7 @@ class _Checking:
             self._add("error", error.subject, f"the lineage cannot be followed: {error}")
             return None
 
-    def look_at_records(self) -> None:
+    def look_at_records(self, on_step: OnStep = unwatched) -> None:
         """Every generation record, and every chain of every chosen checkpoint."""
         for number, outcome in self._run.read_generations(self._run.generation_numbers()).items():
             key = generation_key(number)
@@ -145,7 +157,7 @@ class _Checking:
                 # Where the live line goes through it, it has been added as an error already.
                 self._add("warning", key, str(outcome))
         self._look_at_a_line_of_none()
-        self._graph.load(self._chosen)
+        self._graph.load(self._chosen, on_step)
         for name in self._chosen:
             broken = [one for one in self._graph.of(name) if one in self._graph.broken]
             for one in broken:
@@ -246,8 +258,17 @@ class _Checking:
 
     # --- bytes ---------------------------------------------------------------------------------
 
-    def look_at_bytes(self, pool: ChunkPool) -> None:
+    def look_at_bytes(
+        self, pool: ChunkPool, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
         """Read, verify and decode every chunk of every chain."""
+        self._on_progress = on_progress
+        self._bytes_to_read = sum(
+            entry.bytes
+            for _, manifest in self._graph.sound()
+            for entry in manifest.chunks
+            if entry.content != "sample"
+        )
         for one, manifest in self._graph.sound():
             self._look_at_rows(pool, one, manifest)
             try:
@@ -287,6 +308,8 @@ class _Checking:
     def _account(self, entry: ChunkEntry) -> None:
         self._chunks_read += 1
         self._bytes_read += entry.bytes
+        if self._on_progress is not None:
+            self._on_progress(self._bytes_read, max(self._bytes_to_read, self._bytes_read))
 
     # --- what comes of it ----------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from recpoint.catalog.chain import DAMAGE, check_link
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_facts import OnStep, unwatched
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key
@@ -42,8 +43,12 @@ class RepresentationGraph:
                 self._manifests[one] = error
         return self._manifests[one]
 
-    def load(self, names: Iterable[ManifestName]) -> None:
-        """Read what these checkpoints depend on, and see what joins up."""
+    def load(self, names: Iterable[ManifestName], on_step: OnStep = unwatched) -> None:
+        """Read what these checkpoints depend on, and see what joins up.
+
+        `on_step` is called after each manifest, with how many there are in the whole run.
+        """
+        total = sum(map(len, self._there.values()))
         waiting = [one for name in names for one in self.of(name)]
         loaded: set[Representation] = set()
         while waiting:
@@ -52,6 +57,7 @@ class RepresentationGraph:
                 continue
             loaded.add(one)
             waiting.extend(self._before(self.read(one)))
+            on_step("reading manifests", len(loaded), total)
         for one in sorted(loaded, key=lambda one: one.name):  # a parent's step is lower
             error = self._join(one)
             if error is not None:

@@ -103,6 +103,7 @@ def execute(
         grace_seconds=made.orphans.grace_seconds,
         keep=made.orphans.keep,
         spare_newest=True,
+        on_step=on_step,
     )
     swept = execute_sweep(run, orphans, on_step=on_step)
     if full is not None:

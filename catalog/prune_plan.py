@@ -160,7 +160,12 @@ def plan_prune(
         adopt=tuple(lease for lease in alive if lease.from_the_future),
         stray_pins=_stray_pins(facts),
         orphans=plan_sweep(
-            run, grace_seconds=grace_seconds, keep=keep, spare_newest=True, ask_store=ask_store
+            run,
+            grace_seconds=grace_seconds,
+            keep=keep,
+            spare_newest=True,
+            ask_store=ask_store,
+            on_step=on_step,
         ),
         grace_seconds=grace_seconds,
         store_full=store_full,

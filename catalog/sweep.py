@@ -118,6 +118,7 @@ def plan_sweep(
     keep: Collection[str] | Callable[[], Collection[str]] = (),
     spare_newest: bool = False,
     ask_store: bool = True,
+    on_step: OnStep = unwatched,
 ) -> SweepPlan:
     """Find what can go; nothing is changed.
 
@@ -133,6 +134,7 @@ def plan_sweep(
         ask_store: ask the store for its time, which writes and removes a small object; where it
             takes none, the newest object there tells. Without it nothing at all is written, and a
             clock of this host that is ahead is not noticed: for plans that nobody executes.
+        on_step: called after each manifest that was read, from this thread.
 
     Raises:
         SettingsError: a negative grace.
@@ -169,7 +171,7 @@ def plan_sweep(
         elif not _is_record(info.key):
             unrecognised.append(info.key)
     named = _Named(run, spare_newest=spare_newest)
-    named.look()
+    named.look(on_step)
     there = {(name.step, name.generation) for name in run.representations()}
     for info in validations:
         of = parse_validation_key(info.key)
@@ -290,7 +292,7 @@ class _Named:
         self.attempts: set[AttemptName] = set()
         self.unreadable: list[str] = []
 
-    def look(self) -> None:
+    def look(self, on_step: OnStep = unwatched) -> None:
         """Read the manifests that have appeared since the last look."""
         self.unreadable.clear()
         there = self._run.representations()
@@ -299,7 +301,9 @@ class _Named:
         self._newest_step = max(steps, default=-1)
         left = [one for forms in there.values() for one in forms if one not in self._known]
         with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            for one, chunks in zip(left, readers.map(self._chunks_of, left), strict=True):
+            found = zip(left, readers.map(self._chunks_of, left), strict=True)
+            for number, (one, chunks) in enumerate(found, 1):
+                on_step("reading manifests", number, len(left))
                 if chunks is None:
                     self.unreadable.append(one.key)
                 elif chunks:

@@ -89,6 +89,7 @@ def sweep_here(
         keep=partial(staged.staged_attempts, run_dir, besides=work.unreadable),
         spare_newest=not (include_newest or knows),
         ask_store=not dry_run,
+        on_step=on_step,
     )
     result = None if dry_run else execute(run, plan, on_step=on_step)
     return SweptHere(run=run, work=work, slots=tuple(slots), plan=plan, result=result)

@@ -24,7 +24,7 @@ from recpoint.format.naming import RUN_KEY
 from recpoint.serving.coded_modules import replace_lookups
 from recpoint.serving.copies import Copies
 from recpoint.serving.status import Status
-from recpoint.serving.updater import DAMAGE, Updater
+from recpoint.serving.updater import DAMAGE, OnProgress, Updater
 from recpoint.serving.version import Version
 from recpoint.serving.wanted import CHANNELS, Channel, Wanted, find_pinned, look
 
@@ -223,10 +223,13 @@ class Follower:
     ) -> None:
         self.stop()
 
-    def poll(self) -> bool:
+    def poll(self, *, on_progress: OnProgress | None = None) -> bool:
         """Look once, and serve what is better than what is served; whether there was something.
 
         Damaged checkpoints are passed over, and named in `status`.
+
+        Args:
+            on_progress: called with bytes read so far and bytes to read, from this thread.
 
         Raises:
             NothingToRestore: there is no run, or not the checkpoint that is pinned.
@@ -238,7 +241,7 @@ class Follower:
         """
         with self._updating:
             try:
-                moved = self._poll()
+                moved = self._poll(on_progress)
             except RecpointError as error:
                 self._error = f"{type(error).__name__}: {error}"
                 raise
@@ -262,16 +265,16 @@ class Follower:
             told = self._error
             self._wake.wait(self._poll_seconds)
 
-    def _poll(self) -> bool:
+    def _poll(self, on_progress: OnProgress | None) -> bool:
         run, updater = self._opened()
         self._look(run, updater)
         pinned = self._pinned
         if pinned is None:
-            return self._follow_channel(run, updater)
+            return self._follow_channel(run, updater, on_progress)
         name = find_pinned(run, *pinned)
         if name == _served(updater):
             return False
-        self._move(run, updater, name)
+        self._move(run, updater, name, on_progress)
         self._look(run, updater)  # from there: what it has been taken back behind is ahead now
         return True
 
@@ -283,14 +286,14 @@ class Follower:
         self._looked_at = time.monotonic()
         self._note(wanted, updater)
 
-    def _follow_channel(self, run: Run, updater: Updater) -> bool:
+    def _follow_channel(self, run: Run, updater: Updater, on_progress: OnProgress | None) -> bool:
         now = time.monotonic()
         for name in self._wanted.names if self._wanted is not None else ():
             at, _ = self._failed.get(name, (None, ""))
             if at is not None and now - at < _RETRY_SECONDS:
                 continue
             try:
-                self._move(run, updater, name)
+                self._move(run, updater, name, on_progress)
             except UnsupportedVersion:
                 raise
             except DAMAGE as error:
@@ -300,13 +303,18 @@ class Follower:
             return True
         return False
 
-    def _move(self, run: Run, updater: Updater, name: ManifestName) -> None:
+    def _move(
+        self, run: Run, updater: Updater, name: ManifestName, on_progress: OnProgress | None
+    ) -> None:
         manifest = run.manifest(*name)
         wanted = self._wanted
         assert wanted is not None  # what to move to comes of a look
         with lease(run, purpose="follow", covers=[manifest.ref]):
             self._passed_over = updater.move(
-                name, committed_ms=manifest.committed_ms, line=wanted.names
+                name,
+                committed_ms=manifest.committed_ms,
+                line=wanted.names,
+                on_progress=on_progress,
             )
         self._versions += 1
         better = wanted.names[: wanted.names.index(name)] if name in wanted.names else wanted.names

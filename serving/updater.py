@@ -22,13 +22,17 @@ from recpoint.serving.model_copy import ALL, Bitmaps, Loading
 from recpoint.serving.route import Route, find_route
 from recpoint.serving.version import Version
 
-__all__ = ["DAMAGE", "Updater"]
+__all__ = ["DAMAGE", "OnProgress", "Updater"]
 
 #: Of a checkpoint, not of the store or of the model.
 DAMAGE: Final = (FormatError, ChainError, ObjectNotFound)
 
 #: Manifests that are kept in memory: they never change, and the next update needs the same ones.
 _KEPT_MANIFESTS: Final = 64
+
+
+#: Called with bytes read so far and bytes to read.
+OnProgress = Callable[[int, int], None]
 
 
 class _NotCumulative(Exception):
@@ -76,7 +80,12 @@ class Updater:
         self._manifests: OrderedDict[Representation, Manifest] = OrderedDict()
 
     def move(
-        self, name: ManifestName, *, committed_ms: int, line: Sequence[ManifestName] = ()
+        self,
+        name: ManifestName,
+        *,
+        committed_ms: int,
+        line: Sequence[ManifestName] = (),
+        on_progress: OnProgress | None = None,
     ) -> tuple[PassedOver, ...]:
         """Serve checkpoint `name`, and say which damaged manifests the way there went around.
 
@@ -87,6 +96,7 @@ class Updater:
             name: the checkpoint.
             committed_ms: when it was committed.
             line: checkpoints, newest first, among which its parents probably are.
+            on_progress: called with bytes read so far and bytes to read, from this thread.
 
         Raises:
             FormatError, ChainError, ObjectNotFound: it is damaged, or nothing leads to it.
@@ -103,7 +113,7 @@ class Updater:
             except DAMAGE as error:
                 raise first or error from None
             try:
-                self._apply(route, committed_ms)
+                self._apply(route, committed_ms, on_progress)
             except _NotCumulative:
                 cumulative = False
             except DAMAGE as error:
@@ -152,12 +162,12 @@ class Updater:
                 avoid=avoid,
             )
 
-    def _apply(self, route: Route, committed_ms: int) -> None:
+    def _apply(self, route: Route, committed_ms: int, on_progress: OnProgress | None) -> None:
         standby = self._copies.standby(wait_seconds=self._wait_seconds)
         if route.start != "full":
             standby.catch_up(self._copies.active)
         loading = Loading(standby, route.chain, self._tables, coded=self._coded)
-        reading = ChainReading(self._run, route.chain, {}, None)
+        reading = ChainReading(self._run, route.chain, {}, on_progress)
         standby.behind = ALL  # until it is known which rows were written
         try:
             reading.run(loading, self._threads)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from recpoint.catalog.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
-from recpoint.cli.reporting import JsonOption, Result, command, progress_console
+from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
 
@@ -59,21 +58,11 @@ def consolidate_run(
     if dry_run:
         plan = plan_consolidation(run, name, links=links)
         return Result(_document(plan, None, url), _plan_table(plan, url))
-    console = progress_console()
-    with Progress(
-        TextColumn("merging"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=json_output or not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("merging", total=None)
+    with showing_bytes("merging", quiet=json_output) as on_progress:
         plan, done = consolidate_around_damage(
             run,
             lambda avoid: plan_consolidation(run, name, links=links, avoid=avoid),
-            on_progress=lambda read, total: progress.update(task, completed=read, total=total),
+            on_progress=on_progress,
         )
     if done is None or not plan.needed:
         return Result(_document(plan, None, url), _plan_table(plan, url))

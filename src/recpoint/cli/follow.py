@@ -17,6 +17,7 @@ from recpoint.cli.reporting import (
     command,
     output_console,
     print_json,
+    showing_bytes,
 )
 from recpoint.dashboards import terminal
 from recpoint.errors import ChainError, FormatError, NothingToRestore, NotServing, StoreError
@@ -64,7 +65,8 @@ def follow(
     )
     if not once:
         _follow(follower, url, poll_seconds, json_output)
-    follower.poll()
+    with showing_bytes("reading", quiet=json_output) as on_progress:
+        follower.poll(on_progress=on_progress)
     status = follower.status
     if status.serving is None:
         raise NothingToRestore(
@@ -87,8 +89,11 @@ def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) ->
     told: tuple[object, ...] = ()
     console = output_console()
     while True:
+        # A whole model, the first time; increments later, over which no line may be drawn.
+        quiet = as_json or follower.version is not None
         try:
-            follower.poll()
+            with showing_bytes("reading", quiet=quiet) as on_progress:
+                follower.poll(on_progress=on_progress)
         except (StoreError, NotServing, NothingToRestore, FormatError, ChainError):
             pass  # in the status; what is served goes on being served
         status = follower.status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,7 @@ from recpoint.catalog.store import open_store
 from recpoint.catalog.superseded import superseded_text
 from recpoint.catalog.validations import records_of, verdict, verdicts
 from recpoint.cli import documents
-from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes, showing_steps
 from recpoint.dashboards import terminal
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import (
@@ -223,7 +224,14 @@ def check_run(
     """Whether what is stored restores; exit code 1 when it does not."""
     from recpoint.catalog.check import check
 
-    report = check(open_run(url), level=_level(level), step=step)
+    chosen, run = _level(level), open_run(url)
+    with ExitStack() as bars:
+        # One bar at a time: the manifests are read before the first byte of a chunk is.
+        on_step = bars.enter_context(showing_steps(quiet=json_output or chosen == "full"))
+        on_progress = bars.enter_context(
+            showing_bytes("checking", quiet=json_output or chosen != "full")
+        )
+        report = check(run, level=chosen, step=step, on_step=on_step, on_progress=on_progress)
     findings = tuple(
         finding._replace(text=naming_run(finding.text, url)) for finding in report.findings
     )

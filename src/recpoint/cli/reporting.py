@@ -14,6 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
@@ -43,6 +44,7 @@ __all__ = [
     "output_console",
     "print_json",
     "progress_console",
+    "showing_bytes",
     "showing_steps",
 ]
 
@@ -153,6 +155,28 @@ def showing_steps(*, quiet: bool) -> Iterator[OnStep]:
             progress.update(task, description=what, completed=done, total=total)
 
         yield show
+
+
+@contextmanager
+def showing_bytes(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal for bytes: of those that were read, and those to read.
+
+    Args:
+        what: is being done.
+        quiet: show none there either.
+    """
+    console = progress_console()
+    with Progress(
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def print_json(document: dict[str, Any]) -> None:

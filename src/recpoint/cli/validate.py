@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.catalog.validations import LEVELS
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
-from recpoint.cli.reporting import JsonOption, Result, command, progress_console
+from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
 
@@ -26,8 +23,6 @@ if TYPE_CHECKING:  # validating imports torch
     from recpoint.format.naming import ValidationLevel
 
 __all__ = ["validate_checkpoint"]
-
-_Progress = Callable[[int, int], None]
 
 
 @command
@@ -70,10 +65,10 @@ def validate_checkpoint(
     name = _checkpoint(run, step, generation)
     metrics: dict[str, float] = {}
     with reading(run, purpose="validate"):
-        with _progress("validating", json_output) as on_progress:
+        with showing_bytes("validating", quiet=json_output) as on_progress:
             found = validation.validate(run, name, level=chosen, on_progress=on_progress)
         if function is not None and found.passed:
-            with _progress("restoring", json_output) as on_progress:
+            with showing_bytes("restoring", quiet=json_output) as on_progress:
                 metrics = evaluation.evaluate(
                     run, name, function, function_name=evaluate_with, on_progress=on_progress
                 )
@@ -111,22 +106,6 @@ def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestN
             next_step=f"recpoint list {run.url}",
         )
     return live[0]
-
-
-@contextmanager
-def _progress(what: str, quiet: bool) -> Iterator[_Progress]:
-    console = progress_console()
-    with Progress(
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _document(found: Validation, metrics: dict[str, float], number: int | None) -> dict[str, Any]:
