@@ -10,7 +10,7 @@ from recpoint.catalog.chain import DAMAGE
 from recpoint.catalog.check_graph import Damage, RepresentationGraph
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import check_entry, check_stored, read_rows
-from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.lineage import ManifestName, Representation, next_step_of_lost
 from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
@@ -23,6 +23,7 @@ from recpoint.format.naming import (
     RUN_KEY,
     AttemptName,
     attempt_prefix,
+    generation_in_key,
     generation_key,
     is_end_key,
     is_probe_key,
@@ -150,12 +151,11 @@ class _Checking:
 
     def look_at_records(self, on_step: OnStep = unwatched) -> None:
         """Every generation record, and every chain of every chosen checkpoint."""
-        for number, outcome in self._run.read_generations(self._run.generation_numbers()).items():
-            key = generation_key(number)
-            known = any(found.key == key for found in self._findings)
-            if not isinstance(outcome, GenerationRecord) and not known:
-                # Where the live line goes through it, it has been added as an error already.
-                self._add("warning", key, str(outcome))
+        numbers = self._run.generation_numbers()
+        for number, outcome in self._run.read_generations(numbers).items():
+            if not isinstance(outcome, GenerationRecord):
+                self._add_once("warning", generation_key(number), str(outcome))
+        self._look_for_lost(numbers)
         self._look_at_a_line_of_none()
         self._graph.load(self._chosen, on_step)
         for name in self._chosen:
@@ -169,6 +169,24 @@ class _Checking:
                     self._damaged(one, one.key, f"does not restore: {error}")
             if not broken and not self._counts(name):
                 self._add("info", self._graph.of(name)[-1].key, "superseded")
+
+    def _look_for_lost(self, numbers: list[int]) -> None:
+        """Generations that something names and that have no record."""
+        named: dict[int, str] = {}
+        for key in self._sizes:
+            number = generation_in_key(key)
+            if number is not None and (number not in named or parse_manifest_key(key)):
+                named[number] = key
+        for number in self._run.lost_generations(named, listed=numbers):
+            # Below the newest one the live line has been followed without it.
+            severity: Severity = "error" if number > max(numbers, default=0) else "warning"
+            error = MissingLink(
+                generation_key(number),
+                found=f"no generation record, but {named[number]}",
+                expected="the record of each generation that there was",
+                next_step=next_step_of_lost(number),
+            )
+            self._add_once(severity, error.subject, str(error))
 
     def _look_at_a_line_of_none(self) -> None:
         """An error: there are checkpoints, and a restart would find none that counts."""
@@ -327,6 +345,11 @@ class _Checking:
     def _damaged(self, one: Representation, key: str, text: str, *, of_state: bool = False) -> None:
         # Once: a chunk that is missing fails again when its bytes are wanted.
         self._damage.setdefault(key, (one, text, of_state))
+
+    def _add_once(self, severity: Severity, key: str, text: str) -> None:
+        # Where the live line goes through it, it has been added as an error already.
+        if not any(found.key == key for found in self._findings):
+            self._add(severity, key, text)
 
     def _add(self, severity: Severity, key: str, text: str) -> None:
         self._findings.append(Finding(severity, key, text))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from recpoint.catalog.chain import check_link
 from recpoint.catalog.create_only import create_or_read
+from recpoint.catalog.lineage import next_step_of_lost
 from recpoint.catalog.run import Run
 from recpoint.errors import (
     CommitConflict,
@@ -19,7 +20,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import generation_key, manifest_key
 from recpoint.format.records import MAX_RECORD_BYTES, pack_record
 
-__all__ = ["commit"]
+__all__ = ["check_fence", "commit"]
 
 
 def commit(
@@ -40,7 +41,8 @@ def commit(
 
     Raises:
         StaleWriter: a newer trainer owns the run.
-        MissingLink: the checkpoint that this increment was taken after is not there.
+        MissingLink: the checkpoint that this increment was taken after is not there, or the record
+            of the generation.
         ChainError: it is there, and the two contradict each other.
         CommitConflict: another attempt has this step and generation.
         ForeignObject: the manifest is of another run.
@@ -57,7 +59,7 @@ def commit(
         )
     try:
         if expect_generation_newest:
-            _check_fence(run, manifest)
+            check_fence(run, manifest.generation, manifest.step)
         if manifest.parent is not None:
             _check_parent(run, manifest)
     except (StaleWriter, MissingLink):
@@ -80,15 +82,34 @@ def commit(
     return "already"
 
 
-def _check_fence(run: Run, manifest: Manifest) -> None:
-    numbers = run.generation_numbers()
-    newest = numbers[-1] if numbers else 0
-    if newest != manifest.generation:
+def check_fence(run: Run, generation: int, step: int) -> None:
+    """Whether a generation may still commit (format §6.1 W4).
+
+    Args:
+        run: the run.
+        generation: whose checkpoint it is.
+        step: of that checkpoint, for errors.
+
+    Raises:
+        StaleWriter: a newer trainer owns the run.
+        MissingLink: none does, but the record of this generation is lost. Its trainer may go on:
+            later checkpoints can be committed once the record is back.
+        StoreError: the store cannot be read.
+    """
+    newest = max(run.generation_numbers(), default=0)
+    if newest > generation:
         raise StaleWriter(
-            generation_key(manifest.generation),
+            generation_key(generation),
             found=f"generation {newest} as the newest of the run",
-            expected=f"generation {manifest.generation}, which took step {manifest.step}",
+            expected=f"generation {generation}, which took step {step}",
             next_step="nothing, if the trainer was restarted; else stop the second trainer",
+        )
+    if newest < generation:
+        raise MissingLink(
+            generation_key(generation),
+            found=f"no generation record; generation {newest} is the newest that has one",
+            expected=f"that of the trainer which took step {step}",
+            next_step=next_step_of_lost(generation),
         )
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "by_checkpoint",
     "first_of_line",
     "live_line",
+    "next_step_of_lost",
     "restarts",
 ]
 
@@ -25,6 +26,14 @@ LINEAGE_NEXT_STEP = (
     "put the object back from a backup, or name the checkpoint to go on from, by step and "
     "generation: recpoint restore URL --step STEP --generation GENERATION"
 )
+
+
+def next_step_of_lost(generation: int) -> str:
+    """What a person can do about a generation record that is not there, for errors."""
+    return (
+        "put it back from a backup; or say from where that trainer went on: recpoint relink URL "
+        f"{generation} --step STEP, or --from-nothing"
+    )
 
 
 class ManifestName(NamedTuple):
@@ -93,7 +102,8 @@ def live_line(
     and of the keys that exist.
 
     Args:
-        newest: the highest generation there is a record of, readable or not; 0 when there is none.
+        newest: the highest generation there is a record or a checkpoint of, readable or not; 0
+            when there is none.
         generations: the records by number; those the walk does not come past may be absent.
         names: every checkpoint there is, in any order.
 
@@ -112,9 +122,10 @@ def live_line(
         if record is None:
             raise MissingLink(
                 generation_key(generation),
-                found="no generation record",
-                expected="the record of each generation that the live line goes through",
-                next_step=LINEAGE_NEXT_STEP,
+                found=f"no generation record{_of(generation, steps)}",
+                expected="the record of each generation that the live line goes through: without "
+                "it nobody knows which checkpoints count",
+                next_step=next_step_of_lost(generation),
             )
         restored = record.restored
         # A trainer only counts upwards from what it restored: whatever claims otherwise is not
@@ -137,6 +148,15 @@ def live_line(
         below = min(restored.step + 1, below) if below is not None else restored.step + 1
         generation = restored.generation
     return line
+
+
+def _of(generation: int, steps: Mapping[int, list[int]]) -> str:
+    """How many checkpoints of a generation there are, for errors."""
+    there = steps.get(generation)
+    if not there:
+        return ""
+    count = "1 checkpoint" if len(there) == 1 else f"{len(there)} checkpoints"
+    return f", but {count} of generation {generation}, the newest of step {max(there)}"
 
 
 def restarts(newest: int, generations: Mapping[int, GenerationRecord]) -> int:

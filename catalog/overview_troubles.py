@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from recpoint.catalog.announcement import TAKE_OVER_SECONDS
 from recpoint.catalog.checked_read import read_checked
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.lineage import ManifestName, next_step_of_lost
 from recpoint.catalog.overview import Age, CheckpointFacts, ExpiringManifest, Failure
 from recpoint.catalog.pins import read_deletion
 from recpoint.catalog.plan_record import PlanWatch
@@ -18,6 +18,7 @@ from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.rejections import RejectionWatch
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_end import read_end
+from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.store_contract import ObjectInfo
 from recpoint.catalog.validations import Verdict, read_record
 from recpoint.errors import FormatError, ObjectNotFound, RecpointError
@@ -28,6 +29,7 @@ from recpoint.format.naming import (
     AttemptName,
     PartName,
     ValidationName,
+    generation_key,
     manifest_key,
     parse_expired_key,
     parse_part_key,
@@ -62,6 +64,8 @@ class Troubles:
     Attributes:
         chains: checkpoints whose chain does not join up, and why; set by `RunWatch`.
         end: what is wrong with the newest trainer's end record; set by `RunWatch`.
+        lost: generations beside the live line that have checkpoints and no record, ascending; set
+            by `RunWatch`.
         plan: the plan of the newest retention.
     """
 
@@ -72,6 +76,7 @@ class Troubles:
         self._records: dict[ValidationName, ValidationRecord | None] = {}
         self.chains: dict[ManifestName, RecpointError] = {}
         self.end: FormatError | None = None
+        self.lost: Sequence[int] = ()
         self.plan = PlanWatch(run)
         self._rejections = RejectionWatch(run)
 
@@ -115,6 +120,7 @@ class Troubles:
             *self._restarts(),
             *self._rejected(),
             *self._records_for_people(),
+            *self._lost(),
             *self._ranks(live),
         ]
         return tuple(sorted(found, key=lambda one: -(one.when_ms or 0)))
@@ -218,6 +224,19 @@ class Troubles:
             )
             for error in (self.end, self.plan.error, *self._rejections.damaged)
             if error is not None
+        ]
+
+    def _lost(self) -> list[Failure]:
+        return [
+            Failure(
+                kind="record",
+                subject=generation_key(number),
+                cause=f"no record of generation {number}, but checkpoints: they are superseded, "
+                "and retention keeps them",
+                when_ms=None,
+                next_step=naming_run(next_step_of_lost(number), self._run.url),
+            )
+            for number in self.lost[-_TOLD:]
         ]
 
     def _rejected(self) -> list[Failure]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from recpoint.catalog.answers import finish_committed, reject_job
 from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.chunks_there import chunks_missing, not_there
-from recpoint.catalog.commit import commit
+from recpoint.catalog.commit import check_fence, commit
 from recpoint.catalog.committed import Committed, committed
 from recpoint.catalog.job_store import forget_stores, job_store
 from recpoint.catalog.persist_encode import encode_group
@@ -40,6 +40,7 @@ from recpoint.catalog.store import Store
 from recpoint.errors import (
     ForeignObject,
     MalformedObject,
+    MissingLink,
     NothingToRestore,
     ObjectNotFound,
     RanksMissing,
@@ -50,7 +51,7 @@ from recpoint.errors import (
 )
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import attempt_prefix, generation_key
+from recpoint.format.naming import attempt_prefix
 
 __all__ = [
     "Committed",
@@ -150,19 +151,13 @@ def already_committed(run: Run, job_file: Path | str) -> Committed | None:
 
     Raises:
         StaleWriter: it is not committed and never will be; nothing has to be uploaded for that.
+        MissingLink: nor will it be while the record of its generation is lost.
     """
     job = read_job(job_file)
     try:
         manifest = run.manifest(job.step, job.generation)
     except ObjectNotFound:
-        newest = max(run.generation_numbers(), default=0)
-        if newest > job.generation:
-            raise StaleWriter(
-                generation_key(job.generation),
-                found=f"generation {newest} as the newest of the run",
-                expected=f"generation {job.generation}, which staged step {job.step}",
-                next_step="nothing, if the trainer was restarted; else stop the second trainer",
-            ) from None
+        check_fence(run, job.generation, job.step)
         return None
     return committed(run, manifest, job.rank) if manifest.attempt == job.attempt else None
 
@@ -196,7 +191,7 @@ def look_again(job_file: Path | str, *, store: Store | None = None) -> tuple[int
         return ()  # all are there; or parts were removed, as they are after a commit
     try:
         there = already_committed(run, job_file) is not None
-    except StaleWriter:
+    except (StaleWriter, MissingLink):
         return ()
     return () if there else missing
 

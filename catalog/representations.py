@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -54,6 +54,7 @@ class RunFacts:
         verdicts: what validations say of a checkpoint (format §10): that it does not restore
             (`failed`, `stateless`), or up to which level it is validated (`sample`, `full`).
         unreadable: keys of manifests that cannot be read; what they need is unknown.
+        lost: generations beside the live line that have no record.
     """
 
     manifests: Sequence[StoredManifest]
@@ -64,6 +65,7 @@ class RunFacts:
     metrics: Mapping[str, Mapping[ManifestName, float]] = field(default_factory=dict)
     verdicts: Mapping[ManifestName, Opinion] = field(default_factory=dict)
     unreadable: Sequence[str] = ()
+    lost: Collection[int] = ()
 
     def times_ms(self) -> tuple[Mapping[ManifestName, int], Mapping[ManifestName, int]]:
         """When each checkpoint was made: as its trainer stamped it, and as the store tells.

@@ -10,6 +10,7 @@ from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.representations import Representations, RunFacts, StoredManifest
 from recpoint.catalog.retention_rules import RetentionPolicy, apply_rules
 from recpoint.errors import RetentionRefused
+from recpoint.format.naming import generation_key
 
 __all__ = ["Decision", "RetentionPlan", "deletion_order", "needed_manifests", "plan"]
 
@@ -120,6 +121,10 @@ def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
         for name, ms in times_ms.items():
             if ms > facts.now_ms:
                 keep(name, "its time is in the future")
+    for manifest in facts.manifests:
+        if manifest.name.generation in facts.lost:
+            # What has made them superseded may be the loss alone: a person decides.
+            keep(manifest.name, f"{generation_key(manifest.name.generation)} is lost")
     return {name: ", ".join(dict.fromkeys(reasons)) for name, reasons in forced.items()}
 
 

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -19,6 +19,7 @@ from recpoint.catalog.lineage import (
     Representation,
     by_checkpoint,
     live_line,
+    next_step_of_lost,
     restarts,
 )
 from recpoint.catalog.run_record import create_run_record, read_run_record
@@ -26,6 +27,7 @@ from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
     FormatError,
+    MissingLink,
     ObjectNotFound,
     RecpointError,
     StoreUnavailable,
@@ -35,7 +37,9 @@ from recpoint.format.naming import (
     CONSOLIDATED_PREFIX,
     GENERATIONS_PREFIX,
     MANIFESTS_PREFIX,
+    MAX_GENERATION,
     consolidated_prefix,
+    generation_in_key,
     generation_key,
     parse_consolidated_key,
     parse_generation_key,
@@ -204,32 +208,47 @@ class Run:
 
         Raises:
             FormatError: a generation record on the way is damaged; its key is the subject.
-            MissingLink: one is not there.
+            MissingLink: one is not there: on the way, or of checkpoints that would be the newest.
         """
-        # Generations first: a checkpoint that appears in between belongs to a generation that is
-        # already known, or is left for the next look.
-        numbers = [
-            number for number in self.generation_numbers() if before is None or number < before
-        ]
-        return self.line_of(numbers, self.manifest_names())
+        numbers, names = self.generation_numbers(), self.manifest_names()
+        if before is not None:
+            numbers = [number for number in numbers if number < before]
+            names = [name for name in names if name.generation < before]
+        return self.line_of(numbers, names)
 
     def line_of(self, numbers: Sequence[int], names: Iterable[ManifestName]) -> list[ManifestName]:
-        """As `live_line`, of generations and checkpoints that have been listed, in this order."""
-        read = self.read_generations(numbers)
+        """As `live_line`, of generations and checkpoints that have been listed, in this order.
+
+        A checkpoint of a generation that was not listed is of a trainer that has started since,
+        and counts; or the record is lost, and nobody knows what counts if it may be the newest.
+        """
+        there = list(names)
+        unlisted = {name.generation for name in there}.difference(numbers)
+        read = self.read_generations([*numbers, *sorted(unlisted)])
         usable = {
             number: record
             for number, record in read.items()
             if isinstance(record, GenerationRecord)
         }
-        newest = numbers[-1] if numbers else 0
         try:
-            return live_line(newest, usable, names)
+            return live_line(max(read, default=0), usable, there)
         except RecpointError as error:
             # A record that is there but unreadable is the better thing to tell about.
             for number, outcome in read.items():
-                if error.subject == generation_key(number) and isinstance(outcome, RecpointError):
+                if error.subject == generation_key(number) and isinstance(outcome, FormatError):
                     raise outcome from error
             raise
+
+    def lost_generations(self, mentioned: Iterable[int], *, listed: Collection[int]) -> list[int]:
+        """Which of the generations that something in the store names have no record, ascending.
+
+        Args:
+            mentioned: what keys name.
+            listed: `generation_numbers`, listed before or with those keys; what is not among them
+                is asked for.
+        """
+        read = self.read_generations(sorted(set(mentioned).difference(listed)))
+        return [number for number, found in read.items() if isinstance(found, ObjectNotFound)]
 
     def restarts(self, newest: int) -> int:
         """See `lineage.restarts`: of the line that generation `newest` is on."""
@@ -291,20 +310,43 @@ class Run:
         """Take the run over: create the next generation record (format §6.1 W1).
 
         From then on no earlier trainer can commit. Two trainers that claim at once get different
-        numbers; the later number owns the run.
+        numbers; the later number owns the run. The number is above all that anything in the store
+        names, so that it is never that of an earlier trainer whose record is lost.
 
         Args:
             restored: the checkpoint the trainer goes on from; None: from nothing.
 
         Raises:
+            MissingLink: the record of the generation of `restored` is lost: going on from it, no
+                live line could be followed.
+            ForeignObject: something names the highest number that there can be.
             StoreUnavailable: so many trainers are claiming that no number was to be had.
             StoreError: the store refuses, or cannot be reached.
         """
+        if restored is not None and self.lost_generations([restored.generation], listed=()):
+            raise MissingLink(
+                generation_key(restored.generation),
+                found=f"no generation record, but {restored}, to go on from",
+                expected="the record that says from where its trainer went on",
+                next_step=next_step_of_lost(restored.generation),
+            )
+        # All keys, in one listing: those of one kind may all be gone.
+        taken = max(
+            ((generation_in_key(info.key) or 0, info.key) for info in self.store.list()),
+            default=(0, ""),
+        )
         for _ in range(_CLAIM_TRIES):
-            numbers = self.generation_numbers()
+            number = max([taken[0], *self.generation_numbers()[-1:]]) + 1
+            if number > MAX_GENERATION:
+                raise ForeignObject(
+                    taken[1],
+                    found=f"generation {number - 1}, the highest that there can be",
+                    expected="a generation that a trainer has been",
+                    next_step=f"find out what wrote it, and remove it from {self.url}",
+                )
             record = GenerationRecord(
                 run=self.id,
-                generation=numbers[-1] + 1 if numbers else 1,
+                generation=number,
                 token=secrets.token_hex(16),
                 restored=restored,
                 host=socket.gethostname()[:255],

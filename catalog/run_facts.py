@@ -49,6 +49,7 @@ def gather(
     """
     # Manifests before chunks: whatever a manifest names was there before it, so that one that is
     # committed meanwhile cannot look as if its chunks were missing.
+    numbers = run.generation_numbers()
     live = run.live_line()
     forms = [form for forms in run.representations().values() for form in forms]
     pins = pinned(run)
@@ -85,6 +86,7 @@ def gather(
         metrics=read_metrics(run, metrics),
         verdicts=_opinions(run),
         unreadable=unreadable,
+        lost=run.lost_generations((form.name.generation for form in forms), listed=numbers),
     )
 
 

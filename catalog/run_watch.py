@@ -162,7 +162,7 @@ class RunWatch:
         if not generations:
             # A local directory that is gone lists as empty: a run that is away is not a new one.
             Run.open(self.run.store)
-        if any(self._generations.get(key, info) != info for key, info in generations.items()):
+        if any(generations.get(key) != info for key, info in self._generations.items()):
             self.run = Run(self.run.store, self.run.record)  # it keeps records that it has read
         self._generations = generations
         manifests = _by_key(self.run.store.list(MANIFESTS_PREFIX), parse_manifest_key)
@@ -173,11 +173,15 @@ class RunWatch:
         by_name = by_checkpoint(forms)
         numbers = sorted(n for n in map(parse_generation_key, generations) if n is not None)
         self._note_new({*generations, *manifests}, began)
+        live = self.run.line_of(numbers, by_name)
+        self._troubles.lost = self.run.lost_generations(
+            (name.generation for name in by_name), listed=numbers
+        )
         return _Listing(
             manifests=manifests,
             generations=generations,
             forms=by_name,
-            live=self.run.line_of(numbers, by_name),
+            live=live,
             verdicts=verdicts(self.run),
         )
 

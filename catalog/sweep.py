@@ -287,7 +287,7 @@ class _Named:
         self._spare_newest = spare_newest
         self._known: set[Representation] = set()
         self._newest = 0
-        self._newest_step = -1
+        self._newest_steps: dict[int, int] = {}
         self.chunks: set[str] = set()
         self.attempts: set[AttemptName] = set()
         self.unreadable: list[str] = []
@@ -297,8 +297,7 @@ class _Named:
         self.unreadable.clear()
         there = self._run.representations()
         self._newest = max(self._run.generation_numbers(), default=0)
-        steps = (name.step for name in there if name.generation == self._newest)
-        self._newest_step = max(steps, default=-1)
+        self._newest_steps = {name.generation: name.step for name in sorted(there)}
         left = [one for forms in there.values() for one in forms if one not in self._known]
         with ThreadPoolExecutor(max_workers=_READERS) as readers:
             found = zip(left, readers.map(self._chunks_of, left), strict=True)
@@ -324,11 +323,12 @@ class _Named:
         """Whether the newest trainer may still stage or have staged it, somewhere.
 
         Of several ranks, as its parts tell, some are staged on other hosts, and waited for here.
+        A generation above the newest record is one whose record is lost: its trainer may go on.
         """
         return (
             (self._spare_newest or any(parse_part_key(info.key) for info in infos))
-            and attempt.generation == self._newest
-            and attempt.step > self._newest_step
+            and attempt.generation >= self._newest
+            and attempt.step > self._newest_steps.get(attempt.generation, -1)
         )
 
 

@@ -31,8 +31,9 @@ def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
         or bool(staged.staged_jobs(run_dir))
     )
     numbers = run.generation_numbers() if in_use else []
-    if not numbers:
-        return False
+    named = max((name.generation for name in run.manifest_names()), default=0) if numbers else 0
+    if not numbers or numbers[-1] < named:
+        return False  # nobody can tell whose a generation is whose record is lost
     try:
         return run.generation(numbers[-1]).host == socket.gethostname()[:255]
     except FormatError:

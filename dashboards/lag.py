@@ -33,7 +33,8 @@ def lag_table(runs: Sequence[RunLag]) -> Table:
     for run in runs:
         if isinstance(run.found, RecpointError):
             blank = [""] * 8
-            trouble = shown(f"{type(run.found).__name__}: {run.found}", style="red")
+            said = f"{type(run.found).__name__}: {run.found}"
+            trouble = shown(said, limit=2000, style="red")
             table.add_row(shown(run.url), *blank, trouble)
         else:
             table.add_row(shown(run.url), *_cells(run, run.found))

@@ -78,7 +78,8 @@ def duration_text(seconds: float) -> str:
 def standing_text(seen: Seen) -> str:
     """The state in words."""
     if seen.standing == "alarm":
-        return "ALARM" if len(seen.alarms) == 1 else f"ALARM ({len(seen.alarms)})"
+        count = len(seen.alarms) + seen.damaged
+        return "ALARM" if count == 1 else f"ALARM ({count})"
     return "NO ANSWER" if seen.standing == "no answer" else seen.standing
 
 
@@ -97,11 +98,12 @@ def summary_text(runs: Sequence[WatchedRun]) -> str:
 
 
 def alarm_texts(seen: Seen, now: float) -> list[str]:
-    """Every alarm as a sentence with what to do; a store that does not answer first."""
+    """Every alarm as a sentence with what to do; what keeps it from being read comes first."""
     found = []
     if seen.error is not None:
         since = now - (seen.failing_since or now)
-        found.append(f"No answer for {duration_text(since)}: {plain(seen.error)}")
+        what = "The catalog cannot be read" if seen.damaged else "No answer"
+        found.append(f"{what} for {duration_text(since)}: {plain(seen.error)}")
     elif seen.overdue:
         age = seen.age_seconds()
         silence = "" if age is None else f" for {duration_text(age)}"

@@ -67,7 +67,7 @@ class Listed:
     """
 
     name: ManifestName
-    live: bool
+    live: bool | None  # None: damage keeps it unknown
     manifest: Manifest | RecpointError
     merged: Sequence[str] = ()
     pins: Sequence[str] = ()
@@ -128,7 +128,7 @@ def checkpoints_table(entries: Iterable[Listed], *, title: str) -> Table:
         else:
             *figures, time = _figures(entry.manifest)
             when = Text(time)
-            notes = ["superseded"] if not entry.live else []
+            notes = ["superseded"] if entry.live is False else []
             notes += [f"merged: {', '.join(entry.merged)}"] if entry.merged else []
             notes += ["expires"] if entry.expires else []
             notes += [f"pinned: {', '.join(entry.pins)}"] if entry.pins else []

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from recpoint.catalog.overview import Alarm, RunOverview, alarms
-from recpoint.catalog.run_url import parse_run_url
+from recpoint.catalog.run_url import naming_run, parse_run_url
 from recpoint.catalog.run_watch import RunWatch
 from recpoint.dashboards.catalog_watch import current_watch
-from recpoint.errors import RecpointError, SettingsError
+from recpoint.errors import ChainError, FormatError, RecpointError, SettingsError
 
 __all__ = ["REFRESH_SECONDS", "Seen", "Standing", "WatchedRun", "WatchedRuns"]
 
@@ -64,9 +64,14 @@ class Seen:
         return self.due is not None and time.monotonic() > self.due
 
     @property
+    def damaged(self) -> bool:
+        """Whether the newest look failed at the catalog itself: waiting will not mend that."""
+        return isinstance(self.error, FormatError | ChainError)
+
+    @property
     def standing(self) -> Standing:
         """What to say of it in one word: the worst comes first."""
-        if self.alarms:
+        if self.alarms or self.damaged:
             return "alarm"
         if self.error is not None or self.overdue:
             return "no answer"
@@ -124,6 +129,7 @@ class WatchedRun:
             overview = self._watch.refresh()
         except Exception as raised:  # or the thread would end, and a page be fine for ever
             error = raised if isinstance(raised, RecpointError) else self._unexpected(raised)
+            error.next_step = naming_run(error.next_step, self.name)
             since = before.failing_since
             now = time.monotonic()
             due = self._due(now, now - began)

@@ -39,6 +39,7 @@ __all__ = [
     "consolidated_prefix",
     "end_key",
     "expired_key",
+    "generation_in_key",
     "generation_key",
     "is_chunk_key",
     "is_end_key",
@@ -127,6 +128,18 @@ _REJECTIONS = re.compile(r"rejections/r([0-9]{5})\.json\Z")
 _LEASE = re.compile(r"leases/([0-9a-f]{32})\.json\Z")
 _JOB = re.compile(r"([0-9]{8})-([0-9]{12})-r([0-9]{5})\Z")
 
+#: The kinds of keys that name a generation, by their first part.
+_OF_A_GENERATION = {
+    "generations": _GENERATION,
+    "ends": re.compile(r"ends/([0-9]{8})\.json\Z"),
+    "chunks": re.compile(r"chunks/[0-9]{12}-([0-9]{8})-[0-9a-f]{32}/"),
+    "parts": re.compile(r"parts/[0-9]{12}-([0-9]{8})-[0-9a-f]{32}/"),
+    **dict.fromkeys(
+        ("manifests", "consolidated", "pins", "metrics", "expired", "validations"),
+        re.compile(r"[a-z]+/[0-9]{12}-([0-9]{8})[-.]"),
+    ),
+}
+
 
 #: What a chunk holds (format §3).
 Content = Literal["rows", "state", "sample"]
@@ -207,6 +220,13 @@ def generation_key(generation: int) -> str:
 def parse_generation_key(key: str) -> int | None:
     """Generation of a generation record's key; None if `key` is not one."""
     match = _GENERATION.match(key)
+    return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def generation_in_key(key: str) -> int | None:
+    """The generation that a key names, of whatever kind it is; None if it names none."""
+    pattern = _OF_A_GENERATION.get(key.partition("/")[0])
+    match = None if pattern is None else pattern.match(key)
     return int(match[1]) if match and int(match[1]) > 0 else None
 
 

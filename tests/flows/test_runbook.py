@@ -133,6 +133,9 @@ def test_check_failed(site: Site) -> None:
     play(site, "check-failed", 1)
     (Path(site.environment["RUN"]) / "run.json").unlink()
     play(site, "check-failed", 2)
+    train(site, 40)
+    (Path(site.environment["RUN"]) / "generations" / "00000002.json").unlink()
+    play(site, "check-failed", 3)
 
 
 def test_validation_failed(site: Site) -> None:

@@ -18,12 +18,14 @@ from recpoint.catalog.check import check
 from recpoint.catalog.commit import commit
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.local_store import LocalStore
+from recpoint.catalog.relink import relink
 from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.superseded import line_to_go_on
 from recpoint.catalog.sweep import execute, plan_sweep
-from recpoint.errors import NothingToRestore, StaleWriter
+from recpoint.errors import MissingLink, NothingToRestore, StaleWriter
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import generation_in_key, generation_key
 from tests.catalog_builder import Checkpoint, Table, build, new_run, tables, upload
 
 ROWS = 8
@@ -38,6 +40,7 @@ class Trainer:
     step: int
     tables: list[Table]
     chain: list[Manifest] = field(default_factory=list)  # of its last checkpoint
+    restored: ManifestName | None = None  # that it went on from
 
 
 @dataclass(eq=False)
@@ -101,6 +104,7 @@ class Histories(RuleBasedStateMachine):
                 else tables(rows=ROWS, seed=record.generation),
                 # A trainer may go on with increments, or begin with a full.
                 chain=list(restored.chain) if restored and goes_on else [],
+                restored=restored.name if restored else None,
             )
         )
 
@@ -193,6 +197,50 @@ class Histories(RuleBasedStateMachine):
             stored[data.draw(st.integers(0, len(stored) - 1))] ^= 16
             self.run.store.put(key, bytes(stored))
         self.damaged.add(victim.name)
+
+    @rule(data=st.data(), then=st.sampled_from(["put back", "relink", "start afresh"]))
+    def lose_a_generation_record(self, data: st.DataObject, then: str) -> None:
+        """What counts is not known, or does not depend on it; and nobody takes it for well."""
+        trainer = self.trainers[data.draw(st.integers(0, len(self.trainers) - 1))]
+        key = generation_key(trainer.generation)
+        if trainer.generation not in self.run.generation_numbers():
+            return  # lost before
+        stored = self.run.store.get(key, max_bytes=1 << 20)
+        self.run.store.delete(key)
+        fresh = Run.open(LocalStore(self.directory))
+        live = [committed.name for committed in reversed(self.line)]
+        names = fresh.manifest_names()
+        traces = {generation_in_key(info.key) for info in fresh.store.list()}
+        if trainer.generation < len(self.trainers) and trainer.generation not in self.way():
+            assert fresh.live_line() == live
+        elif any(name.generation == trainer.generation for name in names) or (
+            trainer.generation < len(self.trainers)
+        ):
+            with pytest.raises(MissingLink, match=key):
+                fresh.live_line()
+            with pytest.raises(MissingLink, match=key):
+                restore(fresh, MemoryTarget())
+            assert not check(fresh).ok
+        if trainer.generation in traces:
+            assert key in {found.key for found in check(fresh).findings}
+        if then == "start afresh" and trainer.generation in {*traces, *fresh.generation_numbers()}:
+            self.run = fresh  # it stays lost; the number is not taken again
+            self.start(None, goes_on=False)
+        elif then == "relink" and trainer.generation in traces:
+            relink(fresh, trainer.generation, trainer.restored)
+            self.run = fresh
+        else:
+            self.run.store.create(key, stored)
+
+    def way(self) -> set[int]:
+        """The generations that the live line goes through."""
+        found: set[int] = set()
+        trainer: Trainer | None = self.trainers[-1]
+        while trainer is not None:
+            found.add(trainer.generation)
+            before = trainer.restored
+            trainer = self.trainers[before.generation - 1] if before else None
+        return found
 
     @rule()
     def sweep(self) -> None:

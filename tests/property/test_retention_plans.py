@@ -52,6 +52,7 @@ def runs(draw: st.DrawFn) -> RunFacts:
         leased={name: "lease" for name in draw(some)},
         verdicts={name: draw(_OPINIONS) for name in draw(some)},
         metrics={"auc": {name: draw(st.floats(-1, 1)) for name in draw(some)}},
+        lost=draw(st.sets(st.integers(1, 3), max_size=1)),
     )
 
 
@@ -213,6 +214,17 @@ def test_a_clock_that_is_ahead_drops_nothing_more(run: RunFacts, policy: Retenti
     wrong = planned(replace(run, now_ms=NOW_MS + 10**12), policy)
     if right is not None and wrong is not None:
         assert dropped_keys(wrong) == dropped_keys(right)
+
+
+@given(runs(), policies)
+def test_no_checkpoint_of_a_lost_generation_goes(run: RunFacts, policy: RetentionPolicy) -> None:
+    made = planned(run, policy)
+    kept = {m.name for m, action, _ in made.decisions if action == "keep"} if made else set()
+    lost = {m.name for m in run.manifests if m.name.generation in run.lost}
+    assert made is None or lost <= kept
+    doomed = frozenset(m.key for m in run.manifests)
+    left = {m.name for m in run.manifests if m.key in needed_manifests(run, doomed)}
+    assert lost <= left
 
 
 @given(runs(), policies)

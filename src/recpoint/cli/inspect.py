@@ -21,7 +21,14 @@ from recpoint.catalog.store import open_store
 from recpoint.catalog.superseded import superseded_text
 from recpoint.catalog.validations import records_of, verdict, verdicts
 from recpoint.cli import documents
-from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes, showing_steps
+from recpoint.cli.reporting import (
+    JsonOption,
+    Result,
+    command,
+    exit_code,
+    showing_bytes,
+    showing_steps,
+)
 from recpoint.dashboards import terminal
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import (
@@ -72,9 +79,21 @@ def list_checkpoints(
     everything: Annotated[bool, typer.Option("--all", help="Superseded checkpoints too.")] = False,
     json_output: JsonOption = False,
 ) -> Result:
-    """The checkpoints of a run, newest first: kind, bytes, stall, lag."""
+    """The checkpoints of a run, newest first: kind, bytes, stall, lag.
+
+    With --all they are listed too where damage keeps it unknown which of them count; the exit code
+    is 4 then.
+    """
     run = open_run(url)
-    live = run.live_line()
+    live: list[ManifestName] = []
+    unknown: FormatError | ChainError | None = None
+    try:
+        live = run.live_line()
+    except (FormatError, ChainError) as error:
+        if not everything:
+            raise
+        error.next_step = naming_run(error.next_step, url)
+        unknown = error
     counts = set(live)
     forms = run.representations()
     names = sorted(forms, reverse=True) if everything else live
@@ -84,7 +103,7 @@ def list_checkpoints(
     entries = [
         Listed(
             name=name,
-            live=name in counts,
+            live=None if unknown else name in counts,
             manifest=manifest,
             merged=_merged(forms.get(name, ())),
             pins=pins.get(name, ()),
@@ -96,14 +115,18 @@ def list_checkpoints(
     document = {
         "url": run.url,
         "run": run.id,
-        "superseded": len(forms.keys() - counts),
+        "superseded": None if unknown else len(forms.keys() - counts),
         "checkpoints": [documents.listed(entry) for entry in entries],
     }
     if not entries:
         others = sorted(forms)
         text = f"no checkpoint that counts; {superseded_text(others)}: --all lists them"
         return Result(document, terminal.shown(f"{run.url}: {text if others else _NONE_YET}"))
-    return Result(document, terminal.checkpoints_table(entries, title=run.url))
+    table = terminal.checkpoints_table(entries, title=run.url)
+    if unknown is None:
+        return Result(document, table)
+    document.update(error=type(unknown).__name__, message=str(unknown))
+    return Result(document, table, terminal.error_text(unknown), code=exit_code(unknown))
 
 
 def _merged(forms: Iterable[Representation]) -> tuple[str, ...]:

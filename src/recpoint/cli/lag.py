@@ -10,7 +10,7 @@ import typer
 from rich.live import Live
 
 from recpoint.catalog.overview import RunOverview, alarms
-from recpoint.catalog.run_url import parse_run_url
+from recpoint.catalog.run_url import naming_run, parse_run_url
 from recpoint.catalog.run_watch import RunWatch
 from recpoint.cli.reporting import JsonOption, Result, command, exit_code, output_console
 from recpoint.dashboards.catalog_watch import current_watch
@@ -85,6 +85,7 @@ class _Lags:
             seen = self._watches[url].refresh()
         except RecpointError as error:
             self._watches.pop(url, None)
+            error.next_step = naming_run(error.next_step, named)
             return RunLag(named, error)
         limit = self._max_seconds
         return RunLag(named, seen, limit is not None and seen.lag.at_risk_seconds > limit)

@@ -24,9 +24,9 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.run_watch import RunWatch
 from recpoint.dashboards import charts, run_texts
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import generation_key, manifest_key
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
-from tests.catalog_builder import new_run
+from tests.catalog_builder import build, new_run, publish, tables
 from tests.interposed_store import InterposedStore
 from tests.polling import until
 
@@ -185,6 +185,25 @@ def test_what_stands_for_a_run_is_the_worst_of_it(tmp_path: Path) -> None:
     assert run_texts.run_row(run, 0)[0] == "ALARM (2)"
     assert run_texts.alarm_texts(run.seen, time.monotonic()) == ["late. Next: look"] * 2
     assert "1 of 1 run needs a look" in run_texts.summary_text([run])
+
+
+def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> None:
+    there = new_run(tmp_path / "run")
+    publish(there, build(there, tables(), step=5, generation=there.claim(None).generation))
+    watched = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
+    assert watched.look().standing == "fine"
+    (tmp_path / "run" / generation_key(1)).unlink()
+    assert watched.look().standing == "alarm"
+    assert run_texts.run_row(watched, 0)[0] == "ALARM"
+    (said,) = run_texts.alarm_texts(watched.seen, 0.0)
+    assert (
+        said.startswith("The catalog cannot be read")
+        and f"recpoint relink {tmp_path / 'run'} 1" in said
+    )
+    fresh = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
+    assert fresh.look().standing == "alarm" and "1 of 1 run needs a look" in run_texts.summary_text(
+        [fresh]
+    )
 
 
 def test_a_run_that_another_takes_the_place_of_is_that_one(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Making a lost generation record anew, from what a person knows of it (format §5)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from recpoint.catalog.create_only import create_or_read
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.errors import NothingToRestore, ObjectNotFound, SettingsError
+from recpoint.format.naming import generation_in_key, generation_key
+from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, GenerationRecord, pack_record
+
+__all__ = ["relink"]
+
+
+def relink(run: Run, generation: int, restored: ManifestName | None) -> GenerationRecord:
+    """Create the record of a generation whose own is lost.
+
+    Nothing is replaced. The record says nothing of where its trainer ran, since nobody knows.
+
+    Args:
+        run: the run.
+        generation: something in the store names it, or a later generation, and it has no record.
+        restored: the checkpoint that its trainer went on from; None: from nothing.
+
+    Raises:
+        SettingsError: it has a record, also one that cannot be read; or it was never used; or its
+            checkpoints cannot have come from `restored`.
+        NothingToRestore: there is no checkpoint `restored`.
+        FormatError: the manifest of `restored` is damaged.
+        StoreError: the store refuses, or cannot be reached.
+    """
+    key = generation_key(generation)
+    named = [number for info in run.store.list() if (number := generation_in_key(info.key))]
+    if generation > max(named, default=0):
+        raise _refused(key, "no trace of that generation", "one that something in the store names")
+    if generation in run.generation_numbers():
+        raise _there(key)
+    record = GenerationRecord(
+        run=run.id,
+        generation=generation,
+        token=secrets.token_hex(16),
+        restored=None if restored is None else _reference(run, generation, restored),
+        host="",
+        pid=0,
+        created_ms=time.time_ns() // 1_000_000,
+    )
+    data = pack_record(record)
+    there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
+    if there is not None and there != data:
+        raise _there(key)
+    return record
+
+
+def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointRef:
+    if restored.generation >= generation:
+        raise _refused(
+            generation_key(generation), f"{restored} to go on from", "an earlier generation's"
+        )
+    steps = [name.step for name in run.manifest_names() if name.generation == generation]
+    if restored.step > min(steps, default=restored.step):
+        raise _refused(
+            generation_key(generation),
+            f"{restored} to go on from, but a checkpoint of its own at step {min(steps)}",
+            "a checkpoint of that step or an earlier one",
+        )
+    try:
+        return run.manifest(*restored).ref
+    except ObjectNotFound as error:
+        raise NothingToRestore(
+            f"{run.url}, {restored}",
+            found="no manifest",
+            expected="the checkpoint that the trainer went on from; if that is gone, the newest "
+            "before it that is left",
+            next_step=f"recpoint list {run.url} --all",
+        ) from error
+
+
+def _there(key: str) -> SettingsError:
+    return _refused(key, "a generation record", "none, since one is never replaced")
+
+
+def _refused(key: str, found: str, expected: str) -> SettingsError:
+    return SettingsError(
+        key, found=found, expected=expected, next_step="recpoint check URL says what is lost"
+    )

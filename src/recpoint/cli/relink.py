@@ -1,0 +1,78 @@
+"""The command that makes a lost generation record anew: `recpoint relink`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.relink import relink
+from recpoint.catalog.run import Run
+from recpoint.cli.inspect import UrlArgument, open_run
+from recpoint.cli.reporting import JsonOption, Result, command
+from recpoint.dashboards import terminal
+from recpoint.errors import NothingToRestore
+from recpoint.format.naming import MAX_GENERATION, MAX_STEP
+
+__all__ = ["relink_generation"]
+
+
+@command
+def relink_generation(
+    url: UrlArgument,
+    lost: Annotated[
+        int,
+        typer.Argument(
+            metavar="GENERATION", min=1, max=MAX_GENERATION, help="The one whose record is lost."
+        ),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_STEP, help="Of the checkpoint that its trainer went on from."),
+    ] = None,
+    generation: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_GENERATION,
+            help="Of that checkpoint; default: the one that counted before the lost generation.",
+        ),
+    ] = None,
+    from_nothing: Annotated[
+        bool, typer.Option("--from-nothing", help="Its trainer went on from no checkpoint.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> Result:
+    """Say from where a trainer went on whose generation record is lost.
+
+    Which checkpoints count follows from it: say what that trainer's log says, and no guess. Put the
+    object itself back instead where there is a copy of it.
+    """
+    if from_nothing == (step is not None):
+        raise typer.BadParameter("give one of the two", param_hint="--step, --from-nothing")
+    if from_nothing and generation is not None:
+        raise typer.BadParameter("it goes with --step", param_hint="--generation")
+    run = open_run(url)
+    record = relink(run, lost, None if step is None else _restored(run, lost, step, generation))
+    went_on = "nothing" if record.restored is None else str(record.restored)
+    document = {
+        "generation": record.generation,
+        "restored": None if record.restored is None else record.restored.model_dump(),
+    }
+    text = f"generation {record.generation} has a record again: it went on from {went_on}"
+    return Result(document, terminal.shown(text))
+
+
+def _restored(run: Run, lost: int, step: int, generation: int | None) -> ManifestName:
+    if generation is not None:
+        return ManifestName(step, generation)
+    for name in run.live_line(before=lost):
+        if name.step == step:
+            return name
+    raise NothingToRestore(
+        f"{run.url}, step {step}",
+        found=f"no checkpoint of this step that counted before generation {lost}",
+        expected="the one that its trainer went on from",
+        next_step="name its generation too; recpoint list URL --all",
+    )
