@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from recpoint.catalog.chain import Chain, read_with_chain
+from recpoint.catalog.chain import Chain, read_with_chain, resolve_chain
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.catalog.validate_chain import DAMAGE, ChainValidation, Found, passed_over
@@ -33,7 +33,8 @@ class Validation:
     Attributes:
         level: up to which it was looked at: at most the one asked for. `"full"` is not reached
             where a chain has consolidated manifests, which hold the rows of several checkpoints:
-            unless they are, by their digests, those that an earlier full validation has passed.
+            unless they are, by their digests, those of the links that they were merged from, which
+            are read too where all are there, or those that an earlier full validation has passed.
         result: `"passed"`; `"failed"`: rows are damaged or wrong, also in every checkpoint after
             this one that needs them; `"stateless"`: only this checkpoint's own state is damaged.
         notes: what does not make a checkpoint worse, such as a sample that cannot be read.
@@ -120,7 +121,32 @@ def validate(
                 raise  # there is no such checkpoint
             found.append(Found.of(error, "chain", "failed"))
         looks = looks[:1]
+    if looks and looks[-1].passed and not looks[-1].tells_links_apart:
+        _look_at_original(run, name, looks[-1], threads, on_progress)
     return _outcome(run, name, level, started_ms, looks[-1] if looks else None, found)
+
+
+def _look_at_original(
+    run: Run,
+    name: ManifestName,
+    look: ChainValidation,
+    threads: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Hold rows of consolidated manifests against those of the links that they were merged from."""
+    try:
+        chain = resolve_chain(run, name, original=True)
+        original = ChainValidation(run, name, chain, "full", on_progress)
+        original.look(threads)
+    except UnsupportedVersion:
+        raise
+    except DAMAGE as error:
+        look.add_not_told_apart(error)
+        return
+    if original.damage is not None:
+        look.add_not_told_apart(original.damage)
+    else:
+        look.add_original(original)
 
 
 def record(run: Run, validation: Validation, *, evaluated_by: str = "") -> ValidationName:

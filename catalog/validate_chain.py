@@ -14,7 +14,13 @@ from recpoint.catalog.state_reading import read_state
 from recpoint.catalog.stored_objects import look_at_stored
 from recpoint.catalog.validate_rows import RowValidation, Unequal
 from recpoint.catalog.validations import read_record, records_of
-from recpoint.errors import ChainError, FormatError, ObjectNotFound, UnsupportedVersion
+from recpoint.errors import (
+    ChainError,
+    FormatError,
+    ObjectNotFound,
+    RecpointError,
+    UnsupportedVersion,
+)
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import ValidationLevel, ValidationResult
 from recpoint.format.validation import (
@@ -103,6 +109,11 @@ class ChainValidation:
         """Manifests whose chunks were read."""
         return len(self._links) if self.chunks_read else 0
 
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found that makes the checkpoint worse."""
+        return all(found.result == "passed" for found in self.found)
+
     def look(self, threads: int) -> None:
         """All that the level asks for; what is broken ends what depends on it.
 
@@ -114,10 +125,44 @@ class ChainValidation:
             self._look_at_stored()
             if self.damage is None and self._level != "metadata":
                 self._look_at_bytes(pool)
-        if self._level == "full" and all(found.result == "passed" for found in self.found):
+        if self._level == "full" and self.passed:
             self._compare_with_earlier()
-        if self.reached != self._level:
-            self.found.append(self._not_told_apart())
+
+    @property
+    def tells_links_apart(self) -> bool:
+        """Whether each row that was read is known to be that of the link that should have it."""
+        return self.reached == self._level
+
+    def add_original(self, original: ChainValidation) -> None:
+        """Take over what was found of the same checkpoint's chain as it was committed, all of it.
+
+        If that passed, and its rows are those that were read here, these are known to be right.
+        """
+        known = {(found.finding.subject, found.finding.what) for found in self.found}
+        self.found += [
+            found
+            for found in original.found
+            if (found.finding.subject, found.finding.what) not in known
+        ]
+        self._links += original._links
+        self.chunks_read += original.chunks_read
+        self.bytes_read += original.bytes_read
+        self.rows_compared += original.rows_compared
+        self.worst = max(self.worst, original.worst)
+        self.reached = self._level
+        expected = {digests.table: digests for digests in original.digests}
+        tables = self._chain.newest.tables
+        if not original.passed:
+            return
+        for table, spec in enumerate(tables):
+            digests = next((one for one in self.digests if one.table == table), None)
+            if digests != expected.get(table):
+                text = "those of its links as they were committed"
+                self._unequal(spec.name, Unequal(None, "digests", "other rows", text, ""))
+
+    def add_not_told_apart(self, error: RecpointError) -> None:
+        """Note that the level was not reached, since the original chain is not whole."""
+        self.found.append(self._not_told_apart(error))
 
     def _look_at_stored(self) -> None:
         results: dict[str, ValidationResult] = {"rows": "failed", "state": "stateless"}
@@ -210,14 +255,15 @@ class ChainValidation:
                     return record
         return None
 
-    def _not_told_apart(self) -> Found:
+    def _not_told_apart(self, error: RecpointError) -> Found:
         merged = next(link for link in self._links if link.stands_for is not None)
         finding = ValidationFinding(
             subject=Representation.of(merged).key[:MAX_TEXT],
             row=None,
             what="level",
             found="rows of several checkpoints, held against the newest one's sample alone",
-            expected="each link's own manifest, or an earlier full validation, for the level full",
+            expected="each link as it was committed, or an earlier full validation, for the level "
+            f"full; but {error.subject}: {error.found}"[:MAX_TEXT],
             bound="",
         )
         return Found(finding, "passed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import crc32c
@@ -94,9 +95,12 @@ def test_a_merged_chain_says_nothing_for_a_link_that_failed(
 ) -> None:
     wrong_row_of_a_link(run, manifests)
     consolidate(run, plan_consolidation(run, ManifestName(30, 1)))
+    gone = chunk_of(manifests[2], "rows").key  # of its own manifest, which no reader takes now
+    run.store.delete(gone)
     found = at(run, 30, "full")
     assert (found.result, found.level) == ("passed", "sample")
-    assert [note.what for note in found.notes] == ["level"]
+    (note,) = found.notes
+    assert note.what == "level" and gone in note.expected
     validations = [found, at(run, 20, "sample")]
     for validation in validations if first == "merged" else reversed(validations):
         record(run, validation)
@@ -129,7 +133,43 @@ def test_rows_of_the_symmetric_method_pass_when_newer_ones_are_of_another(tmp_pa
     assert at(run, 20, "full").passed
     assert consolidate(run, plan_consolidation(run, ManifestName(20, 1))).outcome == "created"
     found = at(run, 20, "full")
-    assert found.passed and found.findings == () and found.links_read == 1
+    assert found.passed and found.findings == () and found.links_read == 3
+
+
+def test_links_that_are_there_are_read_beside_what_was_merged_from_them(
+    run: Run, manifests: list[Manifest]
+) -> None:
+    before = at(run, 30, "full")
+    consolidate(run, plan_consolidation(run, ManifestName(30, 1)))
+    found = at(run, 30, "full")
+    assert (found.result, found.level, found.notes) == ("passed", "full", ())
+    assert found.links_read == 4 and found.digests == before.digests
+    assert found.rows_compared > before.rows_compared
+    record(run, found)
+    # From then on its rows are known to be right, whatever becomes of the links.
+    for manifest in manifests:
+        run.store.delete(manifest_key(manifest.step, 1))
+    assert at(run, 30, "full").level == "full"
+
+
+def test_a_row_that_was_wrong_before_it_was_merged_is_found_in_its_link(
+    run: Run, manifests: list[Manifest]
+) -> None:
+    wrong_row_of_a_link(run, manifests)
+    consolidate(run, plan_consolidation(run, ManifestName(30, 1)))
+    found = at(run, 30, "full")
+    assert (found.result, found.level) == ("failed", "full")
+    (finding,) = found.findings
+    assert finding.subject == "items" and finding.what.endswith(" of the sample of step 20")
+
+
+def test_a_link_that_is_gone_is_named(run: Run, manifests: list[Manifest]) -> None:
+    consolidate(run, plan_consolidation(run, ManifestName(30, 1)))
+    run.store.delete(manifest_key(10, 1))
+    found = at(run, 30, "full")
+    assert (found.result, found.level) == ("passed", "sample")
+    (note,) = found.notes
+    assert note.what == "level" and manifest_key(10, 1) in note.expected
 
 
 def test_damage_of_a_consolidated_chain_is_noted_while_the_old_one_is_there(
@@ -146,7 +186,13 @@ def test_damage_of_a_consolidated_chain_is_noted_while_the_old_one_is_there(
     assert at(run, 30, "full").result == "failed"
 
 
-def test_rows_that_a_consolidation_got_wrong(run: Run) -> None:
+def rewrite_merged(run: Run, change: Callable[[bytearray, int], bytearray]) -> None:
+    """Have a consolidation of step 30 with other values of the table `plain`, its digests sound.
+
+    Args:
+        run: the run.
+        change: given the values, and the bytes of a row.
+    """
     consolidate(run, plan_consolidation(run, ManifestName(30, 1)))
     (merged,) = run.consolidated()[ManifestName(30, 1)]
     manifest = run.read_manifest(merged)
@@ -154,7 +200,7 @@ def test_rows_that_a_consolidation_got_wrong(run: Run) -> None:
     meta, sections = read_chunk(run.store, manifest, entry)
     wrong = {name: bytearray(section.data_view) for name, section in sections.items()}
     each = len(wrong["values"]) // sections["values"].shape[0]
-    wrong["values"] = wrong["values"][each:] + wrong["values"][:each]  # all moved by one row
+    wrong["values"] = change(wrong["values"], each)
     data = build_chunk(
         meta, [section._replace(data=wrong[name]) for name, section in sections.items()]
     )
@@ -165,6 +211,30 @@ def test_rows_that_a_consolidation_got_wrong(run: Run) -> None:
         for other in manifest.chunks
     )
     run.store.put(merged.key, pack_record(manifest.model_copy(update={"chunks": chunks})))
+
+
+def test_a_row_that_a_consolidation_got_wrong_and_no_sample_has(
+    run: Run, manifests: list[Manifest]
+) -> None:
+    with ChunkPool(1) as pool:
+        sampled = set(read_samples(run.store, manifests[2], pool)[1].ids.tolist())
+    row = next(row for row in range(1000) if row not in sampled)
+
+    def change(values: bytearray, each: int) -> bytearray:
+        values[row * each] ^= 1
+        return values
+
+    rewrite_merged(run, change)
+    assert at(run, 30, "sample").passed
+    found = at(run, 30, "full")
+    assert found.result == "failed"
+    (finding,) = found.findings
+    assert (finding.subject, finding.what) == ("plain", "digests")
+    assert "those of its links" in finding.expected
+
+
+def test_rows_that_a_consolidation_got_wrong(run: Run) -> None:
+    rewrite_merged(run, lambda values, each: values[each:] + values[:each])  # moved by one row
     found = at(run, 30, "full")
     assert found.result == "failed" and subjects(found) == {"plain"}
     assert len([finding for finding in found.findings if finding.row is not None]) > 10
