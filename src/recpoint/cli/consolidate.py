@@ -57,7 +57,7 @@ def consolidate_run(
         name = find_checkpoint(run, step, generation)
     if dry_run:
         plan = plan_consolidation(run, name, links=links)
-        return Result(_document(plan, None, url), _plan_table(plan, url))
+        return Result(_document(plan, None, url, dry_run=True), _plan_table(plan, url))
     with showing_bytes("merging", quiet=json_output) as on_progress:
         plan, done = consolidate_around_damage(
             run,
@@ -109,9 +109,12 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
     ]
 
 
-def _document(plan: ConsolidationPlan, done: Consolidated | None, url: str) -> dict[str, Any]:
+def _document(
+    plan: ConsolidationPlan, done: Consolidated | None, url: str, *, dry_run: bool = False
+) -> dict[str, Any]:
     name = plan.target.name
     return {
+        "dry_run": dry_run,
         "step": name.step,
         "generation": name.generation,
         "needed": plan.needed,

@@ -26,6 +26,7 @@ from recpoint.catalog.run_facts import OnStep
 from recpoint.catalog.run_url import naming_run
 from recpoint.dashboards.terminal import error_text
 from recpoint.errors import (
+    EvaluationFailed,
     NothingToRestore,
     ObjectNotFound,
     RecpointError,
@@ -55,6 +56,7 @@ EXIT_CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (ObjectNotFound, 1),  # a checkpoint that is not there, or an object of one that is damaged
     (SettingsError, 2),
     (StagingError, 2),
+    (EvaluationFailed, 2),  # the function that the user names: it says nothing about the bytes
     (StoreError, 3),
     (RecpointError, 4),
     (OSError, 2),  # of the files the user names: every error of a store is a StoreError

@@ -34,7 +34,7 @@ def test_a_dry_run_changes_nothing(recpoint: Invoke, run: Run, links: list[Manif
     assert ended.code == 0 and "13-00000001-full.json" in ended.stdout
     assert "4 manifests" in ended.stdout and "pays" in ended.stdout
     document = recpoint("consolidate", run.url, "--dry-run", "--json").json
-    assert document["needed"] and document["outcome"] is None
+    assert document["dry_run"] and document["needed"] and document["outcome"] is None
     assert (document["links_before"], document["links_after"]) == (4, 1)
     assert document["sources"] == [Representation.of(link).key for link in links]
     assert [info.key for info in run.store.list()] == before
@@ -43,7 +43,8 @@ def test_a_dry_run_changes_nothing(recpoint: Invoke, run: Run, links: list[Manif
 def test_the_newest_into_a_full(recpoint: Invoke, run: Run, links: list[Manifest]) -> None:
     before, _ = restored(run, links[-1])
     document = recpoint("consolidate", run.url, "--json").json
-    assert document["outcome"] == "created" and document["key"] == consolidated_key(13, 1, None)
+    assert document["outcome"] == "created" and document["dry_run"] is False
+    assert document["key"] == consolidated_key(13, 1, None)
     require_same(before, restored(run, links[-1])[0])
     again = recpoint("consolidate", run.url)
     assert again.code == 0 and "nothing to do" in again.stdout

@@ -22,6 +22,7 @@ from tests.unit.cli.conftest import Invoke, SavedRun
         ("SettingsError", 2),
         ("StagingError", 2),
         ("StagingFull", 2),
+        ("EvaluationFailed", 2),
         ("StoreAccessDenied", 3),
         ("StoreUnavailable", 3),
         ("StoreThrottled", 3),

@@ -160,7 +160,7 @@ def test_a_function_that_gives_no_metrics_says_nothing_about_the_checkpoint(
     recpoint: Invoke, saved_run: SavedRun, functions: str, function: str
 ) -> None:
     ended = recpoint("validate", saved_run.directory, "--eval", f"{functions}:{function}")
-    assert ended.code == 4 and "EvaluationFailed" in ended.stderr
+    assert ended.code == 2 and "EvaluationFailed" in ended.stderr
     assert verdicts(saved_run.run) == {}
 
 
