@@ -37,10 +37,12 @@ from recpoint.catalog.staged import read_job
 from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.format.job import Job
+from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.commit import Waiting, commit
 from recpoint.tasks.encode import encode
 from recpoint.tasks.events import TAG, emit
 from recpoint.tasks.job_name import job_log, job_name
+from recpoint.tasks.progress import ProgressBar
 from recpoint.tasks.quantize import quantize
 from recpoint.tasks.report import checkpoint_of, report
 from recpoint.tasks.upload import upload
@@ -139,7 +141,7 @@ async def _persist(job_path: str, log: LoggerAdapter[Logger]) -> State[Any]:
         if committed is None:
             if stored:
                 await begun.settle()  # a commit may empty the spool
-            done = await (commit(job_path) if stored else _persist_groups(job_path, begun))
+            done = await (commit(job_path) if stored else _persist_groups(job_path, job, begun))
             if isinstance(done, Waiting):
                 await begun.settle()
                 log.info("stored, %s", done.text)
@@ -229,12 +231,21 @@ def run_persist(job_path: str) -> State[Any]:
         del _begun[job_path]
 
 
-async def _persist_groups(job_path: str, begun: _Begun) -> Committed | Waiting:
+def _bar(job: Job) -> ProgressBar:
+    key = f"g{job.generation}-step-{job.step}-r{job.rank}-persist-progress"
+    words = f"Staged bytes that are stored of step {job.step}"
+    return ProgressBar(artifact_key(job.run_url, job.run, key), words)
+
+
+async def _persist_groups(job_path: str, job: Job, begun: _Begun) -> Committed | Waiting:
     groups = await asyncio.to_thread(groups_of, job_path)
     in_flight = asyncio.Semaphore(_GROUPS_IN_FLIGHT)
     preparing = asyncio.Lock()
+    bar = _bar(job)
+    stored_bytes = 0
 
     async def one(group: Group) -> None:
+        nonlocal stored_bytes
         async with in_flight:
             async with preparing:
                 await begun.settle()
@@ -242,6 +253,8 @@ async def _persist_groups(job_path: str, begun: _Begun) -> Committed | Waiting:
                     await quantize(job_path, group.index)
                 await encode(job_path, group.index)
             await upload(job_path, group.index)
+        stored_bytes += group.staged_bytes
+        bar.show_meanwhile(stored_bytes, sum(group.staged_bytes for group in groups))
 
     steps: list[asyncio.Future[None]] = [asyncio.wrap_future(begun.verified)]
     steps.extend(asyncio.ensure_future(one(group)) for group in groups)

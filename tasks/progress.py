@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from typing import Final
 from uuid import UUID
 
@@ -12,6 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run, task_run
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
 
 __all__ = ["ProgressBar"]
 
@@ -22,7 +27,7 @@ _EVERY_SECONDS: Final = 5.0
 
 
 class ProgressBar:
-    """A progress artifact of the task that runs here, made once it takes long, changed in place.
+    """A progress artifact of what runs here, made once it takes long, changed in place.
 
     Trouble of Prefect's ends the bar and nothing else.
 
@@ -37,22 +42,57 @@ class ProgressBar:
         self._artifact: UUID | None = None
         self._told = time.monotonic()
         self._ended = False
+        self._teller: threading.Thread | None = None
 
     def show(self, done: int, total: int) -> None:
         """So much is done; both in one unit."""
-        now = time.monotonic()
-        if not self._ended and now - self._told >= _EVERY_SECONDS:
-            self._told = now
+        if self._is_due():
             self._tell(100.0 * min(done, total) / max(1, total))
+
+    def show_meanwhile(self, done: int, total: int) -> None:
+        """As `show` and, where all is done, `finish`, but whoever calls it never waits.
+
+        The server is asked from a thread, one at a time, which ends with the process at the latest;
+        to be called from one thread.
+        """
+        at_work = self._teller is not None and self._teller.is_alive()
+        if done >= total:
+            if at_work or self._artifact is not None:
+                self._meanwhile(self.finish)
+        elif not at_work and self._is_due():
+            self._meanwhile(partial(self._tell, 100.0 * done / total))
 
     def finish(self) -> None:
         """All is done: a bar that was shown is full."""
         if self._artifact is not None and not self._ended:
             self._tell(100.0)
 
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if self._ended or now - self._told < _EVERY_SECONDS:
+            return False
+        self._told = now
+        return True
+
+    def _meanwhile(self, tell: Callable[[], None]) -> None:
+        before = self._teller
+
+        def in_turn() -> None:
+            if before is not None:
+                before.join()
+            tell()
+
+        context = copy_context()  # which flow run this is, and where its server
+        self._teller = threading.Thread(
+            target=context.run, args=(in_turn,), name="recpoint-progress", daemon=True
+        )
+        self._teller.start()
+
     def _tell(self, percent: float) -> None:
         try:
-            with get_client(sync_client=True) as client:
+            # What is given makes it a client of its own, not the one of the flow run's thread.
+            settings = {"timeout": PREFECT_API_REQUEST_TIMEOUT.value()}
+            with get_client(settings, sync_client=True) as client:
                 if self._artifact is not None:
                     client.update_artifact(self._artifact, ArtifactUpdate(data=percent))
                     return

@@ -30,6 +30,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store import Store
 from recpoint.errors import StoreAccessDenied, StoreThrottled, StoreUnavailable
 from recpoint.flows.persist import run_persist
+from recpoint.tasks import progress
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import Links, stage
@@ -153,6 +154,21 @@ def test_groups_without_quantized_tables_have_no_quantize_task(
     names = [task_run.name.split(" ")[0] for task_run in task_runs(flow_run, count=count)]
     assert sorted(names) == ["commit", *["encode"] * groups, "report", *["upload"] * groups]
     assert check(run, level="full").ok
+
+
+def test_a_long_persist_shows_how_far_it_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    path = stage(run, tmp_path / "long", tables(rows=120), step=8, generation=1)
+    assert run_persist(str(path)).is_completed()
+    url_name = Path(run.url).name
+    key = f"recpoint-{url_name}-{run.id[:12]}-g1-step-8-r0-persist-progress"
+    (bar,) = until(lambda: [one for one in artifacts(key) if float(str(one.data)) == 100.0] or None)
+    assert bar.type == "progress" and bar.flow_run_id == flow_runs("step:8")[0].id
+    assert len(artifacts(key)) == 1
 
 
 def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) -> None:
