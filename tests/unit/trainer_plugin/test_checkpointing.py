@@ -22,7 +22,7 @@ from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
 from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
 from recpoint.trainer_plugin.staging import SmallStagingArea, StagingArea
-from tests.training_builder import Place, checkpointer, simple_training, train, until
+from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
 
 
 def kinds(place: Place) -> list[tuple[int, str, int]]:
@@ -460,3 +460,25 @@ def test_the_default_staging_area_needs_no_option(
     assert StagingArea(tmp_path / "default", "/run").agent_command() == "recpoint agent"
     other = StagingArea(tmp_path / "an other", "/run").agent_command()
     assert other == f"recpoint agent --staging '{tmp_path}/an other'"
+
+
+def test_a_frozen_table_is_stored_in_fulls_and_when_something_changed_it(place: Place) -> None:
+    training = simple_training()
+    users = training.model.users.weight.requires_grad_(False)
+    with place.agent(), checkpointer(training, place, interval_batches=1, bits=4) as ckpt:
+        ckpt.restore()
+        for count in range(1, 4):
+            if count == 3:
+                with torch.no_grad():
+                    users[7] += 1.0
+            train(training, ckpt, 1)
+            until(committed(ckpt, count))
+    run = Run.open(open_store(place.run))
+    stored = []
+    for name in reversed(run.live_line()):
+        entries = [e for e in run.manifest(*name).chunks if e.content == "rows" and e.table == 0]
+        stored.append(sum(entry.row_count or 0 for entry in entries))
+    assert stored == [ROWS, 0, ROWS]
+    target = MemoryTarget()
+    restore(run, target)
+    assert torch.equal(target.tables["users"].values, users)
