@@ -86,9 +86,9 @@ app = typer.Typer(
     name="recpoint",
     cls=_Commands,
     help="Cheap, frequent, proven recovery points for recommender training.",
-    epilog="Exit codes: 0 fine; 1 damage found, or nothing to restore; 2 wrong usage or setting, or a function of yours that fails; "
-    "3 store not reachable, or access denied; 4 damaged, foreign or incompatible data; "
-    "130 interrupted.",
+    epilog="Exit codes: 0 fine; 1 damage found, or nothing to restore; 2 wrong usage or setting, "
+    "or a function of yours that fails; 3 store not reachable, or access denied; 4 damaged, "
+    "foreign or incompatible data; 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
