@@ -7,15 +7,38 @@ retention began is taken over after a minute: no process there is stopped and go
 from __future__ import annotations
 
 import os
+from functools import update_wrapper
+from types import FunctionType
+from typing import Any
+
+from prefect import Flow
+from prefect.utilities.callables import parameter_schema
 
 from benchmarks.soak_processes import IN_A_SOAK
 from recpoint.catalog.grace import require_grace
 from recpoint.catalog.prune import execute
 from recpoint.catalog.prune_plan import plan_prune
-from recpoint.flows.retain import retain
-from recpoint.flows.sweep import sweep
+from recpoint.flows import retain as retaining
+from recpoint.flows import sweep as sweeping
 
 __all__ = ["retain", "sweep"]
+
+
+def _with_any_grace(theirs: Flow[..., Any]) -> Flow[..., Any]:
+    """The same flow, whose parameter `grace_seconds` may be any number."""
+    was = theirs.fn
+    assert isinstance(was, FunctionType) and "grace_seconds" in was.__annotations__
+    fn = FunctionType(was.__code__, was.__globals__, was.__name__, was.__defaults__)
+    fn.__kwdefaults__, fn.__doc__, fn.__module__ = was.__kwdefaults__, was.__doc__, was.__module__
+    fn.__annotations__ = {**was.__annotations__, "grace_seconds": float}
+    ours = theirs.with_options()
+    update_wrapper(ours, fn)
+    ours.fn, ours.parameters = fn, parameter_schema(fn)
+    return ours
+
+
+retain = _with_any_grace(retaining.retain)
+sweep = _with_any_grace(sweeping.sweep)
 
 if os.environ.get(IN_A_SOAK):
     assert require_grace.__kwdefaults__ is not None

@@ -6,11 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+from recpoint.catalog.grace import GRACE_FLOOR_SECONDS
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 
 __all__ = [
     "GenerationNumber",
     "GraceSeconds",
+    "JobPath",
     "Links",
     "PartsAtOnce",
     "RunUrl",
@@ -26,7 +28,22 @@ RunUrl = Annotated[str, Field(min_length=1, max_length=4096, examples=["s3://buc
 #: A directory on the host that the flow runs on.
 StagingArea = Annotated[str, Field(min_length=1, max_length=4096)]
 
-GraceSeconds = Annotated[float, Field(ge=0, le=366 * 86400, allow_inf_nan=False)]
+#: Of what deletes: its catalog calls refuse less, too.
+GraceSeconds = Annotated[
+    float, Field(ge=GRACE_FLOOR_SECONDS, le=366 * 86400, allow_inf_nan=False, examples=[86400])
+]
+
+#: A staged job's file: generation, step and rank are its name.
+JobPath = Annotated[
+    str,
+    Field(
+        max_length=4096,
+        pattern=r"(^|/)[0-9]{8}-[0-9]{12}-r[0-9]{5}\.json$",
+        examples=[
+            "/dev/shm/recpoint-1000/ads-ranker-0123456789ab/jobs/00000001-000000001200-r00000.json"
+        ],
+    ),
+]
 
 StepNumber = Annotated[int, Field(ge=0, le=MAX_STEP)]
 GenerationNumber = Annotated[int, Field(ge=1, le=MAX_GENERATION)]

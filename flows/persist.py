@@ -34,8 +34,9 @@ from recpoint.catalog.persist import (
 )
 from recpoint.catalog.persist_plan import Group
 from recpoint.catalog.staged import read_job
-from recpoint.errors import CheckpointCancelled, RecpointError
+from recpoint.errors import CheckpointCancelled, RecpointError, SettingsError
 from recpoint.flows.no_results import NO_RESULTS
+from recpoint.flows.parameters import JobPath
 from recpoint.format.job import Job
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.commit import Waiting, commit
@@ -100,7 +101,11 @@ def _prepare_first(job_path: str) -> None:
 
 
 def _run_name() -> str:
-    return f"persist {job_name(flow_run.get_parameters()['job_path'])}"
+    path = str(flow_run.get_parameters()["job_path"])
+    try:
+        return f"persist {job_name(path)}"
+    except ValueError:  # the flow says so; raised here, the run would have crashed for no reason
+        return f"persist {path[-200:]}"
 
 
 @flow(
@@ -111,20 +116,30 @@ def _run_name() -> str:
     result_storage=NO_RESULTS,
     validate_parameters=False,
 )
-async def persist(job_path: str) -> State[Any]:
+async def persist(job_path: JobPath) -> State[Any]:
     """Take a staged job to its end.
 
     Args:
-        job_path: the job file.
+        job_path: the job file, in `jobs` of its run's directory in this host's staging area.
 
     Returns:
         Completed when it is committed, dropped as the trainer asked, or waits for other ranks (then
         the job stays staged); Failed when it was rejected for good.
 
     Raises:
+        SettingsError: that is not the path of a job file.
         RecpointError: not now; the job stays staged.
     """
-    log = job_log(job_path)
+    try:
+        log = job_log(job_path)
+    except ValueError as error:
+        raise SettingsError(
+            "job_path",
+            found=f"{error}: {job_path!r:.200}",
+            expected="the path of a staged job's file",
+            next_step="recpoint sweep URL --dry-run on the trainer's host lists what is staged; "
+            "the deployment drain does all of it",
+        ) from None
     # The run has its tags by now. Those of a task are names of concurrency limits, which the server
     # would be asked for before each of them.
     with TagsContext(current_tags=set()):

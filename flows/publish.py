@@ -55,7 +55,7 @@ async def publish(
             when a step is given.
         release: replace a checkpoint that is held.
         force: publish the step that is named although a validation speaks against it.
-        why: for people.
+        why: a note for people, which is shown with the publication.
 
     Returns:
         Completed; its message says whether anything changed.

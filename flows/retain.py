@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prefect import flow
 from prefect.artifacts import Artifact
@@ -26,26 +26,49 @@ __all__ = ["Best", "Keep", "retain"]
 _MOST_ROWS = 500
 
 
+def _newest_of_each(units: str) -> Any:
+    return Field(
+        default=0,
+        ge=0,
+        description=f"The newest one of each of the last so many {units} that have any, in UTC. "
+        "0: this rule keeps none.",
+    )
+
+
 class Best(BaseModel):
     """Keep the best checkpoints by a metric that was recorded."""
 
-    metric: str
-    direction: Literal["max", "min"]
-    count: int = Field(default=1, ge=1)
+    metric: str = Field(
+        min_length=1, description="Its name, as `recpoint metric` or an evaluation recorded it."
+    )
+    direction: Literal["max", "min"] = Field(
+        description="max: the greatest are the best. min: the least are."
+    )
+    count: int = Field(default=1, ge=1, description="So many of them.")
 
 
 class Keep(BaseModel):
     """Which checkpoints to keep; any rule keeps. Pinned ones are always kept."""
 
-    last: int = Field(default=0, ge=0, description="The newest so many.")
-    within_seconds: float = Field(default=0.0, ge=0, description="So much older than the newest.")
-    hourly: int = Field(default=0, ge=0, description="One of each of the last so many hours.")
-    daily: int = Field(default=0, ge=0, description="One of each of the last so many days.")
-    weekly: int = Field(default=0, ge=0, description="One of each of the last so many weeks.")
-    monthly: int = Field(default=0, ge=0, description="One of each of the last so many months.")
-    best: list[Best] = Field(default_factory=list, description="The best by metrics.")
+    last: int = Field(default=0, ge=0, description="The newest so many. 0: this rule keeps none.")
+    within_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="All that were taken at most so many seconds before the newest, superseded "
+        "ones too. 0: this rule keeps none.",
+    )
+    hourly: int = _newest_of_each("hours")
+    daily: int = _newest_of_each("days")
+    weekly: int = _newest_of_each("weeks, which begin on Monday,")
+    monthly: int = _newest_of_each("months")
+    best: list[Best] = Field(
+        default_factory=list, description="The best by metrics that were recorded of them."
+    )
     require_validated: bool = Field(
-        default=True, description="Drop nothing unless a validated checkpoint stays."
+        default=True,
+        description="Drop nothing unless a validated checkpoint stays. If not set: unless one does "
+        "that restores as far as its chunks tell.",
     )
 
     def policy(self) -> RetentionPolicy:
@@ -89,7 +112,7 @@ async def retain(
     Args:
         run_url: the run.
         keep: the rules.
-        grace_seconds: time between marking and deleting, at least an hour.
+        grace_seconds: what is marked is deleted so many seconds later, an hour at least.
         staging: the staging area of this host; the default one if None. Attempts that its jobs
             name are kept; so is, on any host, what the newest trainer may still commit.
         dry_run: only say what would be done.

@@ -74,7 +74,8 @@ async def sweep(
         staging: the staging area of this host; the default one if None. Attempts that its jobs
             name are kept. Where the newest trainer does not use it, what that one uploaded after
             its last checkpoint is kept too, however old.
-        grace_seconds: younger objects stay: they may belong to a checkpoint being written.
+        grace_seconds: what is younger than so many seconds stays, an hour at least: it may belong
+            to a checkpoint that is being written.
         include_newest: remove also what only the newest trainer could still commit: when no host
             has it staged any more.
         dry_run: only say what would be done.

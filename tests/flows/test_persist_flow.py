@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prefect import State
+from prefect import State, tags
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -29,6 +30,7 @@ from recpoint.catalog.restore import restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import Store
 from recpoint.errors import StoreAccessDenied, StoreThrottled, StoreUnavailable
+from recpoint.flows.persist import persist as persist_flow
 from recpoint.flows.persist import run_persist
 from recpoint.tasks import progress
 from recpoint.testing.faults import Fault, FaultStore
@@ -252,3 +254,19 @@ def test_with_several_ranks_the_last_flow_commits_and_no_flow_fails(
     restore(run, target)
     assert torch.equal(target.tables["items"].values, trained[0].values)
     assert len(flow_runs("step:11")) == 3
+
+
+def test_what_is_no_job_file_is_a_failed_run_that_says_so() -> None:
+    """Not one that crashed: whoever starts it sees the cause in the run itself."""
+    for number, path in enumerate(("", "/", f"{'x' * 5000}.json", "jobs/00000001-1-r0.json")):
+
+        async def call(path: str = path, number: int = number) -> State[Any]:
+            with tags(f"no-job:{number}"):
+                called: Any = persist_flow(path, return_state=True)
+                state: State[Any] = await called
+                return state
+
+        state = asyncio.run(call())
+        assert state.is_failed() and "expected the path of a staged job" in str(state.message)
+        (flow_run,) = flow_runs(f"no-job:{number}")
+        assert flow_run.name == f"persist {path[-200:]}"

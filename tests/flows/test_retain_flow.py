@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.exceptions import ParameterTypeError
 from pydantic import ValidationError
 
 from recpoint.catalog import pins
@@ -64,7 +65,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     staging = str(tmp_path / "staging")
     with pytest.raises(SettingsError, match="no rule"):
         asyncio.run(retain(run.url, Keep(), staging=staging))
-    with pytest.raises(SettingsError, match="grace_seconds"):
+    with pytest.raises(ParameterTypeError, match="grace_seconds"):
         asyncio.run(retain(run.url, Keep(last=1), grace_seconds=60, staging=staging))
     with pytest.raises(ValidationError):
         Keep(last=-1)

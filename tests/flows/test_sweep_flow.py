@@ -10,11 +10,11 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
+from prefect.exceptions import ParameterTypeError
 
 from recpoint.catalog import persist, staged
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
-from recpoint.errors import SettingsError
 from recpoint.flows.sweep import sweep
 from tests.catalog_builder import build, tables, upload
 from tests.job_builder import stage
@@ -45,7 +45,7 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
     for chunk in chunk_keys(run):
         os.utime(Path(run.url) / chunk, (1, 1))
 
-    with pytest.raises(SettingsError, match="at least 3600"):
+    with pytest.raises(ParameterTypeError, match="grace_seconds"):
         asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=3599.0))
     # From a host that stages nothing of the run: the newest trainer may have both staged.
     asyncio.run(sweep(run.url, staging=str(tmp_path / "laptop"), grace_seconds=3600.0))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.utilities.schema_tools.validation import validate
 
 from benchmarks.soak import PACES
 from benchmarks.soak_deployments import scheduled
@@ -127,4 +128,6 @@ def test_whatever_has_a_schedule_in_prefect_yaml_is_scheduled_in_a_soak() -> Non
             module, _, name = one["entrypoint"].partition(":")
             taken = getattr(importlib.import_module(module), name)
             taken.validate_parameters(one["parameters"])
+            # A soak's graces are shorter than what is deployed elsewhere may be given.
+            assert validate(one["parameters"], taken.parameters.model_dump()) == []
             assert one["schedules"][0]["active"] and one["schedules"][0]["interval"] <= 120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from prefect.cli.deploy._models import (
     WorkPoolConfig,
 )
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy
+from prefect.utilities.schema_tools.validation import validate
 from pydantic import BaseModel
 
+from recpoint.catalog.grace import GRACE_FLOOR_SECONDS
 from recpoint.flows.no_results import NO_RESULTS
+from recpoint.format.naming import job_stem
+from recpoint.tasks.job_name import job_name
 
 FILE = Path(__file__).resolve().parents[3] / "prefect.yaml"
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]
@@ -80,12 +85,33 @@ def test_parameters_are_the_flows_own_and_each_is_described(deployment: dict[str
     for schedule in deployment.get("schedules", []):
         given |= schedule.get("parameters", {})
     assert given.keys() <= properties.keys()
-    for name, schema in properties.items():
-        assert schema.get("description"), f"{name} has no description"
+    nested = [one["properties"] for one in flow.parameters.definitions.values()]
+    for name, schema in itertools.chain(*(one.items() for one in (properties, *nested))):
+        assert len(schema.get("description", "")) > 5, f"{name} has no description"
     missing = set(flow.parameters.required) - given.keys()
     assert missing <= {"run_url", "job_path", "target"}, "all else has a default to start with"
-    places = missing - {"job_path"}
-    flow.validate_parameters({**given, **dict.fromkeys(missing, "file:///somewhere")})
-    for name in places:
+    named = {**given, **dict.fromkeys(missing, f"/somewhere/{job_stem(1, 2, 0)}.json")}
+    flow.validate_parameters(named)
+    for name in missing:
         with pytest.raises(Exception, match=name):
-            flow.validate_parameters({**given, **dict.fromkeys(missing, "x"), name: ""})
+            flow.validate_parameters({**named, name: ""})
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
+def test_what_can_never_be_done_is_refused_by_the_schema(deployment: dict[str, Any]) -> None:
+    """Its server compares parameters with that before it makes a flow run."""
+    schema = load(deployment).parameters.model_dump()
+    if "grace_seconds" in schema["properties"]:
+        assert not refused(schema, grace_seconds=GRACE_FLOOR_SECONDS)
+        assert refused(schema, grace_seconds=GRACE_FLOOR_SECONDS - 1)
+    if "job_path" in schema["properties"]:
+        name = f"{job_stem(7, 1200, 3)}.json"
+        for good in (name, f"jobs/{name}", f"/a b/run-0123456789ab/jobs/{name}"):
+            assert not refused(schema, job_path=good) and job_name(good).step == 1200
+        for bad in ("", "/", "jobs/", "x.json", name.removesuffix(".json"), f"x{name}"):
+            assert refused(schema, job_path=bad)
+
+
+def refused(schema: dict[str, Any], **parameters: object) -> bool:
+    """Whether one of these is what Prefect refuses."""
+    return bool(validate(parameters, schema, ignore_required=True))
