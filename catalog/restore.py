@@ -55,7 +55,7 @@ class RestoreReport:
         full_stored_bytes: of that full's chunks.
         validation: what validations of `restored` said when the restore began; None: it was never
             validated. Its digests were compared in either case.
-        skipped: newer ones that could not be restored, newest first.
+        skipped: newer ones that were not restored, and why, newest first.
         passed_over: damaged manifests that a shorter chain would have used.
         chain_length: how many manifests were read.
         quantized: whether any rows of the chain had been quantized.
@@ -83,6 +83,7 @@ def restore(
     generation: int | None = None,
     before: int | None = None,
     validated_only: bool = False,
+    validated_within: int | None = None,
     damaged: Mapping[ManifestName, str] | None = None,
     threads: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
@@ -92,7 +93,8 @@ def restore(
     One whose validation has failed, or that needs one whose validation has, counts as damaged: it
     is restored if it is named. One that was never validated is as good as one that was: all bytes
     that are read are compared with their digests anyway, and training that was committed would be
-    lost. The report says which of the two was restored.
+    lost, unless `validated_within` says how much of it may be. The report says which of the two
+    was restored, and what was left for it.
 
     Rows are decoded once: a row that a newer checkpoint of the chain has brought is passed over in
     the older ones.
@@ -108,11 +110,15 @@ def restore(
         generation: with `step`: also one that is not on the live line.
         before: leave out this generation and later ones (`Run.claim_from_newest`).
         validated_only: pass over checkpoints that were not validated either.
+        validated_within: without a step: restore the newest validated checkpoint before newer ones
+            that nobody has validated, if it is at most so many batches older than the newest that
+            nothing speaks against; else that one. Those batches are trained once more.
         damaged: without a step: checkpoints to skip, which the caller has found so, and how.
         threads: chunks read at once, not counting those of up to 2 MiB.
         on_progress: called with bytes read so far and bytes to read, from this thread.
 
     Raises:
+        SettingsError: `threads` or `validated_within` cannot be.
         NothingToRestore: no checkpoint, or none that is good; it says what was wrong with each.
         IncompatibleModel: the newest good one does not fit the target. Older ones are not tried.
         UnsupportedVersion: the newest was written by a later release. Older ones are not tried.
@@ -124,7 +130,12 @@ def restore(
     with naming_errors(run.url):
         names = candidates(run, step, generation, before)
         doubts = Doubts(run, validated_only=validated_only) if step is None and names else None
-        order = RestoreOrder(names, doubts, damaged=damaged if step is None else None)
+        order = RestoreOrder(
+            names,
+            doubts,
+            validated_within=validated_within,
+            damaged=damaged if step is None else None,
+        )
         return _restore_first(run, target, order, names, doubts, threads, on_progress)
 
 

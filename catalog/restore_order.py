@@ -8,12 +8,13 @@ from typing import NamedTuple
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.catalog.validations import Doubts
-from recpoint.errors import NothingToRestore
+from recpoint.errors import NothingToRestore, SettingsError
 
-__all__ = ["RestoreOrder", "Skipped", "skipped_lines", "skipped_text"]
+__all__ = ["RestoreOrder", "check_validated_within", "Skipped", "skipped_lines", "skipped_text"]
 
 _MOST_REASONS = 6
 _MOST_CHARACTERS = 400
+_NAMED = "; it is restored if its step is named"
 
 
 class Skipped(NamedTuple):
@@ -46,16 +47,38 @@ def skipped_text(skipped: Iterable[Skipped]) -> str:
     return "; ".join(skipped_lines(skipped))
 
 
+def check_validated_within(batches: object) -> None:
+    """Whether a restore can prefer what was validated within so many batches; None: it does not.
+
+    Raises:
+        SettingsError: it is no whole number, or less than 0.
+    """
+    if batches is None or (type(batches) is int and batches >= 0):
+        return
+    raise SettingsError(
+        "validated_within",
+        found=f"{batches!r:.80}",
+        expected="a whole number of batches, 0 or more; or None",
+        next_step="name how many batches may be trained once more for a validated checkpoint",
+    )
+
+
 class RestoreOrder:
     """Checkpoints to try, one after another, until one is good on whoever restores.
+
+    The newest that nothing speaks against; but before it the newest validated one that is at most
+    `validated_within` batches older, if there is one. Whenever one turns out to be damaged, the
+    same holds among those that are left: no more than so many batches are given up for a
+    validation, counted from the newest that is not known to be bad.
 
     Args:
         names: newest first.
         doubts: what validations say; None: it does not matter, since a person named the checkpoint.
+        validated_within: see above; None: the newest goes first, validated or not.
         damaged: those that were found so before, and how.
 
-    Attributes:
-        skipped: what was left so far, newest first.
+    Raises:
+        SettingsError: see `check_validated_within`.
     """
 
     def __init__(
@@ -63,35 +86,80 @@ class RestoreOrder:
         names: Sequence[ManifestName],
         doubts: Doubts | None,
         *,
+        validated_within: int | None = None,
         damaged: Mapping[ManifestName, str] | None = None,
     ) -> None:
-        self._names = names
+        check_validated_within(validated_within)
+        self._left = list(names)
         self._doubts = doubts
+        self._within = validated_within
         self._known_damaged = damaged or {}
         self._unvalidated = self._damaged = False
-        self.skipped: list[Skipped] = []
+        self._skipped: list[Skipped] = []
+        self._preferred: list[Skipped] = []
 
     def __iter__(self) -> Iterator[ManifestName]:
         """Each is the best that is left; who asks for another has told `damaged` of this one."""
-        for name in self._names:
-            if name in self._known_damaged:
-                self.damaged(name, self._known_damaged[name])
+        while self._left:
+            newest = self._left[0]
+            if self._is_out(newest):
+                self._left.pop(0)
                 continue
-            doubt = None if self._doubts is None else self._doubts.about(name)
-            if doubt is None:
-                yield name
-            else:
-                self._doubted(name, doubt)
+            name = self._validated_near(newest) or newest
+            newer = self._left[: self._left.index(name)]
+            self._preferred = [Skipped(one, self._why_not(one, name)) for one in newer]
+            self._left.remove(name)
+            yield name
+            self._preferred = []
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """What was left for the one that was tried last, newest first."""
+        return sorted([*self._skipped, *self._preferred], reverse=True)
+
+    def _is_out(self, name: ManifestName) -> bool:
+        if name in self._known_damaged:
+            self.damaged(name, self._known_damaged[name])
+            return True
+        doubt = None if self._doubts is None else self._doubts.about(name)
+        if doubt is None:
+            return False
+        self._doubted(name, doubt)
+        return True
+
+    def _why_not(self, newer: ManifestName, name: ManifestName) -> str:
+        """Why `newer` is left for `name`."""
+        doubt = None if self._doubts is None else self._doubts.about(newer)
+        if newer in self._known_damaged:
+            return self._known_damaged[newer]
+        if doubt is not None:
+            return f"{doubt}{_NAMED}"
+        return f"not validated; {name} is, within {self._within} batches of the newest"
+
+    def _validated_near(self, newest: ManifestName) -> ManifestName | None:
+        """The newest validated one that is near enough; None: there is none, or nobody asks."""
+        doubts, within = self._doubts, self._within
+        if doubts is None or within is None:
+            return None
+        for name in self._left:
+            if newest.step - name.step > within:
+                break
+            known = doubts.known(name)
+            if known is None or not known.passed("sample") or name in self._known_damaged:
+                continue
+            if doubts.about(name) is None:
+                return name
+        return None
 
     def damaged(self, name: ManifestName, error: str) -> None:
         """It could not be restored."""
         self._damaged = True
-        self.skipped.append(Skipped(name, error))
+        self._skipped.append(Skipped(name, error))
 
     def _doubted(self, name: ManifestName, doubt: str) -> None:
         assert self._doubts is not None
         self._unvalidated |= self._doubts.against(name) is None
-        self.skipped.append(Skipped(name, f"{doubt}; it is restored if its step is named"))
+        self._skipped.append(Skipped(name, f"{doubt}{_NAMED}"))
 
     def nothing_good(self, run: Run, *, expected: str) -> NothingToRestore:
         """The error when nothing is left; something was skipped."""
@@ -100,7 +168,7 @@ class RestoreOrder:
         elif self._damaged:
             next_step = f"recpoint check {run.url} --level full"
         else:
-            step = self.skipped[0].name.step
+            step = self._skipped[0].name.step
             next_step = f"recpoint validate {run.url} --step {step} says what is wrong"
         return NothingToRestore(
             run.url, found=skipped_text(self.skipped), expected=expected, next_step=next_step

@@ -20,6 +20,7 @@ def restore_parts(
     step: int | None = None,
     generation: int | None = None,
     validated_only: bool = False,
+    validated_within: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport:
     """Read parts of tables, however the run was sharded; only chunks that may hold them are read.
@@ -32,7 +33,8 @@ def restore_parts(
     Args:
         url: of the run.
         parts: any number, of any tables.
-        step, generation, validated_only, on_progress: as for `catalog.restore.restore`.
+        step, generation, validated_only, validated_within, on_progress: as for
+            `catalog.restore.restore`.
 
     Raises:
         IncompatibleModel: a part is none of the checkpoint; nothing has been written.
@@ -46,5 +48,6 @@ def restore_parts(
             step=step,
             generation=generation,
             validated_only=validated_only,
+            validated_within=validated_within,
             on_progress=on_progress,
         )

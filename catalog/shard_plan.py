@@ -133,6 +133,7 @@ def plan_shards(
     step: int | None = None,
     generation: int | None = None,
     validated_only: bool = False,
+    validated_within: int | None = None,
     damaged: Mapping[ManifestName, str] | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> ShardPlan:
@@ -144,7 +145,8 @@ def plan_shards(
 
     Args:
         run: the run.
-        step, generation, validated_only, damaged: as for `catalog.restore.restore`.
+        step, generation, validated_only, validated_within, damaged: as for
+            `catalog.restore.restore`.
         shard_bytes: of a file that has more than one table.
 
     Raises:
@@ -158,6 +160,7 @@ def plan_shards(
         step=step,
         generation=generation,
         validated_only=validated_only,
+        validated_within=validated_within,
         damaged=damaged,
     )
     assert target.manifest is not None  # as of every target that was restored into

@@ -65,6 +65,7 @@ def restore_shards(
     step: int | None = None,
     generation: int | None = None,
     validated_only: bool = False,
+    validated_within: int | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RestoreReport:
@@ -77,7 +78,7 @@ def restore_shards(
     Args:
         run: the run.
         into: where the files go; others there are left alone.
-        step, generation, validated_only: as for `catalog.restore.restore`.
+        step, generation, validated_only, validated_within: as for `catalog.restore.restore`.
         shard_bytes: as for `plan_shards`.
         on_progress: called with bytes written so far and bytes to write.
 
@@ -92,6 +93,7 @@ def restore_shards(
             step=step,
             generation=generation,
             validated_only=validated_only,
+            validated_within=validated_within,
             damaged=damaged,
             shard_bytes=shard_bytes,
         )

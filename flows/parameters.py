@@ -10,6 +10,7 @@ from recpoint.catalog.grace import GRACE_FLOOR_SECONDS
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 
 __all__ = [
+    "BatchCount",
     "GenerationNumber",
     "GraceSeconds",
     "JobPath",
@@ -47,6 +48,9 @@ JobPath = Annotated[
 
 StepNumber = Annotated[int, Field(ge=0, le=MAX_STEP)]
 GenerationNumber = Annotated[int, Field(ge=1, le=MAX_GENERATION)]
+
+#: How much training there is between two checkpoints.
+BatchCount = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 #: Manifests of a chain; one has nothing to be merged with.
 Links = Annotated[int, Field(ge=2)]

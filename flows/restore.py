@@ -28,6 +28,7 @@ from recpoint.catalog.store import open_store
 from recpoint.flows.each_part import each_part
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import (
+    BatchCount,
     GenerationNumber,
     PartsAtOnce,
     RunUrl,
@@ -66,6 +67,7 @@ async def restore(
     step: StepNumber | None = None,
     generation: GenerationNumber | None = None,
     validated_only: bool = False,
+    validated_within: BatchCount | None = None,
     shard_bytes: ShardBytes = DEFAULT_SHARD_BYTES,
     parts_at_once: PartsAtOnce = 1,
 ) -> State[Any]:
@@ -78,6 +80,8 @@ async def restore(
         step: of the checkpoint; the newest good one if None.
         generation: with a step: also one that is not on the live line.
         validated_only: without a step: only one that was validated.
+        validated_within: without a step: the newest that was validated, if it is at most so many
+            batches older than the newest; else the newest.
         shard_bytes: of a file; a table that is larger has one of its own.
         parts_at_once: files that the task runner has at a time; each takes up to half a gigabyte of
             memory where it runs, or the dense state if that is more, and disk for the file.
@@ -97,7 +101,14 @@ async def restore(
         )
         try:
             plan, done, outcome = await _restore(
-                run_url, target, step, generation, validated_only, shard_bytes, parts_at_once
+                run_url,
+                target,
+                step,
+                generation,
+                validated_only,
+                validated_within,
+                shard_bytes,
+                parts_at_once,
             )
         finally:
             await asyncio.to_thread(lease.close)
@@ -117,6 +128,7 @@ async def _restore(
     step: int | None,
     generation: int | None,
     validated_only: bool,
+    validated_within: int | None,
     shard_bytes: int,
     at_once: int,
 ) -> tuple[ShardPlan, RestoreReport, str]:
@@ -124,7 +136,14 @@ async def _restore(
     damaged: dict[ManifestName, str] = {}
     while True:
         plan, there = await plan_restore(
-            run_url, target, step, generation, validated_only, damaged, shard_bytes
+            run_url,
+            target,
+            step,
+            generation,
+            validated_only,
+            validated_within,
+            damaged,
+            shard_bytes,
         )
         if there:
             return plan, plan.report, "already"

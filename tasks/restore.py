@@ -46,6 +46,7 @@ async def plan_restore(
     step: int | None,
     generation: int | None,
     validated_only: bool,
+    validated_within: int | None,
     damaged: Mapping[ManifestName, str],
     shard_bytes: int,
 ) -> tuple[ShardPlan, bool]:
@@ -57,6 +58,7 @@ async def plan_restore(
             step=step,
             generation=generation,
             validated_only=validated_only,
+            validated_within=validated_within,
             damaged=damaged,
             shard_bytes=shard_bytes,
         )

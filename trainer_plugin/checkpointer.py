@@ -232,6 +232,7 @@ class Checkpointer:
         partial: Mapping[str, Sequence[str]] | None = None,
         seed: Seed | None = None,
         validated_only: bool = False,
+        validated_within: int | None = None,
     ) -> RestoreReport | None:
         """Restore the newest checkpoint and take the run over; call it once, before training.
 
@@ -244,6 +245,8 @@ class Checkpointer:
                 state, generators and reader stay as they are, and `batches_done` is 0.
             seed: when the run has no checkpoint, begin with these parts of another run's.
             validated_only: pass over newer checkpoints that nobody has validated.
+            validated_within: pass over them if one that was validated is at most so many batches
+                older; else the newest is restored, as it is by default.
 
         Returns:
             What was restored; None when there was nothing, or `fresh`.
@@ -259,7 +262,9 @@ class Checkpointer:
         """
         if self._pipeline is not None or self._closed:
             raise _misuse("restore()", "a second call", "one call before training")
-        wanted = takeover.Wanted(step, generation, fresh, partial, seed, validated_only)
+        wanted = takeover.Wanted(
+            step, generation, fresh, partial, seed, validated_only, validated_within
+        )
         with naming_errors(self._store.url):
             return self._restore(wanted.checked())
 

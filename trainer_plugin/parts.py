@@ -51,6 +51,7 @@ class Seed:
         step: of the checkpoint; the newest good one if None.
         generation: with `step`: also one that is not on the live line.
         validated_only: pass over newer checkpoints that nobody has validated.
+        validated_within: pass over them if one that was validated is at most so many batches older.
 
     Raises:
         SettingsError: nothing is named, or it is named in another way.
@@ -63,6 +64,7 @@ class Seed:
     step: int | None = None
     generation: int | None = None
     validated_only: bool = False
+    validated_within: int | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer_states not in ("drop", "carry"):

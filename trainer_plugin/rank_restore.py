@@ -80,6 +80,7 @@ def restore_together(
     step: int | None,
     generation: int | None,
     validated_only: bool,
+    validated_within: int | None,
 ) -> GenerationRecord:
     """Restore on all ranks what rank 0 finds to be the newest that is good on all, and claim.
 
@@ -89,7 +90,7 @@ def restore_together(
         restore_one: restores a checkpoint into this rank.
         step: this one and no other.
         generation: with `step`: also one that is not on the live line.
-        validated_only: see `catalog.restore.restore`.
+        validated_only, validated_within: see `catalog.restore.restore`.
 
     Returns:
         The record of the new generation; with `restored` None nothing was restored.
@@ -109,7 +110,7 @@ def restore_together(
         else:
             names = candidates(run, step, generation, before)
         doubts = Doubts(run, validated_only=validated_only) if step is None else None
-        order = RestoreOrder(names, doubts)
+        order = RestoreOrder(names, doubts, validated_within=validated_within)
         for name in order:
             ranks.first(_Order("restore", name=name))
             found = _restore(ranks, restore_one, name)

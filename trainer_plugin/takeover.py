@@ -15,6 +15,7 @@ from torch import Tensor
 from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import RestoreReport, restore
+from recpoint.catalog.restore_order import check_validated_within
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_errors
 from recpoint.catalog.store import open_store
@@ -109,6 +110,7 @@ class Wanted(NamedTuple):
     partial: Mapping[str, Sequence[str]] | None
     seed: Seed | None
     validated_only: bool
+    validated_within: int | None
 
     def checked(self) -> Self:
         """The same, in plain numbers, if it can be had at once.
@@ -139,6 +141,7 @@ class Wanted(NamedTuple):
                 expected="both",
                 next_step="name the step too, as recpoint list URL --all shows it",
             )
+        check_validated_within(self.validated_within)
         if self.partial is not None:
             parts_of(self.partial)
         if not isinstance(self.seed, Seed | None):
@@ -240,6 +243,7 @@ def start(
                 step=wanted.step,
                 generation=wanted.generation,
                 validated_only=wanted.validated_only,
+                validated_within=wanted.validated_within,
             )
         _tell_restored(run, report)
         return _begun_with(target, report, run.claim(None).generation)
@@ -277,6 +281,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
                 generation=wanted.generation,
                 before=before,
                 validated_only=wanted.validated_only,
+                validated_within=wanted.validated_within,
             )
         else:
             report = restore(run, target, step=name.step, generation=name.generation)
@@ -294,6 +299,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
                 step=wanted.step,
                 generation=wanted.generation,
                 validated_only=wanted.validated_only,
+                validated_within=wanted.validated_within,
             )
         elif wanted.step is None:
             record = run.claim_from_newest(restore_into_model)
@@ -389,6 +395,7 @@ def _start_seeded(
             step=seed.step,
             generation=seed.generation,
             validated_only=seed.validated_only,
+            validated_within=seed.validated_within,
         )
     _tell_restored(source, report)
     return _begun_with(target, report, generation)

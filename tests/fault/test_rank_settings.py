@@ -12,6 +12,7 @@ from recpoint.catalog.memory_target import MemoryTarget
 from recpoint.catalog.restore import restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
+from recpoint.catalog.validate import record, validate
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end
@@ -121,3 +122,15 @@ def test_a_new_line_without_a_checkpoint_is_refused_on_all_ranks_alike(tmp_path:
     assert [(name.step, name.generation) for name in run.live_line()] == [
         (8, 3), (6, 3), (4, 1), (2, 1)
     ]  # fmt: skip
+
+
+def test_a_validated_checkpoint_that_is_near_goes_first_on_all_ranks(tmp_path: Path) -> None:
+    job = RankJob(tmp_path)
+    with InlineAgent(job.staging):
+        job.train(_RANKS, _HALF, settings=WAITING)
+        run = Run.open(open_store(job.url))
+        newest, older = run.live_line()
+        record(run, validate(run, older))
+        within = {"validated_within": newest.step - older.step}
+        lives = job.train(_RANKS, _HALF, settings=WAITING, restoring=within)
+    assert [(life.exit_code, life.told["restored"]) for life in lives] == [(0, older.step)] * _RANKS

@@ -37,11 +37,23 @@ def restore_to_file(
     validated: Annotated[
         bool, typer.Option("--validated", help="Without a step: only one that was validated.")
     ] = False,
+    validated_within: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="BATCHES",
+            help="Without a step: a validated one goes first, if it is at most so much older.",
+        ),
+    ] = None,
     table: Annotated[str | None, typer.Option(help="Only this table.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     json_output: JsonOption = False,
 ) -> Result:
-    """Restore a checkpoint into a file, without the model."""
+    """Restore a checkpoint into a file, without the model.
+
+    Newest first; a failed validation rules one out; with --validated-within a validated one within
+    so many batches goes first.
+    """
     from recpoint.catalog.local_store import LocalStore
     from recpoint.catalog.restore import MemoryTarget, restore
     from recpoint.catalog.shards import restore_shards
@@ -74,6 +86,7 @@ def restore_to_file(
                 step=step,
                 generation=generation,
                 validated_only=validated,
+                validated_within=validated_within,
                 on_progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
     if not in_shards:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.restore_order import Skipped, skipped_text
 from recpoint.catalog.run import Run
 from recpoint.catalog.validations import add_record, read_record, records_of, verdict, verdicts
-from recpoint.errors import ForeignObject, NothingToRestore, StoreUnavailable
+from recpoint.errors import ForeignObject, NothingToRestore, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     ValidationLevel,
@@ -131,6 +132,11 @@ def say(run: Run, step: int, level: ValidationLevel, result: ValidationResult) -
     return add_record(run, record)
 
 
+def remove(run: Run, manifest: Manifest) -> None:
+    """Delete a chunk that it alone names."""
+    run.store.delete(manifest.chunks[0].key)
+
+
 def restored(run: Run, *, validated_only: bool = False) -> RestoreReport:
     return restore(run, MemoryTarget(), validated_only=validated_only)
 
@@ -200,6 +206,69 @@ def test_only_validated_ones_when_that_is_asked_for(run: Run) -> None:
     ]
     say(run, 20, "full", "passed")
     assert restored(run, validated_only=True).restored.step == 20
+
+
+class TestValidatedWithin:
+    """How many batches may be trained once more for a checkpoint that was validated."""
+
+    def test_the_newest_validated_one_goes_first_if_it_is_near(self, run: Run) -> None:
+        say(run, 20, "metadata", "passed")
+        say(run, 12, "sample", "passed")
+        say(run, 10, "full", "passed")
+        for within, expected in ((None, 21), (0, 21), (8, 21), (9, 12), (100, 12)):
+            report = restore(run, MemoryTarget(), validated_within=within)
+            assert report.restored.step == expected, within
+        assert [skipped.name.step for skipped in report.skipped] == [21, 20]
+        assert {skipped.error for skipped in report.skipped} == {
+            "not validated; step 12 (generation 1) is, within 100 batches of the newest"
+        }
+        assert report.validation is not None and report.validation.passed("sample")
+        say(run, 21, "sample", "passed")
+        report = restore(run, MemoryTarget(), validated_within=100)
+        assert (report.restored.step, report.skipped) == (21, ())
+
+    def test_with_nothing_validated_or_a_step_it_changes_nothing(self, run: Run) -> None:
+        assert restore(run, MemoryTarget(), validated_within=100).restored.step == 21
+        say(run, 12, "sample", "passed")
+        assert restore(run, MemoryTarget(), step=20, validated_within=100).restored.step == 20
+
+    def test_the_same_holds_among_what_damage_leaves(
+        self, run: Run, built: tuple[Run, list[Manifest]]
+    ) -> None:
+        say(run, 12, "sample", "passed")
+        say(run, 10, "sample", "passed")
+        remove(run, built[1][4])  # 21: 12 is near to 20, and was too far from 21
+        report = restore(run, MemoryTarget(), validated_within=8)
+        assert report.restored.step == 12
+        errors = {skipped.name.step: skipped.error for skipped in report.skipped}
+        assert "ObjectNotFound" in errors[21] and errors[20].startswith("not validated; step 12")
+        remove(run, built[1][2])  # 12 as well: 10 is too far from 20
+        report = restore(run, MemoryTarget(), validated_within=8)
+        assert report.restored.step == 20
+        assert "ObjectNotFound" in report.skipped[0].error
+        report = restore(run, MemoryTarget(), validated_within=10)
+        assert report.restored.step == 10
+        assert [skipped.name.step for skipped in report.skipped] == [21, 20, 12, 11]
+        found = {ManifestName(20, 1): "as the caller found"}
+        report = restore(run, MemoryTarget(), validated_within=1, damaged=found)
+        assert report.restored.step == 10
+        assert report.skipped[1].error == "as the caller found"
+
+    def test_what_failed_is_no_newest_to_count_from(self, run: Run) -> None:
+        say(run, 12, "sample", "passed")
+        say(run, 20, "sample", "failed")  # and with it 21
+        report = restore(run, MemoryTarget(), validated_within=0)
+        assert report.restored.step == 12
+        assert all("validation 1" in skipped.error for skipped in report.skipped)
+        say(run, 21, "full", "passed")
+        say(run, 21, "full", "stateless")
+        say(run, 21, "full", "passed")
+        assert restore(run, MemoryTarget(), validated_within=9).restored.step == 21
+
+    @pytest.mark.parametrize("wrong", [-1, 1.5, True, "9"])
+    def test_what_is_no_number_of_batches_is_refused(self, run: Run, wrong: Any) -> None:
+        with pytest.raises(SettingsError, match="validated_within"):
+            restore(run, MemoryTarget(), validated_within=wrong)
 
 
 def test_reasons_that_are_equal_are_told_once_and_the_next_step_helps(run: Run) -> None:

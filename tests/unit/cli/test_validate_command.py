@@ -91,6 +91,19 @@ def test_only_validated_ones_are_restored_when_asked(
     ]
 
 
+def test_a_validated_one_that_is_near_goes_first_when_asked(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path
+) -> None:
+    command = ("restore", saved_run.directory, "--to", tmp_path / "model.pt", "--force", "--json")
+    recpoint("validate", saved_run.directory, "--step", 20)
+    assert recpoint(*command).json["step"] == 30
+    assert recpoint(*command, "--validated-within", 9).json["step"] == 30
+    ended = recpoint(*command, "--validated-within", 10).json
+    assert ended["step"] == 20
+    assert ended["skipped"][0]["error"].startswith("not validated; step 20 (generation 1) is")
+    assert recpoint(*command, "--validated-within", -1).code == 2
+
+
 @pytest.mark.parametrize(
     "options",
     [

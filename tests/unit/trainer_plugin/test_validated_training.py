@@ -16,7 +16,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.catalog.validate import record, validate
 from recpoint.catalog.validations import verdicts
-from recpoint.errors import NothingToRestore
+from recpoint.errors import NothingToRestore, SettingsError
 from tests.training_builder import (
     Place,
     Training,
@@ -118,6 +118,27 @@ def test_a_trainer_may_insist_on_what_was_validated(
     assert report is not None and report.restored.step == older.step
     assert [skipped.name for skipped in report.skipped] == [newest]
     assert f"{newest} is not restored: not validated" in caplog.text
+
+
+def test_a_trainer_goes_on_from_what_was_validated_if_it_is_near(place: Place) -> None:
+    training = simple_training(3)
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 4)
+    run = Run.open(open_store(place.run))
+    newest, older = run.live_line()[:2]
+    record(run, validate(run, older))
+    apart = newest.step - older.step
+    with pytest.raises(SettingsError, match="validated_within"):
+        checkpointer(simple_training(3), place).restore(validated_within=-1)
+    for within, expected in ((apart - 1, newest), (apart, older)):
+        again = checkpointer(simple_training(3), place)
+        report = again.restore(validated_within=within)
+        assert report is not None and report.restored.step == expected.step
+        assert again.batches_done == expected.step
+        again.close(final=False)
+    # What was left for it is superseded now.
+    assert run.live_line()[0] == older
 
 
 @pytest.mark.parametrize("steps", range(1, 7))
