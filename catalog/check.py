@@ -17,7 +17,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, unwatched
 from recpoint.catalog.state_reading import read_state
 from recpoint.catalog.superseded import superseded_alone, superseded_text
-from recpoint.errors import FormatError, MissingLink, NothingToRestore
+from recpoint.errors import FormatError, GenerationRecordLost, MissingLink, NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (
     RUN_KEY,
@@ -180,7 +180,7 @@ class _Checking:
         for number in self._run.lost_generations(named, listed=numbers):
             # Below the newest one the live line has been followed without it.
             severity: Severity = "error" if number > max(numbers, default=0) else "warning"
-            error = MissingLink(
+            error = GenerationRecordLost(
                 generation_key(number),
                 found=f"no generation record, but {named[number]}",
                 expected="the record of each generation that there was",

@@ -11,6 +11,7 @@ from recpoint.catalog.run import Run
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
+    GenerationRecordLost,
     MalformedObject,
     MissingLink,
     ObjectNotFound,
@@ -41,8 +42,9 @@ def commit(
 
     Raises:
         StaleWriter: a newer trainer owns the run.
-        MissingLink: the checkpoint that this increment was taken after is not there, or the record
-            of the generation.
+        MissingLink: the checkpoint that this increment was taken after is not there; or there is
+            no trace of this generation.
+        GenerationRecordLost: it has checkpoints, and no record. Once that is back, try again.
         ChainError: it is there, and the two contradict each other.
         CommitConflict: another attempt has this step and generation.
         ForeignObject: the manifest is of another run.
@@ -92,8 +94,9 @@ def check_fence(run: Run, generation: int, step: int) -> None:
 
     Raises:
         StaleWriter: a newer trainer owns the run.
-        MissingLink: none does, but the record of this generation is lost. Its trainer may go on:
-            later checkpoints can be committed once the record is back.
+        GenerationRecordLost: none does, but the record of this generation, which has checkpoints,
+            is lost. They can be committed once it is back.
+        MissingLink: the generation has neither: the store is that of an earlier time.
         StoreError: the store cannot be read.
     """
     newest = max(run.generation_numbers(), default=0)
@@ -105,7 +108,8 @@ def check_fence(run: Run, generation: int, step: int) -> None:
             next_step="nothing, if the trainer was restarted; else stop the second trainer",
         )
     if newest < generation:
-        raise MissingLink(
+        known = any(name.generation == generation for name in run.manifest_names())
+        raise (GenerationRecordLost if known else MissingLink)(
             generation_key(generation),
             found=f"no generation record; generation {newest} is the newest that has one",
             expected=f"that of the trainer which took step {step}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, Self
 
-from recpoint.errors import MalformedObject, MissingLink
+from recpoint.errors import GenerationRecordLost, MalformedObject
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import consolidated_key, generation_key, manifest_key
 from recpoint.format.records import GenerationRecord
@@ -108,7 +108,7 @@ def live_line(
         names: every checkpoint there is, in any order.
 
     Raises:
-        MissingLink: the walk comes to a generation whose record is not in `generations`.
+        GenerationRecordLost: the walk comes to a generation whose record is not in `generations`.
         MalformedObject: a record that goes on from its own or from a later generation.
     """
     steps: dict[int, list[int]] = {}
@@ -120,7 +120,7 @@ def live_line(
     while generation > 0:
         record = generations.get(generation)
         if record is None:
-            raise MissingLink(
+            raise GenerationRecordLost(
                 generation_key(generation),
                 found=f"no generation record{_of(generation, steps)}",
                 expected="the record of each generation that the live line goes through: without "

@@ -39,6 +39,7 @@ from recpoint.catalog.staged_job import StagedJob, open_job
 from recpoint.catalog.store import Store
 from recpoint.errors import (
     ForeignObject,
+    GenerationRecordLost,
     MalformedObject,
     MissingLink,
     NothingToRestore,
@@ -108,10 +109,11 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
 def classify(error: BaseException) -> Literal["rejected", "deferred"]:
     """Whether a job that failed with `error` can never succeed, or may do so later.
 
-    Whatever the store or this host does, also refusing access, may be repaired: the job then stays
-    staged. What is wrong with the job itself, or was decided by another writer, stays so.
+    Whatever the store or this host does, also refusing access, may be repaired, and a record that
+    is lost be brought back: the job then stays staged. What is wrong with the job itself, or was
+    decided by another writer, stays so.
     """
-    later = (StoreError, NothingToRestore, RanksMissing)
+    later = (StoreError, NothingToRestore, RanksMissing, GenerationRecordLost)
     if isinstance(error, RecpointError) and not isinstance(error, later):
         return "rejected"
     return "deferred"
@@ -151,7 +153,8 @@ def already_committed(run: Run, job_file: Path | str) -> Committed | None:
 
     Raises:
         StaleWriter: it is not committed and never will be; nothing has to be uploaded for that.
-        MissingLink: nor will it be while the record of its generation is lost.
+        MissingLink: nor will it be, since the store knows nothing of its generation.
+        GenerationRecordLost: nor will it be before the record of its generation is back.
     """
     job = read_job(job_file)
     try:

@@ -121,7 +121,7 @@ def plan_prune(
     Raises:
         SettingsError: a grace below the floor.
         RetentionRefused: see `recpoint.catalog.retention.plan`.
-        FormatError, MissingLink: the live line cannot be followed.
+        FormatError, GenerationRecordLost: the live line cannot be followed.
         StoreError: the store cannot be read.
     """
     why = "readers without a lease have that long"

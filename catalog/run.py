@@ -27,7 +27,7 @@ from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
     FormatError,
-    MissingLink,
+    GenerationRecordLost,
     ObjectNotFound,
     RecpointError,
     StoreUnavailable,
@@ -208,7 +208,8 @@ class Run:
 
         Raises:
             FormatError: a generation record on the way is damaged; its key is the subject.
-            MissingLink: one is not there: on the way, or of checkpoints that would be the newest.
+            GenerationRecordLost: one is not there: on the way, or of checkpoints that would be the
+                newest.
         """
         numbers, names = self.generation_numbers(), self.manifest_names()
         if before is not None:
@@ -317,14 +318,14 @@ class Run:
             restored: the checkpoint the trainer goes on from; None: from nothing.
 
         Raises:
-            MissingLink: the record of the generation of `restored` is lost: going on from it, no
-                live line could be followed.
+            GenerationRecordLost: that of the generation of `restored`: going on from it, no live
+                line could be followed.
             ForeignObject: something names the highest number that there can be.
             StoreUnavailable: so many trainers are claiming that no number was to be had.
             StoreError: the store refuses, or cannot be reached.
         """
         if restored is not None and self.lost_generations([restored.generation], listed=()):
-            raise MissingLink(
+            raise GenerationRecordLost(
                 generation_key(restored.generation),
                 found=f"no generation record, but {restored}, to go on from",
                 expected="the record that says from where its trainer went on",

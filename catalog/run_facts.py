@@ -44,7 +44,7 @@ def gather(
         on_step: called after each manifest, from this thread.
 
     Raises:
-        FormatError, MissingLink: the live line cannot be followed.
+        FormatError, GenerationRecordLost: the live line cannot be followed.
         StoreError: the store cannot be read.
     """
     # Manifests before chunks: whatever a manifest names was there before it, so that one that is

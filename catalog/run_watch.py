@@ -114,7 +114,7 @@ class RunWatch:
 
         Raises:
             NothingToRestore: the run is not there any more.
-            FormatError, MissingLink: the live line cannot be followed.
+            FormatError, GenerationRecordLost: the live line cannot be followed.
             StoreError: the store cannot be read.
         """
         listing = self._list()

@@ -23,7 +23,7 @@ def line_to_go_on(run: Run, *, before: int | None = None) -> list[ManifestName]:
 
     Raises:
         NothingToRestore: none counts, but there are superseded ones.
-        FormatError, MissingLink: see `Run.live_line`.
+        FormatError, GenerationRecordLost: see `Run.live_line`.
     """
     line = run.live_line(before=before)
     superseded = [] if line else superseded_alone(run, before=before)

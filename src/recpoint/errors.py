@@ -17,6 +17,7 @@ __all__ = [
     "EvaluationFailed",
     "ForeignObject",
     "FormatError",
+    "GenerationRecordLost",
     "IncompatibleModel",
     "MalformedObject",
     "MissingLink",
@@ -159,6 +160,10 @@ class ChainError(RecpointError):
 
 class MissingLink(ChainError):
     """A checkpoint that an increment depends on is not there, or is another one of that step."""
+
+
+class GenerationRecordLost(MissingLink):
+    """Checkpoints are there, but not the record that says from where their trainer went on."""
 
 
 class CommitError(RecpointError):

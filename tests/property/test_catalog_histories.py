@@ -23,7 +23,7 @@ from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.superseded import line_to_go_on
 from recpoint.catalog.sweep import execute, plan_sweep
-from recpoint.errors import MissingLink, NothingToRestore, StaleWriter
+from recpoint.errors import GenerationRecordLost, NothingToRestore, StaleWriter
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import generation_in_key, generation_key
 from tests.catalog_builder import Checkpoint, Table, build, new_run, tables, upload
@@ -216,9 +216,9 @@ class Histories(RuleBasedStateMachine):
         elif any(name.generation == trainer.generation for name in names) or (
             trainer.generation < len(self.trainers)
         ):
-            with pytest.raises(MissingLink, match=key):
+            with pytest.raises(GenerationRecordLost, match=key):
                 fresh.live_line()
-            with pytest.raises(MissingLink, match=key):
+            with pytest.raises(GenerationRecordLost, match=key):
                 restore(fresh, MemoryTarget())
             assert not check(fresh).ok
         if trainer.generation in traces:

@@ -14,7 +14,7 @@ from recpoint.catalog.check import check
 from recpoint.catalog.commit import commit
 from recpoint.catalog.consolidate_choice import newest_checkpoint
 from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.persist import persist_job
+from recpoint.catalog.persist import classify, persist_job
 from recpoint.catalog.prune_plan import PrunePlan, plan_prune
 from recpoint.catalog.relink import relink
 from recpoint.catalog.restore import MemoryTarget, restore
@@ -25,7 +25,7 @@ from recpoint.catalog.sweep import plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.errors import (
     ForeignObject,
-    MissingLink,
+    GenerationRecordLost,
     NothingToRestore,
     RecpointError,
     SettingsError,
@@ -67,11 +67,11 @@ def planned(run: Run, *, keep_last: int = 1) -> PrunePlan:
 
 
 def test_the_branch_that_was_left_does_not_come_back(run: Run) -> None:
-    with pytest.raises(MissingLink, match=LOST) as caught:
+    with pytest.raises(GenerationRecordLost, match=LOST) as caught:
         run.live_line()
     assert "2 checkpoints of generation 2, the newest of step 4" in caught.value.found
     assert "recpoint relink URL 2" in caught.value.next_step
-    with pytest.raises(MissingLink, match=LOST):
+    with pytest.raises(GenerationRecordLost, match=LOST):
         restore(run, MemoryTarget())
     assert restore(run, MemoryTarget(), step=4, generation=2).restored.step == 4
     # What was there before that generation is known as ever.
@@ -91,7 +91,7 @@ def test_the_branch_that_was_left_does_not_come_back(run: Run) -> None:
     ],
 )
 def test_nobody_goes_on_as_if_it_were_well(run: Run, asked: Callable[[Run], object]) -> None:
-    with pytest.raises(MissingLink, match=LOST):
+    with pytest.raises(GenerationRecordLost, match=LOST):
         asked(run)
     assert run.generation_numbers() == [1], "nothing was claimed"
 
@@ -107,7 +107,7 @@ def test_a_check_fails_and_says_what_to_do(run: Run) -> None:
 def test_a_run_without_any_record_is_not_one_that_begins(run: Run) -> None:
     run.store.delete(generation_key(1))
     run = Run.open(run.store)
-    with pytest.raises(MissingLink, match=LOST):
+    with pytest.raises(GenerationRecordLost, match=LOST):
         run.live_line()
     errors = [found.key for found in check(run).findings if found.severity == "error"]
     assert errors == [generation_key(1), generation_key(2)]
@@ -131,7 +131,7 @@ def test_a_page_that_watches_notices_the_loss(run: Run) -> None:
     watch = RunWatch(run)
     assert [one.step for one in watch.refresh().checkpoints] == [4, 3, 2, 1]
     run.store.delete(generation_key(2))
-    with pytest.raises(MissingLink, match=LOST):
+    with pytest.raises(GenerationRecordLost, match=LOST):
         watch.refresh()
 
 
@@ -143,7 +143,7 @@ def test_a_follower_stays_where_it_is(tmp_path: Path) -> None:
     run.claim(first.ref)
     full(run, 2, 2)
     run.store.delete(generation_key(2))
-    with pytest.raises(MissingLink, match=LOST):
+    with pytest.raises(GenerationRecordLost, match=LOST):
         follower.poll()
     assert follower.version == 1 and generation_key(2) in (follower.status.error or "")
     relink(run, 2, ManifestName(1, 1))
@@ -211,7 +211,7 @@ def test_the_highest_number_there_can_be_is_refused_by_name(tmp_path: Path) -> N
 
 def test_nobody_goes_on_from_where_no_line_leads(run: Run) -> None:
     named = run.manifest(4, 2).ref
-    with pytest.raises(MissingLink, match=LOST):
+    with pytest.raises(GenerationRecordLost, match=LOST):
         run.claim(named)
     assert run.generation_numbers() == [1]
     relink(run, 2, ManifestName(2, 1))
@@ -273,25 +273,30 @@ def test_nobody_can_tell_what_its_trainer_has_staged(run: Run, tmp_path: Path) -
 def test_its_trainer_goes_on_once_the_record_is_back(run: Run) -> None:
     late = build(run, tables(), step=6, generation=2)
     upload(run.store, late)
-    with pytest.raises(MissingLink, match=LOST):
+    with pytest.raises(GenerationRecordLost, match=LOST):
         commit(run, late.manifest)
     relink(run, 2, ManifestName(2, 1))
     assert commit(run, late.manifest) == "created"
     assert run.live_line()[0] == (6, 2)
 
 
-def test_an_agent_rejects_what_it_cannot_commit_without_uploading_it(
-    run: Run, tmp_path: Path
-) -> None:
-    before = {info.key for info in run.store.list()}
-    outcome = persist_job(stage(run, tmp_path / "staging", tables(), step=6, generation=2))
+def test_what_is_staged_waits_for_the_record(run: Run, tmp_path: Path) -> None:
+    before = [info.key for info in run.store.list()]
+    job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=2)
+    with pytest.raises(GenerationRecordLost, match=LOST) as caught:
+        persist_job(job_file)
+    assert classify(caught.value) == "deferred" and job_file.exists()
+    assert [info.key for info in run.store.list()] == before, "something was uploaded"
+    relink(run, 2, ManifestName(2, 1))
+    assert persist_job(job_file).result == "committed"
+
+
+def test_what_the_store_knows_nothing_of_is_rejected(run: Run, tmp_path: Path) -> None:
+    relink(run, 2, ManifestName(2, 1))
+    outcome = persist_job(stage(run, tmp_path / "staging", tables(), step=6, generation=3))
     assert outcome.result == "rejected" and outcome.error_type == "MissingLink"
     # The trainer is not replaced: it takes a full next, with the rows of this one.
     assert breaks_chain("MissingLink") and not superseded("MissingLink")
-    assert {info.key for info in run.store.list()} - before == {"rejections/r00000.json"}
-    relink(run, 2, ManifestName(2, 1))
-    outcome = persist_job(stage(run, tmp_path / "staging", tables(), step=7, generation=2))
-    assert outcome.result == "committed"
 
 
 # --- saying it anew ------------------------------------------------------------------------------

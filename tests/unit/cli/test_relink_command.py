@@ -26,7 +26,9 @@ def test_every_command_says_what_is_lost(recpoint: Invoke, url: Path) -> None:
     checked = recpoint("check", url)
     assert checked.code == 1 and "damaged" in checked.stdout
     said = recpoint("lag", url)
-    assert said.code == 4 and "MissingLink" in said.stdout and "--from-nothing" in said.stdout
+    assert (
+        said.code == 4 and "GenerationRecordLost" in said.stdout and "--from-nothing" in said.stdout
+    )
     (told,) = recpoint("lag", url, "--json").json["runs"]
     assert f"recpoint relink {url} 2" in told["next_step"]
     for command in (
@@ -45,7 +47,7 @@ def test_every_command_says_what_is_lost(recpoint: Invoke, url: Path) -> None:
 
 def test_all_are_listed_although_nobody_knows_which_count(recpoint: Invoke, url: Path) -> None:
     ended = recpoint("list", url, "--all", "--json")
-    assert ended.code == 4 and ended.json["error"] == "MissingLink"
+    assert ended.code == 4 and ended.json["error"] == "GenerationRecordLost"
     assert [(one["step"], one["live"]) for one in ended.json["checkpoints"]] == [
         (30, None),
         (20, None),
