@@ -26,6 +26,7 @@ from recpoint.catalog.reshard import PartsTarget, TablePart
 from recpoint.catalog.restore import RestoreReport, restore
 from recpoint.catalog.restore_target import StateWanted
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.shard_plan import (
     DEFAULT_SHARD_BYTES,
     INDEX,
@@ -107,7 +108,7 @@ def restore_shards(
                     done_bytes += shard.size_bytes
                     on_progress(done_bytes, plan.size_bytes)
             except DAMAGE as error:
-                damaged |= damaged_checkpoint(plan, error, named=step is not None)
+                damaged |= damaged_checkpoint(plan, error, run_url=run.url, named=step is not None)
                 take_back(into, plan)
                 continue
             finish_shards(into, plan)
@@ -115,7 +116,7 @@ def restore_shards(
 
 
 def damaged_checkpoint(
-    plan: ShardPlan, error: RecpointError, *, named: bool
+    plan: ShardPlan, error: RecpointError, *, run_url: str, named: bool
 ) -> dict[ManifestName, str]:
     """For `plan_shards`, which is to choose another one.
 
@@ -124,7 +125,7 @@ def damaged_checkpoint(
     """
     if named or isinstance(error, UnsupportedVersion):
         raise error
-    return {plan.name: f"{type(error).__name__}: {error}"}
+    return {plan.name: naming_run(f"{type(error).__name__}: {error}", run_url)}
 
 
 def summary(plan: ShardPlan, reports: Sequence[RestoreReport]) -> RestoreReport:

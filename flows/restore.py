@@ -155,7 +155,7 @@ async def _restore(
                 at_once,
             )
         except DAMAGE as error:
-            damaged |= damaged_checkpoint(plan, error, named=step is not None)
+            damaged |= damaged_checkpoint(plan, error, run_url=run_url, named=step is not None)
             _LOG.warning("skipped %s: %s", plan.name, error)
             await asyncio.to_thread(take_back, open_store(target), plan)
             continue

@@ -71,7 +71,7 @@ def test_damage_falls_back_and_is_said(run: Run, chain: list[Manifest], tmp_path
     state = run_restore(run.url, str(target), shard_bytes=1)
     assert state.is_completed() and state.message is not None
     assert "step 3" in state.message and "skipped step 4" in state.message
-    assert "DigestMismatch" in state.message
+    assert "DigestMismatch" in state.message and f"recpoint check {run.url}" in state.message
     assert files(target) == bare(run, tmp_path / "bare", step=3)
     (shown,) = artifacts(f"recpoint-run-{run.id[:12]}-restore-g1-step-3")
     assert "skipped step 4" in str(shown.data)
