@@ -57,6 +57,8 @@ _RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
 #: Answers of this process that nobody has asked for yet, by job file; a trainer removes the files.
 _answers: dict[str, Outcome] = {}
 _MOST_ANSWERS = 64
+#: What `durable` writes to first.
+_HALF_WRITTEN = re.compile(rf"{re.escape(durable.TEMPORARY_PREFIX)}[0-9a-f]{{32}}\Z")
 
 _REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
 #: To who only wants to know what is needed, and answers no job.
@@ -306,11 +308,15 @@ def _note_answer(job_file: Path, outcome: Outcome) -> None:
 
 
 def clean(run_dir: Path | str) -> None:
-    """Empty the spool and remove half-written outcomes; only while no agent works on the run."""
+    """Empty the spool and remove half-written outcomes and notes; only while no agent works on it.
+
+    Beside an agent's notes a trainer writes its own, whose temporary names are others.
+    """
     shutil.rmtree(spool_directory(run_dir), ignore_errors=True)
-    for name in _listed(outcomes_directory(run_dir)):
-        if name.startswith(".tmp-"):
-            (outcomes_directory(run_dir) / name).unlink(missing_ok=True)
+    for directory in (outcomes_directory(run_dir), Path(run_dir)):
+        for name in _listed(directory):
+            if _HALF_WRITTEN.match(name):
+                (directory / name).unlink(missing_ok=True)
 
 
 def remember_consolidated_run(run_dir: Path | str, run_url: str | None) -> None:

@@ -152,7 +152,11 @@ def test_an_answered_job_is_removed_and_one_with_an_older_answer_is_not(
 def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) -> None:
     run_dir = job_file.parent.parent
     persist.encode_step(job_file, 0)
-    (run_dir / "outcomes" / ".tmp-0123").write_text("half")
+    half_written = [d / f".tmp-{'0123' * 8}" for d in (run_dir / "outcomes", run_dir)]
+    for path in half_written:
+        path.write_text("half")
+    trainers = run_dir / ".tmp-trainer-17"  # which a trainer is just writing
+    trainers.write_text("half")
     answer = run_dir / "outcomes" / "00000001-000000000009-r00000.json"
     answer.write_text("x")
     assert list((run_dir / "spool").iterdir())
@@ -160,7 +164,7 @@ def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) 
     staged.clean(run_dir)
     assert not (run_dir / "spool").exists()
     assert job_file.exists() and answer.exists()
-    assert not (run_dir / "outcomes" / ".tmp-0123").exists()
+    assert not any(path.exists() for path in half_written) and trainers.exists()
 
 
 def test_one_agent_holds_the_lock_and_it_dies_with_it(tmp_path: Path) -> None:
