@@ -18,7 +18,14 @@ from recpoint.errors import (
     StaleWriter,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import generation_key, manifest_key
+from recpoint.format.naming import (
+    CONSOLIDATED_PREFIX,
+    MANIFESTS_PREFIX,
+    end_key,
+    generation_in_key,
+    generation_key,
+    manifest_key,
+)
 from recpoint.format.records import MAX_RECORD_BYTES, pack_record
 
 __all__ = ["check_fence", "commit"]
@@ -94,9 +101,9 @@ def check_fence(run: Run, generation: int, step: int) -> None:
 
     Raises:
         StaleWriter: a newer trainer owns the run.
-        GenerationRecordLost: none does, but the record of this generation, which has checkpoints,
-            is lost. They can be committed once it is back.
-        MissingLink: the generation has neither: the store is that of an earlier time.
+        GenerationRecordLost: none does, but the record of this generation, which has checkpoints
+            or an end record, is lost. More can be committed once it is back.
+        MissingLink: the generation has none of these: the store is that of an earlier time.
         StoreError: the store cannot be read.
     """
     newest = max(run.generation_numbers(), default=0)
@@ -108,7 +115,11 @@ def check_fence(run: Run, generation: int, step: int) -> None:
             next_step="nothing, if the trainer was restarted; else stop the second trainer",
         )
     if newest < generation:
-        known = any(name.generation == generation for name in run.manifest_names())
+        known = any(
+            generation_in_key(info.key) == generation
+            for prefix in (MANIFESTS_PREFIX, CONSOLIDATED_PREFIX, end_key(generation))
+            for info in run.store.list(prefix)
+        )
         raise (GenerationRecordLost if known else MissingLink)(
             generation_key(generation),
             found=f"no generation record; generation {newest} is the newest that has one",

@@ -291,6 +291,15 @@ def test_what_is_staged_waits_for_the_record(run: Run, tmp_path: Path) -> None:
     assert persist_job(job_file).result == "committed"
 
 
+def test_an_end_record_tells_of_a_generation_too(run: Run, tmp_path: Path) -> None:
+    relink(run, 2, ManifestName(2, 1))
+    run.store.put("ends/00000003.json", b"{}")
+    job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=3)
+    with pytest.raises(GenerationRecordLost, match=re.escape(generation_key(3))):
+        persist_job(job_file)
+    assert job_file.exists()
+
+
 def test_what_the_store_knows_nothing_of_is_rejected(run: Run, tmp_path: Path) -> None:
     relink(run, 2, ManifestName(2, 1))
     outcome = persist_job(stage(run, tmp_path / "staging", tables(), step=6, generation=3))
