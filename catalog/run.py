@@ -35,6 +35,7 @@ from recpoint.errors import (
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     CONSOLIDATED_PREFIX,
+    FEW_OF_A_GENERATION,
     GENERATIONS_PREFIX,
     MANIFESTS_PREFIX,
     MAX_GENERATION,
@@ -312,7 +313,7 @@ class Run:
 
         From then on no earlier trainer can commit. Two trainers that claim at once get different
         numbers; the later number owns the run. The number is above all that anything in the store
-        names, so that it is never that of an earlier trainer whose record is lost.
+        names, chunks aside, so that it is never that of an earlier trainer whose record is lost.
 
         Args:
             restored: the checkpoint the trainer goes on from; None: from nothing.
@@ -331,9 +332,13 @@ class Run:
                 expected="the record that says from where its trainer went on",
                 next_step=next_step_of_lost(restored.generation),
             )
-        # All keys, in one listing: those of one kind may all be gone.
+        # Of every kind but the chunks, which are thousands a checkpoint: those of one may be gone.
         taken = max(
-            ((generation_in_key(info.key) or 0, info.key) for info in self.store.list()),
+            (
+                (generation_in_key(info.key) or 0, info.key)
+                for prefix in FEW_OF_A_GENERATION
+                for info in self.store.list(prefix)
+            ),
             default=(0, ""),
         )
         for _ in range(_CLAIM_TRIES):

@@ -7,6 +7,7 @@ import re
 from typing import Literal, NamedTuple, cast
 
 __all__ = [
+    "FEW_OF_A_GENERATION",
     "AttemptName",
     "ChunkName",
     "ConsolidatedName",
@@ -221,6 +222,10 @@ def parse_generation_key(key: str) -> int | None:
     """Generation of a generation record's key; None if `key` is not one."""
     match = _GENERATION.match(key)
     return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+#: Where the keys lie that name a generation and are few: not the chunks, which are a store's most.
+FEW_OF_A_GENERATION = tuple(f"{kind}/" for kind in _OF_A_GENERATION if kind != "chunks")
 
 
 def generation_in_key(key: str) -> int | None:

@@ -178,7 +178,6 @@ def test_a_trainer_that_starts_meanwhile_is_not_taken_for_lost(
         "manifests/000000000010-00000007.json",
         "consolidated/000000000010-00000007-full.json",
         "consolidated/000000000010-00000007-after-000000000009.json",
-        f"chunks/000000000010-00000007-{ATTEMPT}/r00000-state-000000.safetensors",
         f"parts/000000000010-00000007-{ATTEMPT}/r00001.json",
         "pins/000000000010-00000007-best.json",
         "metrics/000000000010-00000007-auc.json",
@@ -194,11 +193,12 @@ def test_a_trainer_takes_a_number_above_all_that_are_named(tmp_path: Path, key: 
     assert run.claim(None).generation == 9
 
 
-def test_a_claim_lists_the_store_once(tmp_path: Path) -> None:
+def test_a_claim_lists_no_chunks(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     store = InterposedStore(run.store)
     Run.open(store).claim(None)
-    assert [key for call, key in store.calls if call == "list"] == ["", "generations/"]
+    listed = [key for call, key in store.calls if call == "list"]
+    assert "manifests/" in listed and not {"", "chunks/"} & set(listed)
 
 
 def test_the_highest_number_there_can_be_is_refused_by_name(tmp_path: Path) -> None:
