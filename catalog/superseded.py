@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.errors import NothingToRestore
+from recpoint.format.records import GenerationRecord
 
-__all__ = ["line_to_go_on", "superseded_alone", "superseded_text"]
+__all__ = ["left_by_going_back", "line_to_go_on", "superseded_alone", "superseded_text"]
 
 
 def line_to_go_on(run: Run, *, before: int | None = None) -> list[ManifestName]:
@@ -35,9 +36,26 @@ def line_to_go_on(run: Run, *, before: int | None = None) -> list[ManifestName]:
         found=f"no checkpoint that counts, since the newest start began a line of its own and "
         f"ended before its first; {superseded_text(superseded)}",
         expected="one to go on from, or word that training begins from nothing",
-        next_step=f"restore(step={newest.step}, generation={newest.generation}) goes on from that "
-        f"one, restore(fresh=True) begins from nothing; recpoint list {run.url} --all lists them",
+        next_step=f"restore(step={newest.step}, generation={newest.generation}) in one start goes "
+        f"on from that one, restore(fresh=True) begins from nothing; recpoint list {run.url} --all "
+        "lists them",
     )
+
+
+def left_by_going_back(run: Run, record: GenerationRecord) -> list[ManifestName]:
+    """The checkpoints that were newer on the live line than the one a trainer went back to.
+
+    Args:
+        run: that `record` has taken over.
+        record: of that trainer.
+
+    Raises:
+        FormatError, GenerationRecordLost: see `Run.live_line`.
+    """
+    if record.restored is None:
+        return []
+    line = run.live_line(before=record.generation)
+    return [name for name in line if name.step > record.restored.step]
 
 
 def superseded_alone(run: Run, *, before: int | None = None) -> list[ManifestName]:

@@ -84,7 +84,7 @@ class ModelState:
         for prefix, module in self._modules():
             if (
                 isinstance(module, _LOOKUPS)
-                and (weight := module._parameters["weight"]) is not None
+                and (weight := module._parameters.get("weight")) is not None
             ):
                 lookups[prefix] = weight
             for found, named in ((parameters, module._parameters), (buffers, module._buffers)):

@@ -179,7 +179,9 @@ def table_widths(
     widths = {}
     for table in tables:
         own = table_bits.get(table.name)
-        small = own is None and table.table_rows * table.dim <= exact_up_to
+        # Of the whole table: its pieces, by rows or columns, have one width, however it is cut.
+        dim = table.dim if table.columns is None else table.columns.of
+        small = own is None and table.table_rows * dim <= exact_up_to
         widths[table.key] = _width(table, "lossless" if small else bits if own is None else own)
     return widths
 

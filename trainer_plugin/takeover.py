@@ -36,6 +36,7 @@ from recpoint.trainer_plugin.rank_restore import claim_together, restore_togethe
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.restore_target import ModelTarget, PartialTarget, tip_of
 from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.trainer_plugin.start_log import tell_left, tell_restored
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import TrainingState
 
@@ -245,7 +246,7 @@ def start(
                 validated_only=wanted.validated_only,
                 validated_within=wanted.validated_within,
             )
-        _tell_restored(run, report)
+        tell_restored(run, report)
         return _begun_with(target, report, run.claim(None).generation)
     started = _start_restored(run, job, policy, wanted)
     if started.resumed or wanted.seed is None:
@@ -315,7 +316,9 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
             tip, base_history = _chain_to_go_on(
                 run, target.manifest, report, policy, record.generation
             )
-    _tell_restored(run, report)
+    tell_restored(run, report)
+    if wanted.step is not None and job.ranks.rank == 0:
+        tell_left(run, record)
     restarts = run.restarts(record.generation)
     # Ranks store one checkpoint in one width: what one of them can read of the store counts.
     decided = job.ranks.first(left_behind(run, record) if job.ranks.rank == 0 else None)
@@ -397,19 +400,8 @@ def _start_seeded(
             validated_only=seed.validated_only,
             validated_within=seed.validated_within,
         )
-    _tell_restored(source, report)
+    tell_restored(source, report)
     return _begun_with(target, report, generation)
-
-
-def _tell_restored(run: Run, report: RestoreReport) -> None:
-    """Log what was restored, and what without: newer checkpoints, damaged forms of this one."""
-    known = report.validation
-    state = known.in_words if known else "not validated"
-    _log.info("%s is restored: %s", report.restored, state)
-    for name, error in report.skipped:
-        _log.warning("%s is not restored: %s", name, error)
-    for key, error in report.passed_over:
-        _log.warning("restored without %s: %s", key, error)
 
 
 def _begun_with(target: PartialTarget, report: RestoreReport, generation: int) -> Start:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
@@ -50,6 +51,38 @@ def remove_a_table(training: Training) -> None:
     group = training.optimizers[0].param_groups[0]
     group["params"] = [p for p in group["params"] if p is not users]
     del training.model.users
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.weight_norm,
+        lambda module: prune.random_unstructured(module, "weight", 0.5),
+    ],
+)
+def test_an_embedding_whose_weight_is_computed_is_a_dense_layer(
+    place: Place, change: Callable[[nn.Module], nn.Module]
+) -> None:
+    def training() -> Training:
+        made = simple_training(3)
+        computed = made.model.computed = change(nn.Embedding(9, 4))
+        made.optimizers[0].add_param_group({"params": computed.parameters()})
+        return made
+
+    first, second = training(), training()
+    with place.agent(), checkpointer(first, place) as ckpt:
+        ckpt.restore()
+        with torch.no_grad():
+            for parameter in first.model.parameters():
+                parameter.add_(1)
+        train(first, ckpt, 2)
+    with checkpointer(second, place) as ckpt:
+        ckpt.restore()
+        assert ckpt.batches_done == 2
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

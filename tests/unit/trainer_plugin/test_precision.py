@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim import SGD
 
 from recpoint.errors import SettingsError
 from recpoint.format.history import Precision
+from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.failures import ExpectedFailures, Past
 from recpoint.trainer_plugin.precision import (
     bits_for,
@@ -19,7 +21,7 @@ from recpoint.trainer_plugin.precision import (
     table_widths,
 )
 from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES, Bits
-from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.table import ModuleTable, Table
 from recpoint.trainer_plugin.tables import find_tables
 
 HOUR_MS = 3_600_000
@@ -241,3 +243,28 @@ def test_a_half_precision_table_keeps_its_own_width_when_it_is_exact() -> None:
     model = nn.ModuleDict({"t": nn.Embedding(4, 4, dtype=torch.bfloat16)})
     tables = find_tables(model, [SGD(model.parameters(), lr=0.1)]).tables
     assert table_widths(tables, "auto", {}, exact_up_to=16) == {"t": 16}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece(ModuleTable):
+    """Some columns of a table."""
+
+    of: Columns
+
+    @property
+    def columns(self) -> Columns:
+        return self.of
+
+
+def test_pieces_by_columns_have_the_width_of_their_table() -> None:
+    pieces = [
+        Piece(
+            name="t",
+            parameter_name="t.weight",
+            module=nn.Embedding(512, dim),
+            of=Columns(first=first, of=128),
+        )
+        for first, dim in ((0, 32), (32, 32), (64, 64))
+    ]
+    widths = table_widths(pieces, 4, {}, exact_up_to=SMALL_TABLE_VALUES)
+    assert [widths[piece.key] for piece in pieces] == [4, 4, 4]

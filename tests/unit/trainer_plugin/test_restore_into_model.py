@@ -256,7 +256,9 @@ def test_parts_of_a_superseded_checkpoint(place: Place, trained: Training) -> No
         assert report is not None and report.restored.step == 4 and ckpt.batches_done == 0
 
 
-def test_an_explicit_step_leaves_newer_ones_behind(place: Place, trained: Training) -> None:
+def test_an_explicit_step_leaves_newer_ones_behind_and_says_so(
+    place: Place, trained: Training, caplog: pytest.LogCaptureFixture
+) -> None:
     second = simple_training(9)
     with place.agent(), checkpointer(second, place) as ckpt:
         four: Any = np.int64(4)
@@ -269,6 +271,12 @@ def test_an_explicit_step_leaves_newer_ones_behind(place: Place, trained: Traini
     assert parent is not None and parent.step == 4
     # The branch is the same training: batch 5 was trained as before.
     assert second.reader.position == 6
+    (said,) = [message for message in caplog.messages if "left behind" in message]
+    assert "1 newer checkpoint(s), up to step 5" in said and "Next: take the step out" in said
+    caplog.clear()
+    with checkpointer(simple_training(9), place) as ckpt:
+        ckpt.restore(6)
+    assert not [message for message in caplog.messages if "left behind" in message]
 
 
 def test_a_step_that_is_not_there(place: Place, trained: Training) -> None:
