@@ -25,19 +25,27 @@ from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes
 __all__ = [
     "DEFAULT_SHARD_BYTES",
     "INDEX",
+    "ORIGIN_BYTES",
     "SHARD_NAME",
     "Shard",
     "ShardPlan",
     "ShardTensor",
+    "checkpoint_in",
     "plan_shards",
 ]
 
 INDEX: Final = "model.safetensors.index.json"
 SHARD_NAME: Final = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
 DEFAULT_SHARD_BYTES: Final = 1 << 30
+#: A file says within so many bytes which checkpoint it is of.
+ORIGIN_BYTES: Final = 512
 
 _MOST_SHARDS: Final = 99_999  # what five digits count
 _ALIGNMENT_BYTES: Final = 8
+_ORIGIN: Final = re.compile(
+    rb'.{8}{"__metadata__":{"format":"pt","run":"([^"]*)","step":"([0-9]+)","generation":"([0-9]+)"',
+    re.DOTALL,
+)
 
 
 class ShardTensor(NamedTuple):
@@ -200,6 +208,19 @@ def plan_shards(
             for number, tensors in enumerate(files, 1)
         ),
     )
+
+
+def checkpoint_in(start: bytes, run: str) -> ManifestName | None:
+    """Which checkpoint of the run the file is of that begins so, as `Shard.header` wrote it.
+
+    Args:
+        start: its first `ORIGIN_BYTES`, or all of it.
+        run: the run's id; files of other runs are of none.
+    """
+    match = _ORIGIN.match(start)
+    if match is None or match[1] != run.encode():
+        return None
+    return ManifestName(int(match[2]), int(match[3]))
 
 
 def _of_table(table: LogicalTable) -> list[ShardTensor]:

@@ -30,9 +30,11 @@ from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.shard_plan import (
     DEFAULT_SHARD_BYTES,
     INDEX,
+    ORIGIN_BYTES,
     SHARD_NAME,
     Shard,
     ShardPlan,
+    checkpoint_in,
     plan_shards,
 )
 from recpoint.catalog.state_tensors import state_tensors
@@ -153,11 +155,11 @@ def check_place(into: Store, plan: ShardPlan) -> bool:
     missing = {shard.file: shard for shard in plan.shards}
     for info in into.list("model"):
         if info.key == INDEX:  # behind all shards in a listing
-            return _is_there(into, INDEX, plan.index, len(plan.index)) and not missing
+            return _is_there(into, plan, INDEX, plan.index, len(plan.index)) and not missing
         if SHARD_NAME.match(info.key):
             shard = missing.pop(info.key, None)
             if shard is None:
-                raise _taken(into, info.key)
+                raise _taken(into, plan, info.key)
             _shard_is_there(into, plan, shard)
     return False
 
@@ -171,7 +173,7 @@ def finish_shards(into: Store, plan: ShardPlan) -> None:
     try:
         into.create(INDEX, plan.index)
     except ObjectExists:
-        _is_there(into, INDEX, plan.index, len(plan.index))
+        _is_there(into, plan, INDEX, plan.index, len(plan.index))
     for info in list(into.list_unfinished()):
         if any(shard.file in info.key for shard in plan.shards) and "/" not in info.key:
             into.delete_unfinished(info.key)
@@ -187,10 +189,10 @@ def take_back(into: Store, plan: ShardPlan) -> None:
 def _shard_is_there(into: Store, plan: ShardPlan, shard: Shard) -> bool:
     """Whether the file is: by its header, which says of what it is, and its length."""
     header = shard.header(plan.metadata)
-    return _is_there(into, shard.file, header, len(header) + shard.size_bytes)
+    return _is_there(into, plan, shard.file, header, len(header) + shard.size_bytes)
 
 
-def _is_there(into: Store, key: str, start: bytes, size_bytes: int) -> bool:
+def _is_there(into: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: int) -> bool:
     """Whether an object is that begins so and is so long.
 
     Raises:
@@ -201,16 +203,36 @@ def _is_there(into: Store, key: str, start: bytes, size_bytes: int) -> bool:
             return True
     except ObjectNotFound:
         return False
-    raise _taken(into, key)
+    raise _taken(into, plan, key)
 
 
-def _taken(into: Store, key: str) -> SettingsError:
+def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
+    """Of what is in the way. A trainer may have committed a newer checkpoint since a restore was
+    killed, so what that one restored is said, and how to go on with it."""
+    found, go_on = "of another checkpoint or of other files", ""
+    begun = _checkpoint_of(into, plan, key)
+    if begun is not None and begun != plan.name:
+        step, generation = begun
+        found = f"of another checkpoint, step {step} (generation {generation})"
+        go_on = (
+            f"go on with that one: --step {step} --generation {generation} "
+            f"(step={step}, generation={generation} in Python and of the flow); or "
+        )
     return SettingsError(
         f"restore into {into.url}",
-        found=f"{key}, of another checkpoint or of other files",
-        expected=f"no {INDEX}, and no shards but those of this very restore",
-        next_step="choose another place, or remove what is there",
+        found=f"{key}, {found}",
+        expected=f"no {INDEX}, and no shards but those of this very restore, of {plan.name}",
+        next_step=f"{go_on}choose another place, or remove what is there",
     )
+
+
+def _checkpoint_of(into: Store, plan: ShardPlan, key: str) -> ManifestName | None:
+    """Which checkpoint of the plan's run a file has; None: of none, or it does not say."""
+    try:
+        start = into.get_range(key, start=0, end=min(into.size(key), ORIGIN_BYTES))
+    except ObjectNotFound:
+        return None
+    return checkpoint_in(start, plan.run)
 
 
 # --- one file ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 It does what `recpoint.catalog.shards.restore_shards` does, through the same functions. Killed or
 failed anywhere, the next one goes on with the files that are missing, if it chooses the same
-checkpoint.
+checkpoint: of a run that trains meanwhile, name the step. An error that refuses says which.
 """
 
 from __future__ import annotations

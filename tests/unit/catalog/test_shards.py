@@ -183,6 +183,47 @@ def test_what_was_begun_is_finished_and_nothing_is_mixed(
     require_same(by_index(tmp_path / "out"), in_one_file(run, tmp_path / "one.safetensors"))
 
 
+def test_a_killed_restore_of_a_run_that_trains_is_gone_on_with_by_name(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, made = chain
+    into = open_store(str(tmp_path / "out"))
+    plan = plan_shards(run, shard_bytes=1)
+    write_shard(run, into, plan, plan.shards[1])
+    written = (tmp_path / "out" / plan.shards[1].file).stat()
+    publish(run, build(run, trained(), step=4, generation=1, parent=made[-1], state=STATE))
+    with pytest.raises(SettingsError) as refused:
+        restore_shards(run, into, shard_bytes=1)
+    said = str(refused.value)
+    assert "of another checkpoint, step 3 (generation 1)" in said and "step 4" in said, said
+    assert "go on with that one: --step 3 --generation 1 (step=3, generation=1 in Python" in said
+    assert restore_shards(run, into, shard_bytes=1, step=3, generation=1).restored.step == 3
+    assert (tmp_path / "out" / plan.shards[1].file).stat() == written
+    require_same(
+        by_index(tmp_path / "out"),
+        in_one_file(run, tmp_path / "one.safetensors", "--step", "3"),
+    )
+
+
+@pytest.mark.parametrize("of", ["another run", "the same checkpoint, divided otherwise", "nothing"])
+def test_what_cannot_be_gone_on_with_is_not_proposed(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path, of: str
+) -> None:
+    run, _ = chain
+    into = open_store(str(tmp_path / "out"))
+    if of == "nothing":
+        into.create("model-00001-of-00001.safetensors", b"{}")
+    elif of == "another run":
+        other = new_run(tmp_path / "other")
+        other.claim(None)
+        publish(other, build(other, trained(), step=1, generation=1, state=STATE))
+        restore_shards(other, into, shard_bytes=1)
+    else:
+        restore_shards(run, into, shard_bytes=1 << 30)
+    with pytest.raises(SettingsError, match="Next: choose another place, or remove what is there"):
+        restore_shards(run, into, shard_bytes=1)
+
+
 def test_of_two_writers_of_one_file_either_will_do(
     chain: tuple[Run, list[Manifest]], tmp_path: Path
 ) -> None:
