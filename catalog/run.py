@@ -19,7 +19,6 @@ from recpoint.catalog.lineage import (
     Representation,
     by_checkpoint,
     live_line,
-    next_step_of_lost,
     restarts,
 )
 from recpoint.catalog.run_record import create_run_record, read_run_record
@@ -27,7 +26,6 @@ from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
     FormatError,
-    GenerationRecordLost,
     ObjectNotFound,
     RecpointError,
     StoreUnavailable,
@@ -319,19 +317,17 @@ class Run:
             restored: the checkpoint the trainer goes on from; None: from nothing.
 
         Raises:
-            GenerationRecordLost: that of the generation of `restored`: going on from it, no live
-                line could be followed.
+            GenerationRecordLost: that of the generation of `restored`, or of one before it on its
+                line: going on from there, no live line could be followed.
+            FormatError: one of these records is damaged.
             ForeignObject: something names the highest number that there can be.
             StoreUnavailable: so many trainers are claiming that no number was to be had.
             StoreError: the store refuses, or cannot be reached.
         """
-        if restored is not None and self.lost_generations([restored.generation], listed=()):
-            raise GenerationRecordLost(
-                generation_key(restored.generation),
-                found=f"no generation record, but {restored}, to go on from",
-                expected="the record that says from where its trainer went on",
-                next_step=next_step_of_lost(restored.generation),
-            )
+        if restored is not None:
+            # The line that this trainer is about to be on, to its beginning.
+            numbers = [n for n in self.generation_numbers() if n <= restored.generation]
+            self.line_of(numbers, [ManifestName(restored.step, restored.generation)])
         # Of every kind but the chunks, which are thousands a checkpoint: those of one may be gone.
         taken = max(
             (

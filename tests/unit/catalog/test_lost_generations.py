@@ -218,6 +218,21 @@ def test_nobody_goes_on_from_where_no_line_leads(run: Run) -> None:
     assert run.claim(named).generation == 3
 
 
+def test_nor_from_where_a_line_leads_to_a_lost_record(run: Run) -> None:
+    """Each start would be refused from then on, and what had been trained be of no use."""
+    relink(run, 2, ManifestName(2, 1))
+    run.claim(run.manifest(4, 2).ref)
+    named = full(run, 6, 3).ref
+    run.store.delete(generation_key(2))
+    again = Run.open(run.store)
+    with pytest.raises(GenerationRecordLost, match=LOST) as caught:
+        again.claim(named)
+    assert "recpoint relink URL 2" in caught.value.next_step
+    assert again.generation_numbers() == [1, 3]
+    relink(again, 2, ManifestName(2, 1))
+    assert again.claim(named).generation == 4
+
+
 # --- what a lost record must not cost ------------------------------------------------------------
 
 
