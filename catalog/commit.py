@@ -51,7 +51,7 @@ def commit(
         StaleWriter: a newer trainer owns the run.
         MissingLink: the checkpoint that this increment was taken after is not there; or there is
             no trace of this generation.
-        GenerationRecordLost: it has checkpoints, and no record. Once that is back, try again.
+        GenerationRecordLost: it has no record. Once that is back, try again.
         ChainError: it is there, and the two contradict each other.
         CommitConflict: another attempt has this step and generation.
         ForeignObject: the manifest is of another run.
@@ -102,8 +102,9 @@ def check_fence(run: Run, generation: int, step: int) -> None:
     Raises:
         StaleWriter: a newer trainer owns the run.
         GenerationRecordLost: none does, but the record of this generation, which has checkpoints
-            or an end record, is lost. More can be committed once it is back.
-        MissingLink: the generation has none of these: the store is that of an earlier time.
+            or an end record, or comes right after the newest, is lost. More can be committed once
+            it is back.
+        MissingLink: it is none of these: the store is that of an earlier time.
         StoreError: the store cannot be read.
     """
     newest = max(run.generation_numbers(), default=0)
@@ -115,7 +116,8 @@ def check_fence(run: Run, generation: int, step: int) -> None:
             next_step="nothing, if the trainer was restarted; else stop the second trainer",
         )
     if newest < generation:
-        known = any(
+        # The next one may have lost its record before its first checkpoint: `relink` takes it too.
+        known = generation == newest + 1 or any(
             generation_in_key(info.key) == generation
             for prefix in (MANIFESTS_PREFIX, CONSOLIDATED_PREFIX, end_key(generation))
             for info in run.store.list(prefix)
@@ -124,7 +126,10 @@ def check_fence(run: Run, generation: int, step: int) -> None:
             generation_key(generation),
             found=f"no generation record; generation {newest} is the newest that has one",
             expected=f"that of the trainer which took step {step}",
-            next_step=next_step_of_lost(generation),
+            next_step=next_step_of_lost(generation)
+            if known
+            else "put it back from a backup; or start the trainer again, which goes on from what "
+            "is there",
         )
 
 

@@ -22,7 +22,8 @@ def relink(run: Run, generation: int, restored: ManifestName | None) -> Generati
 
     Args:
         run: the run.
-        generation: something in the store names it, or a later generation, and it has no record.
+        generation: it has no record, and something in the store names it or a later one; or it
+            comes right after the newest that has one: then it has not committed anything yet.
         restored: the checkpoint that its trainer went on from; None: from nothing.
 
     Raises:
@@ -34,9 +35,10 @@ def relink(run: Run, generation: int, restored: ManifestName | None) -> Generati
     """
     key = generation_key(generation)
     named = [number for info in run.store.list() if (number := generation_in_key(info.key))]
-    if generation > max(named, default=0):
+    recorded = run.generation_numbers()
+    if generation > max([*named, *(number + 1 for number in recorded[-1:])], default=1):
         raise _refused(key, "no trace of that generation", "one that something in the store names")
-    if generation in run.generation_numbers():
+    if generation in recorded:
         raise _there(key)
     record = GenerationRecord(
         run=run.id,

@@ -306,7 +306,7 @@ class Run:
 
     # --- taking over ---------------------------------------------------------------------------
 
-    def claim(self, restored: CheckpointRef | None) -> GenerationRecord:
+    def claim(self, restored: CheckpointRef | None, *, above: int = 0) -> GenerationRecord:
         """Take the run over: create the next generation record (format §6.1 W1).
 
         From then on no earlier trainer can commit. Two trainers that claim at once get different
@@ -315,6 +315,8 @@ class Run:
 
         Args:
             restored: the checkpoint the trainer goes on from; None: from nothing.
+            above: the highest generation that something outside the store is of, as a staged job:
+                what an earlier trainer has staged is not to be committed as this one's.
 
         Raises:
             GenerationRecordLost: that of the generation of `restored`, or of one before it on its
@@ -338,7 +340,7 @@ class Run:
             default=(0, ""),
         )
         for _ in range(_CLAIM_TRIES):
-            number = max([taken[0], *self.generation_numbers()[-1:]]) + 1
+            number = max([taken[0], above, *self.generation_numbers()[-1:]]) + 1
             if number > MAX_GENERATION:
                 raise ForeignObject(
                     taken[1],
@@ -392,7 +394,7 @@ class Run:
         return line[0]
 
     def claim_from_newest(
-        self, restore: Callable[[int | None], CheckpointRef | None]
+        self, restore: Callable[[int | None], CheckpointRef | None], *, above: int = 0
     ) -> GenerationRecord:
         """Restore and claim so that no commit falls in between unnoticed (format §6.1 W1).
 
@@ -403,15 +405,16 @@ class Run:
             restore: restores the newest usable checkpoint of `live_line(before=...)` of its
                 argument; returns its reference, None when there is none. It is called once more
                 with this claim's number when a checkpoint was committed since the first look.
+            above: see `claim`.
         """
         line = self.live_line()
-        record = self.claim(restore(None))
+        record = self.claim(restore(None), above=above)
         newer = self.committed_meanwhile(record, seen=line[0] if line else None)
         if newer is None:
             return record
         # The trainers before `record` can start no further commit, so that this look is the last.
         again = restore(record.generation)
-        return record if again == record.restored else self.claim(again)
+        return record if again == record.restored else self.claim(again, above=above)
 
 
 def _now_ms() -> int:

@@ -272,13 +272,14 @@ class Checkpointer:
         generators = rng_state.capture()
         try:
             drain_seconds = self._settings.drain_seconds
-            run = takeover.open_run(self._store, self._area, self._ranks, drain_seconds)
+            run, staged = takeover.open_run(self._store, self._area, self._ranks, drain_seconds)
             policy = self._settings.chosen_policy
             job = takeover.Job(
                 ranks=self._ranks,
                 tables=self._tables,
                 names=frozenset(shard.name for shard in self._shards),
                 state=self._state,
+                staged=staged,
             )
             start = takeover.start(run, job, policy, wanted)
             if not start.resumed:

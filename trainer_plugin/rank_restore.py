@@ -81,6 +81,7 @@ def restore_together(
     generation: int | None,
     validated_only: bool,
     validated_within: int | None,
+    above: int = 0,
 ) -> GenerationRecord:
     """Restore on all ranks what rank 0 finds to be the newest that is good on all, and claim.
 
@@ -91,6 +92,7 @@ def restore_together(
         step: this one and no other.
         generation: with `step`: also one that is not on the live line.
         validated_only, validated_within: see `catalog.restore.restore`.
+        above: see `Run.claim`.
 
     Returns:
         The record of the new generation; with `restored` None nothing was restored.
@@ -122,8 +124,8 @@ def restore_together(
         raise order.nothing_good(run, expected="one checkpoint that is good on all ranks")
 
     if step is None:
-        return _leading(ranks, lambda: run.claim_from_newest(restore_newest))
-    return _leading(ranks, lambda: run.claim(restore_newest(None)))
+        return _leading(ranks, lambda: run.claim_from_newest(restore_newest, above=above))
+    return _leading(ranks, lambda: run.claim(restore_newest(None), above=above))
 
 
 def _leading(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationRecord:

@@ -83,12 +83,14 @@ class Job:
         tables: what this rank holds.
         names: of all tables, over all ranks.
         state: everything else.
+        staged: the highest generation that anything staged on their hosts is of; 0: there is none.
     """
 
     ranks: Ranks
     tables: Sequence[Table]
     names: Collection[str]
     state: TrainingState
+    staged: int = 0
 
     def target(self, *, since_full: bool) -> ModelTarget:
         """What a checkpoint is restored into here."""
@@ -169,7 +171,14 @@ def _number(name: str, value: object, least: int, most: int) -> int | None:
     return int(value)  # type: ignore[call-overload,no-any-return]
 
 
-def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float) -> Run:
+class OpenedRun(NamedTuple):
+    """A run, and the highest generation that anything staged for it is of; 0: there is none."""
+
+    run: Run
+    staged: int
+
+
+def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float) -> OpenedRun:
     """The run, with the staging area taken; on all ranks or on none.
 
     Args:
@@ -206,7 +215,8 @@ def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float
     except BaseException as error:
         failure = error
     ranks.agree(failure, doing="opening the run and its staging area")
-    return Run.open(store) if run is None else run
+    staged = max((generation for parts in staged_parts for generation, _ in parts), default=0)
+    return OpenedRun(Run.open(store) if run is None else run, staged)
 
 
 def start(
@@ -234,7 +244,7 @@ def start(
         )
     if wanted.fresh:
         # Also when the run has checkpoints: they are superseded.
-        return begun(claim_together(job.ranks, lambda: run.claim(None)))
+        return begun(claim_together(job.ranks, lambda: run.claim(None, above=job.staged)))
     if wanted.partial is not None:
         target = PartialTarget(tables, state, parts_of(wanted.partial))
         with reading(run, purpose="restore"):
@@ -247,7 +257,7 @@ def start(
                 validated_within=wanted.validated_within,
             )
         tell_restored(run, report)
-        return _begun_with(target, report, run.claim(None).generation)
+        return _begun_with(target, report, run.claim(None, above=job.staged).generation)
     started = _start_restored(run, job, policy, wanted)
     if started.resumed or wanted.seed is None:
         return started
@@ -301,11 +311,12 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
                 generation=wanted.generation,
                 validated_only=wanted.validated_only,
                 validated_within=wanted.validated_within,
+                above=job.staged,
             )
         elif wanted.step is None:
-            record = run.claim_from_newest(restore_into_model)
+            record = run.claim_from_newest(restore_into_model, above=job.staged)
         else:
-            record = run.claim(restore_into_model(None))
+            record = run.claim(restore_into_model(None), above=job.staged)
         if record.restored is None or not last:
             return begun(record)
         target, report, generators = last[0]

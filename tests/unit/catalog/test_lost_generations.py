@@ -315,10 +315,35 @@ def test_an_end_record_tells_of_a_generation_too(run: Run, tmp_path: Path) -> No
     assert job_file.exists()
 
 
+def test_the_first_snapshot_waits_for_a_record_that_is_lost_before_it(
+    run: Run, tmp_path: Path
+) -> None:
+    relink(run, 2, ManifestName(2, 1))
+    run.claim(run.manifest(4, 2).ref)
+    job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=3)
+    run.store.delete(generation_key(3))
+    with pytest.raises(GenerationRecordLost, match="recpoint relink URL 3") as caught:
+        persist_job(job_file)
+    assert classify(caught.value) == "deferred" and job_file.exists()
+    relink(run, 3, ManifestName(4, 2))
+    assert persist_job(job_file).result == "committed"
+    assert Run.open(run.store).live_line()[0] == (6, 3)
+
+
+def test_of_a_run_without_any_record_too(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=1)
+    with pytest.raises(GenerationRecordLost, match="recpoint relink URL 1"):
+        persist_job(job_file)
+    relink(run, 1, None)
+    assert persist_job(job_file).result == "committed"
+
+
 def test_what_the_store_knows_nothing_of_is_rejected(run: Run, tmp_path: Path) -> None:
     relink(run, 2, ManifestName(2, 1))
-    outcome = persist_job(stage(run, tmp_path / "staging", tables(), step=6, generation=3))
+    outcome = persist_job(stage(run, tmp_path / "staging", tables(), step=6, generation=4))
     assert outcome.result == "rejected" and outcome.error_type == "MissingLink"
+    assert "start the trainer again" in (outcome.error or "")
     # The trainer is not replaced: it takes a full next, with the rows of this one.
     assert breaks_chain("MissingLink") and not superseded("MissingLink")
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
+from recpoint.format.naming import end_key, generation_key
 from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
 from recpoint.trainer_plugin.staging import SmallStagingArea, StagingArea
 from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
@@ -295,6 +296,30 @@ def test_jobs_that_nobody_will_finish_do_not_pile_up(
     assert "left behind" in caplog.text and "recpoint agent" in caplog.text
     assert len(staged.staged_jobs(place.run_directory)) == 1
     assert len(list(staged.slots_directory(place.run_directory).iterdir())) == 1
+
+
+@pytest.mark.parametrize("start", [{}, {"fresh": True}, {"step": 2}])
+def test_a_lost_number_that_something_staged_is_of_is_not_taken_again(
+    start: dict[str, Any], place: Place
+) -> None:
+    """What was staged would be committed as the next trainer's, on whatever line that is."""
+    training = simple_training()
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 2)
+    training = simple_training()
+    ckpt = checkpointer(training, place)
+    ckpt.restore()
+    train(training, ckpt, 2)
+    until(staged_jobs(ckpt, 1))
+    ckpt.close(final=False)
+    store = open_store(place.run)
+    for key in (generation_key(2), end_key(2)):  # a killed trainer leaves no end record
+        store.delete(key)
+    with checkpointer(simple_training(), place) as again:
+        again.restore(**start)
+        again.close(final=False)
+    assert Run.open(store).generation_numbers() == [1, 3]
 
 
 def test_the_memory_bound_is_stated_before_training(

@@ -329,9 +329,9 @@ def test_a_checkpoint_committed_while_restoring_is_found(
     ckpt.close(final=False)
     claim = Run.claim
 
-    def commit_first(run: Run, restored: Any) -> Any:
+    def commit_first(run: Run, restored: Any, **options: Any) -> Any:
         place.persist_all()
-        return claim(run, restored)
+        return claim(run, restored, **options)
 
     monkeypatch.setattr(Run, "claim", commit_first)
     second = simple_training(9)
