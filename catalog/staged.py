@@ -353,8 +353,10 @@ def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
 class AgentLock:
     """Held by the one agent of a staging area; the kernel releases it however the agent ends.
 
+    A sweep or drain that finishes what is staged is that agent as long as it takes.
+
     Raises (on entry):
-        StagingError: another agent holds it, or the staging area is open to others, or none at all.
+        StagingError: another one holds it, or the staging area is open to others, or none at all.
     """
 
     def __init__(self, staging: Path | str) -> None:
@@ -366,8 +368,10 @@ class AgentLock:
             make_root(self._path.parent)
             self._descriptor = host_lock.acquire(
                 self._path,
-                expected="no other agent on this staging area",
-                next_step="use the agent that runs, or stop it first",
+                expected="no other agent on this staging area, and no sweep or drain that finishes "
+                "what is staged",
+                next_step="use the agent that runs, or stop it first; a sweep or drain ends by "
+                "itself: start again after it",
             )
         except OSError as error:
             raise StagingError(

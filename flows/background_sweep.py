@@ -21,7 +21,7 @@ from typing import Final
 from recpoint.catalog import staged
 from recpoint.catalog.last_sweep import note_sweep, swept_ms
 from recpoint.catalog.trainer_note import read_note
-from recpoint.errors import FormatError, SettingsError
+from recpoint.errors import FormatError, RecpointError, SettingsError
 from recpoint.flows.background_process import answer_of, environment_of
 
 __all__ = ["SWEEP_EVERY_SECONDS", "BackgroundSweep", "require_sweep_period"]
@@ -138,16 +138,23 @@ class BackgroundSweep:
                 run_dirs = staged.run_directories(self._staging)
             except OSError:
                 continue  # the agent's log says so
+            except Exception:  # or this thread would end, and nothing be swept any more
+                _LOG.exception("the runs that there are cannot be told; asked again")
+                continue
             for run_dir in run_dirs:
                 if self._stop.is_set():
                     return
                 try:
                     self._look(run_dir)
-                except OSError as error:
+                except Exception as error:  # likewise
                     self._failed(run_dir, f"{type(error).__name__}: {error}")
+                    if not isinstance(error, RecpointError | OSError):
+                        _LOG.exception("%s: not foreseen", run_dir.name)
 
     def _look(self, run_dir: Path) -> None:
         swept = self._runs.setdefault(run_dir, _Swept())
+        if time.monotonic() < swept.retry_at:
+            return
         last_ms = swept_ms(run_dir)
         now_ms = time.time_ns() // 1_000_000
         if last_ms is None or last_ms > now_ms:  # never, or by a clock that was ahead
@@ -155,7 +162,7 @@ class BackgroundSweep:
             return
         assert self._every is not None
         late_seconds = (now_ms - last_ms) / 1000 - self._every
-        if late_seconds < 0 or time.monotonic() < swept.retry_at:
+        if late_seconds < 0:
             return
         if self._busy and late_seconds < _PATIENCE_SECONDS:
             return

@@ -106,6 +106,24 @@ def test_a_sweep_that_fails_is_made_up_for_by_the_next_agent(tmp_path: Path) -> 
         until(lambda: swept_ms(run_dir) != at_ms)
 
 
+def test_an_error_that_nobody_foresaw_ends_no_sweeps_of_other_runs(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    odd_dir = staged.run_directory(staging, str(tmp_path / "a-odd"))
+    odd_dir.mkdir(parents=True)
+    # Damage that no process can be given as an argument.
+    staged.remember_consolidated_run(odd_dir, f"{tmp_path}/a-odd\0")
+    swept_before(odd_dir, 2 * DAY)
+    run, run_dir, _ = a_run(tmp_path, staging, "b-run")
+    swept_before(run_dir, 2 * DAY)
+    assert odd_dir.name < run_dir.name
+    with AgentProcess(staging, tmp_path / "log") as agent:
+        until(lambda: not has_orphans(run))
+        assert agent.logged("ValueError") >= 1 and agent.logged("not foreseen") == 1
+        assert agent.logged("not swept, next try in 60 s") == 1
+        assert agent.logged("Traceback") >= 1
+        until(lambda: "ValueError" in str(status_of(odd_dir)["last_error"]))
+
+
 def test_a_sweep_leaves_what_is_staged_to_its_agent(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     run, run_dir, _ = a_run(tmp_path, staging, "run")

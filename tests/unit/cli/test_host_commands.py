@@ -32,6 +32,7 @@ def test_a_second_agent_is_refused(recpoint: Invoke, tmp_path: Path) -> None:
         ended = recpoint("agent", "--once", "--prefect", "off", "--staging", tmp_path, "--json")
     assert ended.code == 2
     assert ended.json["error"] == "StagingError"
+    assert "a sweep or drain ends by itself" in str(ended.json)
 
 
 def test_an_agent_knows_two_ways_to_use_prefect(recpoint: Invoke, tmp_path: Path) -> None:
