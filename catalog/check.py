@@ -63,13 +63,19 @@ class CheckpointHealth(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What was checked, and what was found; checkpoints are newest first."""
+    """What was checked, and what was found; checkpoints are newest first.
+
+    Attributes:
+        nothing_counts: there are checkpoints, but a start that was told to begin anew has
+            superseded them all and has none of its own yet: a restore finds nothing.
+    """
 
     level: Level
     checkpoints: tuple[CheckpointHealth, ...]
     findings: tuple[Finding, ...]
     chunks_read: int
     bytes_read: int
+    nothing_counts: bool = False
 
     @property
     def ok(self) -> bool:
@@ -124,6 +130,7 @@ class _Checking:
         self._chunks_read = self._bytes_read = self._bytes_to_read = 0
         self._on_progress: Callable[[int, int], None] | None = None
         self._parts: dict[AttemptName, list[int]] = {}
+        self._nothing_counts = False
         self._live = self._live_line()
         # Manifests before chunks: whatever a manifest names was there before it, so that one which
         # is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
@@ -189,18 +196,19 @@ class _Checking:
             self._add_once(severity, error.subject, str(error))
 
     def _look_at_a_line_of_none(self) -> None:
-        """An error: there are checkpoints, and a restart would find none that counts."""
+        """A warning, since nothing is damaged: there are checkpoints, and none counts yet."""
         if self._step is not None or self._live is None or self._live or not self._there:
             return
         # Once more: the first checkpoint of all may have been committed since `_live` was read.
         superseded = superseded_alone(self._run)
         if not superseded:
             return
+        self._nothing_counts = True
         text = (
-            f"no checkpoint counts, since this start began a line of its own and has none yet; "
+            f"nothing counts yet: this start began a line of its own and has no checkpoint so far; "
             f"{superseded_text(superseded)}, which is restored by step and generation"
         )
-        self._add("error", generation_key(self._run.generation_numbers()[-1]), text)
+        self._add("warning", generation_key(self._run.generation_numbers()[-1]), text)
 
     # --- objects -------------------------------------------------------------------------------
 
@@ -380,4 +388,5 @@ class _Checking:
             ),
             chunks_read=self._chunks_read,
             bytes_read=self._bytes_read,
+            nothing_counts=self._nothing_counts,
         )

@@ -329,7 +329,12 @@ def check_views(report: CheckReport) -> list[RenderableType]:
         if report.level == "full"
         else "records, chains and sizes"
     )
-    verdict = Text("ok", style="bold green") if report.ok else Text("damaged", style="bold red")
+    if not report.ok:
+        verdict = Text("damaged", style="bold red")
+    elif report.nothing_counts:
+        verdict = Text("nothing to restore", style="bold yellow")
+    else:
+        verdict = Text("ok", style="bold green")
     summary = f": {good} of {len(live)} checkpoints that count restore ({looked_at})"
     views.append(Text.assemble(verdict, summary))
     return views

@@ -293,7 +293,8 @@ class Histories(RuleBasedStateMachine):
         live = {health.name: health.restorable for health in report.checkpoints if health.live}
         assert live == {committed.name: committed.name in good for committed in self.line}
         nothing_counts = bool(self.superseded) and not self.line
-        assert report.ok == (len(good) == len(self.line) and not nothing_counts)
+        assert report.ok == (len(good) == len(self.line))
+        assert report.nothing_counts == nothing_counts
 
 
 TestHistories = Histories.TestCase

@@ -244,7 +244,7 @@ def check_run(
     step: Annotated[int | None, typer.Option(help="Only this step and what it needs.")] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Whether what is stored restores; exit code 1 when it does not."""
+    """Whether what is stored restores; exit code 1 when it does not, or nothing counts yet."""
     from recpoint.catalog.check import check
 
     chosen, run = _level(level), open_run(url)
@@ -261,6 +261,7 @@ def check_run(
     report = replace(report, findings=findings)
     document = {
         "ok": report.ok,
+        "nothing_counts": report.nothing_counts,
         "level": report.level,
         "chunks_read": report.chunks_read,
         "bytes_read": report.bytes_read,
@@ -270,7 +271,8 @@ def check_run(
         ],
         "findings": [finding._asdict() for finding in report.findings],
     }
-    return Result(document, *terminal.check_views(report), code=0 if report.ok else 1)
+    code = 0 if report.ok and not report.nothing_counts else 1
+    return Result(document, *terminal.check_views(report), code=code)
 
 
 def _level(text: str) -> Level:

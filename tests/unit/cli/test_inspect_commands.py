@@ -90,11 +90,12 @@ def test_a_line_without_checkpoints_is_told_of_with_what_it_superseded(
     assert recpoint("list", saved_run.directory, "--json").json["superseded"] == 4
     checked = recpoint("check", saved_run.directory)
     assert checked.code == 1 and told in flat(checked.stdout)
-    (found,) = (
-        found
-        for found in recpoint("check", saved_run.directory, "--json").json["findings"]
-        if found["severity"] == "error"
-    )
+    assert "nothing counts yet" in flat(checked.stdout) and "damaged" not in checked.stdout
+    assert "nothing to restore: 0 of 0 checkpoints that count" in flat(checked.stdout)
+    document = recpoint("check", saved_run.directory, "--json").json
+    assert document["ok"] and document["nothing_counts"]
+    (found,) = (found for found in document["findings"] if found["severity"] != "info")
+    assert found["severity"] == "warning"
     assert found["key"] == "generations/00000003.json"
     restored = recpoint("restore", saved_run.directory, "--to", saved_run.directory / "x.pt")
     assert restored.code == 1 and told in flat(restored.stderr)
