@@ -302,7 +302,7 @@ class _Named:
         with ThreadPoolExecutor(max_workers=_READERS) as readers:
             found = zip(left, readers.map(self._chunks_of, left), strict=True)
             for number, (one, chunks) in enumerate(found, 1):
-                on_step("reading manifests", number, len(left))
+                on_step("looking for orphans", number, len(left))
                 if chunks is None:
                     self.unreadable.append(one.key)
                 elif chunks:

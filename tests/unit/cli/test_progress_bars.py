@@ -30,7 +30,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
         (["check", "URL"], "reading manifests"),
         (["check", "URL", "--level", "full"], "checking"),
         (["validate", "URL"], "validating"),
-        (["sweep", "URL", "--dry-run"], "reading manifests"),
+        (["sweep", "URL", "--dry-run"], "looking for orphans"),
         (["retain", "URL", "--keep-last", "1", "--dry-run"], "reading manifests"),
         (["consolidate", "URL"], "merging"),
         (["follow", "URL", "--once"], "reading"),
@@ -72,7 +72,7 @@ def test_a_check_tells_of_each_manifest_and_each_byte(saved_run: SavedRun) -> No
 def test_a_sweep_tells_of_each_manifest_that_it_reads(saved_run: SavedRun) -> None:
     steps: list[tuple[str, int, int]] = []
     plan_sweep(saved_run.run, grace_seconds=3600.0, on_step=lambda *step: steps.append(step))
-    assert steps == [("reading manifests", number, 4) for number in range(1, 5)]
+    assert steps == [("looking for orphans", number, 4) for number in range(1, 5)]
 
 
 def test_a_follower_tells_of_what_it_reads(saved_run: SavedRun) -> None:
