@@ -112,7 +112,9 @@ def restore(
         validated_only: pass over checkpoints that were not validated either.
         validated_within: without a step: restore the newest validated checkpoint before newer ones
             that nobody has validated, if it is at most so many batches older than the newest that
-            nothing speaks against; else that one. Those batches are trained once more.
+            nothing speaks against; else that one. The cost is up to so many batches of each start,
+            so it must be less than a life between two failures brings: where each is shorter, and
+            nothing newer is validated meanwhile, all go on from the same checkpoint.
         damaged: without a step: checkpoints to skip, which the caller has found so, and how.
         threads: chunks read at once, not counting those of up to 2 MiB.
         on_progress: called with bytes read so far and bytes to read, from this thread.

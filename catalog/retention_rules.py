@@ -36,7 +36,8 @@ class RetentionPolicy:
     Only checkpoints of the live line are counted; `keep_within_seconds` also keeps superseded
     ones. Hours, days, weeks (from Monday) and months are those of UTC. Times are those that
     trainers stamped, and those that the store gave the manifests: what a rule keeps by either of
-    the two is kept.
+    the two is kept, so that one wrong clock never deletes. So a rule of time may keep twice as
+    many: what is taken in one hour and stored in the next is of another hour on each clock.
 
     Args:
         keep_last: the newest so many.

@@ -30,8 +30,9 @@ def _newest_of_each(units: str) -> Any:
     return Field(
         default=0,
         ge=0,
-        description=f"The newest one of each of the last so many {units} that have any, in UTC. "
-        "0: this rule keeps none.",
+        description=f"The newest one of each of the last so many {units} that have any, in UTC, "
+        "by the trainers' stamps and again by the store's times, so that one wrong clock never "
+        "deletes: up to twice as many. 0: this rule keeps none.",
     )
 
 
@@ -56,7 +57,7 @@ class Keep(BaseModel):
         ge=0,
         allow_inf_nan=False,
         description="All that were taken at most so many seconds before the newest, superseded "
-        "ones too. 0: this rule keeps none.",
+        "ones too, by either of the two clocks. 0: this rule keeps none.",
     )
     hourly: int = _newest_of_each("hours")
     daily: int = _newest_of_each("days")

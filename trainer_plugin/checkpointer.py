@@ -246,7 +246,10 @@ class Checkpointer:
             seed: when the run has no checkpoint, begin with these parts of another run's.
             validated_only: pass over newer checkpoints that nobody has validated.
             validated_within: pass over them if one that was validated is at most so many batches
-                older; else the newest is restored, as it is by default.
+                older; else the newest is restored, as it is by default. The cost is up to so many
+                batches of each start, so it must be less than a life between two failures brings:
+                where each is shorter, and nothing newer is validated meanwhile, training stays
+                where it is.
 
         Returns:
             What was restored; None when there was nothing, or `fresh`.

@@ -44,9 +44,10 @@ def apply_automations(
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Alert when any run commits nothing for so long, a number and s, m, h or d; or "
-            "for the longest silence of a run that has --intervals, if that is longer. As before "
-            "if not given, or 30m.",
+            help="Alert when any run commits nothing for so long, a number and s, m, h or d. As "
+            "before if not given, or 30m. It is for all runs, and raised to the longest time of "
+            "a run that has --intervals; when that one is gone or shorter, it falls again only "
+            "with --no-commit.",
         ),
     ] = None,
     notify: Annotated[

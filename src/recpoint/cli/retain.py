@@ -61,7 +61,12 @@ def retain(
     staging: StagingOption = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Keep what a rule or a pin keeps; mark the rest, and delete it after the grace."""
+    """Keep what a rule or a pin keeps; mark the rest, and delete it after the grace.
+
+    Hours, days, weeks and months are those of trainers' stamps, and again those of the store's
+    times: what either keeps is kept, so that one wrong clock never deletes, and --keep-hourly 24
+    may keep up to 48.
+    """
     try:
         policy = RetentionPolicy(
             keep_last=keep_last,
