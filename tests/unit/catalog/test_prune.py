@@ -119,8 +119,8 @@ def test_who_waits_is_told_of_each_object(run: Run) -> None:
         )
         execute(run, made, on_step=lambda *step: told.append(step))
         passes = []
-        for what, steps in groupby(told, key=lambda step: step[0]):
-            counts = [(done, total) for _, done, total in steps]
+        for what, same in groupby(told, key=lambda step: step[0]):
+            counts = [(done, total) for _, done, total in same]
             assert counts == [(number, len(counts)) for number in range(1, len(counts) + 1)]
             passes.append(what)
         return passes
