@@ -17,6 +17,8 @@ __all__ = ["RunUrl", "name_run_in", "naming_errors", "naming_run", "parse_run_ur
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
 _FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
 _AT = re.compile("@|%40")
+_MAYBE_SECRET = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:(?://)?)[^/]*:")
+_CREDENTIAL_FIRST = re.compile(r"[^/]*:[^/]*(?:@|%40)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
 _PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
@@ -64,6 +66,8 @@ def parse_run_url(url: str) -> RunUrl:
     if match is None:
         if _FORGOTTEN_SLASHES.match(url):
             raise _refused(url, "a URL without `//`")
+        if _CREDENTIAL_FIRST.match(url):
+            raise _refused(url, "a credential in the URL, and no scheme")
         return _local(os.path.expanduser(url))
     scheme = match[1].lower()
     if "::" in url:
@@ -93,7 +97,8 @@ def parse_run_url(url: str) -> RunUrl:
 
 def _local_url(url: str, host: str, path: str) -> RunUrl:
     if host not in ("", "localhost"):
-        raise _refused(url, f"the host {host.rpartition('@')[2]!r} in a file URL")
+        shown = "***" if ":" in host else host.rpartition("@")[2]
+        raise _refused(url, f"the host {shown!r} in a file URL")
     if not path.startswith("/") or "\x00" in path or ".." in path.split("/"):
         raise _refused(url, "a file URL whose path is not absolute, or has `..`")
     return _local(path)
@@ -116,6 +121,9 @@ def _refused(url: str, found: str) -> SettingsError:
     if hidden:
         scheme = _SCHEME.match(url)
         shown = f"{scheme[1] + '://' if scheme else ''}***@{shown}"
+    elif secret := _MAYBE_SECRET.match(url):
+        # A forgotten @: nobody knows where the secret ends, which may have slashes in it.
+        shown = f"{secret[1]}***"
     return SettingsError(
         f"run URL {shown[:200]!r}",
         found=found,

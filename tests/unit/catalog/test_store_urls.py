@@ -63,12 +63,25 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
         "s3:KEY:HIDDEN#x@bucket/run",
         "s3::HIDDEN#x@://bucket",
         "file://user:HIDDEN#x@host/run",
+        "s3://KEY:HIDDEN/bucket/run",
+        "s3://KEY:x/HIDDEN/bucket/run",
+        "s3://KEY:x#HIDDEN/bucket/run",
+        "s3:KEY:HIDDEN/bucket/run",
+        "gs://:HIDDEN/run",
+        "file://KEY:HIDDEN/run",
+        "KEY:HIDDEN@bucket/run",
+        "KEY:HIDDEN%40bucket",
     ],
 )
 def test_credentials_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(SettingsError) as caught:
         open_store(url)
     assert "HIDDEN" not in str(caught.value) + repr(caught.value)
+
+
+def test_a_path_with_these_characters_further_on_is_one(tmp_path: Path) -> None:
+    for path in (tmp_path / "a:b@c", "./a:b@c", "a@b:c", "day/12:00@home"):
+        assert isinstance(open_store(str(path)), LocalStore)
 
 
 def test_one_place_has_one_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
