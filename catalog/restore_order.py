@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 from recpoint.catalog.lineage import ManifestName
@@ -47,14 +48,16 @@ def skipped_text(skipped: Iterable[Skipped]) -> str:
     return "; ".join(skipped_lines(skipped))
 
 
-def check_validated_within(batches: object) -> None:
-    """Whether a restore can prefer what was validated within so many batches; None: it does not.
+def check_validated_within(batches: object) -> int | None:
+    """Within how many batches a restore prefers what was validated; None: it does not.
 
     Raises:
         SettingsError: it is no whole number, or less than 0.
     """
-    if batches is None or (type(batches) is int and batches >= 0):
-        return
+    if batches is None:
+        return None
+    if isinstance(batches, Integral) and not isinstance(batches, bool) and int(batches) >= 0:
+        return int(batches)
     raise SettingsError(
         "validated_within",
         found=f"{batches!r:.80}",
@@ -89,10 +92,9 @@ class RestoreOrder:
         validated_within: int | None = None,
         damaged: Mapping[ManifestName, str] | None = None,
     ) -> None:
-        check_validated_within(validated_within)
+        self._within = check_validated_within(validated_within)
         self._left = list(names)
         self._doubts = doubts
-        self._within = validated_within
         self._known_damaged = damaged or {}
         self._unvalidated = self._damaged = False
         self._skipped: list[Skipped] = []

@@ -12,7 +12,9 @@ from recpoint.format.records import GenerationRecord
 __all__ = ["left_by_going_back", "line_to_go_on", "superseded_alone", "superseded_text"]
 
 
-def line_to_go_on(run: Run, *, before: int | None = None) -> list[ManifestName]:
+def line_to_go_on(
+    run: Run, *, before: int | None = None, partial: bool = False
+) -> list[ManifestName]:
     """The live line, newest first; empty only where training may begin from nothing unasked.
 
     A start that was to begin anew, and ended before its first checkpoint, leaves a line without
@@ -21,6 +23,7 @@ def line_to_go_on(run: Run, *, before: int | None = None) -> list[ManifestName]:
     Args:
         run: that is to be taken over.
         before: see `Run.live_line`.
+        partial: only parts of a checkpoint are wanted, for what the error proposes.
 
     Raises:
         NothingToRestore: none counts, but there are superseded ones.
@@ -31,14 +34,15 @@ def line_to_go_on(run: Run, *, before: int | None = None) -> list[ManifestName]:
     if not superseded:
         return line
     newest = _newest(superseded)
+    named = f"step={newest.step}, generation={newest.generation}"
+    call = f"restore({named}, partial=...)" if partial else f"restore({named})"
     raise NothingToRestore(
         run.url,
         found=f"no checkpoint that counts, since the newest start began a line of its own and "
         f"ended before its first; {superseded_text(superseded)}",
         expected="one to go on from, or word that training begins from nothing",
-        next_step=f"restore(step={newest.step}, generation={newest.generation}) in one start goes "
-        f"on from that one, restore(fresh=True) begins from nothing; recpoint list {run.url} --all "
-        "lists them",
+        next_step=f"{call} in one start {'loads parts of' if partial else 'goes on from'} that "
+        f"one, restore(fresh=True) begins from nothing; recpoint list {run.url} --all lists them",
     )
 
 

@@ -144,7 +144,7 @@ class Wanted(NamedTuple):
                 expected="both",
                 next_step="name the step too, as recpoint list URL --all shows it",
             )
-        check_validated_within(self.validated_within)
+        within = check_validated_within(self.validated_within)
         if self.partial is not None:
             parts_of(self.partial)
         if not isinstance(self.seed, Seed | None):
@@ -154,7 +154,7 @@ class Wanted(NamedTuple):
                 expected="a recpoint.Seed",
                 next_step="seed=recpoint.Seed(URL, tables=..., dense=...)",
             )
-        return self._replace(step=step, generation=generation)
+        return self._replace(step=step, generation=generation, validated_within=within)
 
 
 def _number(name: str, value: object, least: int, most: int) -> int | None:
@@ -246,6 +246,8 @@ def start(
         # Also when the run has checkpoints: they are superseded.
         return begun(claim_together(job.ranks, lambda: run.claim(None, above=job.staged)))
     if wanted.partial is not None:
+        if wanted.step is None:
+            line_to_go_on(run, partial=True)
         target = PartialTarget(tables, state, parts_of(wanted.partial))
         with reading(run, purpose="restore"):
             report = restore(

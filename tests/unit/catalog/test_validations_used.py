@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -223,6 +224,8 @@ class TestValidatedWithin:
             "not validated; step 12 (generation 1) is, within 100 batches of the newest"
         }
         assert report.validation is not None and report.validation.passed("sample")
+        nine: Any = np.int64(9)
+        assert restore(run, MemoryTarget(), validated_within=nine).restored.step == 12
         say(run, 21, "sample", "passed")
         report = restore(run, MemoryTarget(), validated_within=100)
         assert (report.restored.step, report.skipped) == (21, ())

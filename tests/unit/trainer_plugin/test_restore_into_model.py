@@ -230,6 +230,9 @@ def test_a_new_line_without_a_checkpoint_is_never_a_silent_fresh_start(
     assert "3 superseded, the newest step 5 (generation 1)" in refused.value.found
     assert "restore(step=5, generation=1)" in refused.value.next_step
     assert "restore(fresh=True)" in refused.value.next_step
+    with pytest.raises(NothingToRestore, match="ended before its first") as refused:
+        checkpointer(simple_training(9), place).restore(partial={"tables": ["users"]})
+    assert "restore(step=5, generation=1, partial=...)" in refused.value.next_step
     # Nor does it seed a run that has checkpoints.
     with pytest.raises(NothingToRestore, match="3 superseded"):
         checkpointer(simple_training(9), place).restore(seed=Seed(place.run, tables=["users"]))
