@@ -22,9 +22,9 @@ from recpoint.format.records import CheckpointRef, pack_record
 from recpoint.format.state_tree import flatten
 from recpoint.kernels import quantize
 from recpoint.kernels.row_digest import reference
-from tests.catalog_builder import UNTRAINED, Table
+from tests.catalog_builder import UNTRAINED, Table, tables
 
-__all__ = ["Links", "rewrite", "stage"]
+__all__ = ["Links", "rewrite", "stage", "stage_chain"]
 
 _ALIGNMENT_BYTES = 64
 
@@ -227,3 +227,21 @@ def rewrite(path: Path, **changes: object) -> None:
     job = staged.read_job(path)
     fields = {name: getattr(job, name) for name in type(job).model_fields}
     durable.write_atomically(path, pack_record(Job.model_construct(**{**fields, **changes})))
+
+
+def stage_chain(run: Run, staging: Path, *, count: int) -> list[Path]:
+    """Stage a full and increments on it, steps from 1 on; the job files."""
+    links = Links()
+    return [
+        stage(
+            run,
+            staging,
+            tables(),
+            step=step,
+            generation=1,
+            links=links,
+            dirty=None if step == 1 else [torch.tensor([step]), torch.tensor([0, step])],
+            slot=step,
+        )
+        for step in range(1, count + 1)
+    ]

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from recpoint.catalog import cancel, staged
 from recpoint.catalog.check import check
@@ -17,25 +16,8 @@ from recpoint.errors import StagingError
 from recpoint.flows.agent import run_agent
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
-from tests.job_builder import Links, stage
+from tests.job_builder import stage, stage_chain
 from tests.polling import until
-
-
-def stage_chain(run: Run, staging: Path, *, count: int) -> list[Path]:
-    links = Links()
-    return [
-        stage(
-            run,
-            staging,
-            tables(),
-            step=step,
-            generation=1,
-            links=links,
-            dirty=None if step == 1 else [torch.tensor([step]), torch.tensor([0, step])],
-            slot=step,
-        )
-        for step in range(1, count + 1)
-    ]
 
 
 def outcome_of(path: Path) -> str:

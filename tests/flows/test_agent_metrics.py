@@ -16,8 +16,7 @@ from recpoint.catalog.trainer_note import write_note
 from recpoint.cli.application import app
 from recpoint.dashboards.metric_table import AGENT_METRICS
 from tests.catalog_builder import new_run, tables
-from tests.flows.test_agent import stage_chain
-from tests.job_builder import stage
+from tests.job_builder import stage, stage_chain
 from tests.polling import PATIENCE_SECONDS, until
 from tests.scraping import MetricsAgent, Samples, scrape, value
 from tests.unit.dashboards.test_trainer_metrics import exposed

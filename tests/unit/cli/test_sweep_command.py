@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from recpoint.catalog import host_lock, persist, staged
 from recpoint.catalog.check import check
@@ -18,7 +17,7 @@ from recpoint.catalog.run_end import tell_ended
 from recpoint.errors import NothingToRestore
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
-from tests.job_builder import Links, rewrite, stage
+from tests.job_builder import rewrite, stage, stage_chain
 from tests.polling import until
 from tests.unit.cli.conftest import Invoke
 
@@ -34,23 +33,6 @@ def run(tmp_path: Path) -> Run:
 def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "staging"))
     return tmp_path / "staging"
-
-
-def stage_chain(run: Run, staging: Path, *, count: int) -> list[Path]:
-    links = Links()
-    return [
-        stage(
-            run,
-            staging,
-            tables(),
-            step=step,
-            generation=1,
-            links=links,
-            dirty=None if step == 1 else [torch.tensor([step]), torch.tensor([0, step])],
-            slot=step,
-        )
-        for step in range(1, count + 1)
-    ]
 
 
 def fates(document: dict[str, Any]) -> list[tuple[str, str]]:
