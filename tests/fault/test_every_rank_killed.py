@@ -246,8 +246,8 @@ def test_two_hosts_with_an_agent_each_over_one_s3_server(
     require_whole(s3_run_url)
     for rank, host in enumerate(hosts):  # neither has seen anything of the other
         (run,) = staged.run_directories(host)
-        slots = {path.name[:6] for path in staged.slots_directory(run).iterdir()}
-        assert slots == {f"r{rank:05d}"}
+        # Slots are given back with the training's end; locks and outcomes name ranks as well.
+        assert {path.stem[-6:] for path in run.rglob("*-r*")} <= {f"r{rank:05d}"}
 
 
 @contextmanager
