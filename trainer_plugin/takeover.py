@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, SupportsInt
 
 from torch import Tensor
 
@@ -161,14 +161,15 @@ def _number(name: str, value: object, least: int, most: int) -> int | None:
     if value is None:
         return None
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not least <= int(value) <= most:  # type: ignore[call-overload]
+    number = int(value) if whole and isinstance(value, SupportsInt) else least - 1
+    if not least <= number <= most:
         raise SettingsError(
             f"restore({name}=...)",
             found=f"{value!r:.100}",
             expected=f"a whole number, {least} or more",
             next_step=f"give the {name} as recpoint list URL --all shows it",
         )
-    return int(value)  # type: ignore[call-overload,no-any-return]
+    return number
 
 
 class OpenedRun(NamedTuple):
