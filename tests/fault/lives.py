@@ -220,15 +220,16 @@ def agent_life(
     die: int | None = None,
     besides: Container[str] = (),
     log: str | None = None,
+    once: bool = False,
 ) -> None:
-    """Serve the staging area until SIGTERM; with `log`, its standard error goes to that file."""
+    """Serve the staging area until SIGTERM, or `once`; `log` is a file for its standard error."""
     from recpoint.flows.agent import run_agent
 
     if log is not None:
         with open(log, "ab") as file:
             os.dup2(file.fileno(), sys.stderr.fileno())
     die_at.install(die_at=die, besides=besides)
-    run_agent(staging, prefect="auto" if prefect == "auto" else "off")
+    run_agent(staging, prefect="auto" if prefect == "auto" else "off", once=once)
 
 
 @contextmanager
