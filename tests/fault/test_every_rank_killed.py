@@ -334,7 +334,9 @@ def test_torchrun_goes_on_with_more_ranks_when_a_node_joins(tmp_path: Path) -> N
         "127.0.0.1", 0, is_master=True
     )
     node = ["--nnodes=1:2", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
-    node += ["--rdzv-conf=is_host=false,last_call_timeout=1,join_timeout=240"]
+    # Else a node that a busy machine holds up for 15 s counts as gone, and all begin once more.
+    patience = "keep_alive_max_attempt=60,join_timeout=240"
+    node += [f"--rdzv-conf=is_host=false,last_call_timeout=1,{patience}"]
     given: dict[str, Any] = {
         "url": str(tmp_path / "run"),
         "staging": str(tmp_path / "staging"),
@@ -349,7 +351,8 @@ def test_torchrun_goes_on_with_more_ranks_when_a_node_joins(tmp_path: Path) -> N
         until(lambda: (tmp_path / "run" / "generations" / "00000001.json").exists())
         with torchrun(1, tmp_path / "second", node=node, **given) as second:
             told = [*first().values(), *second().values()]
-    assert [life.told["world"] for life in told] == [2, 2]
+    logs = "\n".join((tmp_path / f"{name}.log").read_text() for name in ("first", "second"))
+    assert [life.told["world"] for life in told] == [2, 2], logs
     # The one that was alone took a final checkpoint after the batch that followed the signal.
     assert [life.told["begun"] for life in told] == [3, 3]
     require_each_once([life.told["samples"] for life in told], 3, 3 + 2 * (_END - 3))
