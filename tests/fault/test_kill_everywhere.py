@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
+from recpoint.catalog import host_lock
 from recpoint.catalog.check import check
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
-from recpoint.catalog.staged import AgentLock, run_directory
+from recpoint.catalog.staged import AgentLock, agent_lock_path, run_directory
 from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.format import naming
@@ -39,6 +40,7 @@ from tests.fault.lives import (
     trainer_life,
 )
 from tests.forked import ForkedProcess
+from tests.polling import until
 from tests.stored_run import StoredRun
 
 
@@ -201,6 +203,8 @@ def test_a_trainer_killed_at_any_step_of_a_cancel(tmp_path: Path) -> None:
         own, url = place.apart(str(number)), place.run_url(str(number))
         assert cancel(own, url, die=first + number) == -signal.SIGKILL
         with own.agent():
+            # A trainer waits for what is staged only where an agent will do it.
+            until(lambda: host_lock.is_held(agent_lock_path(own.staging)))
             assert ended(own.train(url)) == 0
         _require_whole(own, url, truth)
         return True
