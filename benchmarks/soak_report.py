@@ -119,8 +119,12 @@ def _memory(scene: Scene, growth: dict[str, float]) -> str:
     for name, samples in scene.memory.items():
         life = _longest(samples)
         seconds = life[-1][0] - life[0][0]
-        said.append(f"{name} {growth[name]:+.1f} MB on {life[-1][2]:.0f} MB in {seconds:.0f} s")
-    return ", ".join(said)
+        tenths = " ".join(f"{megabytes:.0f}" for megabytes in _tenths(life))
+        said.append(
+            f"{name} {growth[name]:+.1f} MB on {life[-1][2]:.0f} MB in {seconds:.0f} s, of which "
+            f"each tenth: {tenths}"
+        )
+    return "; ".join(said)
 
 
 def _longest(samples: Sequence[tuple[float, int, float]]) -> list[tuple[float, int, float]]:
@@ -134,6 +138,15 @@ def _longest(samples: Sequence[tuple[float, int, float]]) -> list[tuple[float, i
 
 def _growth(samples: Sequence[tuple[float, int, float]]) -> float:
     """Megabytes between beginning and end of the longest life after its warm-up."""
-    life = [megabytes for _, _, megabytes in _longest(samples)]
-    tenth = max(1, len(life) // 10)
-    return statistics.median(life[-tenth:]) - statistics.median(life[:tenth])
+    tenths = _tenths(_longest(samples))
+    return tenths[-1] - tenths[0]
+
+
+def _tenths(life: Sequence[tuple[float, int, float]]) -> list[float]:
+    """Median megabytes of each tenth of a life, in order."""
+    size = max(1, len(life) // 10)
+    ends = range(len(life), 0, -size)[:10]
+    return [
+        statistics.median(megabytes for _, _, megabytes in life[max(0, end - size) : end])
+        for end in reversed(ends)
+    ]
