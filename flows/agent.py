@@ -28,6 +28,7 @@ from recpoint.errors import (
     StoreThrottled,
 )
 from recpoint.flows.agent_end import leave_soon, stopped_by_signals
+from recpoint.flows.agent_memory import FreedMemory
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.agent_waiting import NAME_AFTER_SECONDS, WaitingJobs
@@ -138,6 +139,7 @@ class Agent:
         self._telling: list[threading.Thread] = []
         self._unreadable: set[Path] = set()
         self._places = threading.BoundedSemaphore(_RUNS_AT_ONCE)
+        self._freed = FreedMemory()
         self._background = BackgroundConsolidation(
             which=consolidate,
             after_links=consolidate_after,
@@ -191,6 +193,7 @@ class Agent:
                     for run_dir in list(self._runs):
                         self._tell(run_dir)
                     free_ended_slots(self._runs)
+                    self._freed.give_back(self._jobs_done())
                     if self._gate.api_url is not None:
                         tell_ended_trainings(self._runs)
                 self._stop.wait(_POLL_SECONDS)
@@ -255,6 +258,9 @@ class Agent:
 
     def _working(self) -> bool:
         return any(state.works for state in self._runs.values())
+
+    def _jobs_done(self) -> int:
+        return sum(state.jobs_done for state in self._runs.values())
 
     def _due(self) -> bool:
         """Whether a run has jobs that have not failed yet (`once` does not wait for what has, nor

@@ -22,15 +22,20 @@ from uuid import uuid4
 import pytest
 
 from recpoint.catalog import staged
+from recpoint.catalog.chain import resolve_chain
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.persist import persist_job
 from recpoint.catalog.publications import newest_publication
 from recpoint.catalog.run import Run
+from recpoint.catalog.shard_plan import INDEX
 from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.validations import read_record, records_of
 from recpoint.flows import prefect_server
-from recpoint.format.naming import expired_key, manifest_key
+from recpoint.format.naming import expired_key, manifest_key, row_chunk_key
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.forked_program import run_module
-from tests.job_builder import stage
+from tests.job_builder import stage, stage_chain
 from tests.polling import until
 from tests.prefect_api import ask
 
@@ -91,15 +96,15 @@ class Server:
 
         return until(look, seconds=_SECONDS)
 
-    def worked_off(self, flow_run: dict[str, Any]) -> dict[str, Any]:
-        """The state of a flow run that is for anywhere, by a worker for that which looks once.
+    def worked_off(self, flow_run: dict[str, Any], *, on_host: bool = False) -> dict[str, Any]:
+        """The state of a flow run, by a worker that looks once: one for anywhere, or of the host.
 
         Once more where a busy server had not told it of the run.
         """
-        anywhere, _ = worker_commands()
+        command = worker_commands()[on_host]
 
         def look() -> dict[str, Any] | None:
-            self.run(*anywhere, "--run-once")
+            self.run(*command, "--run-once")
             now: dict[str, Any] = self.ask(f"/flow_runs/{flow_run['id']}")
             return now["state"] if now["state"]["type"] != "SCHEDULED" else None
 
@@ -147,6 +152,15 @@ def deployed(server: Server) -> dict[str, dict[str, Any]]:
     done = server.run("prefect", "--no-prompt", "deploy", "--all")
     assert done.returncode == 0, done.stdout + done.stderr
     return server.deployments()
+
+
+def flow_run_of(
+    server: Server, deployed: dict[str, dict[str, Any]], name: str, parameters: dict[str, Any]
+) -> dict[str, Any]:
+    """A flow run of a deployment, asked for as a person does in the UI."""
+    path = f"/deployments/{deployed[name]['id']}/create_flow_run"
+    made: dict[str, Any] = server.ask(path, {"parameters": parameters})
+    return made
 
 
 def gone(job: Path) -> bool:
@@ -235,11 +249,7 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     staging = tmp_path / "staging"
     job = stage(run, staging, tables(), step=3, generation=1)
 
-    def create(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        path = f"/deployments/{deployed[name]['id']}/create_flow_run"
-        made: dict[str, Any] = server.ask(path, {"parameters": parameters})
-        return made
-
+    create = partial(flow_run_of, server, deployed)
     drained = create("drain/host-1", {"staging": str(staging)})
     retained = create(
         "retain/recpoint", {"run_url": run.url, "keep": {"last": 2, "require_validated": False}}
@@ -275,6 +285,50 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     (event,) = until(lambda: server.events(name) or None, seconds=_SECONDS)
     assert event["resource"]["prefect.resource.id"] == f"recpoint.run.{run.id}"
     assert event["payload"]["summary"].startswith("1 marked")
+
+
+def test_a_worker_persists_sweeps_validates_merges_publishes_restores_and_forgets(
+    server: Server, deployed: dict[str, dict[str, Any]], run: Run, tmp_path: Path
+) -> None:
+    staging, target = tmp_path / "staging", tmp_path / "restored"
+    *before, newest = stage_chain(run, staging, count=3)
+    for job in before:
+        persist_job(job)
+
+    def work_off(given: dict[str, dict[str, Any]], *, on_host: bool = False) -> None:
+        asked = {name: flow_run_of(server, deployed, name, given[name]) for name in given}
+        states = {name: server.worked_off(asked[name], on_host=on_host) for name in asked}
+        assert {state["type"] for state in states.values()} == {"COMPLETED"}, states
+
+    orphan = row_chunk_key(9, 1, "0" * 32, rank=0, table=0, number=0)
+    run.store.put(orphan, b"left by a killed agent")
+    os.utime(tmp_path / "run" / orphan, (0, 0))
+    of_run = {"run_url": run.url}
+    swept = {**of_run, "staging": str(staging), "include_newest": True}
+    work_off({"persist/host-1": {"job_path": str(newest)}}, on_host=True)
+    assert run.live_line() == [(3, 1), (2, 1), (1, 1)]
+    work_off({"sweep/host-1": swept}, on_host=True)
+    assert orphan not in {info.key for info in run.store.list()}
+
+    work_off(
+        {
+            "validate/recpoint": of_run,
+            "validate/recpoint-full": of_run,
+            "restore/recpoint": {**of_run, "target": str(target)},
+            "forget/recpoint": {"older_than_days": 1},
+        }
+    )
+    records = [read_record(run, name) for name in records_of(run, ManifestName(3, 1))]
+    assert {(one.level, one.result) for one in records} == {
+        ("sample", "passed"),
+        ("full", "passed"),
+    }
+    assert (target / INDEX).is_file()
+    merging = {**of_run, "only_if_it_pays": False}
+    work_off({"publish/recpoint": of_run, "consolidate/recpoint": merging})
+    published = newest_publication(run)
+    assert published is not None and published.checkpoint.step == 3
+    assert len(resolve_chain(run, ManifestName(3, 1)).manifests) == 1
 
 
 def test_silence_and_rejection_raise_alerts(server: Server, run: Run, tmp_path: Path) -> None:
