@@ -193,7 +193,7 @@ class Agent:
                     for run_dir in list(self._runs):
                         self._tell(run_dir)
                     free_ended_slots(self._runs)
-                    self._freed.give_back(self._jobs_done())
+                    self._freed.give_back(self._tries())
                     if self._gate.api_url is not None:
                         tell_ended_trainings(self._runs)
                 self._stop.wait(_POLL_SECONDS)
@@ -259,8 +259,11 @@ class Agent:
     def _working(self) -> bool:
         return any(state.works for state in self._runs.values())
 
-    def _jobs_done(self) -> int:
-        return sum(state.jobs_done for state in self._runs.values())
+    def _tries(self) -> int:
+        """How often anything was done for any job, whatever came of it."""
+        return sum(
+            state.jobs_done + sum(state.facts.failures.values()) for state in self._runs.values()
+        )
 
     def _due(self) -> bool:
         """Whether a run has jobs that have not failed yet (`once` does not wait for what has, nor

@@ -14,6 +14,7 @@ from recpoint.catalog.failure_causes import CAUSES, cause_of, cause_of_name
 from recpoint.catalog.histogram import Histogram
 from recpoint.errors import CheckpointCancelled
 from recpoint.flows.agent_waiting import WaitingJobs
+from recpoint.flows.pauses import growing_pause
 from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import Kind
 
@@ -26,7 +27,6 @@ RESULTS: tuple[JobResult, ...] = ("committed", "cancelled", "rejected")
 #: permission) is asked for less often.
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = {True: 60.0, False: 300.0}
-_MOST_DOUBLINGS = 10
 
 #: Gaps between checkpoints that are remembered; the median of a few is no outage's.
 _GAPS = 5
@@ -112,7 +112,7 @@ class RunState:
         if heals and self.gaps_seconds:
             interval = statistics.median_low(self.gaps_seconds)
             longest = min(longest, max(_FIRST_PAUSE_SECONDS, interval * _SHARE_OF_INTERVAL))
-        return min(_FIRST_PAUSE_SECONDS * 2.0 ** min(self.failures, _MOST_DOUBLINGS), longest)
+        return growing_pause(self.failures, first=_FIRST_PAUSE_SECONDS, longest=longest)
 
     @property
     def works(self) -> bool:

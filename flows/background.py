@@ -24,9 +24,10 @@ from recpoint.catalog.consolidate_choice import choose_consolidation, newest_che
 from recpoint.catalog.consolidate_plan import ConsolidationTriggers
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
-from recpoint.errors import RecpointError
+from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
 from recpoint.flows.background_process import answer_of, environment_of
 from recpoint.flows.consolidate_process import READY, damage_of
+from recpoint.flows.pauses import growing_pause
 from recpoint.format.job import Job
 
 __all__ = ["BackgroundConsolidation", "Which"]
@@ -203,7 +204,15 @@ class BackgroundConsolidation:
                 self._tell(run_dir)
 
     def _serve(self, run_dir: Path, candidate: _Candidate) -> None:
-        run = Run.open(open_store(candidate.run_url))
+        try:
+            run = Run.open(open_store(candidate.run_url))
+        except RunRecordLost:
+            raise
+        except NothingToRestore as gone:
+            # Removed, or moved away: the next commit says that it is there again.
+            candidate.last_error = str(gone)
+            _LOG.info("%s: there is nothing to consolidate: %s", run_dir.name, gone)
+            return
         name = newest_checkpoint(run)
         if name is None:
             return
@@ -240,8 +249,9 @@ class BackgroundConsolidation:
         candidate.last_error = error
         then = "the next try is after the next commit"
         if damage is None:
-            doubled = _FIRST_PAUSE_SECONDS * 2.0 ** (candidate.failures - 1)
-            pause = min(doubled, _LONGEST_PAUSE_SECONDS)
+            pause = growing_pause(
+                candidate.failures - 1, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
+            )
             candidate.retry_at = time.monotonic() + pause
             candidate.is_new = True
             then = f"next try in {pause:.0f} s"

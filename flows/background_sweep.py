@@ -23,6 +23,7 @@ from recpoint.catalog.last_sweep import note_sweep, swept_ms
 from recpoint.catalog.trainer_note import read_note
 from recpoint.errors import FormatError, RecpointError, SettingsError
 from recpoint.flows.background_process import answer_of, environment_of
+from recpoint.flows.pauses import growing_pause
 
 __all__ = ["SWEEP_EVERY_SECONDS", "BackgroundSweep", "require_sweep_period"]
 
@@ -204,8 +205,9 @@ class BackgroundSweep:
 
     def _failed(self, run_dir: Path, error: str) -> None:
         swept = self._runs.setdefault(run_dir, _Swept())
-        doubled = _FIRST_PAUSE_SECONDS * 2.0 ** min(swept.failures, 10)
-        pause = min(doubled, _LONGEST_PAUSE_SECONDS)
+        pause = growing_pause(
+            swept.failures, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
+        )
         swept.failures += 1
         swept.last_error = error
         swept.retry_at = time.monotonic() + pause

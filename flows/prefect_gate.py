@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from recpoint.flows import prefect_server
+from recpoint.flows.pauses import growing_pause
 
 __all__ = ["PrefectGate"]
 
@@ -48,6 +49,7 @@ class PrefectGate:
         self._enabled = enabled
         self._url: str | None = None
         self._own_server = False
+        self._awaits_server = False  # one that was started here has not answered yet
         self._call: Callable[[str], Any] | None = None
         self._open = False
         self._failures = 0
@@ -100,8 +102,10 @@ class PrefectGate:
         """Prefect, not the job, failed: leave it alone for a while."""
         with self._lock:
             self._open = False
+            pause = growing_pause(
+                self._failures, first=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
+            )
             self._failures += 1
-            pause = min(_SHORTEST_PAUSE_SECONDS * 2 ** (self._failures - 1), _LONGEST_PAUSE_SECONDS)
             self._closed_until = time.monotonic() + pause
         _LOG.warning("going on without Prefect for %.0f s or more: %s", pause, why)
 
@@ -109,9 +113,10 @@ class PrefectGate:
         while not self._stop.is_set():
             try:
                 self._look()
-            except (OSError, ImportError) as error:
-                # For instance a home directory that is full or read-only: no UI, but no harm.
-                self.failed(error)
+            except Exception as error:
+                # For instance a home directory that is full or read-only: no UI, but no harm. Nor
+                # does what nobody foresaw end this thread: the gate would stay as it is for ever.
+                self.failed(f"{type(error).__name__}: {error}")
             self._stop.wait(_LOOK_SECONDS)
 
     def _look(self) -> None:
@@ -119,9 +124,12 @@ class PrefectGate:
             return
         if self._url is None or self._own_server:
             self._find()
+        if time.monotonic() < self._closed_until:
+            return
         if self._url is not None and prefect_server.is_healthy(self._url, timeout_seconds=2.0):
             if self._call is None:
                 self._call = self._import(self._url)
+            self._awaits_server = False
             if not self._open:
                 _LOG.info("Prefect is at %s", self.ui_url)
                 self._open = True
@@ -134,7 +142,15 @@ class PrefectGate:
             if self._url is not None:
                 return
         self._own_server = True
-        server = prefect_server.running_server() or prefect_server.start_server()
+        server = prefect_server.running_server()
+        if server is None and self._awaits_server:
+            self._awaits_server = False
+            log = prefect_server.server_directory() / "server.log"
+            self.failed(f"the local server has ended before it answered: {log} says why")
+            return
+        if server is None:
+            self._awaits_server = True
+            server = prefect_server.start_server()
         if self._call is not None and self._url not in (None, server.url):
             # The old port is taken, and Prefect's settings are read once in a process.
             _LOG.warning("the Prefect server moved to %s; restart the agent to use it", server.url)

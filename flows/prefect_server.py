@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ def is_healthy(api_url: str, *, timeout_seconds: float = 1.0) -> bool:
     except urllib.error.HTTPError as error:
         error.close()
         return error.code in (401, 403)
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # the last: whatever else listens there
         return False
 
 
@@ -210,6 +211,7 @@ def _start_time(pid: int) -> str | None:
     """When the process started, in a form that only that process has; None if it is not alive."""
     child = _started.get(pid)
     if child is not None and child.poll() is not None:
+        _started.pop(pid, None)
         return None
     try:
         # The name may hold anything, also blanks and parentheses; what follows it does not.

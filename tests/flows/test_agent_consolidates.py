@@ -345,3 +345,22 @@ def test_its_process_killed_at_a_step_is_followed_by_one_that_finishes(
     assert links_of(run) <= 2
     require_trained(run, trained, 5)
     assert "a trigger" not in process().stdout
+
+
+def test_a_run_that_is_gone_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "staging" / "run-of-an-earlier-year"
+    run_dir.mkdir(parents=True)
+    staged.remember_consolidated_run(run_dir, str(tmp_path / "nowhere"))
+    background = BackgroundConsolidation(
+        which="all", after_links=AFTER, prefect_url=lambda: None, tell=lambda _: None
+    )
+    background.start([run_dir])
+    try:
+        status = until(lambda: (s := background.status(run_dir)) and s["last_error"] and s)
+        assert "no run.json" in str(status)
+        until(lambda: background.idle)  # with no further try to come
+        assert background._candidates[run_dir].failures == 0
+    finally:
+        background.stop()

@@ -14,6 +14,7 @@ import pytest
 from recpoint.catalog import staged
 from recpoint.catalog.run import Run
 from recpoint.flows import prefect_server
+from recpoint.flows.prefect_gate import PrefectGate
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import tables
 from tests.job_builder import stage
@@ -114,6 +115,24 @@ def test_jobs_are_committed_whatever_the_server_does(run: Run, tmp_path: Path, h
         assert agent.terminate() == 0
         assert time.monotonic() - stopped < _BOUND_SECONDS
     assert len(run.live_line()) == step
+
+
+def test_a_server_that_cannot_start_is_told_of_and_left_alone(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = prefect_server.server_directory()
+    directory.mkdir(parents=True)
+    (directory / "prefect.db").write_bytes(b"no database" * 1000)
+    gate = PrefectGate(enabled=True)
+    gate.start()
+    try:
+        until(lambda: "ended before it answered" in caplog.text)
+        assert "without Prefect for 5 s or more" in caplog.text
+        assert f"{directory / 'server.log'} says why" in caplog.text
+        until(lambda: "without Prefect for 10 s or more" in caplog.text)  # the second one
+        assert not gate.wait_until_open(0) and prefect_server._started.keys() <= {0}
+    finally:
+        gate.stop()
 
 
 def test_a_server_is_started_once_and_stopped_with_all_its_processes(home: Path) -> None:

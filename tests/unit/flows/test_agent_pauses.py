@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from recpoint.flows.agent_runs import RunState
+from recpoint.flows.pauses import growing_pause
 
 
 def after(failures: int, cuts_ms: tuple[int, ...] = (), *, heals: bool = True) -> float:
@@ -31,3 +32,8 @@ def test_no_interval_makes_it_shorter_than_the_first_pause() -> None:
 
 def test_neither_an_outage_nor_a_job_seen_again_is_an_interval() -> None:
     assert after(9, (0, 80_000, 80_000, 80_000, 600_000, 680_000, 1_500_000, 1_580_000)) == 10
+
+
+def test_an_outage_of_months_has_a_pause_too() -> None:
+    pauses = [growing_pause(n, first=5.0, longest=120.0) for n in (0, 1, 4, 5, 1024, 10**6)]
+    assert pauses == [5, 10, 80, 120, 120, 120]

@@ -1,0 +1,53 @@
+"""Whatever Prefect does, and for however long: the gate closes, and nothing else comes of it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from recpoint.flows import prefect_server
+from recpoint.flows.prefect_gate import PrefectGate
+
+
+def test_however_often_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    gate = PrefectGate(enabled=True)
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(1100):
+            gate.failed("a key that was revoked")
+    gate.failed("once more")
+    assert "without Prefect for 120 s or more: once more" in caplog.text
+    assert gate.persist_flow() is None
+
+
+@contextmanager
+def answering(words: bytes) -> Iterator[str]:
+    """The URL of something that says these words to whoever calls, whatever they ask."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    caller, _ = server.accept()
+                except OSError:
+                    return
+                with caller:
+                    caller.recv(1 << 16)
+                    caller.sendall(words)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/api"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_what_does_not_speak_http_is_no_prefect() -> None:
+    for words in (b"\x16\x03\x01 no HTTP\r\n\r\n", b"HTTP/1.1 " + b"2" * 70_000, b""):
+        with answering(words) as url:
+            assert not prefect_server.is_healthy(url)
+    assert not prefect_server.is_healthy("http://127.0.0.1:42OO/api")
