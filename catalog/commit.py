@@ -8,6 +8,7 @@ from recpoint.catalog.chain import check_link
 from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.lineage import next_step_of_lost
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_record import read_run_record
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
@@ -105,6 +106,7 @@ def check_fence(run: Run, generation: int, step: int) -> None:
             or an end record, or comes right after the newest, is lost. More can be committed once
             it is back.
         MissingLink: it is none of these: the store is that of an earlier time.
+        NothingToRestore: there is no run any more.
         StoreError: the store cannot be read.
     """
     newest = max(run.generation_numbers(), default=0)
@@ -117,16 +119,19 @@ def check_fence(run: Run, generation: int, step: int) -> None:
         )
     if newest < generation:
         # The next one may have lost its record before its first checkpoint: `relink` takes it too.
-        known = generation == newest + 1 or any(
+        named = any(
             generation_in_key(info.key) == generation
             for prefix in (MANIFESTS_PREFIX, CONSOLIDATED_PREFIX, end_key(generation))
             for info in run.store.list(prefix)
         )
+        known = named or generation == newest + 1
+        if not known and newest == 0:
+            read_run_record(run.store)  # of a store that is away all is gone, this too
         raise (GenerationRecordLost if known else MissingLink)(
             generation_key(generation),
             found=f"no generation record; generation {newest} is the newest that has one",
             expected=f"that of the trainer which took step {step}",
-            next_step=next_step_of_lost(generation)
+            next_step=next_step_of_lost(generation, never_committed=not named)
             if known
             else "put it back from a backup; or start the trainer again, which goes on from what "
             "is there",

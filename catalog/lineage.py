@@ -11,28 +11,40 @@ from recpoint.format.naming import consolidated_key, generation_key, manifest_ke
 from recpoint.format.records import GenerationRecord
 
 __all__ = [
-    "LINEAGE_NEXT_STEP",
     "ManifestName",
     "Representation",
     "by_checkpoint",
     "first_of_line",
     "live_line",
+    "next_step_of_damaged",
     "next_step_of_lost",
     "restarts",
 ]
 
-#: What a person can do when the lineage cannot be followed, for errors.
-LINEAGE_NEXT_STEP = (
-    "put the object back from a backup, or name the checkpoint to go on from, by step and "
-    "generation: recpoint restore URL --step STEP --generation GENERATION"
-)
 
+def next_step_of_lost(generation: int, *, never_committed: bool = False) -> str:
+    """What a person can do about a generation record that is not there, for errors.
 
-def next_step_of_lost(generation: int) -> str:
-    """What a person can do about a generation record that is not there, for errors."""
+    Args:
+        generation: whose record it is.
+        never_committed: nothing in the store names that generation.
+    """
+    said = " --never-committed" if never_committed else ""
     return (
         "put it back from a backup; or say from where that trainer went on: recpoint relink URL "
-        f"{generation} --step STEP, or --from-nothing"
+        f"{generation}{said} --step STEP, or --from-nothing"
+    )
+
+
+def next_step_of_damaged(generation: int) -> str:
+    """What a person can do about a generation record that cannot be used, for errors.
+
+    Nothing replaces a record: one that is moved away is a lost one.
+    """
+    return (
+        "put it back from a backup; or, if there is none, move it out of the run and say from "
+        f"where that trainer went on: recpoint relink URL {generation} --step STEP, or "
+        "--from-nothing"
     )
 
 
@@ -142,7 +154,7 @@ def live_line(
                 generation_key(generation),
                 found=f"generation {generation} going on from generation {restored.generation}",
                 expected="an earlier generation",
-                next_step=LINEAGE_NEXT_STEP,
+                next_step=next_step_of_damaged(generation),
             )
         # Up to the restored step itself, unless the newer generation has one of that step.
         below = min(restored.step + 1, below) if below is not None else restored.step + 1

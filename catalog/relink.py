@@ -8,38 +8,44 @@ import time
 from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
-from recpoint.errors import NothingToRestore, ObjectNotFound, SettingsError
+from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, SettingsError
 from recpoint.format.naming import generation_in_key, generation_key
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, GenerationRecord, pack_record
 
 __all__ = ["relink"]
 
 
-def relink(run: Run, generation: int, restored: ManifestName | None) -> GenerationRecord:
+def relink(
+    run: Run,
+    generation: int,
+    restored: ManifestName | None,
+    *,
+    never_committed: bool = False,
+) -> GenerationRecord:
     """Create the record of a generation whose own is lost.
 
     Nothing is replaced. The record says nothing of where its trainer ran, since nobody knows.
 
     Args:
         run: the run.
-        generation: it has no record, and something in the store names it or a later one; or it
-            comes right after the newest that has one: then it has not committed anything yet.
+        generation: it has no record, and something in the store names it or a later one.
         restored: the checkpoint that its trainer went on from; None: from nothing.
+        never_committed: it may also be the one right after the newest that anything names: its
+            record was lost before its first checkpoint. No earlier trainer commits after that.
 
     Raises:
-        SettingsError: it has a record, also one that cannot be read; or it was never used; or its
+        SettingsError: it has a record, also one that cannot be read; or nothing names it; or its
             checkpoints cannot have come from `restored`.
         NothingToRestore: there is no checkpoint `restored`.
         FormatError: the manifest of `restored` is damaged.
         StoreError: the store refuses, or cannot be reached.
     """
     key = generation_key(generation)
-    named = [number for info in run.store.list() if (number := generation_in_key(info.key))]
-    recorded = run.generation_numbers()
-    if generation > max([*named, *(number + 1 for number in recorded[-1:])], default=1):
-        raise _refused(key, "no trace of that generation", "one that something in the store names")
-    if generation in recorded:
-        raise _there(key)
+    newest = max((generation_in_key(info.key) or 0 for info in run.store.list()), default=0)
+    if generation > newest + 1 or (generation > newest and not never_committed):
+        raise _unknown(key, generation, newest)
+    if generation in run.generation_numbers():
+        raise _there(run, generation)
     record = GenerationRecord(
         run=run.id,
         generation=generation,
@@ -52,7 +58,7 @@ def relink(run: Run, generation: int, restored: ManifestName | None) -> Generati
     data = pack_record(record)
     there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
     if there is not None and there != data:
-        raise _there(key)
+        raise _there(run, generation)
     return record
 
 
@@ -80,8 +86,32 @@ def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointR
         ) from error
 
 
-def _there(key: str) -> SettingsError:
-    return _refused(key, "a generation record", "none, since one is never replaced")
+def _unknown(key: str, generation: int, newest: int) -> SettingsError:
+    named = f"generation {newest} is the newest that anything here names" if newest else "none"
+    said = f"recpoint relink URL {generation} --never-committed"
+    return SettingsError(
+        key,
+        found=f"no trace of that generation; {named}",
+        expected="one that something in the store names",
+        next_step=f"correct the number; {said} if that trainer was started and had not committed "
+        f"anything: no earlier one commits after that"
+        if generation == newest + 1
+        else "correct the number",
+    )
+
+
+def _there(run: Run, generation: int) -> SettingsError:
+    key, none = generation_key(generation), "none, since one is never replaced"
+    record = run.read_generations([generation])[generation]
+    if not isinstance(record, FormatError):
+        return _refused(key, "a generation record", none)
+    return SettingsError(
+        key,
+        found=f"a generation record that cannot be used: {record.found}",
+        expected=none,
+        next_step="put it back from a backup; or, if there is none, move it out of the run and run "
+        "this again",
+    )
 
 
 def _refused(key: str, found: str, expected: str) -> SettingsError:

@@ -14,11 +14,11 @@ from typing import Self
 from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.lineage import (
-    LINEAGE_NEXT_STEP,
     ManifestName,
     Representation,
     by_checkpoint,
     live_line,
+    next_step_of_damaged,
     restarts,
 )
 from recpoint.catalog.run_record import create_run_record, read_run_record
@@ -126,10 +126,10 @@ class Run:
             known = self._generations.get(number)
         if known is not None:
             return known
-        key = generation_key(number)
+        key, next_step = generation_key(number), next_step_of_damaged(number)
 
         def parse(data: bytes) -> GenerationRecord:
-            return unpack_record(GenerationRecord, data, name=key, next_step=LINEAGE_NEXT_STEP)
+            return unpack_record(GenerationRecord, data, name=key, next_step=next_step)
 
         record = read_checked(self.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
         if record.run != self.id or record.generation != number:
@@ -137,7 +137,7 @@ class Run:
                 key,
                 found=f"the record of run {record.run}, generation {record.generation}",
                 expected=f"run {self.id}, generation {number}",
-                next_step=LINEAGE_NEXT_STEP,
+                next_step=next_step,
             )
         with self._lock:
             self._generations[number] = record
@@ -342,11 +342,13 @@ class Run:
         for _ in range(_CLAIM_TRIES):
             number = max([taken[0], above, *self.generation_numbers()[-1:]]) + 1
             if number > MAX_GENERATION:
+                in_store = taken[0] == MAX_GENERATION
                 raise ForeignObject(
-                    taken[1],
+                    taken[1] if in_store else f"what is staged on this host of {self.url}",
                     found=f"generation {number - 1}, the highest that there can be",
                     expected="a generation that a trainer has been",
-                    next_step=f"find out what wrote it, and remove it from {self.url}",
+                    next_step="find out what wrote it, and remove it from "
+                    + (self.url if in_store else "the staging area"),
                 )
             record = GenerationRecord(
                 run=self.id,

@@ -42,7 +42,10 @@ _PARSERS = {
     CONSOLIDATED_PREFIX: parse_consolidated_key,
 }
 _NEXT_STEP = "recpoint check URL"
-_DAMAGED_NEXT_STEP = "put run.json back from a backup, or start a new run under another URL"
+_DAMAGED_NEXT_STEP = (
+    "put run.json back from a backup; or, if there is none, move it away and make it anew from "
+    "what the others say: recpoint bring-back URL"
+)
 
 
 def read_run_record(store: Store) -> RunRecord:

@@ -42,6 +42,14 @@ def relink_generation(
     from_nothing: Annotated[
         bool, typer.Option("--from-nothing", help="Its trainer went on from no checkpoint.")
     ] = False,
+    never_committed: Annotated[
+        bool,
+        typer.Option(
+            "--never-committed",
+            help="Nothing in the store names it: it was lost before its first checkpoint. Trainers "
+            "before it can commit no more.",
+        ),
+    ] = False,
     json_output: JsonOption = False,
 ) -> Result:
     """Say from where a trainer went on whose generation record is lost.
@@ -54,7 +62,8 @@ def relink_generation(
     if from_nothing and generation is not None:
         raise typer.BadParameter("it goes with --step", param_hint="--generation")
     run = open_run(url)
-    record = relink(run, lost, None if step is None else _restored(run, lost, step, generation))
+    restored = None if step is None else _restored(run, lost, step, generation)
+    record = relink(run, lost, restored, never_committed=never_committed)
     went_on = "nothing" if record.restored is None else str(record.restored)
     document = {
         "generation": record.generation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.commit import commit
+from recpoint.catalog.commit import check_fence, commit
 from recpoint.catalog.run import Run
 from recpoint.errors import (
     ChainError,
@@ -20,6 +21,7 @@ from recpoint.errors import (
     ForeignObject,
     FormatError,
     MissingLink,
+    NothingToRestore,
     RecpointError,
     StaleWriter,
     StoreAccessDenied,
@@ -76,6 +78,12 @@ def test_what_was_committed_stays_committed_for_a_replaced_trainer(run: Run) -> 
 def test_a_generation_that_nobody_claimed_cannot_commit(run: Run) -> None:
     with pytest.raises(MissingLink, match="recpoint relink URL 2"):
         commit(run, build(run, tables(), step=5, generation=2).manifest)
+
+
+def test_where_nothing_is_left_of_a_run_its_jobs_wait(run: Run) -> None:
+    shutil.rmtree(run.url)
+    with pytest.raises(NothingToRestore):
+        check_fence(run, 2, 4)
 
 
 def test_the_fence_can_be_left_out(run: Run) -> None:

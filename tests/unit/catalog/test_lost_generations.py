@@ -322,10 +322,10 @@ def test_the_first_snapshot_waits_for_a_record_that_is_lost_before_it(
     run.claim(run.manifest(4, 2).ref)
     job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=3)
     run.store.delete(generation_key(3))
-    with pytest.raises(GenerationRecordLost, match="recpoint relink URL 3") as caught:
+    with pytest.raises(GenerationRecordLost, match="relink URL 3 --never-committed") as caught:
         persist_job(job_file)
     assert classify(caught.value) == "deferred" and job_file.exists()
-    relink(run, 3, ManifestName(4, 2))
+    relink(run, 3, ManifestName(4, 2), never_committed=True)
     assert persist_job(job_file).result == "committed"
     assert Run.open(run.store).live_line()[0] == (6, 3)
 
@@ -335,7 +335,7 @@ def test_of_a_run_without_any_record_too(tmp_path: Path) -> None:
     job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=1)
     with pytest.raises(GenerationRecordLost, match="recpoint relink URL 1"):
         persist_job(job_file)
-    relink(run, 1, None)
+    relink(run, 1, None, never_committed=True)
     assert persist_job(job_file).result == "committed"
 
 
@@ -384,6 +384,35 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(kind, match=said):
         relink(run, generation, restored)
     assert run.generation_numbers() == [1]
+
+
+def test_one_that_never_was_does_not_replace_the_trainer(run: Run) -> None:
+    relink(run, 2, ManifestName(2, 1))
+    fifth = build(run, tables(), step=5, generation=2)
+    with pytest.raises(SettingsError, match="generation 2 is the newest") as refused:
+        relink(run, 3, None)
+    assert "recpoint relink URL 3 --never-committed if that" in refused.value.next_step
+    with pytest.raises(SettingsError, match="no trace") as refused:
+        relink(run, 4, None, never_committed=True)
+    assert "relink" not in refused.value.next_step
+    publish(run, fifth)
+    assert Run.open(run.store).live_line()[0] == (5, 2)
+
+
+def test_a_damaged_record_is_moved_away_and_said_anew(run: Run) -> None:
+    run.store.put(generation_key(2), b"{")
+    newest = run.manifest(4, 2).ref
+    there = Run.open(run.store)
+    asked: list[Callable[[], object]] = [there.live_line, lambda: there.claim(newest)]
+    asked.append(lambda: relink(there, 2, ManifestName(2, 1)))
+    for ask in asked:
+        with pytest.raises(RecpointError) as refused:
+            ask()
+        assert refused.value.subject == generation_key(2)
+        assert "move it out of the run" in refused.value.next_step
+    run.store.delete(generation_key(2))
+    relink(there, 2, ManifestName(2, 1))
+    assert there.claim(newest).generation == 3
 
 
 def test_of_two_who_say_it_at_once_one_is_heard(run: Run) -> None:

@@ -98,6 +98,19 @@ def test_no_run_is_made_beside_what_another_has_left(left: str, tmp_path: Path) 
         remake_run_record(store)
 
 
+def test_a_damaged_run_record_is_moved_away_and_made_anew(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.claim(None)
+    (tmp_path / "run.json").write_bytes(b"{")
+    store = LocalStore(tmp_path)
+    for call in (Run.create, Run.open, remake_run_record):
+        with pytest.raises(FormatError) as refused:
+            call(store)
+        assert "recpoint bring-back" in refused.value.next_step
+    (tmp_path / "run.json").rename(tmp_path.parent / "damaged.json")
+    assert remake_run_record(store)[0].run == run.id
+
+
 def test_a_lost_run_record_is_not_guessed(tmp_path: Path) -> None:
     run, other = new_run(tmp_path / "run"), new_run(tmp_path / "other")
     run.claim(None)
@@ -207,7 +220,7 @@ def test_a_damaged_generation_on_the_line_stops_the_reader(tmp_path: Path) -> No
     with pytest.raises(DigestMismatch) as caught:
         fresh.live_line()
     assert generation_key(2) in caught.value.subject
-    assert "--generation" in caught.value.next_step
+    assert "recpoint relink URL 2" in caught.value.next_step
     with pytest.raises(DigestMismatch):
         fresh.generations()
     # The line before it can still be followed, and so can a checkpoint that somebody names.
