@@ -9,9 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+import numpy as np
+
 from benchmarks.report import Report
 from benchmarks.soak_deployments import KEEP_LAST
-from benchmarks.soak_faults import Happened, Spell, elsewhere, interval_seconds, recoveries
+from benchmarks.soak_faults import (
+    Happened,
+    Spell,
+    elsewhere,
+    interval_seconds,
+    recoveries,
+    spells,
+)
 from benchmarks.soak_scene import Scene
 from benchmarks.soak_truth import Ledger
 from recpoint.catalog.check import check
@@ -80,15 +89,16 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
         f"flow runs: {', '.join(f'{n} {what}' for what, n in sorted(flows.by_state.items()))}; "
         f"workers ended by themselves {scene.worker_ends} times; not completed since Prefect's "
         f"last return: {', '.join(flows.stopped) or 'none'} of {', '.join(flows.deployed)}",
-        "lag_late: faults after which lag was two intervals or more for longer than one interval; "
-        "lag_high_elsewhere: as long spells that had not begun four intervals after any",
-        *(_spell(scene, happened, one) for one in others[:_MOST_LINES]),
+        "lag_late: faults after which lag was at two intervals or more later than one interval "
+        "after the return, however shortly, in a spell that had begun within four; "
+        "lag_high_elsewhere: spells of over an interval that had not begun four after any",
+        *(_spell(scene, happened, one) for one in spells(progress, interval)[:_MOST_LINES]),
     ]
     return report
 
 
 def _spell(scene: Scene, happened: Sequence[Happened], spell: Spell) -> str:
-    """A spell of high lag that no fault explains, and what the agent complained of in it."""
+    """A spell of high lag, and what the agent complained of before and in it."""
     since = max((one.back for one in happened if one.back < spell.first), default=spell.first)
     wall = time.time() - time.monotonic()
     begins, ends = (
@@ -144,9 +154,5 @@ def _growth(samples: Sequence[tuple[float, int, float]]) -> float:
 
 def _tenths(life: Sequence[tuple[float, int, float]]) -> list[float]:
     """Median megabytes of each tenth of a life, in order."""
-    size = max(1, len(life) // 10)
-    ends = range(len(life), 0, -size)[:10]
-    return [
-        statistics.median(megabytes for _, _, megabytes in life[max(0, end - size) : end])
-        for end in reversed(ends)
-    ]
+    parts = np.array_split([megabytes for _, _, megabytes in life], min(10, len(life)))
+    return [float(np.median(part)) for part in parts]
