@@ -18,12 +18,13 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
 _FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
 _AT = re.compile("@|%40")
 _MAYBE_SECRET = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:(?://)?)[^/]*:")
-_CREDENTIAL_FIRST = re.compile(r"[^/]*:[^/]*(?:@|%40)")
+_CREDENTIAL_FIRST = re.compile(r"[^/]*:.*(?:@|%40)")  # secrets have slashes in them, too
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
 _PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
 
 _NEXT = "give a local path, file:///path, s3://bucket/prefix, or another fsspec URL"
+_LOCAL_ANYWAY = "; a local path that looks like this begins with ./"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def parse_run_url(url: str) -> RunUrl:
         if _FORGOTTEN_SLASHES.match(url):
             raise _refused(url, "a URL without `//`")
         if _CREDENTIAL_FIRST.match(url):
-            raise _refused(url, "a credential in the URL, and no scheme")
+            raise _refused(url, "a credential in the URL, and no scheme", or_else=_LOCAL_ANYWAY)
         return _local(os.path.expanduser(url))
     scheme = match[1].lower()
     if "::" in url:
@@ -113,7 +114,7 @@ def _local(path: str) -> RunUrl:
     return RunUrl(scheme="file", bucket="", path=absolute, url=absolute)
 
 
-def _refused(url: str, found: str) -> SettingsError:
+def _refused(url: str, found: str, *, or_else: str = "") -> SettingsError:
     # Only the scheme and what is after the last @ are shown, and nothing after a ? or #. In this
     # order: a secret may have these two characters in it.
     *hidden, shown = _AT.split(url)
@@ -128,7 +129,7 @@ def _refused(url: str, found: str) -> SettingsError:
         f"run URL {shown[:200]!r}",
         found=found,
         expected="where the run's objects are, credentials coming from the environment",
-        next_step=_NEXT,
+        next_step=_NEXT + or_else,
     )
 
 

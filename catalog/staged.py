@@ -57,8 +57,8 @@ _RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
 #: Answers of this process that nobody has asked for yet, by job file; a trainer removes the files.
 _answers: dict[str, Outcome] = {}
 _MOST_ANSWERS = 64
-#: What `durable` writes to first.
-_HALF_WRITTEN = re.compile(rf"{re.escape(durable.TEMPORARY_PREFIX)}[0-9a-f]{{32}}\Z")
+#: What `durable` and `write_status` write to first.
+_HALF_WRITTEN = re.compile(rf"{re.escape(durable.TEMPORARY_PREFIX)}([0-9a-f]{{32}}|status-\d+)\Z")
 
 _REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
 #: To who only wants to know what is needed, and answers no job.
@@ -345,7 +345,7 @@ def _consolidated_path(run_dir: Path | str) -> Path:
 def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
     """Replace the run's status file; whole at every moment, but not made durable: it is news."""
     path = status_path(run_dir)
-    temporary = path.with_name(f".tmp-status-{threading.get_ident()}")
+    temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}status-{threading.get_ident()}")
     temporary.write_text(json.dumps(status, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     temporary.replace(path)
 

@@ -47,7 +47,9 @@ def line_to_go_on(
 
 
 def left_by_going_back(run: Run, record: GenerationRecord) -> list[ManifestName]:
-    """The checkpoints that were newer on the live line than the one a trainer went back to.
+    """The checkpoints that counted, and do not since a trainer went back to an older one.
+
+    All that counted, where it went on from one that did not.
 
     Args:
         run: that `record` has taken over.
@@ -58,8 +60,8 @@ def left_by_going_back(run: Run, record: GenerationRecord) -> list[ManifestName]
     """
     if record.restored is None:
         return []
-    line = run.live_line(before=record.generation)
-    return [name for name in line if name.step > record.restored.step]
+    kept = set(run.live_line(before=record.generation + 1))
+    return [name for name in run.live_line(before=record.generation) if name not in kept]
 
 
 def superseded_alone(run: Run, *, before: int | None = None) -> list[ManifestName]:

@@ -16,7 +16,13 @@ from recpoint.catalog.overview import Alarm, RunOverview, alarms
 from recpoint.catalog.run_url import naming_run, parse_run_url
 from recpoint.catalog.run_watch import RunWatch
 from recpoint.dashboards.catalog_watch import current_watch
-from recpoint.errors import ChainError, FormatError, RecpointError, SettingsError
+from recpoint.errors import (
+    ChainError,
+    FormatError,
+    RecpointError,
+    RunRecordLost,
+    SettingsError,
+)
 
 __all__ = ["REFRESH_SECONDS", "Seen", "Standing", "WatchedRun", "WatchedRuns"]
 
@@ -66,7 +72,7 @@ class Seen:
     @property
     def damaged(self) -> bool:
         """Whether the newest look failed at the catalog itself: waiting will not mend that."""
-        return isinstance(self.error, FormatError | ChainError)
+        return isinstance(self.error, FormatError | ChainError | RunRecordLost)
 
     @property
     def standing(self) -> Standing:

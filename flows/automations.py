@@ -200,10 +200,11 @@ def apply(settings: AlertSettings) -> list[Applied]:
     given = settings.no_commit_intervals
     named = [run_silence(url, given or INTERVALS_OF_SILENCE) for url in settings.runs]
     with _client() as client:
+        # First of all: nothing is changed where that cannot be.
+        chosen = None if settings.notify is None else notification(client, settings.notify)
         there = _newest_of_each_name(client)
         if given is None:
             named = [one.as_before(there.get(one.name(_PREFIX))) for one in named]
-        chosen = None if settings.notify is None else notification(client, settings.notify)
         action = chosen or DoNothing()
         alerts = automations(_resolved(settings, there, named), action)
         alerts += [one.automation(action, prefix=_PREFIX) for one in named]

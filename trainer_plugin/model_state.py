@@ -16,14 +16,11 @@ from recpoint.trainer_plugin.dense_pieces import (
     piece_of,
     write_into,
 )
-from recpoint.trainer_plugin.table import Table
+from recpoint.trainer_plugin.table import Lookup, Table
 from recpoint.trainer_plugin.table_source import TableSource
 from recpoint.trainer_plugin.tables import modules_of, refuse_other_tables
 
 __all__ = ["ModelState"]
-
-
-_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class _Named(NamedTuple):
@@ -83,7 +80,7 @@ class ModelState:
         lookups: dict[str, Tensor] = {}
         for prefix, module in self._modules():
             if (
-                isinstance(module, _LOOKUPS)
+                isinstance(module, Lookup)
                 and (weight := module._parameters.get("weight")) is not None
             ):
                 lookups[prefix] = weight

@@ -34,8 +34,8 @@ def tell_left(run: Run, record: GenerationRecord) -> None:
         return
     if left:
         _log.warning(
-            "%d newer checkpoint(s), up to %s, are left behind for %s. Next: take the step out of "
-            "restore() before the next start, which would go back there once more",
+            "%d checkpoint(s) that counted, up to %s, are left behind for %s. Next: take the step "
+            "out of restore() before the next start, which would go back there once more",
             len(left),
             left[0],
             record.restored,

@@ -60,8 +60,12 @@ def test_a_block_is_told_and_what_a_person_changed_stays() -> None:
     assert not silence.enabled and isinstance(silence.actions[0], SendNotification)
     assert [one.enabled for one in find()] == [True, True, False, True]
 
-    with pytest.raises(SettingsError, match="no block slack-webhook/nobody"):
-        apply(AlertSettings(notify="slack-webhook/nobody"))
+    with get_client(sync_client=True) as client:
+        client.create_automation(other)
+        with pytest.raises(SettingsError, match="no block slack-webhook/nobody"):
+            apply(AlertSettings(notify="slack-webhook/nobody"))
+        # Nothing was done: that one is there twice.
+        assert len(client.read_automations()) == 1 + len(after)
     apply(AlertSettings(notify="none"))
     assert all(isinstance(one.actions[-1], DoNothing) for one in there().values())
     assert len(remove()) == 4 and there().keys() == {"somebody else's"}

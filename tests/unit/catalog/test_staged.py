@@ -153,6 +153,7 @@ def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) 
     run_dir = job_file.parent.parent
     persist.encode_step(job_file, 0)
     half_written = [d / f".tmp-{'0123' * 8}" for d in (run_dir / "outcomes", run_dir)]
+    half_written.append(run_dir / ".tmp-status-139")
     for path in half_written:
         path.write_text("half")
     trainers = run_dir / ".tmp-trainer-17"  # which a trainer is just writing

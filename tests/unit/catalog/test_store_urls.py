@@ -71,6 +71,7 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
         "file://KEY:HIDDEN/run",
         "KEY:HIDDEN@bucket/run",
         "KEY:HIDDEN%40bucket",
+        "KEY:x/HIDDEN@bucket/run",
     ],
 )
 def test_credentials_are_refused_and_not_repeated(url: str) -> None:

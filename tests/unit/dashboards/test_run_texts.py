@@ -206,6 +206,15 @@ def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> 
     )
 
 
+def test_so_is_a_run_that_has_lost_what_makes_it_one(tmp_path: Path) -> None:
+    new_run(tmp_path / "run").claim(None)
+    (tmp_path / "run" / "run.json").unlink()
+    watched = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
+    assert watched.look().standing == "alarm"
+    (said,) = run_texts.alarm_texts(watched.seen, 0.0)
+    assert f"recpoint bring-back {tmp_path / 'run'}" in said
+
+
 def test_a_run_that_another_takes_the_place_of_is_that_one(tmp_path: Path) -> None:
     run = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=3.0)
     for _ in range(2):

@@ -275,11 +275,26 @@ def test_an_explicit_step_leaves_newer_ones_behind_and_says_so(
     # The branch is the same training: batch 5 was trained as before.
     assert second.reader.position == 6
     (said,) = [message for message in caplog.messages if "left behind" in message]
-    assert "1 newer checkpoint(s), up to step 5" in said and "Next: take the step out" in said
+    assert (
+        "1 checkpoint(s) that counted, up to step 5" in said and "Next: take the step out" in said
+    )
     caplog.clear()
     with checkpointer(simple_training(9), place) as ckpt:
         ckpt.restore(6)
     assert not [message for message in caplog.messages if "left behind" in message]
+
+
+def test_going_on_from_one_that_did_not_count_says_what_it_leaves(
+    place: Place, trained: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.agent(), checkpointer(fresh := simple_training(9), place) as ckpt:
+        ckpt.restore(fresh=True)
+        train(fresh, ckpt, 2)
+    with checkpointer(simple_training(9), place) as ckpt:
+        report = ckpt.restore(5, generation=1)
+        assert report is not None and report.restored.step == 5
+    (said,) = [message for message in caplog.messages if "left behind" in message]
+    assert "1 checkpoint(s) that counted, up to step 2 (generation 2), are left behind" in said
 
 
 def test_a_step_that_is_not_there(place: Place, trained: Training) -> None:
