@@ -27,6 +27,7 @@ __all__ = [
     "INDEX",
     "ORIGIN_BYTES",
     "SHARD_NAME",
+    "Origin",
     "Shard",
     "ShardPlan",
     "ShardTensor",
@@ -43,9 +44,18 @@ ORIGIN_BYTES: Final = 512
 _MOST_SHARDS: Final = 99_999  # what five digits count
 _ALIGNMENT_BYTES: Final = 8
 _ORIGIN: Final = re.compile(
-    rb'.{8}{"__metadata__":{"format":"pt","run":"([^"]*)","step":"([0-9]+)","generation":"([0-9]+)"',
+    rb'(?:.{8}\{"__metadata__":\{"format":"pt"|\{\s*"metadata":\s*\{\s*"total_size":\s*[0-9]+)'
+    rb',\s*"run":\s*"([^"]*)",\s*"step":\s*"([0-9]+)",\s*"generation":\s*"([0-9]+)"'
+    rb',\s*"attempt":\s*"([^"]*)"',
     re.DOTALL,
 )
+
+
+class Origin(NamedTuple):
+    """What a file or an index says of where it comes from."""
+
+    name: ManifestName
+    attempt: str
 
 
 class ShardTensor(NamedTuple):
@@ -210,8 +220,8 @@ def plan_shards(
     )
 
 
-def checkpoint_in(start: bytes, run: str) -> ManifestName | None:
-    """Which checkpoint of the run the file is of that begins so, as `Shard.header` wrote it.
+def checkpoint_in(start: bytes, run: str) -> Origin | None:
+    """Which checkpoint of the run a file or an index is of that begins so.
 
     Args:
         start: its first `ORIGIN_BYTES`, or all of it.
@@ -220,7 +230,7 @@ def checkpoint_in(start: bytes, run: str) -> ManifestName | None:
     match = _ORIGIN.match(start)
     if match is None or match[1] != run.encode():
         return None
-    return ManifestName(int(match[2]), int(match[3]))
+    return Origin(ManifestName(int(match[2]), int(match[3])), match[4].decode(errors="replace"))
 
 
 def _of_table(table: LogicalTable) -> list[ShardTensor]:

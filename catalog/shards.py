@@ -2,7 +2,9 @@
 
 Every file is made beside its place and appears whole, once: what is there is never replaced. So a
 restore that was killed goes on where it was, two that write the same do no harm, and two that write
-different things into one place cannot mix. The index appears last; without it nothing counts.
+different things into one place cannot mix. The index appears last; without it nothing counts. Files
+of a checkpoint that turns out to be damaged are removed only while there is no index, and once
+another checkpoint was found for their place; a second writer that still needs them is told so.
 """
 
 from __future__ import annotations
@@ -27,38 +29,23 @@ from recpoint.catalog.restore import RestoreReport, restore
 from recpoint.catalog.restore_target import StateWanted
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_run
-from recpoint.catalog.shard_plan import (
-    DEFAULT_SHARD_BYTES,
-    INDEX,
-    ORIGIN_BYTES,
-    SHARD_NAME,
-    Shard,
-    ShardPlan,
-    checkpoint_in,
-    plan_shards,
+from recpoint.catalog.shard_place import (
+    check_place,
+    finish_shards,
+    refuse_beside_index,
+    remove_unfinished,
+    shard_is_there,
+    take_back,
 )
+from recpoint.catalog.shard_plan import DEFAULT_SHARD_BYTES, Shard, ShardPlan, plan_shards
 from recpoint.catalog.state_tensors import state_tensors
 from recpoint.catalog.store_contract import Store
 from recpoint.catalog.store_errors import for_os_error
-from recpoint.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    RecpointError,
-    SettingsError,
-    UnsupportedVersion,
-)
+from recpoint.errors import ObjectExists, RecpointError, StoreUnavailable, UnsupportedVersion
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
 
-__all__ = [
-    "check_place",
-    "damaged_checkpoint",
-    "finish_shards",
-    "restore_shards",
-    "summary",
-    "take_back",
-    "write_shard",
-]
+__all__ = ["damaged_checkpoint", "restore_shards", "summary", "write_shard"]
 
 
 def restore_shards(
@@ -87,9 +74,13 @@ def restore_shards(
 
     Raises:
         SettingsError: another checkpoint, or part of one, is there already.
-        RecpointError: as for `catalog.restore.restore`; no index has been written.
+        RestoreError: the index is there, and a file is missing that damage keeps from being made
+            again; or another writer has removed files meanwhile. What is there was left alone.
+        RecpointError: as for `catalog.restore.restore`; no index has been written. Files that were
+            finished stay for the next try.
     """
     damaged: dict[ManifestName, str] = {}
+    instead_of: ShardPlan | None = None
     while True:
         plan = plan_shards(
             run,
@@ -100,8 +91,12 @@ def restore_shards(
             damaged=damaged,
             shard_bytes=shard_bytes,
         )
+        if instead_of is not None:
+            take_back(into, instead_of)
         reports: list[RestoreReport] = []
-        if not check_place(into, plan):
+        there = check_place(into, plan)
+        remove_unfinished(into, plan)
+        if not there:
             done_bytes = 0
             try:
                 for shard in plan.shards:
@@ -110,21 +105,26 @@ def restore_shards(
                     done_bytes += shard.size_bytes
                     on_progress(done_bytes, plan.size_bytes)
             except DAMAGE as error:
-                damaged |= damaged_checkpoint(plan, error, run_url=run.url, named=step is not None)
-                take_back(into, plan)
+                damaged |= damaged_checkpoint(
+                    into, plan, error, run_url=run.url, named=step is not None
+                )
+                instead_of = plan  # its files are progress until there is another one
                 continue
             finish_shards(into, plan)
         return summary(plan, reports)
 
 
 def damaged_checkpoint(
-    plan: ShardPlan, error: RecpointError, *, run_url: str, named: bool
+    into: Store, plan: ShardPlan, error: RecpointError, *, run_url: str, named: bool
 ) -> dict[ManifestName, str]:
     """For `plan_shards`, which is to choose another one.
 
     Raises:
+        RestoreError: the index is there. What is there counts, and no other checkpoint takes its
+            place.
         RecpointError: the error itself, where there is no choice: as for `restore`.
     """
+    refuse_beside_index(into, plan, error, run_url=run_url)
     if named or isinstance(error, UnsupportedVersion):
         raise error
     return {plan.name: naming_run(f"{type(error).__name__}: {error}", run_url)}
@@ -141,98 +141,6 @@ def summary(plan: ShardPlan, reports: Sequence[RestoreReport]) -> RestoreReport:
         bytes_read=sum(report.bytes_read for report in every),
         seconds=sum(report.seconds for report in every),
     )
-
-
-# --- the place -----------------------------------------------------------------------------------
-
-
-def check_place(into: Store, plan: ShardPlan) -> bool:
-    """Whether all of the plan is there already.
-
-    Raises:
-        SettingsError: something else is.
-    """
-    missing = {shard.file: shard for shard in plan.shards}
-    for info in into.list("model"):
-        if info.key == INDEX:  # behind all shards in a listing
-            return _is_there(into, plan, INDEX, plan.index, len(plan.index)) and not missing
-        if SHARD_NAME.match(info.key):
-            shard = missing.pop(info.key, None)
-            if shard is None:
-                raise _taken(into, plan, info.key)
-            _shard_is_there(into, plan, shard)
-    return False
-
-
-def finish_shards(into: Store, plan: ShardPlan) -> None:
-    """Write the index, once all files are there, and remove what killed writers of them left.
-
-    Raises:
-        SettingsError: there is another one.
-    """
-    try:
-        into.create(INDEX, plan.index)
-    except ObjectExists:
-        _is_there(into, plan, INDEX, plan.index, len(plan.index))
-    for info in list(into.list_unfinished()):
-        if any(shard.file in info.key for shard in plan.shards) and "/" not in info.key:
-            into.delete_unfinished(info.key)
-
-
-def take_back(into: Store, plan: ShardPlan) -> None:
-    """Remove the files of a plan that turned out to be of a damaged checkpoint."""
-    for shard in plan.shards:
-        if _shard_is_there(into, plan, shard):
-            into.delete(shard.file)
-
-
-def _shard_is_there(into: Store, plan: ShardPlan, shard: Shard) -> bool:
-    """Whether the file is: by its header, which says of what it is, and its length."""
-    header = shard.header(plan.metadata)
-    return _is_there(into, plan, shard.file, header, len(header) + shard.size_bytes)
-
-
-def _is_there(into: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: int) -> bool:
-    """Whether an object is that begins so and is so long.
-
-    Raises:
-        SettingsError: another one is.
-    """
-    try:
-        if into.size(key) == size_bytes and into.get_range(key, start=0, end=len(start)) == start:
-            return True
-    except ObjectNotFound:
-        return False
-    raise _taken(into, plan, key)
-
-
-def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
-    """Of what is in the way. A trainer may have committed a newer checkpoint since a restore was
-    killed, so what that one restored is said, and how to go on with it."""
-    found, go_on = "of another checkpoint or of other files", ""
-    begun = _checkpoint_of(into, plan, key)
-    if begun is not None and begun != plan.name:
-        step, generation = begun
-        found = f"of another checkpoint, step {step} (generation {generation})"
-        go_on = (
-            f"go on with that one: --step {step} --generation {generation} "
-            f"(step={step}, generation={generation} in Python and of the flow); or "
-        )
-    return SettingsError(
-        f"restore into {into.url}",
-        found=f"{key}, {found}",
-        expected=f"no {INDEX}, and no shards but those of this very restore, of {plan.name}",
-        next_step=f"{go_on}choose another place, or remove what is there",
-    )
-
-
-def _checkpoint_of(into: Store, plan: ShardPlan, key: str) -> ManifestName | None:
-    """Which checkpoint of the plan's run a file has; None: of none, or it does not say."""
-    try:
-        start = into.get_range(key, start=0, end=min(into.size(key), ORIGIN_BYTES))
-    except ObjectNotFound:
-        return None
-    return checkpoint_in(start, plan.run)
 
 
 # --- one file ------------------------------------------------------------------------------------
@@ -253,7 +161,7 @@ def write_shard(
         FormatError, ChainError, ObjectNotFound: the checkpoint is damaged.
         StoreError: one of the two stores cannot be used, or there is no room.
     """
-    if _shard_is_there(into, plan, shard):
+    if shard_is_there(into, plan, shard):
         return None
     header = shard.header(plan.metadata)
     with _mapped(into, shard.file, len(header) + shard.size_bytes) as (path, mapped):
@@ -266,12 +174,13 @@ def write_shard(
             generation=plan.name.generation,
             on_progress=on_progress,
         )
-        mapped.flush()
-        durable.fsync_file(path)
+        with _translated(path):
+            mapped.flush()
+            durable.fsync_file(path)
         try:
             into.create_from_file(shard.file, path)
         except ObjectExists:
-            _shard_is_there(into, plan, shard)  # another writer's, or ours after a lost answer
+            shard_is_there(into, plan, shard)  # another writer's, or ours after a lost answer
     return report
 
 
@@ -317,13 +226,28 @@ def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any
     directory = into.scratch_directory()
     path = directory / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}-{file}"
     try:
-        try:
+        with _translated(path):
             with path.open("xb") as made:
                 # All of it now: a disk that is full is an error here, and the end of the process
                 # where mapped bytes are written.
                 os.posix_fallocate(made.fileno(), 0, size_bytes)
-        except OSError as error:
-            raise for_os_error(error, str(path), doing="writing", writing=True) from error
-        yield path, np.memmap(path, np.uint8, mode="r+")
+            mapped = np.memmap(path, np.uint8, mode="r+")
+        yield path, mapped
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Raises what the system says of a file that is being written as errors of a store."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StoreUnavailable(
+            str(path),
+            found="no such file any more (while writing)",
+            expected="the file that is being written, until it is in its place",
+            next_step="run the same restore again, which writes what is missing",
+        ) from error
+    except OSError as error:
+        raise for_os_error(error, str(path), doing="writing", writing=True) from error

@@ -23,7 +23,7 @@ from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import RestoreReport
 from recpoint.catalog.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
-from recpoint.catalog.shards import damaged_checkpoint, summary, take_back
+from recpoint.catalog.shards import damaged_checkpoint, summary
 from recpoint.catalog.store import open_store
 from recpoint.flows.each_part import each_part
 from recpoint.flows.no_results import NO_RESULTS
@@ -91,7 +91,7 @@ async def restore(
 
     Raises:
         SettingsError: something else is in the target.
-        RecpointError: of `recpoint.catalog.shards.restore_shards`; no index was written.
+        RecpointError: of `recpoint.catalog.shards.restore_shards`, which says what is left then.
     """
     # The tags of a task are names of concurrency limits, which the server would be asked for.
     with TagsContext(current_tags=set()):
@@ -134,6 +134,7 @@ async def _restore(
 ) -> tuple[ShardPlan, RestoreReport, str]:
     """The newest checkpoint of which every file turns out to be good."""
     damaged: dict[ManifestName, str] = {}
+    instead_of: ShardPlan | None = None
     while True:
         plan, there = await plan_restore(
             run_url,
@@ -144,6 +145,7 @@ async def _restore(
             validated_within,
             damaged,
             shard_bytes,
+            instead_of,
         )
         if there:
             return plan, plan.report, "already"
@@ -155,9 +157,10 @@ async def _restore(
                 at_once,
             )
         except DAMAGE as error:
-            damaged |= damaged_checkpoint(plan, error, run_url=run_url, named=step is not None)
+            found = partial(damaged_checkpoint, run_url=run_url, named=step is not None)
+            damaged |= await asyncio.to_thread(found, open_store(target), plan, error)
             _LOG.warning("skipped %s: %s", plan.name, error)
-            await asyncio.to_thread(take_back, open_store(target), plan)
+            instead_of = plan  # its files are progress until there is another one
             continue
         await finish_restore(run_url, target, plan)
         return plan, summary(plan, [one for one in reports if one is not None]), "restored"

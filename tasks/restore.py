@@ -13,8 +13,9 @@ from prefect.runtime import task_run
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import RestoreReport
 from recpoint.catalog.run import Run
+from recpoint.catalog.shard_place import check_place, finish_shards, remove_unfinished, take_back
 from recpoint.catalog.shard_plan import ShardPlan, plan_shards
-from recpoint.catalog.shards import check_place, finish_shards, write_shard
+from recpoint.catalog.shards import write_shard
 from recpoint.catalog.store import open_store
 from recpoint.tasks.artifact_key import artifact_key, run_title
 from recpoint.tasks.consolidation_task import open_run
@@ -49,8 +50,12 @@ async def plan_restore(
     validated_within: int | None,
     damaged: Mapping[ManifestName, str],
     shard_bytes: int,
+    instead_of: ShardPlan | None = None,
 ) -> tuple[ShardPlan, bool]:
-    """The checkpoint, its files, and whether all of them are in their place already."""
+    """The checkpoint, its files, and whether all of them are in their place already.
+
+    Once it is chosen, the files of `instead_of`, which turned out to be damaged, make room for it.
+    """
 
     def plan() -> tuple[ShardPlan, bool]:
         made = plan_shards(
@@ -62,7 +67,12 @@ async def plan_restore(
             damaged=damaged,
             shard_bytes=shard_bytes,
         )
-        return made, check_place(open_store(target_url), made)
+        into = open_store(target_url)
+        if instead_of is not None:
+            take_back(into, instead_of)
+        there = check_place(into, made)
+        remove_unfinished(into, made)
+        return made, there
 
     return await asyncio.to_thread(plan)
 

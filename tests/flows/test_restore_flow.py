@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.shard_plan import INDEX
 from recpoint.catalog.shards import restore_shards
 from recpoint.catalog.store import Store, open_store
-from recpoint.errors import DigestMismatch, SettingsError
+from recpoint.errors import DigestMismatch, RecpointError, RestoreError, SettingsError
 from recpoint.flows.restore import run_restore
 from recpoint.format.manifest import Manifest
 from recpoint.tasks import progress
@@ -116,3 +119,49 @@ def test_another_checkpoint_is_not_replaced(
     state = run_restore(run.url, str(target), shard_bytes=1)
     assert isinstance(state.result(raise_on_failure=False), SettingsError)
     assert files(target) == before
+
+
+def test_a_run_that_vanishes_takes_no_finished_file_along(
+    run: Run, chain: list[Manifest], tmp_path: Path, through: list[Store]
+) -> None:
+    """As a mount does, while the second of two files is written."""
+    target, away = tmp_path / "target", tmp_path / "away"
+    finished: list[dict[str, int]] = []
+    one = threading.Lock()
+
+    def inodes() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in target.glob("model*")}
+
+    def vanish(call: str, key: str) -> None:
+        with one:
+            if key.startswith("chunks/") and not finished and inodes():
+                finished.append(inodes())
+                os.rename(run.url, away)
+                os.mkdir(run.url)
+
+    through[0] = InterposedStore(run.store, before=vanish)
+    state = run_restore(run.url, str(target), shard_bytes=1)
+    assert isinstance(state.result(raise_on_failure=False), RecpointError)
+    assert inodes() == finished[0] and len(finished[0]) == 1
+    shutil.rmtree(run.url)
+    os.rename(away, run.url)
+    assert run_restore(run.url, str(target), shard_bytes=1).is_completed()
+    assert inodes().items() >= finished[0].items()
+    assert files(target) == bare(run, tmp_path / "bare")
+
+
+def test_files_that_count_are_never_taken_back(
+    run: Run, chain: list[Manifest], tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    there = bare(run, target)
+    lost = min(there.keys() - {INDEX})
+    (target / lost).unlink()
+    there.pop(lost)
+    for entry in chain[3].chunks:
+        if entry.content == "rows":
+            run.store.put(entry.key, bytes(entry.bytes))
+    refused = run_restore(run.url, str(target), shard_bytes=1).result(raise_on_failure=False)
+    assert isinstance(refused, RestoreError), refused
+    assert f"{INDEX} and 1 of the 2 files of step 4 (generation 1), without {lost}" in str(refused)
+    assert files(target) == there

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +19,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from recpoint.catalog.run import Run
+from recpoint.catalog.shard_place import finish_shards, take_back
 from recpoint.catalog.shard_plan import INDEX, plan_shards
-from recpoint.catalog.shards import finish_shards, restore_shards, write_shard
+from recpoint.catalog.shards import restore_shards, write_shard
 from recpoint.catalog.store import Store, open_store
 from recpoint.cli import app
-from recpoint.errors import SettingsError, StoreUnavailable
+from recpoint.errors import RecpointError, RestoreError, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, new_run, publish, tables
 from tests.interposed_store import InterposedStore, unavailable
@@ -94,6 +99,12 @@ def require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
+def left(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """Which files are there, and what tells whether one was written once more."""
+    there = {path.name: path.stat() for path in directory.iterdir()}
+    return {name: (s.st_ino, s.st_mtime_ns, s.st_size) for name, s in there.items()}
+
+
 @pytest.mark.parametrize(("shard_bytes", "files"), [(1, 5), (1500, 3), (1 << 30, 1)])
 def test_the_same_tensors_as_in_one_file(
     chain: tuple[Run, list[Manifest]], tmp_path: Path, shard_bytes: int, files: int
@@ -163,20 +174,26 @@ def test_what_was_begun_is_finished_and_nothing_is_mixed(
     into = open_store(str(tmp_path / "out"))
     plan = plan_shards(run, shard_bytes=1)
     assert write_shard(run, into, plan, plan.shards[1]) is not None
-    written = (tmp_path / "out" / plan.shards[1].file).stat()
+    written = left(tmp_path / "out")[plan.shards[1].file]
     leftover = tmp_path / "out" / f".tmp-{'0' * 32}-{plan.shards[0].file}"
     leftover.write_bytes(b"of a killed writer")
+    os.utime(leftover, (time.time() - 86_500,) * 2)
+    younger = tmp_path / "out" / f".tmp-{'1' * 32}-{plan.shards[0].file}"
+    younger.write_bytes(b"perhaps of one that lives")
+    os.utime(younger, (time.time() - 86_300,) * 2)
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(SettingsError, match="of another checkpoint"):
         restore_shards(run, into, shard_bytes=1, step=2)
-    with pytest.raises(SettingsError, match="of another checkpoint"):
+    with pytest.raises(SettingsError, match="of this checkpoint, in files of another size"):
         restore_shards(run, into, shard_bytes=1 << 30)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        [leftover.name, plan.shards[1].file, "config.json"]
+        [leftover.name, younger.name, plan.shards[1].file, "config.json"]
     )
     restore_shards(run, into, shard_bytes=1)
-    assert (tmp_path / "out" / plan.shards[1].file).stat() == written  # not once more
-    assert not leftover.exists()
+    assert left(tmp_path / "out")[plan.shards[1].file] == written  # not once more
+    assert not leftover.exists() and younger.exists()
+    os.utime(younger, (time.time() - 86_500,) * 2)
+    restore_shards(run, into, shard_bytes=1)
     (tmp_path / "out" / "config.json").unlink()
     (tmp_path / "out" / plan.shards[2].file).unlink()  # whoever removes one gets it back
     restore_shards(run, into, shard_bytes=1)
@@ -190,7 +207,7 @@ def test_a_killed_restore_of_a_run_that_trains_is_gone_on_with_by_name(
     into = open_store(str(tmp_path / "out"))
     plan = plan_shards(run, shard_bytes=1)
     write_shard(run, into, plan, plan.shards[1])
-    written = (tmp_path / "out" / plan.shards[1].file).stat()
+    written = left(tmp_path / "out")[plan.shards[1].file]
     publish(run, build(run, trained(), step=4, generation=1, parent=made[-1], state=STATE))
     with pytest.raises(SettingsError) as refused:
         restore_shards(run, into, shard_bytes=1)
@@ -198,14 +215,14 @@ def test_a_killed_restore_of_a_run_that_trains_is_gone_on_with_by_name(
     assert "of another checkpoint, step 3 (generation 1)" in said and "step 4" in said, said
     assert "go on with that one: --step 3 --generation 1 (step=3, generation=1 in Python" in said
     assert restore_shards(run, into, shard_bytes=1, step=3, generation=1).restored.step == 3
-    assert (tmp_path / "out" / plan.shards[1].file).stat() == written
+    assert left(tmp_path / "out")[plan.shards[1].file] == written
     require_same(
         by_index(tmp_path / "out"),
         in_one_file(run, tmp_path / "one.safetensors", "--step", "3"),
     )
 
 
-@pytest.mark.parametrize("of", ["another run", "the same checkpoint, divided otherwise", "nothing"])
+@pytest.mark.parametrize("of", ["another run", "another attempt", "nothing"])
 def test_what_cannot_be_gone_on_with_is_not_proposed(
     chain: tuple[Run, list[Manifest]], tmp_path: Path, of: str
 ) -> None:
@@ -219,8 +236,12 @@ def test_what_cannot_be_gone_on_with_is_not_proposed(
         publish(other, build(other, trained(), step=1, generation=1, state=STATE))
         restore_shards(other, into, shard_bytes=1)
     else:
-        restore_shards(run, into, shard_bytes=1 << 30)
-    with pytest.raises(SettingsError, match="Next: choose another place, or remove what is there"):
+        plan = plan_shards(run, shard_bytes=1)
+        ref = plan.report.restored.model_copy(update={"attempt": "0" * 32})
+        report = replace(plan.report, restored=ref)
+        into.create(INDEX, replace(plan, report=report).index)
+    words = "of another checkpoint or of other files.* Next: choose another place, or remove what"
+    with pytest.raises(SettingsError, match=words):
         restore_shards(run, into, shard_bytes=1)
 
 
@@ -245,6 +266,180 @@ def test_of_two_writers_of_one_file_either_will_do(
     finish_shards(into, plan)
     finish_shards(inner, plan)
     require_same(by_index(tmp_path / "out"), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+def seen_reading(run: Run, look: Callable[[], None]) -> Run:
+    """The same run, with `look` called before a chunk is read, by one thread at a time."""
+    one = threading.Lock()
+
+    def before(call: str, key: str) -> None:
+        if key.startswith("chunks/"):
+            with one:
+                look()
+
+    return Run.open(InterposedStore(run.store, before=before))
+
+
+def damage_rows(run: Run, manifest: Manifest) -> None:
+    for entry in manifest.chunks:
+        if entry.content == "rows":
+            run.store.put(entry.key, bytes(entry.bytes))
+
+
+def test_a_run_that_vanishes_takes_no_finished_file_along(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    """As a mount does: every chunk then reads as if it had never been there."""
+    run, _ = chain
+    out, away = tmp_path / "out", tmp_path / "away"
+    finished: list[dict[str, tuple[int, int, int]]] = []
+
+    def vanish() -> None:
+        if not finished and len(list(out.glob("model-*"))) == 2:
+            finished.append({name: one for name, one in left(out).items() if name[0] != "."})
+            os.rename(run.url, away)
+            os.mkdir(run.url)
+
+    with pytest.raises(RecpointError):
+        restore_shards(seen_reading(run, vanish), open_store(str(out)), shard_bytes=1)
+    assert left(out) == finished[0] and len(finished[0]) == 2
+    os.rmdir(run.url)
+    os.rename(away, run.url)
+    assert restore_shards(run, open_store(str(out)), shard_bytes=1).restored.step == 3
+    assert left(out).items() >= finished[0].items()
+    require_same(by_index(out), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_files_that_count_are_never_taken_back(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path, step: int | None
+) -> None:
+    """They may be the last copy of a checkpoint that has been damaged in the store since."""
+    run, made = chain
+    out = tmp_path / "out"
+    into = open_store(str(out))
+    restore_shards(run, into, shard_bytes=1)
+    plan = plan_shards(run, shard_bytes=1)
+    (out / plan.shards[1].file).unlink()
+    before = left(out)
+    damage_rows(run, made[2])
+    with pytest.raises(RestoreError) as refused:
+        restore_shards(run, into, step=step, shard_bytes=1)
+    said = str(refused.value)
+    assert f"{INDEX} and 4 of the 5 files of step 3 (generation 1)" in said, said
+    assert f"without {plan.shards[1].file}," in said and "DigestMismatch" in said, said
+    assert f"recpoint check {run.url} --level full; keep what is there" in said, said
+    assert left(out) == before
+    with pytest.raises(RestoreError, match=INDEX):
+        take_back(into, plan)
+    assert left(out) == before
+
+
+def test_no_index_over_files_that_another_writer_took_back(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, _ = chain
+    into = open_store(str(tmp_path / "out"))
+    plan = plan_shards(run, shard_bytes=1)
+    for shard in plan.shards[:-1]:
+        write_shard(run, into, plan, shard)
+    take_back(into, plan)  # one writer has met damage
+    write_shard(run, into, plan, plan.shards[-1])  # the other one has not
+    with pytest.raises(RestoreError, match=f"no {plan.shards[0].file}, .* and 1 more any more"):
+        finish_shards(into, plan)
+    assert set(left(tmp_path / "out")) == {plan.shards[-1].file}
+    restore_shards(run, into, shard_bytes=1)
+    require_same(by_index(tmp_path / "out"), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+def test_files_taken_back_right_before_the_index_are_missed(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, _ = chain
+    inner = open_store(str(tmp_path / "out"))
+    plan = plan_shards(run, shard_bytes=1)
+
+    def before(call: str, key: str) -> None:
+        if (call, key) == ("create", INDEX):
+            take_back(inner, plan)
+
+    with pytest.raises(RestoreError, match=f"no {plan.shards[0].file}"):
+        restore_shards(run, InterposedStore(inner, before=before), shard_bytes=1)
+    restore_shards(run, inner, shard_bytes=1)
+    require_same(by_index(tmp_path / "out"), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+def test_a_writer_that_ends_leaves_the_file_of_one_at_work(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, _ = chain
+    out = tmp_path / "out"
+    plan = plan_shards(run, shard_bytes=1)
+    ended: list[dict[str, tuple[int, int, int]]] = []
+
+    def end_another() -> None:
+        if not ended:
+            restore_shards(run, open_store(str(out)), shard_bytes=1)
+            ended.append(left(out))
+
+    at_work = seen_reading(run, end_another)
+    assert write_shard(at_work, open_store(str(out)), plan, plan.shards[-1]) is not None
+    (unfinished,) = (name for name in ended[0] if name.endswith(f"-{plan.shards[-1].file}"))
+    assert left(out) == {name: one for name, one in ended[0].items() if name != unfinished}
+    require_same(by_index(out), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+def test_a_file_removed_while_it_is_written_is_an_error_of_the_store(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, _ = chain
+    out = tmp_path / "out"
+    plan = plan_shards(run, shard_bytes=1)
+
+    def remove() -> None:
+        for path in out.glob(".tmp-*"):
+            path.unlink()
+
+    with pytest.raises(StoreUnavailable, match=f"{plan.shards[0].file}: found no such file"):
+        write_shard(seen_reading(run, remove), open_store(str(out)), plan, plan.shards[0])
+    assert not left(out)
+
+
+@pytest.mark.parametrize("there", ["files and index", "the index alone"])
+def test_files_of_another_size_are_said_to_be_so(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path, there: str
+) -> None:
+    run, _ = chain
+    out = tmp_path / "out"
+    into = open_store(str(out))
+    restore_shards(run, into, shard_bytes=1500)
+    if there == "the index alone":
+        for path in out.glob("model-*"):
+            path.unlink()
+    with pytest.raises(SettingsError) as refused:
+        restore_shards(run, into, shard_bytes=1)
+    said = str(refused.value)
+    assert "of this checkpoint, in files of another size" in said and "another ch" not in said, said
+    assert "Next: give the same shard_bytes as before (in Python and of the flow;" in said, said
+    restore_shards(run, into, shard_bytes=1500)
+    require_same(by_index(out), in_one_file(run, tmp_path / "one.safetensors"))
+
+
+def test_a_file_that_was_cut_off_is_said_to_be_so(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path
+) -> None:
+    run, _ = chain
+    out = tmp_path / "out"
+    into = open_store(str(out))
+    restore_shards(run, into, shard_bytes=1)
+    cut = sorted(out.glob("model-*"))[0]
+    os.truncate(cut, cut.stat().st_size - 1)
+    with pytest.raises(SettingsError, match="of this very restore, in another length") as refused:
+        restore_shards(run, into, shard_bytes=1)
+    assert f"Next: remove {cut.name}, which is made again; or" in str(refused.value)
+    cut.unlink()
+    restore_shards(run, into, shard_bytes=1)
+    require_same(by_index(out), in_one_file(run, tmp_path / "one.safetensors"))
 
 
 # The peak of what is not mapped from a file, after everything has been imported and warmed up.
