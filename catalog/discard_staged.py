@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import AgentLock, sweep_of
 from recpoint.catalog.answers import reject_job
 from recpoint.catalog.cancel import remove_mark, write_mark
 from recpoint.catalog.run_url import naming_run
-from recpoint.catalog.staged_work import agent_serves
 from recpoint.errors import (
     CheckpointCancelled,
     FormatError,
@@ -27,6 +27,7 @@ from recpoint.format.job import Job
 __all__ = ["StagedLoss", "discard_staged", "run_is_gone", "staged_losses", "there_is_a_run"]
 
 _POLL_SECONDS = 0.05
+#: Since the last job that the agent has dropped.
 _AGENT_SECONDS = 30.0
 
 
@@ -106,7 +107,8 @@ def discard_staged(run_dir: Path) -> list[StagedLoss]:
         What was discarded.
 
     Raises:
-        StagingError: a trainer of the run is at work, or the agent does not answer.
+        StagingError: a trainer of the run is at work, or a sweep or drain is on this staging area,
+            or its agent drops no job any more.
         OSError: the staging area cannot be written.
     """
     if staged.trainer_is_running(run_dir):
@@ -119,28 +121,40 @@ def discard_staged(run_dir: Path) -> list[StagedLoss]:
     losses = staged_losses(run_dir)
     if not losses:
         return []
-    if agent_serves(run_dir):
+    lock = AgentLock(run_dir.parent, sweep_of(run_dir))
+    other = lock.take()
+    if other is None:
+        try:
+            for path in staged.staged_jobs(run_dir):
+                reject_job(path, _discarded(path))
+        finally:
+            lock.release()
+    elif other.ends_by_itself:
+        raise lock.refused(other)  # it comes to no mark of these jobs, or not again
+    else:
         _have_the_agent_discard(run_dir)
-        return losses
-    with staged.AgentLock(run_dir.parent):
-        for path in staged.staged_jobs(run_dir):
-            reject_job(path, _discarded(path))
     return losses
 
 
 def _have_the_agent_discard(run_dir: Path) -> None:
     marked = []
-    for path in staged.staged_jobs(run_dir):
+    jobs = staged.staged_jobs(run_dir)
+    for path in jobs:
         job = _readable(path)
         if job is not None:  # else the agent rejects it unasked
             write_mark(run_dir, job.ref, job.rank)
             marked.append(job)
+    fewest = len(jobs)
     deadline = time.monotonic() + _AGENT_SECONDS
     while left := staged.staged_jobs(run_dir):
+        if len(left) < fewest:  # it is at it: how long one takes, nobody can tell
+            fewest = len(left)
+            deadline = time.monotonic() + _AGENT_SECONDS
         if time.monotonic() >= deadline:
             raise StagingError(
                 str(run_dir),
-                found=f"{len(left)} jobs {_AGENT_SECONDS:.0f} s after they were to be dropped",
+                found=f"{len(left)} jobs that were to be dropped, and none that was for "
+                f"{_AGENT_SECONDS:.0f} s",
                 expected="an agent that drops them",
                 next_step="see the agent's log; or stop it, and do this again",
             )

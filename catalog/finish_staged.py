@@ -10,14 +10,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recpoint.catalog import persist, staged
+from recpoint.catalog.agent_lock import AgentLock, AtWork, at_work, sweep_of
 from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.rank_parts import missing_ranks
 from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, unwatched
 from recpoint.catalog.staged_job import open_job
-from recpoint.catalog.staged_work import JobFate, StagedWork, agent_serves
-from recpoint.errors import MissingLink, ObjectNotFound, RanksMissing, RecpointError, StagingError
+from recpoint.catalog.staged_work import Fate, JobFate, StagedWork
+from recpoint.errors import MissingLink, ObjectNotFound, RanksMissing, RecpointError
 from recpoint.format.job import Job
 from recpoint.format.records import CheckpointRef
 
@@ -25,7 +26,7 @@ __all__ = ["finish_staged", "foresee_staged"]
 
 
 def finish_staged(run_dir: Path, *, on_step: OnStep = unwatched) -> StagedWork:
-    """Commit or reject the staged jobs of a run and empty its spool, unless an agent is there.
+    """Commit or reject the staged jobs of a run and empty its spool, unless another is at work.
 
     Killed anywhere, the jobs that are left are as they were: an agent, or the next call, goes on.
 
@@ -39,16 +40,16 @@ def finish_staged(run_dir: Path, *, on_step: OnStep = unwatched) -> StagedWork:
     """
     if not run_dir.is_dir():
         return StagedWork()
-    if agent_serves(run_dir):
-        return _left_to_the_agent(run_dir)
+    if (other := at_work(run_dir.parent)) is not None:
+        return _left_to(other, run_dir)
+    lock = AgentLock(run_dir.parent, sweep_of(run_dir))
+    if (other := lock.take()) is not None:  # one that was started just now
+        return _left_to(other, run_dir)
     try:
-        with staged.AgentLock(run_dir.parent):
-            staged.clean(run_dir)
-            return _finish(run_dir, on_step)
-    except StagingError:
-        if agent_serves(run_dir):  # one that was started just now
-            return _left_to_the_agent(run_dir)
-        raise
+        staged.clean(run_dir)
+        return _finish(run_dir, on_step)
+    finally:
+        lock.release()
 
 
 def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
@@ -57,8 +58,8 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
     Raises:
         OSError: the staging area cannot be read.
     """
-    if agent_serves(run_dir):
-        return _left_to_the_agent(run_dir)
+    if (other := at_work(run_dir.parent)) is not None:
+        return _left_to(other, run_dir)
     fates: list[JobFate] = []
     unreadable: list[Path] = []
     coming: set[CheckpointRef] = set()
@@ -93,10 +94,13 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
     return StagedWork(jobs=tuple(fates), unreadable=tuple(unreadable))
 
 
-def _left_to_the_agent(run_dir: Path) -> StagedWork:
+def _left_to(other: AtWork, run_dir: Path) -> StagedWork:
+    fate: Fate = "waits for its agent"
     why = "an agent serves this staging area"
+    if other.ends_by_itself:  # with the jobs of another run, or before it comes to these again
+        fate, why = "stays", f"{other} is at work here: run this again after it"
     jobs = staged.staged_jobs(run_dir)
-    return StagedWork(jobs=tuple(JobFate(path.stem, "waits for its agent", why) for path in jobs))
+    return StagedWork(jobs=tuple(JobFate(path.stem, fate, why) for path in jobs))
 
 
 def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:

@@ -6,7 +6,8 @@ its run: where none will come, only this gives it back.
 Why it is safe. Only the process that holds a rank's trainer lock writes its slots or names one in
 a new job, and it takes the lock before it opens a slot: so while the lock is held here, no job can
 appear, and a slot that no job names is nobody's. Jobs that are being persisted name theirs until
-they are answered. A trainer that starts meanwhile waits for the lock for longer than it is held
+they are answered. What jobs name is read before, and under the lock only their names and times are
+compared. So a trainer that starts meanwhile waits for the lock for longer than it is held
 here: the file is unlinked under it, which takes no time since it is open, and its memory is freed
 afterwards. Killed anywhere, the kernel releases the lock, and each slot is whole or gone.
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +30,16 @@ from recpoint.catalog.trainer_note import read_note, trainer_state
 from recpoint.errors import FormatError, StagingError
 from recpoint.format.naming import parse_job_stem
 
-__all__ = ["FreeSlot", "free_slots", "free_slots_of_ended", "has_ended"]
+__all__ = [
+    "FreeSlot",
+    "RankJobs",
+    "free_slots",
+    "free_slots_of_ended",
+    "has_ended",
+    "read_rank_jobs",
+    "remove_unnamed",
+    "slots_by_rank",
+]
 
 _SLOT_NAME = re.compile(r"r([0-9]{5})-[0-9]{1,4}\.bin\Z")
 
@@ -62,7 +74,7 @@ def free_slots(
         OSError: the staging area cannot be read or written.
     """
     found: list[FreeSlot] = []
-    slots = _slots(run_dir)
+    slots = slots_by_rank(run_dir)
     if not slots:
         return found
     idle_seconds = _idle_seconds(run_dir)
@@ -77,11 +89,13 @@ def free_slots(
             if not host_lock.is_held(staged.trainer_lock_path(run_dir, rank)):
                 found += [
                     FreeSlot(path.name, path.stat().st_size, reason)
-                    for path in _unnamed(run_dir, rank, old, besides)
+                    for path in read_rank_jobs(run_dir, rank, besides).unnamed(old)
                 ]
-        # Before the lock as well, so that it is taken where there is something to remove alone.
-        elif _unnamed(run_dir, rank, old):
-            found += [FreeSlot(*freed, reason) for freed in _remove(run_dir, rank, old)]
+            continue
+        jobs = read_rank_jobs(run_dir, rank)
+        # So the lock is taken where there is something to remove alone.
+        if jobs.unnamed(old):
+            found += [FreeSlot(*freed, reason) for freed in _remove(jobs, old)]
     return found
 
 
@@ -106,15 +120,68 @@ def free_slots_of_ended(run_dir: Path) -> list[FreeSlot]:
     Raises:
         OSError: the staging area cannot be read or written.
     """
-    if not _slots(run_dir) or staged.staged_jobs(run_dir):
+    if not slots_by_rank(run_dir) or staged.staged_jobs(run_dir):
         return []
     if trainer_state(run_dir, read_note(run_dir)) != "ended":
         return []
     return free_slots(run_dir, ended=True, grace_seconds=0.0)
 
 
-def _slots(run_dir: Path) -> dict[int, list[Path]]:
-    """Slot files by rank."""
+@dataclass(frozen=True, kw_only=True)
+class RankJobs:
+    """The jobs of one rank when they were read, and the slots that they name.
+
+    Attributes:
+        run_dir: the run's directory.
+        rank: whose.
+        files: inode, time of the last change in ns and size of each job file, by its name.
+        slots: names of their slots; None: one cannot be read, and may name any slot of the rank.
+    """
+
+    run_dir: Path
+    rank: int
+    files: Mapping[str, tuple[int, int, int]]
+    slots: frozenset[str] | None
+
+    def unnamed(self, slots: Iterable[Path]) -> list[Path]:
+        """Those of `slots` that no job names; none while it is not known what one names."""
+        named = self.slots
+        return [] if named is None else [path for path in slots if path.name not in named]
+
+    def hold(self) -> bool:
+        """Whether there is no other job now, and none that has changed; nothing is read for it."""
+        try:
+            found = {path.name: _identity(path) for path in _jobs_of(self.run_dir, self.rank)}
+        except FileNotFoundError:
+            return False  # answered just now: asked again the next time
+        return found.items() <= self.files.items()
+
+
+def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> RankJobs:
+    """Read which slots the jobs of a rank name, `besides` those that will be done with by then.
+
+    Before its trainer lock is taken: to parse a job of many tables takes longer than a trainer
+    that starts waits for that lock.
+    """
+    files: dict[str, tuple[int, int, int]] = {}
+    slots: set[str] | None = set()
+    for path in _jobs_of(run_dir, rank):
+        if path.stem in besides:
+            continue
+        try:
+            files[path.name] = _identity(path)  # first: what replaces it then is seen by it
+            if slots is not None:
+                slots.add(staged.read_job(path).slot)
+        except FileNotFoundError:
+            continue  # answered since
+        except FormatError:
+            slots = None
+    named = None if slots is None else frozenset(slots)
+    return RankJobs(run_dir=run_dir, rank=rank, files=files, slots=named)
+
+
+def slots_by_rank(run_dir: Path) -> dict[int, list[Path]]:
+    """Slot files of a run by rank, by name; links are not followed."""
     slots: dict[int, list[Path]] = {}
     try:
         entries = sorted(os.scandir(staged.slots_directory(run_dir)), key=lambda one: one.name)
@@ -127,50 +194,65 @@ def _slots(run_dir: Path) -> dict[int, list[Path]]:
     return slots
 
 
-def _unnamed(
-    run_dir: Path, rank: int, paths: list[Path], besides: Collection[str] = ()
-) -> list[Path]:
-    """Those of `paths` that no job of the rank names; none while it is not known what one names."""
-    named = set()
-    for path in staged.staged_jobs(run_dir):
-        name = parse_job_stem(path.stem)
-        if name is None or name[2] != rank or path.stem in besides:
-            continue
+def remove_unnamed(
+    jobs: RankJobs, slots: Iterable[Path], afterwards: ExitStack
+) -> list[tuple[str, int]]:
+    """Remove those of `slots` that no job names; only while the rank's trainer lock is held.
+
+    Nothing, if there are other jobs than when they were read.
+
+    Args:
+        jobs: of the rank; read before the lock was taken.
+        slots: of the rank.
+        afterwards: to be closed once the lock is given back: it frees the memory of what was
+            removed, which takes long.
+
+    Returns:
+        Names and sizes of what was removed.
+    """
+    removed: list[tuple[str, int]] = []
+    if not jobs.hold():
+        return removed
+    for path in jobs.unnamed(slots):
         try:
-            named.add(staged.read_job(path).slot)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            continue  # answered since
-        except FormatError:
-            return []
-    return [path for path in paths if path.name not in named]
+            continue  # a trainer has come and gone since
+        afterwards.callback(os.close, descriptor)
+        size_bytes = os.fstat(descriptor).st_size
+        durable.step(f"unlink {path.name}")
+        path.unlink(missing_ok=True)
+        removed.append((path.name, size_bytes))
+    return removed
 
 
-def _remove(run_dir: Path, rank: int, paths: list[Path]) -> list[tuple[str, int]]:
+def _remove(jobs: RankJobs, slots: list[Path]) -> list[tuple[str, int]]:
     try:
         lock = host_lock.acquire(
-            staged.trainer_lock_path(run_dir, rank),
+            staged.trainer_lock_path(jobs.run_dir, jobs.rank),
             expected="no trainer of this rank",
             next_step="nothing: its slots are its own",
         )
     except StagingError:
         return []
-    removed: list[tuple[str, int]] = []
-    opened: list[int] = []
-    try:
-        for path in _unnamed(run_dir, rank, paths):
-            try:
-                opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
-            except FileNotFoundError:
-                continue  # a trainer has come and gone since
-            size_bytes = os.fstat(opened[-1]).st_size
-            durable.step(f"unlink {path.name}")
-            path.unlink(missing_ok=True)
-            removed.append((path.name, size_bytes))
-    finally:
-        host_lock.release(lock)
-        for descriptor in opened:
-            os.close(descriptor)
-    return removed
+    with ExitStack() as afterwards:
+        try:
+            return remove_unnamed(jobs, slots, afterwards)
+        finally:
+            host_lock.release(lock)
+
+
+def _jobs_of(run_dir: Path, rank: int) -> list[Path]:
+    return [
+        path
+        for path in staged.staged_jobs(run_dir)
+        if (name := parse_job_stem(path.stem)) is not None and name[2] == rank
+    ]
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _idle_seconds(run_dir: Path) -> float:

@@ -6,16 +6,30 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from recpoint.errors import StagingError
 
-__all__ = ["acquire", "is_held", "release"]
+__all__ = ["Holder", "acquire", "holder", "is_held", "release", "take"]
 
 _TRIES = 10
 _PAUSE_SECONDS = 0.02
+_MAX_TEXT_BYTES = 256
 
 #: Descriptors of the locks that this process holds.
 _held: set[int] = set()
+
+
+class Holder(NamedTuple):
+    """Who has a lock, as its file says: only the kernel's lock says that anybody has it.
+
+    Attributes:
+        process: its number; `unknown` where the file does not have it.
+        words: what it says of itself; empty: nothing.
+    """
+
+    process: str
+    words: str
 
 
 def acquire(path: Path, *, expected: str, next_step: str) -> int:
@@ -33,21 +47,41 @@ def acquire(path: Path, *, expected: str, next_step: str) -> int:
         StagingError: another process has it.
         OSError: the file cannot be opened.
     """
+    taken = take(path)
+    if isinstance(taken, Holder):
+        raise StagingError(
+            str(path),
+            found=f"a lock held by process {taken.process}",
+            expected=expected,
+            next_step=next_step,
+        )
+    return taken
+
+
+def take(path: Path, words: str = "") -> int | Holder:
+    """Take the lock: a descriptor for `release`, or who has it.
+
+    Args:
+        path: as for `acquire`.
+        words: that say who this is, on one line.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     try:
-        _lock(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip()
-        os.close(descriptor)
-        raise StagingError(
-            str(path),
-            found=f"a lock held by process {holder or 'unknown'}",
-            expected=expected,
-            next_step=next_step,
-        ) from error
+        try:
+            _lock(descriptor)
+        except BlockingIOError:
+            found = _read(descriptor)
+            os.close(descriptor)
+            return found
+        # Over what the one before has left, and cut to length after: an empty file would need a
+        # page again, which a full file system in memory may not have any more.
+        text = f"{os.getpid()} {words}".rstrip().encode("ascii") + b"\n"
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
     except BaseException:
         os.close(descriptor)
         raise
@@ -63,18 +97,36 @@ def release(descriptor: int) -> None:
 
 def is_held(path: Path) -> bool:
     """Whether any process has the lock now."""
+    return holder(path) is not None
+
+
+def holder(path: Path) -> Holder | None:
+    """Who has the lock now; None: nobody, whatever its file says.
+
+    In the moment after a lock was taken its file may still speak of the one before.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return False
+        return None
     try:
         # Shared, and for microseconds: two processes that ask do not see each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return _read(descriptor)
     finally:
         os.close(descriptor)
-    return False
+    return None
+
+
+def _read(descriptor: int) -> Holder:
+    # One line; after it may be the rest of a longer one that is being replaced.
+    text = os.pread(descriptor, _MAX_TEXT_BYTES, 0).decode("ascii", errors="replace")
+    line, whole, _ = text.partition("\n")
+    process, _, words = line.partition(" ")
+    if not (whole and process.isdecimal()):
+        return Holder("unknown", "")
+    return Holder(process, words)
 
 
 def _lock(descriptor: int) -> None:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
 
 from recpoint.catalog import durable, host_lock
 from recpoint.errors import ForeignObject, FormatError, StagingError
@@ -22,8 +21,6 @@ from recpoint.format.naming import MAX_RANK, job_stem, parse_job_stem
 from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
 
 __all__ = [
-    "AgentLock",
-    "agent_lock_path",
     "answer_given",
     "clean",
     "consolidated_run",
@@ -165,11 +162,6 @@ def trainer_lock_path(run_dir: Path | str, rank: int = 0) -> Path:
 def trainer_is_running(run_dir: Path | str) -> bool:
     """Whether a training process of any rank holds its lock."""
     return any(host_lock.is_held(path) for path in Path(run_dir).glob("trainer*.lock"))
-
-
-def agent_lock_path(staging: Path | str) -> Path:
-    """Locked by the agent that serves the whole staging area."""
-    return Path(staging) / "agent.lock"
 
 
 # --- the queue ------------------------------------------------------------------------------------
@@ -348,44 +340,6 @@ def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
     temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}status-{threading.get_ident()}")
     temporary.write_text(json.dumps(status, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     temporary.replace(path)
-
-
-class AgentLock:
-    """Held by the one agent of a staging area; the kernel releases it however the agent ends.
-
-    A sweep or drain that finishes what is staged is that agent as long as it takes.
-
-    Raises (on entry):
-        StagingError: another one holds it, or the staging area is open to others, or none at all.
-    """
-
-    def __init__(self, staging: Path | str) -> None:
-        self._path = agent_lock_path(staging)
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            make_root(self._path.parent)
-            self._descriptor = host_lock.acquire(
-                self._path,
-                expected="no other agent on this staging area, and no sweep or drain that finishes "
-                "what is staged",
-                next_step="use the agent that runs, or stop it first; a sweep or drain ends by "
-                "itself: start again after it",
-            )
-        except OSError as error:
-            raise StagingError(
-                str(self._path.parent),
-                found=error.strerror or str(error),
-                expected="a directory that the agent can create and write",
-                next_step="give another directory: --staging or RECPOINT_STAGING",
-            ) from error
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._descriptor is not None:
-            host_lock.release(self._descriptor)
-            self._descriptor = None
 
 
 def _listed(directory: Path) -> list[str]:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from recpoint.catalog import host_lock, staged
-
-__all__ = ["Fate", "JobFate", "StagedWork", "agent_serves"]
+__all__ = ["Fate", "JobFate", "StagedWork"]
 
 Fate = Literal[
     "would finish", "would be rejected", "waits for its agent", "committed", "rejected", "stays"
@@ -40,8 +38,3 @@ class StagedWork:
     def would_go(self) -> frozenset[str]:
         """Names of the jobs that would be done with."""
         return frozenset(job.job for job in self.jobs if job.fate.startswith("would "))
-
-
-def agent_serves(run_dir: Path) -> bool:
-    """Whether an agent is at work in the staging area of this directory."""
-    return host_lock.is_held(staged.agent_lock_path(run_dir.parent))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from recpoint.catalog import host_lock, staged
+from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import at_work
 from recpoint.catalog.run import Run
 from recpoint.errors import FormatError
 
@@ -16,7 +17,8 @@ def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
     """Whether `run_dir` is where the newest trainer of a run stages its checkpoints.
 
     That trainer was started on this host, and the directory is in use: its trainer or an agent is
-    running, or jobs are staged. A directory that an earlier trainer has left behind is no sign.
+    running, or jobs are staged. A directory that an earlier trainer has left behind is no sign, nor
+    is a sweep or drain: anybody may begin one anywhere.
 
     Args:
         run: the run.
@@ -25,9 +27,10 @@ def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
     Raises:
         StoreError: the store cannot be read.
     """
+    other = at_work(run_dir.parent)
     in_use = run_dir.is_dir() and (
         staged.trainer_is_running(run_dir)
-        or host_lock.is_held(staged.agent_lock_path(run_dir.parent))
+        or (other is not None and not other.ends_by_itself)
         or bool(staged.staged_jobs(run_dir))
     )
     numbers = run.generation_numbers() if in_use else []

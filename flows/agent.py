@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recpoint.catalog import answers, persist, staged
+from recpoint.catalog.agent_lock import AGENT, DRAIN
 from recpoint.catalog.cancel import is_cancelled
 from recpoint.errors import (
     FormatError,
@@ -31,6 +32,7 @@ from recpoint.flows.agent_end import leave_soon, stopped_by_signals
 from recpoint.flows.agent_memory import FreedMemory
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
+from recpoint.flows.agent_turn import turn_of
 from recpoint.flows.agent_waiting import NAME_AFTER_SECONDS, WaitingJobs
 from recpoint.flows.background import BackgroundConsolidation, Which
 from recpoint.flows.background_sweep import (
@@ -69,6 +71,7 @@ def run_agent(
     """Serve a staging area until SIGTERM or SIGINT, or, with `once`, until it is drained.
 
     On a signal the jobs at work are finished within 25 seconds, or stay staged for the next agent.
+    Where a sweep or drain is at work there, it is waited for.
 
     Args:
         staging: the staging area; the default one if None.
@@ -93,7 +96,9 @@ def run_agent(
     """
     require_sweep_period(sweep_every)
     root = staged.default_staging_root() if staging is None else Path(staging)
-    with staged.AgentLock(root):
+    with turn_of(DRAIN if once else AGENT, root) as may_serve:
+        if not may_serve:
+            return sum(len(staged.staged_jobs(run)) for run in staged.run_directories(root))
         gate = PrefectGate(enabled=prefect == "auto")
         agent = Agent(
             root,

@@ -14,6 +14,7 @@ from prefect import State, flow
 from prefect.states import Completed
 
 from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import AtWork, at_work
 from recpoint.errors import StagingError
 from recpoint.flows.agent import run_agent
 from recpoint.flows.no_results import NO_RESULTS
@@ -29,7 +30,9 @@ __all__ = ["drain"]
     result_storage=NO_RESULTS,
 )
 async def drain(staging: StagingArea | None = None) -> State[Any]:
-    """Do all jobs of a staging area that can be done now, unless an agent serves it.
+    """Do all jobs of a staging area that can be done now, unless an agent or drain serves it.
+
+    A sweep that is at work there is waited for.
 
     Args:
         staging: the staging area of this host; the default one if None.
@@ -38,7 +41,8 @@ async def drain(staging: StagingArea | None = None) -> State[Any]:
         Completed; its message says how many jobs were done, and how many have to wait.
 
     Raises:
-        OSError: the staging area cannot be read.
+        StagingError: the staging area may not be used.
+        OSError: it cannot be read.
     """
     root = staged.default_staging_root() if staging is None else Path(staging)
     return Completed(message=await asyncio.to_thread(_drain, root))
@@ -48,14 +52,20 @@ def _drain(root: Path) -> str:
     before = _count(root)
     if not before:
         return "nothing is staged"
+    if (other := at_work(root)) is not None and not other.run:
+        return _left_to(other, root, before)
     try:
-        with staged.AgentLock(root):
-            pass
+        # Without flow runs of its own: this one is there to be seen.
+        left = run_agent(root, once=True, prefect="off")
     except StagingError:
-        return f"left to the agent that serves {root}: {before} jobs"
-    # Without flow runs of its own: this one is there to be seen.
-    left = run_agent(root, once=True, prefect="off")
+        if (other := at_work(root)) is not None and not other.ends_by_itself:
+            return _left_to(other, root, before)  # one that was started just now
+        raise
     return f"{max(0, before - left)} jobs done, {left} still staged"
+
+
+def _left_to(other: AtWork, root: Path, jobs: int) -> str:
+    return f"left to the {other.kind} that serves {root}: {jobs} jobs"
 
 
 def _count(root: Path) -> int:

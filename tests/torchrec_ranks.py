@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recpoint.catalog import persist, staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import RanksMissing
@@ -585,7 +586,7 @@ def _lacks(model: nn.Module) -> list[bool]:
 
 def _agent(staging: str) -> None:
     """What the agent of a host does, for all ranks that stage there; until it is killed."""
-    with staged.AgentLock(Path(staging)):
+    with AgentLock(Path(staging)):
         while True:
             for run in staged.run_directories(Path(staging)):
                 for job in staged.staged_jobs(run):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer
 from recpoint.catalog import persist, staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.format import state_tree
 from tests.polling import PATIENCE_SECONDS
@@ -145,7 +146,7 @@ class InlineAgent:
 
     def _run(self) -> None:
         try:
-            with staged.AgentLock(self.staging):
+            with AgentLock(self.staging):
                 self._has_lock.set()
                 while not self._stop.wait(0.01):
                     for job in _staged_jobs(self.staging):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shlex
 import time
 import warnings
@@ -13,7 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recpoint.catalog import durable, host_lock, staged
+from recpoint.catalog.agent_lock import at_work
 from recpoint.catalog.cancel import cancels_directory
+from recpoint.catalog.free_slots import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.trainer_note import NoteState, write_note
 from recpoint.errors import FormatError, StagingError
 from recpoint.format.naming import parse_job_stem
@@ -26,7 +27,6 @@ _log = logging.getLogger("recpoint")
 
 _POLL_SECONDS = 0.05
 _TEMPORARY = f"{durable.TEMPORARY_PREFIX}*"
-_SLOT_NAME = re.compile(r"r(\d{5})-\d+\.bin\Z")
 
 
 class SmallStagingArea(RuntimeWarning):
@@ -105,8 +105,9 @@ class StagingArea:
             self._lock = None
 
     def agent_is_running(self) -> bool:
-        """Whether an agent serves this staging area now."""
-        return host_lock.is_held(staged.agent_lock_path(self.root))
+        """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it."""
+        other = at_work(self.root)
+        return other is not None and other.serves(self.run_directory)
 
     def agent_command(self) -> str:
         """What starts the agent of this staging area."""
@@ -219,14 +220,20 @@ class StagingArea:
             generation: of this job.
         """
         try:
-            slots = staged.slots_directory(self.run_directory).glob("r*-*.bin")
-            named = (_SLOT_NAME.match(path.name) for path in slots)
-            for rank in sorted({int(name[1]) for name in named if name} - set(ranks)):
-                self._clear_rank(rank, generation)
+            for rank, slots in slots_by_rank(self.run_directory).items():
+                if rank not in ranks:
+                    self._clear_rank(rank, slots, generation)
         except OSError as error:
             _log.warning("slots of ranks that are gone could not be removed: %s", error)
 
-    def _clear_rank(self, rank: int, generation: int) -> None:
+    def _clear_rank(self, rank: int, slots: list[Path], generation: int) -> None:
+        agent = self.agent_is_running()
+        old = [
+            path
+            for path in self.jobs(rank)
+            if not agent and (name := parse_job_stem(path.stem)) and name[0] < generation
+        ]
+        jobs = read_rank_jobs(self.run_directory, rank, besides={path.stem for path in old})
         try:
             lock = host_lock.acquire(
                 staged.trainer_lock_path(self.run_directory, rank),
@@ -235,23 +242,14 @@ class StagingArea:
             )
         except StagingError:
             return  # it trains, or another rank of this job is here first
-        try:
-            agent = self.agent_is_running()
-            needed = set()
-            for path in self.jobs(rank):
-                name = parse_job_stem(path.stem)
-                if not agent and name is not None and name[0] < generation:
+        with contextlib.ExitStack() as afterwards:
+            try:
+                for path in old:
                     durable.remove(path)
-                    continue
-                with contextlib.suppress(FormatError, FileNotFoundError):
-                    needed.add(staged.read_job(path).slot)
-            self._remove_outcomes(rank, generation)
-            slots = staged.slots_directory(self.run_directory)
-            for path in slots.glob(f"r{rank:05d}-*.bin"):
-                if path.name not in needed:
-                    path.unlink(missing_ok=True)
-        finally:
-            host_lock.release(lock)
+                self._remove_outcomes(rank, generation)
+                remove_unnamed(jobs, slots, afterwards)
+            finally:
+                host_lock.release(lock)
 
     def _remove_outcomes(self, rank: int, generation: int) -> None:
         for path in staged.outcomes_directory(self.run_directory).glob("*.json"):

@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 from recpoint.catalog import host_lock
+from recpoint.catalog.agent_lock import AgentLock, agent_lock_path
 from recpoint.catalog.check import check
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
-from recpoint.catalog.staged import AgentLock, agent_lock_path, run_directory
+from recpoint.catalog.staged import run_directory
 from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.format import naming

@@ -14,10 +14,10 @@ import pytest
 
 from recpoint import Checkpointer
 from recpoint.catalog import durable, staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.catalog.check import check
 from recpoint.catalog.persist import persist_job
 from recpoint.catalog.run import Run
-from recpoint.catalog.staged import AgentLock
 from recpoint.catalog.store import open_store
 from recpoint.errors import StaleWriter
 from recpoint.format.naming import manifest_key

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog import cancel, staged
+from recpoint.catalog.agent_lock import DRAIN, AgentLock, sweep_of
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.catalog.trainer_note import write_note
@@ -114,8 +115,37 @@ def test_a_run_that_cannot_be_read_stops_no_other(
 
 
 def test_a_second_agent_is_refused(tmp_path: Path) -> None:
-    with staged.AgentLock(tmp_path), pytest.raises(StagingError, match="lock held by"):
+    with AgentLock(tmp_path), pytest.raises(StagingError, match="lock held by"):
         run_agent(tmp_path, once=True, prefect="off")
+
+
+def test_an_agent_waits_for_a_sweep_or_drain_and_does_what_it_left(
+    run: Run, tmp_path: Path
+) -> None:
+    staging = tmp_path / "staging"
+    (job,) = stage_chain(run, staging, count=1)
+    others = AgentLock(staging, sweep_of(staging / "other-0123456789ab")), AgentLock(staging, DRAIN)
+    assert others[0].take() is None
+    with AgentProcess(staging, tmp_path / "log") as agent:
+        until(lambda: agent.logged(f"{os.getpid()}, a sweep of other-0123456789ab") == 1)
+        others[0].release()
+        until(lambda: not job.exists())
+        assert agent.logged("waiting for") == 1
+        assert agent.terminate() == 0
+    assert outcome_of(job) == "committed"
+    assert others[1].take() is None
+    with AgentProcess(staging, tmp_path / "log", once=True) as agent:
+        until(lambda: agent.logged(f"{os.getpid()}, a drain, which ends") == 1)
+        others[1].release()
+        assert agent.process.wait() == 0
+    assert agent.logged("waiting for") == 2
+
+
+def test_an_agent_that_waits_ends_on_sigterm(tmp_path: Path) -> None:
+    with AgentLock(tmp_path, DRAIN), AgentProcess(tmp_path, tmp_path / "log") as agent:
+        until(lambda: agent.logged("waiting for process") == 1)
+        assert agent.terminate() == 0
+    assert not agent.logged("serving")
 
 
 def test_a_resident_agent_waits_for_the_store_and_ends_on_sigterm(run: Run, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_API_URL
 
 from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.catalog.last_sweep import note_sweep, swept_ms
 from recpoint.catalog.run import Run
 from recpoint.catalog.trainer_note import write_note
@@ -162,7 +163,7 @@ def sweep_in_a_process(run: Run, run_dir: Path, **variables: str) -> str:
 @pytest.mark.usefixtures("prefect_api")
 def test_with_prefect_it_is_a_flow_to_be_seen(tmp_path: Path) -> None:
     run, run_dir, orphan = a_run(tmp_path, tmp_path / "staging", "run")
-    with staged.AgentLock(run_dir.parent):  # as its agent holds it
+    with AgentLock(run_dir.parent):  # as its agent holds it
         said = sweep_in_a_process(run, run_dir, PREFECT_API_URL=str(PREFECT_API_URL.value()))
     assert f'"done": "Removed {len(orphan.chunks)} objects' in said
     assert not has_orphans(run)
@@ -175,7 +176,7 @@ def test_with_prefect_it_is_a_flow_to_be_seen(tmp_path: Path) -> None:
 def test_where_prefect_fails_it_is_swept_without(tmp_path: Path) -> None:
     run, run_dir, orphan = a_run(tmp_path, tmp_path / "staging", "run")
     nobody = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_CLIENT_MAX_RETRIES": "0"}
-    with staged.AgentLock(run_dir.parent):
+    with AgentLock(run_dir.parent):
         said = sweep_in_a_process(run, run_dir, **nobody)
     assert f'"done": "Removed {len(orphan.chunks)} objects' in said
     assert not has_orphans(run)

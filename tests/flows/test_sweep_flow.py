@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
@@ -12,12 +15,15 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.exceptions import ParameterTypeError
 
-from recpoint.catalog import persist, staged
+from recpoint.catalog import persist
+from recpoint.catalog.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
+from recpoint.flows.drain import drain
 from recpoint.flows.sweep import sweep
 from tests.catalog_builder import build, tables, upload
 from tests.job_builder import stage
+from tests.polling import until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -55,7 +61,7 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
     assert chunk_keys(run) == wanted | set(orphan.chunks)
     assert list((job_file.parent.parent / "spool").iterdir())
 
-    with staged.AgentLock(staging):
+    with AgentLock(staging):
         asyncio.run(sweep(run.url, staging=str(staging), grace_seconds=3600.0))
     assert chunk_keys(run) == wanted and job_file.exists()
     # Where no agent is, it is finished.
@@ -83,6 +89,35 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
 def test_a_sweep_leaves_the_spool_to_a_living_agent(run: Run, tmp_path: Path) -> None:
     job_file = stage(run, tmp_path, tables(), step=1, generation=1)
     persist.encode_step(job_file, 0)
-    with staged.AgentLock(tmp_path):
+    with AgentLock(tmp_path):
         asyncio.run(sweep(run.url, staging=str(tmp_path), grace_seconds=3600.0))
     assert list((job_file.parent.parent / "spool").iterdir())
+
+
+def test_a_drain_is_left_to_who_does_the_jobs_of_all_runs(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def drained() -> str:
+        called: Any = drain(staging=str(tmp_path), return_state=True)
+        return str((await called).message)
+
+    job_file = stage(run, tmp_path, tables(), step=1, generation=1)
+    for who in (AGENT, DRAIN):
+        with AgentLock(tmp_path, who):
+            left = f"left to the {who.kind} that serves {tmp_path}: 1 jobs"
+            assert asyncio.run(drained()) == left
+    assert job_file.exists()
+    # A sweep of another run leaves them, and ends by itself.
+    caplog.set_level(logging.INFO, "recpoint.agent")
+    sweeps = AgentLock(tmp_path, sweep_of(tmp_path / "other-0123456789ab"))
+    assert sweeps.take() is None
+
+    def end() -> None:
+        until(lambda: "waiting for process" in caplog.text)
+        sweeps.release()
+
+    ends = threading.Thread(target=end, daemon=True)
+    ends.start()
+    assert asyncio.run(drained()) == "1 jobs done, 0 still staged"
+    ends.join()
+    assert not job_file.exists()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer
 from recpoint.catalog import persist, staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
@@ -66,7 +67,7 @@ class Trainings(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="recpoint-policies-", dir=memory))
         self.url, self.staging = str(self.directory / "run"), self.directory / "staging"
         self.run_directory = staged.run_directory(self.staging, self.url)
-        self.agent = staged.AgentLock(self.staging)
+        self.agent = AgentLock(self.staging)
         self.agent.__enter__()
         self.truth: dict[ManifestName, _Rows] = {}
         self.generation = 0

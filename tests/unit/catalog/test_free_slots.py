@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from recpoint.catalog import host_lock, persist, staged
-from recpoint.catalog.free_slots import free_slots, free_slots_of_ended, has_ended
+from recpoint.catalog.free_slots import (
+    RankJobs,
+    free_slots,
+    free_slots_of_ended,
+    has_ended,
+    read_rank_jobs,
+    remove_unnamed,
+    slots_by_rank,
+)
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_end import tell_ended
 from recpoint.catalog.trainer_note import write_note
+from recpoint.format.job import Job
 from tests.catalog_builder import new_run, tables
-from tests.job_builder import stage
+from tests.job_builder import rewrite, stage
 
 HOUR = 3600.0
 
@@ -93,6 +103,47 @@ def test_what_a_job_that_cannot_be_read_may_name_stays(run_dir: Path) -> None:
     assert [one.slot for one in free_slots(run_dir, ended=True, grace_seconds=0.0)] == [
         "r00001-0.bin"
     ]
+
+
+def test_no_job_is_read_while_a_starting_trainer_would_be_kept_out(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for its lock for a fifth of a second; jobs of many tables take longer to parse."""
+    read = staged.read_job
+    held = []
+
+    def watched(path: Path | str) -> Job:
+        held.append(host_lock.is_held(staged.trainer_lock_path(run_dir)))
+        return read(path)
+
+    monkeypatch.setattr(staged, "read_job", watched)
+    assert len(free_slots(run_dir, ended=True, grace_seconds=0.0)) == 3
+    assert held and not any(held)
+
+
+def test_a_job_that_has_come_since_they_were_read_keeps_all_slots(run: Run, run_dir: Path) -> None:
+    (first,) = staged.staged_jobs(run_dir)
+
+    def removed(jobs: RankJobs) -> list[str]:
+        with ExitStack() as afterwards:
+            freed = remove_unnamed(jobs, slots_by_rank(run_dir)[0], afterwards)
+        return [name for name, _ in freed]
+
+    before = read_rank_jobs(run_dir, 0)
+    second = stage(run, run_dir.parent, tables(), step=2, generation=1, slot=1)
+    assert removed(before) == []
+    before = read_rank_jobs(run_dir, 0)
+    moved = staged.slot_path(run_dir, 0, 2)
+    staged.slot_path(run_dir, 0, 1).rename(moved)
+    rewrite(second, slot=moved.name)  # another job of the same name
+    staged.slot_path(run_dir, 0, 1).write_bytes(b"not needed any more")
+    assert removed(before) == []
+    before = read_rank_jobs(run_dir, 0)
+    staged.job_path(run_dir, 1, 3, 1).write_bytes(b"\xff")  # of another rank
+    persist.persist_job(first)  # an answer frees slots, and needs none
+    assert removed(before) == ["r00000-1.bin"]
+    assert removed(read_rank_jobs(run_dir, 0)) == ["r00000-0.bin"]
+    assert persist.persist_job(second).result == "committed"
 
 
 def test_only_slots_are_removed(run_dir: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from recpoint import Follower
 from recpoint.catalog import publications, staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.catalog.check import check
 from recpoint.catalog.commit import commit
 from recpoint.catalog.consolidate_choice import newest_checkpoint
@@ -277,7 +278,7 @@ def test_a_sweep_leaves_what_its_trainer_may_still_commit(run: Run) -> None:
 def test_nobody_can_tell_what_its_trainer_has_staged(run: Run, tmp_path: Path) -> None:
     run_dir = staged.run_directory(tmp_path / "staging", run.url)
     run_dir.mkdir(parents=True)
-    with staged.AgentLock(run_dir.parent):
+    with AgentLock(run_dir.parent):
         assert not knows_what_is_staged(run, run_dir)
         relink(run, 2, None)
         assert not knows_what_is_staged(run, run_dir)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recpoint.catalog import persist, staged
+from recpoint.catalog.agent_lock import AgentLock, agent_lock_path
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import Extent, assemble, digest, open_job
 from recpoint.errors import (
@@ -96,15 +97,15 @@ def test_a_staging_area_that_another_user_made_first_is_refused(
     else:
         another = os.geteuid() + 1
         monkeypatch.setattr(os, "geteuid", lambda: another)
-    with pytest.raises(StagingError, match="RECPOINT_STAGING"), staged.AgentLock(root):
+    with pytest.raises(StagingError, match="RECPOINT_STAGING"), AgentLock(root):
         pytest.fail("an agent would serve a stranger's jobs")
 
 
 def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    staged.agent_lock_path(tmp_path).symlink_to(victim)
-    with pytest.raises(StagingError, match="symbolic links"), staged.AgentLock(tmp_path):
+    agent_lock_path(tmp_path).symlink_to(victim)
+    with pytest.raises(StagingError, match="symbolic links"), AgentLock(tmp_path):
         pytest.fail("the link was followed")
     assert victim.read_text() == "precious"
 
@@ -170,7 +171,7 @@ def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) 
 
 def test_one_agent_holds_the_lock_and_it_dies_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from recpoint.catalog.staged import AgentLock\n"
+        "import sys, time; from recpoint.catalog.agent_lock import AgentLock\n"
         "with AgentLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -178,12 +179,12 @@ def test_one_agent_holds_the_lock_and_it_dies_with_it(tmp_path: Path) -> None:
     )
     with holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        with pytest.raises(StagingError, match=f"process {holder.pid}"), staged.AgentLock(tmp_path):
+        with pytest.raises(StagingError, match=f"process {holder.pid}"), AgentLock(tmp_path):
             pass
         holder.kill()
-    with staged.AgentLock(tmp_path), pytest.raises(StagingError), staged.AgentLock(tmp_path):
+    with AgentLock(tmp_path), pytest.raises(StagingError), AgentLock(tmp_path):
         pass
-    with staged.AgentLock(tmp_path):
+    with AgentLock(tmp_path):
         pass
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import DRAIN, AgentLock, sweep_of
 from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
@@ -291,7 +292,10 @@ def test_only_the_directory_that_the_newest_trainer_uses_says_what_is_staged(
     assert not knows_what_is_staged(run, run_dir)  # as on a laptop
     run_dir.mkdir(parents=True)
     assert not knows_what_is_staged(run, run_dir)  # left by an earlier trainer
-    with staged.AgentLock(run_dir.parent):
+    for who in (DRAIN, sweep_of(run_dir), sweep_of(run_dir.with_name("other"))):
+        with AgentLock(run_dir.parent, who):
+            assert not knows_what_is_staged(run, run_dir)  # whoever swept on the laptop
+    with AgentLock(run_dir.parent):
         assert knows_what_is_staged(run, run_dir)
     job_file = stage(run, run_dir.parent, tables(), step=20, generation=1)
     assert knows_what_is_staged(run, run_dir)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staged import AgentLock
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.cli import host
 from recpoint.errors import StoreAccessDenied
 from tests.unit.cli.conftest import Invoke, SavedRun
@@ -32,7 +32,7 @@ def test_a_second_agent_is_refused(recpoint: Invoke, tmp_path: Path) -> None:
         ended = recpoint("agent", "--once", "--prefect", "off", "--staging", tmp_path, "--json")
     assert ended.code == 2
     assert ended.json["error"] == "StagingError"
-    assert "a sweep or drain ends by itself" in str(ended.json)
+    assert "use the agent that runs" in str(ended.json)
 
 
 def test_an_agent_knows_two_ways_to_use_prefect(recpoint: Invoke, tmp_path: Path) -> None:

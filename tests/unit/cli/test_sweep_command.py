@@ -6,15 +6,20 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recpoint.catalog import host_lock, persist, staged
+from recpoint.catalog.agent_lock import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.answers import reject_job
+from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.check import check
+from recpoint.catalog.discard_staged import discard_staged
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_end import tell_ended
-from recpoint.errors import NothingToRestore
+from recpoint.errors import CheckpointCancelled, NothingToRestore, StagingError
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import rewrite, stage, stage_chain
@@ -123,7 +128,7 @@ def test_jobs_are_left_to_the_agent_that_is_at_work(
     recpoint: Invoke, run: Run, staging: Path
 ) -> None:
     paths = stage_chain(run, staging, count=2)
-    with staged.AgentLock(staging):
+    with AgentLock(staging):
         for options in ([], ["--dry-run"]):
             ended = recpoint("sweep", run.url, *options, "--json")
             assert ended.code == 0
@@ -136,6 +141,23 @@ def test_jobs_are_left_to_the_agent_that_is_at_work(
         assert ended.json["next_step"].startswith("try again in a moment where an agent runs")
         assert f"recpoint sweep {run.url}" in ended.json["next_step"]
     assert all(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("who", ["drain", "sweep"])
+def test_jobs_are_not_left_to_who_does_not_come_to_them(
+    recpoint: Invoke, run: Run, staging: Path, who: str
+) -> None:
+    paths = stage_chain(run, staging, count=2)
+    other = DRAIN if who == "drain" else sweep_of(staged.run_directory(staging, "/runs/other"))
+    with AgentLock(staging, other):
+        for options in ([], ["--dry-run"]):
+            ended = recpoint("sweep", run.url, *options, "--json")
+            assert ended.code == 0
+            assert fates(ended.json) == [(path.stem, "stays") for path in paths]
+            (why,) = {told["why"] for told in ended.json["staged"]}
+            assert why == f"{other} is at work here: run this again after it"
+    ended = recpoint("sweep", run.url, "--json")
+    assert fates(ended.json) == [(path.stem, "committed") for path in paths]
 
 
 def test_sweep_gives_back_the_slots_of_a_training_that_ended(
@@ -201,6 +223,49 @@ def test_an_agent_that_tries_for_ever_names_the_way_out_and_discards(
         assert ended.code == 0 and [one["job"] for one in ended.json["discarded"]] == [job.stem]
         assert not job.exists()
     assert not list((job.parent.parent / "cancels").iterdir())
+
+
+def test_a_discard_is_refused_at_once_beside_a_sweep_of_another_run(
+    recpoint: Invoke, run: Run, staging: Path
+) -> None:
+    (job,) = stage_chain(run, staging, count=1)
+    shutil.rmtree(run.url)
+    with AgentLock(staging, sweep_of(staged.run_directory(staging, "/runs/other"))):
+        ended = recpoint("sweep", run.url, "--discard-staged", "--json")
+    assert ended.code == 2 and "a sweep of other-" in ended.json["found"]
+    assert ended.json["next_step"] == "it ends by itself: run this again after it"
+    assert job.exists() and not (job.parent.parent / "cancels").exists()
+    assert recpoint("sweep", run.url, "--discard-staged", "--json").code == 0
+    assert not job.exists()
+
+
+@pytest.mark.parametrize("dropped", [4, 2])
+def test_a_discard_waits_as_long_as_the_agent_drops_jobs(
+    run: Run, staging: Path, monkeypatch: pytest.MonkeyPatch, dropped: int
+) -> None:
+    """Each takes it twenty seconds, which pass while they are waited for."""
+    paths = stage_chain(run, staging, count=4)
+    run_dir = paths[0].parent.parent
+    passed, to_drop = [0.0], paths[:dropped]
+
+    def wait(seconds: float) -> None:
+        passed[0] += 20.0
+        if to_drop:
+            with pytest.raises(CheckpointCancelled) as cancelled:
+                raise_if_cancelled(to_drop[0])
+            reject_job(to_drop.pop(0), cancelled.value)
+
+    shutil.rmtree(run.url)
+    clock = SimpleNamespace(monotonic=lambda: passed[0], sleep=wait)
+    monkeypatch.setattr("recpoint.catalog.discard_staged.time", clock)
+    with AgentLock(staging):
+        if dropped == len(paths):
+            assert [loss.step for loss in discard_staged(run_dir)] == [1, 2, 3, 4]
+            assert not list((run_dir / "cancels").iterdir())
+        else:
+            with pytest.raises(StagingError, match="2 jobs that were to be dropped"):
+                discard_staged(run_dir)
+    assert staged.staged_jobs(run_dir) == paths[dropped:]
 
 
 def test_nothing_is_discarded_of_a_run_that_has_only_lost_its_record(

@@ -15,6 +15,7 @@ from torch.optim import Adagrad, Adam
 
 from recpoint import Checkpointer
 from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
@@ -449,7 +450,7 @@ def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
     agent = f"Next: recpoint agent --staging {place.staging}"
     assert all("no agent is running" in text and agent in text for text in told())
     caplog.clear()
-    with staged.AgentLock(place.staging):  # an agent that gets nowhere
+    with AgentLock(place.staging):  # an agent that gets nowhere
         train(training, ckpt, 7)
         assert "the agent has not stored them" in told()[0] and len(told()) == 1
         assert "17 batches would be lost" in told()[0]

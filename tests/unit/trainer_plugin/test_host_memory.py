@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import persist, staged
+from recpoint.catalog import persist
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.host_memory import HostShare, host_share, share_of
 from recpoint.trainer_plugin.ranks import Ranks
@@ -73,7 +74,7 @@ def test_what_ranks_that_are_gone_left_is_removed(tmp_path: Path) -> None:
 
     of = [f"r{rank:05d}" for rank in range(4)]
     slots = [f"{rank}-{slot}.bin" for rank in of for slot in (0, 1)]
-    with staged.AgentLock(tmp_path / "host"):
+    with AgentLock(tmp_path / "host"):
         new.clear_other_ranks((0, 1), generation=2)
     # The agent will reject the job of rank 2, which needs its slot; rank 3 trains.
     kept = [name for name in slots if name != "r00002-0.bin"]

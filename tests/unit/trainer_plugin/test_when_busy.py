@@ -12,6 +12,7 @@ import torch
 
 from recpoint import Checkpointer
 from recpoint.catalog import answers, cancel, persist, staged
+from recpoint.catalog.agent_lock import AgentLock
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
@@ -36,7 +37,7 @@ def check_restores(place: Place, training: Training) -> None:
 @contextmanager
 def idle_agent(place: Place) -> Iterator[None]:
     """An agent that is there and has not come to the job yet."""
-    with staged.AgentLock(place.staging):
+    with AgentLock(place.staging):
         yield
 
 

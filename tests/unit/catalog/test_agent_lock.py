@@ -1,0 +1,80 @@
+"""The lock of a staging area says who holds it; that anybody does, only the kernel says."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import (
+    AGENT,
+    DRAIN,
+    AgentLock,
+    AtWork,
+    agent_lock_path,
+    at_work,
+    sweep_of,
+)
+from recpoint.errors import StagingError
+
+
+@pytest.mark.parametrize("kind", ["agent", "drain", "sweep"])
+def test_who_finishes_jobs_is_known_as_long_as_it_does(tmp_path: Path, kind: str) -> None:
+    own, other = (staged.run_directory(tmp_path, url) for url in ("/runs/own", "/runs/other"))
+    who = {"agent": AGENT, "drain": DRAIN, "sweep": sweep_of(own)}[kind]
+    with AgentLock(tmp_path, who):
+        found = at_work(tmp_path)
+        assert found is not None and found == who._replace(process=str(os.getpid()))
+        assert found.serves(own) and found.serves(other) == (kind != "sweep")
+        assert found.ends_by_itself == (kind != "agent")
+        with pytest.raises(StagingError) as refused, AgentLock(tmp_path):
+            pytest.fail("two of them")
+    assert refused.value.found == f"a lock held by process {os.getpid()}, {found}"
+    assert ("run this again after it" in refused.value.next_step) == found.ends_by_itself
+    # Killed or not, the file still says so.
+    assert agent_lock_path(tmp_path).read_text() and at_work(tmp_path) is None
+
+
+def test_a_message_names_who_is_at_work() -> None:
+    assert [str(AGENT), str(DRAIN)] == ["an agent", "a drain"]
+    assert str(AtWork("sweep", "run-0123456789ab")) == "a sweep of run-0123456789ab"
+
+
+def test_nothing_is_left_of_who_held_it_before(tmp_path: Path) -> None:
+    with AgentLock(tmp_path, sweep_of(tmp_path / f"{'long' * 25}-0123456789ab")):
+        pass
+    inode = agent_lock_path(tmp_path).stat().st_ino
+    with AgentLock(tmp_path):
+        assert agent_lock_path(tmp_path).read_text() == f"{os.getpid()} agent\n"
+        assert agent_lock_path(tmp_path).stat().st_ino == inode  # what others wait for
+
+
+@pytest.mark.parametrize(
+    ("text", "process"),
+    [
+        ("1234\n", "1234"),  # of an older version
+        ("1234 consolidator of all\n", "1234"),  # of a newer one
+        ("1234 sweep\n", "1234"),
+        ("1234 sweep ../run\n", "1234"),
+        ("1234 agent\nrun-0123456789ab\n", "1234"),  # over a longer one
+        ("1234 sweep run-01234", "unknown"),  # half written
+        ("sweep run-0123456789ab\n", "unknown"),
+        ("", "unknown"),
+        ("\xff\x00" * 200, "unknown"),
+    ],
+)
+def test_who_does_not_say_what_it_is_counts_as_an_agent(
+    tmp_path: Path, text: str, process: str
+) -> None:
+    path = agent_lock_path(tmp_path)
+    path.write_text(text, encoding="latin-1")
+    assert at_work(tmp_path) is None
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert at_work(tmp_path) == AtWork("agent", process=process)
+        assert AgentLock(tmp_path).take() == AtWork("agent", process=process)
+    with AgentLock(tmp_path, DRAIN):
+        assert path.read_text() == f"{os.getpid()} drain\n"

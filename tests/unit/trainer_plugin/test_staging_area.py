@@ -1,0 +1,75 @@
+"""What a starting trainer takes for its agent, and what it clears away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recpoint.catalog import staged
+from recpoint.catalog.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
+from recpoint.catalog.run import Run
+from recpoint.trainer_plugin.staging import StagingArea
+from tests.catalog_builder import new_run, tables
+from tests.job_builder import stage
+from tests.rank_jobs import RankJobs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+def test_who_does_the_jobs_of_its_run_is_its_agent(tmp_path: Path) -> None:
+    area = StagingArea(tmp_path, "/runs/own")
+    area.create()
+    assert not area.agent_is_running()
+    for who in (AGENT, DRAIN, sweep_of(area.run_directory)):
+        with AgentLock(tmp_path, who):
+            assert area.agent_is_running()
+    with AgentLock(tmp_path, sweep_of(staged.run_directory(tmp_path, "/runs/other"))):
+        assert not area.agent_is_running()
+
+
+def test_a_sweep_of_another_run_is_not_waited_for(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(seconds: float) -> None:
+        pytest.fail("it waits for who does none of its jobs")
+
+    job = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
+    area = StagingArea(tmp_path / "staging", run.url)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=refuse)
+    monkeypatch.setattr("recpoint.trainer_plugin.staging.time", clock)
+    with AgentLock(area.root, sweep_of(staged.run_directory(area.root, "/runs/other"))):
+        assert area.wait_until_drained(60.0) == 1
+        area.lock()
+        area.take_over(generation=2)
+    # Nobody else would ever have answered it.
+    assert not job.exists()
+    area.close()
+
+
+def test_slots_that_a_job_which_nobody_can_read_may_name_stay(run: Run, tmp_path: Path) -> None:
+    jobs = RankJobs(run, [tmp_path / "host"] * 3, tables())
+    *_, last = jobs.stage(10)
+    last.write_bytes(b"\xff")
+    area = StagingArea(tmp_path / "host", run.url)
+    slot = staged.slot_path(area.run_directory, 2, 0)
+    (slot.parent / "r00002-notes.bin").write_bytes(b"no slot")
+    area.clear_other_ranks((0, 1), generation=1)  # whose job it is
+    assert slot.exists()
+    with AgentLock(tmp_path / "host"):
+        area.clear_other_ranks((0, 1), generation=2)
+        assert slot.exists()  # the agent rejects it
+    area.clear_other_ranks((0, 1), generation=2)
+    assert not slot.exists() and not last.exists()
+    assert {path.name for path in slot.parent.iterdir()} == {
+        "r00000-0.bin",
+        "r00001-0.bin",
+        "r00002-notes.bin",
+    }
