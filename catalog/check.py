@@ -11,6 +11,7 @@ from recpoint.catalog.check_graph import Damage, RepresentationGraph
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import check_entry, check_stored, read_rows
 from recpoint.catalog.lineage import ManifestName, Representation, next_step_of_lost
+from recpoint.catalog.lost_manifests import Link, LostManifests
 from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
@@ -33,6 +34,7 @@ from recpoint.format.naming import (
     parse_generation_key,
     parse_manifest_key,
     parse_part_key,
+    parse_pin_key,
     parse_rejections_key,
     parse_validation_key,
     part_prefix,
@@ -43,6 +45,8 @@ __all__ = ["CheckReport", "CheckpointHealth", "Finding", "Level", "Severity", "c
 
 Level = Literal["metadata", "full"]
 Severity = Literal["error", "warning", "info"]
+
+_SWEPT = "; recpoint sweep removes old ones"
 
 
 class Finding(NamedTuple):
@@ -232,12 +236,15 @@ class _Checking:
         if self._step is not None:
             return  # what the other checkpoints name is not known
         named: set[str] = set()
+        links: list[Link] = []
         for one in (one for several in self._there.values() for one in several):
             manifest = self._graph.read(one)
             if not isinstance(manifest, Manifest):
                 return  # what that manifest names is unknown, and with it what nobody names
             named.update(entry.key for entry in manifest.chunks)
-        orphans: dict[str, int] = {}
+            links.append(Link.of(manifest))
+        orphans: dict[AttemptName, int] = {}
+        pins: dict[ManifestName, list[str]] = {}
         for key in self._sizes:
             attempt = parse_chunk_key(key)
             part = parse_part_key(key)
@@ -247,8 +254,9 @@ class _Checking:
                 continue
             if attempt is not None:
                 if key not in named:
-                    prefix = attempt_prefix(*attempt)
-                    orphans[prefix] = orphans.get(prefix, 0) + 1
+                    orphans[attempt] = orphans.get(attempt, 0) + 1
+            elif (pin := parse_pin_key(key)) is not None:
+                pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
             elif (
                 key != RUN_KEY
                 and not is_probe_key(key)
@@ -261,26 +269,31 @@ class _Checking:
                 and parse_rejections_key(key) is None
             ):
                 self._add("info", key, "not an object of recpoint; ignored")
-        self._look_at_parts(orphans)
-        for prefix, count in orphans.items():
+        lost = LostManifests(links, pins)
+        self._look_at_parts(orphans, lost)
+        for attempt, count in orphans.items():
             chunks = "1 chunk" if count == 1 else f"{count} chunks"
-            text = f"{chunks} that no manifest names; recpoint sweep removes old ones"
-            self._add("info", prefix, text)
+            needed = _why_needed(lost, attempt)
+            text = f"{chunks} that no manifest names{needed or _SWEPT}"
+            self._add("warning" if needed else "info", attempt_prefix(*attempt), text)
 
-    def _look_at_parts(self, orphans: dict[str, int]) -> None:
+    def _look_at_parts(self, orphans: dict[AttemptName, int], lost: LostManifests) -> None:
         """Parts that are there, and with those of no checkpoint the chunks that they name."""
         for attempt, ranks in self._parts.items():
             there = f"the part of {ranks_text(ranks)}"
             prefix = part_prefix(*attempt)
-            chunks = orphans.pop(attempt_prefix(*attempt), 0)
-            if ManifestName(attempt.step, attempt.generation) in self._there:
+            chunks = orphans.pop(attempt, 0)
+            needed = _why_needed(lost, attempt)
+            if needed:
+                text = f"{there} and {chunks} chunks that no manifest names{needed}"
+            elif ManifestName(attempt.step, attempt.generation) in self._there:
                 text = f"{there} of a committed step; recpoint sweep removes it"
             else:
                 text = (
                     f"{there} and {chunks} chunks of a step that is not committed: other ranks are "
                     "missing; recpoint sweep removes old ones"
                 )
-            self._add("info", prefix, text)
+            self._add("warning" if needed else "info", prefix, text)
 
     # --- bytes ---------------------------------------------------------------------------------
 
@@ -390,3 +403,14 @@ class _Checking:
             bytes_read=self._bytes_read,
             nothing_counts=self._nothing_counts,
         )
+
+
+def _why_needed(lost: LostManifests, attempt: AttemptName) -> str:
+    """What follows on what is there of an attempt: who needs it, and what to do; empty: nobody."""
+    why = lost.why_needed(ManifestName(attempt.step, attempt.generation), attempt.attempt)
+    if not why:
+        return ""
+    return (
+        f": {why}; put the manifest back, from a replica or an older version of the bucket, and "
+        "check again; no sweep removes these chunks until then"
+    )

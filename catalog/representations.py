@@ -27,6 +27,7 @@ class StoredManifest(NamedTuple):
         modified_ms: when this manifest was written, by the store's clock.
         stored_bytes: bytes of its chunks.
         whole: all its chunks are there in their lengths.
+        base: the full that its chain starts from; None for a full.
     """
 
     key: str
@@ -38,6 +39,7 @@ class StoredManifest(NamedTuple):
     modified_ms: int
     stored_bytes: int
     whole: bool
+    base: ManifestName | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +168,26 @@ class Representations:
                 if manifest.key in needed:
                     continue  # and with it its chain, now or by the caller
                 needed[manifest.key] = reason
-                if manifest.parent is not None:
-                    left.append(manifest.parent)
+                left.extend(self.before(manifest))
+
+    def before(self, manifest: StoredManifest) -> Sequence[ManifestName]:
+        """The checkpoints that are needed for what a manifest stands on: its parent.
+
+        Where that one has no manifest any more, which was lost, all that may have been before it in
+        the chain: once it is put back, they are needed again, and it alone says which (format
+        §6.5).
+        """
+        first, last = manifest.base, manifest.parent
+        if last is None:
+            return ()
+        if first is None or last in self._of:
+            return (last,)
+        return tuple(
+            name
+            for name in self._of
+            if first.step <= name.step < last.step
+            and first.generation <= name.generation <= last.generation
+        )
 
     def _restores(self, manifest: StoredManifest) -> bool:
         if manifest.parent is None or not manifest.whole:

@@ -95,8 +95,8 @@ def needed_manifests(facts: RunFacts, doomed: frozenset[str]) -> dict[str, str]:
     needed = _needed(there, wanted, _in_all_forms(facts))
     for manifest in own:
         # Its own chain too, and not only that of the form that a reader prefers.
-        if manifest.parent is not None:
-            there.mark_chain(manifest.parent, f"{manifest.key} needs it", needed)
+        for name in there.before(manifest):
+            there.mark_chain(name, f"{manifest.key} needs it", needed)
     return {key: reason for key, reason in needed.items() if key in doomed}
 
 
@@ -147,8 +147,8 @@ def _needed(
             needed[manifest.key] = kept[name]
     for name in sorted(kept, reverse=True):
         for manifest in there.of(name) if name in in_all_forms else there.needed_forms(name):
-            if manifest.parent is not None:
-                there.mark_chain(manifest.parent, f"the chain of {name} needs it", needed)
+            for before in there.before(manifest):
+                there.mark_chain(before, f"the chain of {name} needs it", needed)
     return needed
 
 

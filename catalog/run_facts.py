@@ -101,7 +101,7 @@ def _opinions(run: Run) -> dict[ManifestName, Opinion]:
 
 
 def _stored(key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo]) -> StoredManifest:
-    parent = manifest.parent
+    parent, base = manifest.parent, manifest.base
     own = infos.get(key)
     return StoredManifest(
         key=key,
@@ -119,4 +119,5 @@ def _stored(key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo]) -> St
             for chunk in manifest.chunks
             if chunk.content != "sample"
         ),
+        base=None if base is None else ManifestName(base.step, base.generation),
     )

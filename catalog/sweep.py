@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from recpoint.catalog.elapsed import store_ms
-from recpoint.catalog.lineage import Representation
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.named_chunks import NamedChunks
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, unwatched
 from recpoint.catalog.store_contract import ObjectInfo, Store
-from recpoint.errors import FormatError, ObjectNotFound, SettingsError, StoreError
+from recpoint.errors import SettingsError, StoreError
 from recpoint.format.naming import (
     RUN_KEY,
     AttemptName,
@@ -27,6 +27,7 @@ from recpoint.format.naming import (
     parse_generation_key,
     parse_manifest_key,
     parse_part_key,
+    parse_pin_key,
     parse_rejections_key,
     parse_validation_key,
     part_prefix,
@@ -44,8 +45,6 @@ __all__ = [
 
 #: Why a command refuses a shorter grace than `recpoint.catalog.grace` allows.
 GRACE_NEEDED = "what is being written is younger"
-
-_READERS = 8
 
 
 class SweptObject(NamedTuple):
@@ -72,6 +71,9 @@ class SweepPlan:
         objects: those, what killed probes left behind, and validations of no checkpoint.
         unfinished: temporary files and multipart uploads to remove.
         kept: attempts whose unnamed chunks stay.
+        lost: why some of those stay: checkpoints whose manifests are gone are needed, and a person
+            has to put these back.
+        young: how many objects beside them will be old enough for a later sweep.
         unrecognised: keys that are not ours; never removed.
         blocked: manifests that cannot be read. What they name is unknown, so that no chunk is
             removed while there are any.
@@ -85,6 +87,8 @@ class SweepPlan:
     objects: tuple[SweptObject, ...]
     unfinished: tuple[SweptObject, ...]
     kept: tuple[KeptPrefix, ...]
+    lost: tuple[str, ...]
+    young: int
     unrecognised: tuple[str, ...]
     blocked: tuple[str, ...]
     grace_seconds: float
@@ -154,6 +158,8 @@ def plan_sweep(
     objects: list[SweptObject] = []
     parts: dict[AttemptName, list[ObjectInfo]] = {}
     validations: list[ObjectInfo] = []
+    pins: dict[ManifestName, list[str]] = {}
+    young = 0
     unrecognised: list[str] = []
     there_now = list(run.store.list())
     now_ms = _now_ms(run.store if ask_store else None, there_now)
@@ -166,23 +172,33 @@ def plan_sweep(
         elif is_probe_key(info.key):
             if _is_old((info,), now_ms, grace_seconds):
                 objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
+            else:
+                young += 1
         elif parse_validation_key(info.key) is not None:
             validations.append(info)
+        elif (pin := parse_pin_key(info.key)) is not None:
+            pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
         elif not _is_record(info.key):
             unrecognised.append(info.key)
-    named = _Named(run, spare_newest=spare_newest)
+    named = NamedChunks(run, spare_newest=spare_newest, pins=pins)
     named.look(on_step)
-    there = {(name.step, name.generation) for name in run.representations()}
+    there = run.representations()
     for info in validations:
         of = parse_validation_key(info.key)
-        if of and of[:2] not in there and _is_old((info,), now_ms, grace_seconds):
+        name = ManifestName(*of[:2]) if of else None
+        if name is None or name in there or named.unreadable or named.lost.why_needed(name):
+            continue
+        if _is_old((info,), now_ms, grace_seconds):
             why = "validates a checkpoint that has no manifest"
             objects.append(SweptObject(info.key, info.size_bytes, why))
+        else:
+            young += 1
     # After the listing: a job of which something was listed had been staged by then.
     asked: Callable[[], Collection[str]] = keep if callable(keep) else partial(frozenset, keep)
     needed = asked()
     doomed: list[AttemptName] = []
     kept: list[KeptPrefix] = []
+    lost: dict[str, None] = {}
     for attempt in {**parts, **chunks}:
         all_infos = chunks.get(attempt, [])
         infos = [info for info in all_infos if info.key not in named.chunks]
@@ -194,6 +210,8 @@ def plan_sweep(
         if reason:
             prefix_of = attempt_prefix if all_infos else part_prefix
             kept.append(KeptPrefix(prefix_of(*attempt), reason))
+            if reason == _why_needed(named, attempt):
+                lost[reason] = None
             continue
         doomed.append(attempt)
         more = " any more" if len(infos) < len(all_infos) else ""
@@ -201,15 +219,18 @@ def plan_sweep(
         if attempt in named.attempts:
             why = f"attempt {attempt.attempt} of step {attempt.step} is committed without it"
         objects.extend(SweptObject(info.key, info.size_bytes, why) for info in infos)
+    unfinished = list(run.store.list_unfinished())
+    old = [info for info in unfinished if _is_old((info,), now_ms, grace_seconds)]
     return SweepPlan(
         prefixes=tuple(doomed),
         objects=tuple(objects),
         unfinished=tuple(
             SweptObject(info.key, info.size_bytes, "left unfinished by a killed writer")
-            for info in run.store.list_unfinished()
-            if _is_old((info,), now_ms, grace_seconds)
+            for info in old
         ),
         kept=tuple(kept),
+        lost=tuple(lost),
+        young=young + len(unfinished) - len(old),
         unrecognised=tuple(unrecognised),
         blocked=tuple(named.unreadable),
         grace_seconds=grace_seconds,
@@ -243,7 +264,7 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
         on_step("removing objects", len(removed), total)
 
     reasons = {swept.key: swept for swept in plan.objects}
-    named = _Named(run, spare_newest=plan.spare_newest)
+    named = NamedChunks(run, spare_newest=plan.spare_newest)
     for attempt in plan.prefixes:
         prefix = attempt_prefix(*attempt)
         there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
@@ -279,63 +300,10 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
     return SweepResult(removed=tuple(removed), spared=tuple(spared))
 
 
-class _Named:
-    """The chunks that manifests name; each manifest is read once."""
-
-    def __init__(self, run: Run, *, spare_newest: bool) -> None:
-        self._run = run
-        self._spare_newest = spare_newest
-        self._known: set[Representation] = set()
-        self._newest = 0
-        self._newest_steps: dict[int, int] = {}
-        self.chunks: set[str] = set()
-        self.attempts: set[AttemptName] = set()
-        self.unreadable: list[str] = []
-
-    def look(self, on_step: OnStep = unwatched) -> None:
-        """Read the manifests that have appeared since the last look."""
-        self.unreadable.clear()
-        there = self._run.representations()
-        self._newest = max(self._run.generation_numbers(), default=0)
-        self._newest_steps = {name.generation: name.step for name in sorted(there)}
-        left = [one for forms in there.values() for one in forms if one not in self._known]
-        with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            found = zip(left, readers.map(self._chunks_of, left), strict=True)
-            for number, (one, chunks) in enumerate(found, 1):
-                on_step("looking for orphans", number, len(left))
-                if chunks is None:
-                    self.unreadable.append(one.key)
-                elif chunks:
-                    self._known.add(one)
-                    self.chunks.update(chunks)
-                    self.attempts.update(filter(None, map(parse_chunk_key, chunks[:1])))
-
-    def _chunks_of(self, one: Representation) -> list[str] | None:
-        """Keys of its chunks; none if it was removed since it was listed; None: unreadable."""
-        try:
-            return [entry.key for entry in self._run.read_manifest(one).chunks]
-        except ObjectNotFound:
-            return []
-        except FormatError:
-            return None
-
-    def may_be_committed(self, attempt: AttemptName, infos: Iterable[ObjectInfo]) -> bool:
-        """Whether the newest trainer may still stage or have staged it, somewhere.
-
-        Of several ranks, as its parts tell, some are staged on other hosts, and waited for here.
-        A generation above the newest record is one whose record is lost: its trainer may go on.
-        """
-        return (
-            (self._spare_newest or any(parse_part_key(info.key) for info in infos))
-            and attempt.generation >= self._newest
-            and attempt.step > self._newest_steps.get(attempt.generation, -1)
-        )
-
-
 def _reason_to_keep(
     attempt: AttemptName,
     infos: Sequence[ObjectInfo],
-    named: _Named,
+    named: NamedChunks,
     keep: Collection[str],
     now_ms: int,
     grace_seconds: float,
@@ -344,11 +312,17 @@ def _reason_to_keep(
         return f"{named.unreadable[0]} cannot be read and may name it"
     if attempt.attempt in keep:
         return "a staged job names it"
+    if needed := _why_needed(named, attempt):
+        return needed
     if named.may_be_committed(attempt, infos):
         return "its trainer may still commit it"
     if not _is_old(infos, now_ms, grace_seconds):
         return f"younger than {grace_seconds:g} s"
     return ""
+
+
+def _why_needed(named: NamedChunks, attempt: AttemptName) -> str:
+    return named.lost.why_needed(ManifestName(*attempt[:2]), attempt.attempt)
 
 
 def _is_old(infos: Iterable[ObjectInfo], now_ms: int, grace_seconds: float) -> bool:

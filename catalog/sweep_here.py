@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from recpoint.catalog import staged
 from recpoint.catalog.discard_staged import run_is_gone
@@ -17,7 +18,10 @@ from recpoint.catalog.sweep import SweepPlan, SweepResult, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
 from recpoint.errors import NothingToRestore, RunRecordLost
 
-__all__ = ["SweptHere", "removed_words", "sweep_here"]
+__all__ = ["NOTHING_LEFT", "SweptHere", "sweep_here", "swept_words"]
+
+#: Ends what is said of a sweep after which no other is worth while, until something is written.
+NOTHING_LEFT: Final = "nothing is left for a later one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,13 @@ class SweptHere:
     slots: tuple[FreeSlot, ...]
     plan: SweepPlan
     result: SweepResult | None
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether nothing was to be done, and nothing of what is there comes to be, with time."""
+        plan, result = self.plan, self.result
+        later = plan.kept or plan.blocked or plan.young or self.work.jobs or self.slots
+        return result is not None and not (result.removed or result.spared or later)
 
 
 def sweep_here(
@@ -95,9 +106,20 @@ def sweep_here(
     return SweptHere(run=run, work=work, slots=tuple(slots), plan=plan, result=result)
 
 
-def removed_words(result: SweepResult) -> str:
-    """What was removed, in a few words."""
-    return f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes"
+def swept_words(swept: SweptHere) -> str:
+    """What a sweep has done, in a line: what it removed, and what a person has to do about it."""
+    plan, result = swept.plan, swept.result
+    assert result is not None
+    said = [
+        f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes",
+        f"{len(result.spared)} turned out to be needed",
+    ]
+    if plan.lost:
+        more = f" (and {len(plan.lost) - 1} more)" if len(plan.lost) > 1 else ""
+        said.append(f"chunks were kept, since {plan.lost[0]}{more}: recpoint check {swept.run.url}")
+    if swept.nothing_left:
+        said.append(NOTHING_LEFT)
+    return "; ".join(said)
 
 
 def _work(run: Run, run_dir: Path, dry_run: bool, on_step: OnStep) -> StagedWork:

@@ -223,6 +223,7 @@ class Agent:
         for gone in self._runs.keys() - set(run_dirs):
             if not self._runs[gone].works:
                 del self._runs[gone]
+                self._background.forget(gone)
         for run_dir in run_dirs:
             state = self._runs.get(run_dir)
             if state is None:

@@ -118,6 +118,11 @@ class BackgroundConsolidation:
             else:
                 self._candidates[run_dir] = _Candidate(job.run_url)
 
+    def forget(self, run_dir: Path) -> None:
+        """The run's directory is gone."""
+        with self._lock:
+            self._candidates.pop(run_dir, None)
+
     def give_way(self, busy: bool) -> None:
         """Stop the process at work while jobs are due, and let it go on when none is."""
         with self._lock:

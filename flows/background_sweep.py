@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from recpoint.catalog import staged
-from recpoint.catalog.last_sweep import note_sweep, swept_ms
-from recpoint.catalog.trainer_note import read_note
+from recpoint.catalog.last_sweep import last_sweep, note_sweep, swept_ms
+from recpoint.catalog.trainer_note import read_note, trainer_state
 from recpoint.errors import FormatError, RecpointError, SettingsError
 from recpoint.flows.background_process import answer_of, environment_of
 from recpoint.flows.pauses import growing_pause
@@ -41,6 +41,8 @@ _PATIENCE_SECONDS: Final = 3600.0
 #: Pauses after a failure, doubled each time.
 _FIRST_PAUSE_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
+#: How often a run that was swept for good is asked whether it is trained again.
+_SETTLED_SECONDS: Final = 60.0
 
 
 def require_sweep_period(every_seconds: float | None) -> None:
@@ -69,7 +71,9 @@ class BackgroundSweep:
     """Sweeps each run of a staging area when its last sweep is long enough ago.
 
     When that was is kept in the run's directory, so that an agent that is started often neither
-    sweeps each time nor never. A run that is seen for the first time is due after one period.
+    sweeps each time nor never. A run that is seen for the first time is due after one period. One
+    whose training has ended is swept until a sweep has found nothing to do now or later, and then
+    not before it was trained again.
 
     Args:
         staging: the staging area.
@@ -142,6 +146,8 @@ class BackgroundSweep:
             except Exception:  # or this thread would end, and nothing be swept any more
                 _LOG.exception("the runs that there are cannot be told; asked again")
                 continue
+            for gone in self._runs.keys() - set(run_dirs):
+                del self._runs[gone]
             for run_dir in run_dirs:
                 if self._stop.is_set():
                     return
@@ -156,16 +162,20 @@ class BackgroundSweep:
         swept = self._runs.setdefault(run_dir, _Swept())
         if time.monotonic() < swept.retry_at:
             return
-        last_ms = swept_ms(run_dir)
+        last = last_sweep(run_dir)
         now_ms = time.time_ns() // 1_000_000
-        if last_ms is None or last_ms > now_ms:  # never, or by a clock that was ahead
+        if last is None or last.at_ms > now_ms:  # never, or by a clock that was ahead
             note_sweep(run_dir)
             return
         assert self._every is not None
-        late_seconds = (now_ms - last_ms) / 1000 - self._every
+        late_seconds = (now_ms - last.at_ms) / 1000 - self._every
         if late_seconds < 0:
             return
         if self._busy and late_seconds < _PATIENCE_SECONDS:
+            return
+        ended_ms = _ended_ms(run_dir)
+        if ended_ms is not None and last.ended_ms == ended_ms:
+            swept.retry_at = time.monotonic() + _SETTLED_SECONDS
             return
         run_url = _run_url(run_dir)
         if run_url is None:
@@ -173,12 +183,12 @@ class BackgroundSweep:
         self._at_work = run_dir
         try:
             self._tell(run_dir)
-            self._sweep(run_dir, swept, run_url)
+            self._sweep(run_dir, swept, run_url, ended_ms)
         finally:
             self._at_work = None
             self._tell(run_dir)
 
-    def _sweep(self, run_dir: Path, swept: _Swept, run_url: str) -> None:
+    def _sweep(self, run_dir: Path, swept: _Swept, run_url: str, ended_ms: int | None) -> None:
         arguments = [run_url, str(run_dir), str(_GRACE_SECONDS), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-m", "recpoint.flows.sweep_process", *arguments],
@@ -197,7 +207,8 @@ class BackgroundSweep:
         if "error" in answer:
             self._failed(run_dir, str(answer["error"]))
             return
-        note_sweep(run_dir)
+        for_good = answer.get("nothing_left") or "gone" in answer
+        note_sweep(run_dir, ended_ms=ended_ms if for_good else None)
         swept.failures, swept.last_error = 0, None
         swept.done += 1
         swept.last = str(answer.get("done") or answer.get("gone"))
@@ -212,6 +223,14 @@ class BackgroundSweep:
         swept.last_error = error
         swept.retry_at = time.monotonic() + pause
         _LOG.warning("%s: not swept, next try in %.0f s: %s", run_dir.name, pause, error)
+
+
+def _ended_ms(run_dir: Path) -> int | None:
+    """When training ended, as its trainer said; None: it has not, or something is staged still."""
+    note = read_note(run_dir)
+    if note is None or trainer_state(run_dir, note) != "ended" or staged.staged_jobs(run_dir):
+        return None
+    return note.at_ms
 
 
 def _run_url(run_dir: Path) -> str | None:

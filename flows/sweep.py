@@ -19,7 +19,7 @@ from recpoint.catalog.grace import require_grace
 from recpoint.catalog.staged_work import StagedWork
 from recpoint.catalog.store import open_store
 from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan
-from recpoint.catalog.sweep_here import removed_words, sweep_here
+from recpoint.catalog.sweep_here import sweep_here, swept_words
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key, run_title
@@ -127,10 +127,7 @@ def _sweep_store(
     lines = _lines(swept.plan) + _staged_lines(swept.work) + _slot_lines(swept.slots)
     if swept.result is None:
         return swept.run.id, f"Would remove:\n\n{lines}"
-    return swept.run.id, (
-        f"{removed_words(swept.result)}; "
-        f"{len(swept.result.spared)} turned out to be needed.\n\n{lines}"
-    )
+    return swept.run.id, f"{swept_words(swept)}.\n\n{lines}"
 
 
 def _lines(plan: SweepPlan) -> str:

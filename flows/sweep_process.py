@@ -4,7 +4,8 @@
 
 Runs the flow where `PREFECT_API_URL` is set, and the same function bare where it is not or where
 Prefect fails. Unlike one that consolidates it is never stopped in the middle: what it has looked at
-it removes at once (format §6.5). Its last line on stdout is JSON: `done`, `gone` or `error`.
+it removes at once (format §6.5). Its last line on stdout is JSON: `done`, `gone` or `error`;
+beside `done` whether there is `nothing_left` to do for a later sweep.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep_here import removed_words, sweep_here
+from recpoint.catalog.sweep_here import NOTHING_LEFT, sweep_here, swept_words
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
 from recpoint.flows.background_process import give_way, log_to_stderr, run_flow
 
@@ -34,8 +35,7 @@ def main(arguments: list[str]) -> int:
         done = run_flow(lambda: _flow(run_url, run_dir, grace_seconds), _LOG)
         if done is None:
             swept = sweep_here(open_store(run_url), run_dir, grace_seconds=grace_seconds)
-            assert swept.result is not None
-            done = removed_words(swept.result)
+            done = swept_words(swept)
     except RunRecordLost as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 1
@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> int:
     except (RecpointError, OSError, MemoryError) as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         return 1
-    print(json.dumps({"done": done}), flush=True)
+    nothing_left = done.rstrip(".").endswith(NOTHING_LEFT)
+    print(json.dumps({"done": done, "nothing_left": nothing_left}), flush=True)
     return 0
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,18 @@ from prefect.settings import PREFECT_API_URL
 
 from recpoint.catalog import staged
 from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.last_sweep import note_sweep, swept_ms
+from recpoint.catalog.check import check
+from recpoint.catalog.last_sweep import LastSweep, last_sweep, note_sweep, swept_ms
 from recpoint.catalog.run import Run
-from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.trainer_note import read_note, write_note
 from recpoint.errors import SettingsError
-from recpoint.flows.agent import run_agent
+from recpoint.flows.agent import Agent, run_agent
+from recpoint.flows.background_sweep import BackgroundSweep
+from recpoint.flows.prefect_gate import PrefectGate
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Checkpoint, build, new_run, tables, upload
 from tests.forked_program import PARENT, run_module
-from tests.job_builder import stage
+from tests.job_builder import stage, stage_chain
 from tests.polling import until
 
 DAY = 86400.0
@@ -190,3 +196,148 @@ def test_a_run_that_is_gone_is_told_and_not_asked_for_again(tmp_path: Path) -> N
     with AgentProcess(staging, tmp_path / "log"):
         until(lambda: swept_ms(run_dir) != at_ms)
         until(lambda: "no run.json" in str(status_of(run_dir)["last"]))
+
+
+def make_old(directory: Path) -> None:
+    """All files of a run, three days old."""
+    when = time.time() - 3 * DAY
+    for path in directory.rglob("*"):
+        if path.is_file():
+            os.utime(path, (when, when))
+
+
+def test_what_a_lost_manifest_has_named_outlasts_the_daily_sweep(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    stage_chain(run, staging, count=3)
+    assert run_agent(staging, once=True, prefect="off") == 0
+    (run_dir,) = staged.run_directories(staging)
+    write_note(run_dir, run.url, "training")
+    make_old(Path(run.url))
+    lost = min((Path(run.url) / "manifests").iterdir())
+    data = lost.read_bytes()
+    lost.unlink()
+    at_ms = swept_before(run_dir, 2 * DAY)
+    with AgentProcess(staging, tmp_path / "log"):
+        until(lambda: swept_ms(run_dir) != at_ms)
+        until(lambda: status_of(run_dir)["done"] == 1)
+    said = status_of(run_dir)["last"]
+    assert said.startswith("Removed 0 objects, 0 bytes;")
+    assert "step 1 (generation 1) is needed by step 2 (generation 1)" in said
+    assert f"recpoint check {run.url}" in said and "nothing is left" not in said
+    lost.write_bytes(data)
+    assert check(run, level="full").ok
+
+
+def due_again(run_dir: Path) -> None:
+    """Have the last sweep so long ago that another is due, and leave the rest of its note."""
+    path = run_dir / "sweep.json"
+    document = json.loads(path.read_text())
+    document["at_ms"] = int((time.time() - 2 * DAY) * 1000)
+    path.write_text(json.dumps(document))
+
+
+def test_a_run_that_has_ended_is_swept_until_nothing_is_left(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    ended, ended_dir, _ = a_run(tmp_path, staging, "a-ended")
+    other, other_dir, _ = a_run(tmp_path, staging, "z-other")  # is swept after it, each time
+
+    def sweep_all() -> LastSweep | None:
+        """Have another agent sweep what is due; the note of the run that has ended."""
+        swept_before(other_dir, 2 * DAY)
+        at_ms = swept_ms(other_dir)
+        with AgentProcess(staging, tmp_path / "log"):
+            until(lambda: swept_ms(other_dir) != at_ms)
+        return last_sweep(ended_dir)
+
+    swept_before(ended_dir, 2 * DAY)
+    write_note(ended_dir, ended.url, "ended")
+    note = sweep_all()
+    assert note is not None and note.ended_ms is None  # it has removed something
+    assert not has_orphans(ended)
+    # What is too young to go is there for a later one.
+    young = build(ended, tables(), step=3, generation=1)
+    upload(ended.store, young)
+    due_again(ended_dir)
+    note = sweep_all()
+    assert note is not None and note.ended_ms is None and has_orphans(ended)
+    for key in young.chunks:
+        ended.store.delete(key)
+    due_again(ended_dir)
+    note, trainer = sweep_all(), read_note(ended_dir)
+    assert note is not None and trainer is not None and note.ended_ms == trainer.at_ms
+    # Other agents do not begin again.
+    due_again(ended_dir)
+    asleep = last_sweep(ended_dir)
+    assert sweep_all() == asleep
+    # A training that has begun and ended since is another one.
+    write_note(ended_dir, ended.url, "training")
+    write_note(ended_dir, ended.url, "ended")
+    note = sweep_all()
+    assert note is not None and asleep is not None and note.at_ms > asleep.at_ms
+
+
+def test_a_run_that_is_still_trained_is_swept_every_day(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    run, run_dir, orphan = a_run(tmp_path, staging, "run")
+    for key in orphan.chunks:
+        run.store.delete(key)
+    at_ms = swept_before(run_dir, 2 * DAY)
+    with AgentProcess(staging, tmp_path / "log"):
+        until(lambda: swept_ms(run_dir) != at_ms)
+        until(lambda: "nothing is left for a later one" in str(status_of(run_dir)["last"]))
+    note = last_sweep(run_dir)
+    assert note is not None and note.ended_ms is None
+
+
+def test_nothing_is_remembered_of_a_directory_that_is_gone(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    _, run_dir, _ = a_run(tmp_path, staging, "run")
+    swept_before(run_dir, 2 * DAY)
+    sweeps = BackgroundSweep(
+        staging, every_seconds=DAY, prefect_url=lambda: None, tell=lambda _: None
+    )
+
+    def done() -> object:
+        status = sweeps.status(run_dir)
+        assert status is not None
+        return status["done"]
+
+    sweeps.start()
+    try:
+        until(lambda: done() == 1)
+        run_dir.rename(tmp_path / "away")
+        until(lambda: done() == 0)
+    finally:
+        sweeps.stop()
+
+
+@contextmanager
+def serving(agent: Agent) -> Iterator[None]:
+    thread = threading.Thread(target=agent.serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        agent.stop()
+        thread.join()
+
+
+def test_an_agent_forgets_to_consolidate_what_is_gone(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    run, run_dir, _ = a_run(tmp_path, staging, "run")
+    staged.remember_consolidated_run(run_dir, run.url)
+    agent = Agent(staging, gate=PrefectGate(enabled=False))
+
+    def consolidation() -> tuple[object] | None:
+        path = staged.status_path(run_dir)
+        return (json.loads(path.read_text())["consolidation"],) if path.exists() else None
+
+    with AgentLock(staging), serving(agent):
+        until(lambda: (consolidation() or (None,))[0] is not None)
+        run_dir.rename(tmp_path / "away")
+        _, other_dir, _ = a_run(tmp_path, staging, "other")
+        until(staged.status_path(other_dir).exists)  # it has looked since
+        run_dir.mkdir()
+        assert until(consolidation) == (None,)

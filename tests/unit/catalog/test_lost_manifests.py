@@ -1,0 +1,276 @@
+"""What a lost manifest has named is kept until it is put back; what retention let go of is not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog import pins
+from recpoint.catalog.check import CheckReport, check
+from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.run import Run
+from recpoint.catalog.sweep import SweepPlan, SweepResult, execute, plan_sweep
+from recpoint.catalog.validate import record, validate
+from recpoint.catalog.validations import verdicts
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import attempt_prefix, consolidated_key, manifest_key, part_key
+from recpoint.format.records import pack_record
+from tests.catalog_builder import build, copy_run, new_run, publish, tables, upload
+from tests.retained_run import LAST, add, consolidated, keys, retain
+
+STEPS = (10, 11, 12, 13)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Full 10, increments 11, 12 and 13, one after another."""
+    run = new_run(tmp_path_factory.mktemp("built") / "run")
+    run.claim(None)
+    parent: Manifest | None = None
+    for step in STEPS:
+        parent = add(run, step, parent)
+    return run
+
+
+@pytest.fixture
+def run(built: Run, tmp_path: Path) -> Run:
+    return copy_run(built, tmp_path / "run")
+
+
+def lose(run: Run, *lost: str) -> dict[str, bytes]:
+    """Remove manifests, as no part of recpoint does; what they were."""
+    found = {key: run.store.get(key, max_bytes=1 << 20) for key in lost}
+    for key in lost:
+        run.store.delete(key)
+    return found
+
+
+def put_back(run: Run, lost: dict[str, bytes]) -> None:
+    for key, data in lost.items():
+        run.store.put(key, data)
+
+
+def chunks(run: Run, step: int) -> set[str]:
+    """Chunks of the checkpoint's own manifest."""
+    return {entry.key for entry in run.manifest(step, 1).chunks}
+
+
+def swept(run: Run) -> tuple[SweepPlan, SweepResult]:
+    plan = plan_sweep(run, grace_seconds=0)
+    return plan, execute(run, plan)
+
+
+def texts(report: CheckReport, severity: str) -> list[str]:
+    found = (one for one in report.findings if one.severity == severity)
+    return [one.text for one in found if one.key.startswith(("chunks/", "parts/"))]
+
+
+def test_what_a_lost_manifest_has_named_stays_until_it_is_back(run: Run) -> None:
+    record(run, validate(run, ManifestName(10, 1), level="full"))
+    before = keys(run)
+    attempt = run.manifest(10, 1).attempt
+    lost = lose(run, manifest_key(10, 1))
+    plan, result = swept(run)
+    why = "step 10 (generation 1) is needed by step 11 (generation 1), and its manifest is gone"
+    (kept,) = plan.kept
+    assert kept == (attempt_prefix(10, 1, attempt), why)
+    assert plan.lost == (why,) and result.removed == ()
+    assert keys(run) == before - lost.keys()
+    put_back(run, lost)
+    assert check(run, level="full").ok
+    assert str(verdicts(run)[ManifestName(10, 1)]) == "full"
+    plan, result = swept(run)
+    assert (plan.kept, plan.lost, result.removed) == ((), (), ())
+
+
+def test_a_check_says_what_such_chunks_are_for(run: Run) -> None:
+    orphan = build(run, tables(), step=20, generation=1)
+    upload(run.store, orphan)
+    lose(run, manifest_key(11, 1))
+    report = check(run)
+    assert not report.ok
+    (text,) = texts(report, "warning")
+    assert "step 11 (generation 1) is needed by step 12 (generation 1)" in text
+    assert "put the manifest back" in text and "recpoint sweep removes" not in text
+    (text,) = texts(report, "info")
+    assert f"{len(orphan.chunks)} chunks that no manifest names; recpoint sweep removes" in text
+
+
+def test_a_check_says_so_of_parts_too(run: Run) -> None:
+    attempt = run.manifest(11, 1).attempt
+    run.store.put(part_key(11, 1, attempt, rank=0), b"a part")
+    assert "recpoint sweep removes it" in texts(check(run), "info")[0]
+    lose(run, manifest_key(11, 1))
+    plan, result = swept(run)
+    assert len(plan.kept) == 1 and result.removed == ()
+    (text,) = texts(check(run), "warning")
+    assert text.startswith("the part of rank 0 and ") and "put the manifest back" in text
+
+
+def test_several_in_a_row(run: Run) -> None:
+    """The manifest of the last of them alone had said what it stands on."""
+    lost = lose(run, *(manifest_key(step, 1) for step in (10, 11, 12)))
+    plan, result = swept(run)
+    assert result.removed == () and len(plan.kept) == len(plan.lost) == 3
+    assert plan.lost[1] == (
+        "step 11 (generation 1) may be of the chain of step 13 (generation 1), of which manifests "
+        "are gone"
+    )
+    put_back(run, lost)
+    assert check(run, level="full").ok
+
+
+def test_beside_the_gap_orphans_go(run: Run) -> None:
+    orphans = [build(run, tables(), step=step, generation=1) for step in (5, 12, 20)]
+    for orphan in orphans:
+        upload(run.store, orphan)
+    lose(run, manifest_key(11, 1))
+    _, result = swept(run)
+    gone = {key for orphan in orphans for key in orphan.chunks}
+    assert {one.key for one in result.removed} == gone
+
+
+def test_of_a_parent_that_was_replaced_by_another_attempt(run: Run) -> None:
+    wanted = chunks(run, 11)
+    (lost,) = lose(run, manifest_key(11, 1)).values()
+    parent = run.manifest(10, 1)
+    dirty = [torch.tensor([1]), torch.tensor([0])]
+    other = build(run, tables(), step=11, generation=1, parent=parent, dirty=dirty)
+    upload(run.store, other)
+    run.store.put(manifest_key(11, 1), pack_record(other.manifest))
+    assert swept(run)[1].removed == () and wanted <= keys(run)
+    run.store.put(manifest_key(11, 1), lost)
+    assert check(run, level="full").ok
+    assert {one.key for one in swept(run)[1].removed} == set(other.chunks)
+
+
+def test_what_retention_let_go_of_is_swept(run: Run) -> None:
+    """Killed after it had deleted the links that a consolidation stands for, and some of them."""
+    consolidated(run, 13)
+    merged = run.read_manifest(run.representations()[ManifestName(13, 1)][0])
+    wanted = {entry.key for entry in merged.chunks}
+    old = set.union(*(chunks(run, step) for step in (10, 11, 12)))
+    lose(run, *(manifest_key(step, 1) for step in (12, 11, 10)))
+    assert swept(run)[0].kept == () and not old & keys(run)
+    assert check(run, level="full").ok and wanted <= keys(run)
+
+
+@pytest.mark.parametrize("deleted", [(13,), (13, 12), (13, 12, 11), (13, 12, 11, 10)])
+def test_a_chain_of_which_retention_has_deleted_the_newest(
+    run: Run, deleted: tuple[int, ...]
+) -> None:
+    gone = set.union(*(chunks(run, step) for step in deleted))
+    lose(run, *(manifest_key(step, 1) for step in deleted))
+    plan, result = swept(run)
+    assert plan.kept == () and {one.key for one in result.removed} == gone
+
+
+def test_once_nothing_needs_it_any_more_it_goes(run: Run) -> None:
+    old = chunks(run, 10)
+    lose(run, manifest_key(10, 1))
+    assert swept(run)[1].removed == ()
+    for step in (14, 15):  # a new chain, for which retention lets the damaged one go
+        add(run, step, None)
+    retain(run)
+    retain(run)
+    assert check(run).findings == () and not old & keys(run)
+
+
+def test_a_consolidated_one_that_all_others_were_dropped_for(run: Run) -> None:
+    consolidated(run, 12)
+    retain(run, LAST)
+    retain(run, LAST)
+    assert set(run.representations()) == {ManifestName(12, 1), ManifestName(13, 1)}
+    before = keys(run)
+    lost = lose(run, consolidated_key(12, 1, None))
+    plan, result = swept(run)
+    assert result.removed == ()
+    assert plan.lost == (
+        "step 12 (generation 1) is needed by step 13 (generation 1), and its manifest is gone",
+    )
+    put_back(run, lost)
+    assert keys(run) == before and check(run, level="full").ok
+
+
+def test_one_that_is_pinned(run: Run) -> None:
+    pins.pin(run, ManifestName(13, 1), label="best")
+    lost = lose(run, manifest_key(13, 1))
+    plan, result = swept(run)
+    why = "step 13 (generation 1) is pinned (best), and its manifest is gone"
+    assert plan.lost == (why,) and result.removed == ()
+    (text,) = texts(check(run), "warning")
+    assert why in text
+    put_back(run, lost)
+    assert check(run, level="full").ok
+    lose(run, manifest_key(13, 1))
+    pins.unpin(run, ManifestName(13, 1), label="best")
+    assert len(swept(run)[1].removed) > 0
+
+
+def test_validations_stay_while_it_is_not_known_what_is_needed(run: Run) -> None:
+    record(run, validate(run, ManifestName(10, 1), level="metadata"))
+    lost = lose(run, manifest_key(10, 1), manifest_key(11, 1))
+    run.store.put(manifest_key(11, 1), b"damaged")
+    assert swept(run)[1].removed == ()
+    put_back(run, lost)
+    assert ManifestName(10, 1) in verdicts(run) and check(run, level="full").ok
+
+
+def test_a_manifest_lost_between_plan_and_deed(run: Run) -> None:
+    """What was no orphan is not in the plan; what was one becomes needed by who names it now."""
+    late = build(run, tables(), step=20, generation=1)
+    upload(run.store, late)
+    plan = plan_sweep(run, grace_seconds=0)
+    assert {one.key for one in plan.objects} == set(late.chunks)
+    dirty = [torch.tensor([1]), torch.tensor([0])]
+    child = build(run, tables(), step=21, generation=1, parent=late.manifest, dirty=dirty)
+    publish_alone(run, child.manifest, child.chunks)
+    result = execute(run, plan)
+    assert result.removed == () and "is needed by step 21" in result.spared[0].reason
+
+
+def publish_alone(run: Run, manifest: Manifest, data: dict[str, bytes]) -> None:
+    """A checkpoint whose parent has no manifest, which no commit would let through."""
+    for key, chunk in data.items():
+        run.store.put(key, chunk)
+    run.store.put(manifest_key(manifest.step, manifest.generation), pack_record(manifest))
+
+
+def test_of_a_superseded_checkpoint_it_stays_too(run: Run) -> None:
+    run.claim(run.manifest(11, 1).ref)
+    second = build(run, tables(), step=12, generation=2, parent=run.manifest(11, 1), dirty=None)
+    publish(run, second)
+    lost = lose(run, manifest_key(12, 1))
+    assert swept(run)[1].removed == ()
+    put_back(run, lost)
+    assert check(run, level="full").ok
+
+
+def test_a_young_probe_is_left_for_a_later_sweep(run: Run) -> None:
+    probe = Path(run.url) / "probe" / ("b" * 32)
+    half = Path(run.url) / "chunks" / f".tmp-{'a' * 32}"
+    for path in (probe, half):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    assert plan_sweep(run, grace_seconds=3600).young == 2
+    for path in (probe, half):
+        os.utime(path, (1, 1))
+    assert plan_sweep(run, grace_seconds=3600).young == 0
+
+
+def test_retention_keeps_what_is_before_a_lost_manifest_in_a_chain_that_is_kept(run: Run) -> None:
+    pins.pin(run, ManifestName(13, 1))
+    lost = lose(run, manifest_key(12, 1))
+    for step in (14, 15):
+        add(run, step, None)
+    retain(run)
+    assert retain(run).deleted == (manifest_key(14, 1),)
+    put_back(run, lost)
+    assert check(run, level="full").ok
+    pins.unpin(run, ManifestName(13, 1))
+    retain(run)
+    retain(run)
+    assert set(run.representations()) == {ManifestName(15, 1)}
