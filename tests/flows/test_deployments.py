@@ -529,7 +529,8 @@ def test_what_is_committed_is_published(
     wanted = {"deployments": {"id": {"any_": [deployed["publish/recpoint"]["id"]]}}}
 
     def flow_runs() -> list[dict[str, Any]] | None:
-        return server.ask("/flow_runs/filter", wanted) or None
+        found = server.ask("/flow_runs/filter", wanted)
+        return [one for one in found if one["parameters"]["run_url"] == run.url] or None
 
     def made_by_an_event() -> dict[str, Any] | None:
         """Told again: an event is lost on a server that has not loaded its automations yet."""
