@@ -66,8 +66,9 @@ def run(*, quick: bool) -> Report:
         "reading_seconds": reading[0],
     }
     report.notes = [
-        "vs_listing: the plan alone, over one listing of the whole store; reading: every manifest "
-        "once, eight at a time, which a first retention of so long a run does once"
+        "vs_listing: the plan alone, from facts that are known, over one listing of the whole "
+        "store; reading these facts: every manifest that is there, eight at a time, which each "
+        "retention does, and its sweep once more"
     ]
     return report
 

@@ -35,6 +35,7 @@ __all__ = [
     "State",
     "Totals",
     "Trouble",
+    "Validated",
     "alarms",
     "clock_note",
     "measured_interval_seconds",
@@ -243,6 +244,14 @@ class Totals:
         return self.stall_seconds / self.trained_seconds if self.trained_seconds else None
 
 
+class Validated(NamedTuple):
+    """A checkpoint that was validated, and what its validations say together."""
+
+    step: int
+    generation: int
+    verdict: Verdict
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOverview:
     """One run at one moment.
@@ -252,6 +261,8 @@ class RunOverview:
         refreshed_ms: this host's time when it was looked at.
         checkpoints: the newest of the live line, newest first.
         live_checkpoints, superseded_checkpoints: how many there are in all.
+        last_validated: the newest of the whole live line that any validation has looked at; None:
+            none has.
         generation: the newest trainer; None: none has started.
         restarts: starts of trainers on this line, the first left out.
         ended: the newest trainer has ended by itself; None: it has not, or not said so.
@@ -268,6 +279,7 @@ class RunOverview:
     checkpoints: tuple[CheckpointFacts, ...]
     live_checkpoints: int
     superseded_checkpoints: int
+    last_validated: Validated | None
     generation: Generation | None
     restarts: int
     ended: Ended | None
@@ -282,11 +294,6 @@ class RunOverview:
     def newest(self) -> CheckpointFacts | None:
         """The newest checkpoint of the live line, whether it restores or not."""
         return self.checkpoints[0] if self.checkpoints else None
-
-    @property
-    def last_validated(self) -> CheckpointFacts | None:
-        """The newest that any validation has looked at."""
-        return next((one for one in self.checkpoints if one.validation is not None), None)
 
 
 #: What an alarm is about.

@@ -21,6 +21,7 @@ from recpoint.catalog.overview import (
     Generation,
     Lag,
     RunOverview,
+    Validated,
     clock_note,
 )
 from recpoint.catalog.overview_figures import (
@@ -142,6 +143,14 @@ class RunWatch:
             checkpoints=facts,
             live_checkpoints=len(listing.live),
             superseded_checkpoints=len(listing.forms) - len(listing.live),
+            last_validated=next(
+                (
+                    Validated(*name, verdict)
+                    for name in listing.live
+                    if (verdict := listing.verdicts.get(name)) is not None
+                ),
+                None,
+            ),
             generation=generation,
             restarts=self.run.restarts(newest) if newest else 0,
             ended=ended,

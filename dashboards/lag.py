@@ -65,6 +65,6 @@ def _cells(run: RunLag, seen: RunOverview) -> list[Text | str]:
         seconds_text(lag.interval_seconds),
         "" if restore is None else str(restore.manifests_to_read),
         "" if newest is None else f"{newest.stall_seconds * 1000:.1f} ms",
-        Text("never") if validated is None else verdict_text(validated.validation),
+        Text("never") if validated is None else verdict_text(validated.verdict),
         shown("; ".join(alarm.text for alarm in alarms(seen)), style="red"),
     ]

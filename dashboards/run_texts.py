@@ -145,10 +145,9 @@ def _restore_text(overview: RunOverview) -> str:
 
 def _validation_text(overview: RunOverview) -> str:
     last = overview.last_validated
-    if last is None or last.validation is None:
+    if last is None:
         return "none"
-    verdict = last.validation
-    return f"{verdict.result} ({verdict.level}), step {last.step}"
+    return f"{last.verdict.result} ({last.verdict.level}), step {last.step}"
 
 
 def run_row(run: WatchedRun, index: int) -> tuple[str, ...]:

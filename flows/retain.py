@@ -32,7 +32,7 @@ def _newest_of_each(units: str) -> Any:
         ge=0,
         description=f"The newest one of each of the last so many {units} that have any, in UTC, "
         "by the trainers' stamps and again by the store's times, so that one wrong clock never "
-        "deletes: up to twice as many. 0: this rule keeps none.",
+        "deletes where each has its own: up to twice as many. 0: this rule keeps none.",
     )
 
 

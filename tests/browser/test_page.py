@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from recpoint.catalog import staged
+from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.local_store import LocalStore
 from recpoint.catalog.persist import persist_job
 from recpoint.catalog.pins import pin
@@ -27,6 +29,8 @@ from recpoint.catalog.prune import execute
 from recpoint.catalog.prune_plan import plan_prune
 from recpoint.catalog.retention_rules import RetentionPolicy
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_watch import RunWatch
+from recpoint.catalog.validate import record, validate
 from recpoint.dashboards.terminal import bytes_text, time_text
 from recpoint.errors import RanksMissing
 from recpoint.format.history import History
@@ -171,10 +175,26 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
     slot = staged.slots_directory(job_file.parent.parent) / staged.read_job(job_file).slot
     slot.write_bytes(bytes(slot.stat().st_size))
     rejected = persist_job(job_file)
+    validated = validate(run, ManifestName(200, 1))
+    assert validated.result == "passed"
+    record(run, validated)
     with dashboard(tmp_path / "log", run.url) as address:
         page.goto(address)
         shows(page, "fine")
+
+        def risk_is_right() -> bool:
+            before = RunWatch(run).refresh().lag
+            shown = re.fullmatch(r"about (.*), ([0-9]+) batches", cells(page)[2])
+            after = RunWatch(run).refresh().lag
+            assert shown and before.at_risk_batches and after.at_risk_batches
+            assert seconds(shown[1]) - 0.5 <= after.at_risk_seconds
+            assert int(shown[2]) <= after.at_risk_batches + 1
+            close = before.at_risk_batches - 9 <= int(shown[2])  # 400 ms a batch
+            return close and before.at_risk_seconds - 3 <= seconds(shown[1])
+
+        until(risk_is_right)
         row = cells(page)
+        assert row[8] == "passed (sample), step 200"
         stored = sum(manifest.stored_bytes for manifest in made)
         full = sum(manifest.full_bytes for manifest in made)
         assert row[0] == "fine" and row[1] == run.url and row[3] == "300"
@@ -198,6 +218,7 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
         assert [line[0] for line in found] == ["300", "200", "100"]
         assert [line[7] for line in found] == [bytes_text(m.stored_bytes) for m in made[::-1]]
         assert [line[5] for line in found] == ["4 ms", "9 ms", "4 ms"]
+        assert [line[9] for line in found] == ["–", "sample", "–"]
         assert found[1][10] == "pinned: release" and found[0][4] == "42.0 s, 105 batches"
 
         def age_is_right() -> bool:

@@ -331,7 +331,9 @@ def test_a_worker_persists_sweeps_validates_merges_publishes_restores_and_forget
     assert len(resolve_chain(run, ManifestName(3, 1)).manifests) == 1
 
 
-def test_silence_and_rejection_raise_alerts(server: Server, run: Run, tmp_path: Path) -> None:
+def test_silence_rejection_and_a_failed_validation_raise_alerts(
+    server: Server, deployed: dict[str, dict[str, Any]], run: Run, tmp_path: Path
+) -> None:
     def automations(*arguments: str) -> Any:
         done = server.run("recpoint", "automations", *arguments, "--json")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -371,13 +373,17 @@ def test_silence_and_rejection_raise_alerts(server: Server, run: Run, tmp_path: 
     assert committed["resource"]["prefect.resource.name"] == run.url
     roles = {related["prefect.resource.role"] for related in committed["related"]}
     assert "flow-run" in roles
+    damaged = tmp_path / "run" / run.manifest(*run.live_line()[0]).chunks[0].key
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    failed = flow_run_of(server, deployed, "validate/recpoint", {"run_url": run.url})
+    assert server.worked_off(failed)["type"] == "FAILED"
 
     def fired() -> bool:
         found = {
             one["resource"]["prefect.resource.name"]
             for one in server.events("prefect.automation.triggered")
         }
-        return found >= {"recpoint: checkpoint rejected", "recpoint: no commit"}
+        return found >= set(names) - {"recpoint: flow run without a process"}
 
     until(fired, seconds=_SECONDS)
     assert automations("remove")["removed"] == names

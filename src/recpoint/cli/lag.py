@@ -108,7 +108,7 @@ def _document(one: RunLag) -> dict[str, Any]:
 def _figures(seen: RunOverview) -> dict[str, Any]:
     lag, newest, restore, ended = seen.lag, seen.newest, seen.restore, seen.ended
     validated = seen.last_validated
-    verdict = None if validated is None else validated.validation
+    verdict = None if validated is None else validated.verdict
     return {
         "run": seen.run,
         "lag_seconds": lag.seconds,

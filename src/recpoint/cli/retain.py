@@ -64,8 +64,8 @@ def retain(
     """Keep what a rule or a pin keeps; mark the rest, and delete it after the grace.
 
     Hours, days, weeks and months are those of trainers' stamps, and again those of the store's
-    times: what either keeps is kept, so that one wrong clock never deletes, and --keep-hourly 24
-    may keep up to 48.
+    times: what either keeps is kept, so that one wrong clock never deletes where each has its own
+    (a directory of the trainer's host has the trainer's), and --keep-hourly 24 may keep up to 48.
     """
     try:
         policy = RetentionPolicy(

@@ -329,6 +329,16 @@ def validated(run: Run, of: Manifest, result: str, *, level: str = "full") -> No
     add_record(run, record)
 
 
+def test_the_last_validation_is_seen_however_long_ago(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated(run, three(run)[0], "passed")
+    monkeypatch.setattr("recpoint.catalog.run_watch.NEWEST", 1)
+    seen = watch(run).refresh()
+    assert [one.step for one in seen.checkpoints] == [30]
+    assert seen.last_validated is not None and seen.last_validated.step == 10
+
+
 def test_validations_give_states_alarms_and_a_speed(run: Run) -> None:
     made = three(run)
     validated(run, made[1], "passed")

@@ -37,6 +37,7 @@ NOTHING = RunOverview(
     checkpoints=(),
     live_checkpoints=0,
     superseded_checkpoints=0,
+    last_validated=None,
     generation=None,
     restarts=0,
     ended=None,

@@ -16,6 +16,7 @@ from recpoint import Seed
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import FormatError, IncompatibleModel, NothingToRestore
+from tests.interposed_store import InterposedStore
 from tests.training_builder import (
     DIM,
     ROWS,
@@ -295,6 +296,21 @@ def test_going_on_from_one_that_did_not_count_says_what_it_leaves(
         assert report is not None and report.restored.step == 5
     (said,) = [message for message in caplog.messages if "left behind" in message]
     assert "1 checkpoint(s) that counted, up to step 2 (generation 2), are left behind" in said
+
+
+def test_what_is_read_is_under_a_lease(place: Place, trained: Training) -> None:
+    run = Run.open(open_store(place.run))
+    leases = []
+
+    def look(call: str, key: str) -> None:
+        if call == "get" and key.startswith("chunks/"):
+            leases.append(len(list(run.store.list("leases/"))))
+
+    with checkpointer(simple_training(9), place) as ckpt:
+        ckpt._store = InterposedStore(ckpt._store, before=look)
+        ckpt.restore()
+    assert leases and set(leases) == {1}
+    assert not list(run.store.list("leases/"))
 
 
 def test_a_step_that_is_not_there(place: Place, trained: Training) -> None:
