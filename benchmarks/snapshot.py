@@ -89,6 +89,10 @@ def _measure(
     # Distinct rows, so that every size has exactly as many: a random offset in each equal part.
     part = rows // dirty_rows
     starts = torch.arange(dirty_rows) * part
+
+    def draw() -> torch.Tensor:
+        return starts + torch.randint(0, part, (dirty_rows,), generator=generator)
+
     stalls: list[float] = []
     copies: list[float] = []
     selects: list[float] = []
@@ -101,7 +105,7 @@ def _measure(
         tracked.cut_and_persist()  # the full; also the slot's first use
         gather = perfect_gather(table.weight.detach(), gathered)
         for turn in range(_WARM_UP + _ROUNDS):
-            ids = starts + torch.randint(0, part, (dirty_rows,), generator=generator)
+            ids = draw()
             model.top(table(ids)).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
@@ -110,13 +114,16 @@ def _measure(
             job = staged.read_job(tracked.cut())
             memcpy = memcpy or _memcpy(sum(segment.bytes for segment in job.segments))
             copy_s = memcpy()
+            # Each its own rows: those of the snapshot may still be in a large cache.
+            others = draw()
             start = perf_counter()
-            torch.index_select(table.weight.detach(), 0, ids, out=selected)
+            torch.index_select(table.weight.detach(), 0, others, out=selected)
             select_s = perf_counter() - start
+            others = draw()
             start = perf_counter()
-            gather(ids)
+            gather(others)
             gather_s = perf_counter() - start
-            if not torch.equal(gathered, selected):
+            if not torch.equal(gathered, table.weight.detach()[others]):
                 raise RuntimeError("perfect_gather copied other rows than index_select")
             tracked.persist()
             if job.kind != "increment" or job.dirty_rows != dirty_rows:

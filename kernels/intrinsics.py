@@ -24,6 +24,7 @@ __all__ = [
     "copy_row",
     "entry_point",
     "float_from_bits",
+    "inlined",
     "lowest_bit",
     "machine_operation",
     "pointer",
@@ -55,6 +56,12 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
         return kernel
 
     return decorate
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of kernels, compiled anew wherever it is called, with the constants given there."""
+    part: Callable[..., Any] = numba.njit(inline="always", error_model="numpy")(function)
+    return part
 
 
 @cache

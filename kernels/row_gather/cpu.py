@@ -10,7 +10,7 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.arguments import require
-from recpoint.kernels.intrinsics import compiled, copy_row, pointer, prefetch, stream_line
+from recpoint.kernels.intrinsics import compiled, copy_row, inlined, pointer, prefetch, stream_line
 from recpoint.kernels.row_gather.shapes import require_rows, require_same_rows
 from recpoint.kernels.threads import over_rows
 
@@ -38,9 +38,8 @@ def _first_outside(ids: int, n: int, limit: int) -> int:
     return -1
 
 
-@compiled(nogil=True)
-def copy_rows(source: int, ids: int, out: int, row_bytes: int, lines: int, n: int) -> None:
-    """Copy rows source[ids[i]] to out[i]; `lines` of 64 bytes a row, or 0 for rows of any bytes."""
+@inlined
+def _copy(source: int, ids: int, out: int, row_bytes: int, lines: int, n: int) -> None:
     values = carray(pointer(ids), n, np.int64)
     last = np.uint64(n - 1)
     ahead = np.uint64(max(1, _AHEAD_BYTES // max(row_bytes, 64)))
@@ -59,10 +58,37 @@ def copy_rows(source: int, ids: int, out: int, row_bytes: int, lines: int, n: in
 
 
 @compiled(nogil=True)
+def copy_rows(source: int, ids: int, out: int, row_bytes: int, lines: int, n: int) -> None:
+    """Copy rows source[ids[i]] to out[i]; `lines` of 64 bytes a row, or 0 for rows of any bytes."""
+    # Common lengths are constants to the compiler: loops that run once or twice a row, or a call
+    # for four bytes, would cost more than the row.
+    if lines == 1:
+        _copy(source, ids, out, 64, 1, n)
+    elif lines == 2:
+        _copy(source, ids, out, 128, 2, n)
+    elif lines == 4:
+        _copy(source, ids, out, 256, 4, n)
+    elif row_bytes == 4:
+        _copy(source, ids, out, 4, 0, n)
+    elif row_bytes == 8:
+        _copy(source, ids, out, 8, 0, n)
+    elif row_bytes == 32:
+        _copy(source, ids, out, 32, 0, n)
+    else:
+        _copy(source, ids, out, row_bytes, lines, n)
+
+
+@compiled(nogil=True)
 def _scatter(rows: int, ids: int, dest: int, row_bytes: int, lines: int, n: int) -> None:
     """Copy rows[i] to dest[ids[i]]; `lines` as in `copy_rows`."""
     values = carray(pointer(ids), n, np.int64)
+    last = np.uint64(n - 1)
+    ahead = np.uint64(max(1, _AHEAD_BYTES // max(row_bytes, 64)))
+    reach = min(row_bytes, _REACH_BYTES) if lines == 0 else 0  # what is streamed is not read
     for i in range(n):
+        coming = dest + values[min(np.uint64(i) + ahead, last)] * row_bytes
+        for at in range(0, reach, 64):
+            prefetch(coming + at)
         row = rows + i * row_bytes
         to = dest + values[i] * row_bytes
         if lines == 0:
@@ -83,9 +109,12 @@ def _move(
     ahead = np.uint64(max(1, _AHEAD_BYTES // max(row_bytes, 64)))
     reach = min(row_bytes, _REACH_BYTES)
     for i in range(n):
-        coming = source + chosen[min(np.uint64(i) + ahead, last)] * row_bytes
+        later = min(np.uint64(i) + ahead, last)
         for at in range(0, reach, 64):
-            prefetch(coming + at)
+            prefetch(source + chosen[later] * row_bytes + at)
+        if lines == 0:  # what is streamed is not read
+            for at in range(0, reach, 64):
+                prefetch(dest + places[later] * row_bytes + at)
         row = source + chosen[i] * row_bytes
         to = dest + places[i] * row_bytes
         if lines == 0:
