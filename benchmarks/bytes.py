@@ -73,12 +73,19 @@ class Counted(NamedTuple):
         """Times fewer bytes kept, at the worst interval."""
         return self.full_fp32 / max(taken.kept for taken in self.taken)
 
+    @property
+    def capacity_at_commit(self) -> float:
+        """The same as a checkpoint, or a merged full, is committed: the old chain is there too."""
+        return self.full_fp32 / max(taken.there for taken in self.taken)
+
 
 def run(*, quick: bool, plot: bool = False) -> Report:
     """Count all plans in all widths on all sources.
 
     Means are over all checkpoints of a run, the first full included; capacity is what has to be
-    kept to restore the newest checkpoint, at its peak. `bandwidth_x` and `capacity_x` are those of
+    kept to restore the newest checkpoint, at its peak, which is how the paper counts. A store holds
+    more than that: `_at_commit` counts what is there until a new full, or one that was merged, is
+    committed and the chain before it deleted. `bandwidth_x` and `capacity_x` are those of
     one policy, the one whose checkpoints write the fewest bytes, and among equals keep the fewest;
     `_merging_counted` adds what consolidation writes for it. `bandwidth_x_…_all` is the best of all
     policies with that added. The gate: of a full, an increment
@@ -89,7 +96,7 @@ def run(*, quick: bool, plot: bool = False) -> Report:
         name="bytes",
         columns=(
             "", "bits", "MB written", "x less", "MB merged", "x with it", "MB kept", "x less",
-            "paper",
+            "paper", "at a commit",
         ),
     )  # fmt: skip
     rounded = partial(byte_sources.retail, optimizer="Adagrad, state_bits=16")
@@ -211,7 +218,7 @@ def _row_bytes(spec: TableSpec) -> int:
 def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
     share = statistics.fmean(float(mask.mean()) for mask in source.masks)
     full = counted[0].full_fp32
-    report.rows.append((f"{source.name}: fp32 each time", 32, full / 1e6, 1.0, *[""] * 5))
+    report.rows.append((f"{source.name}: fp32 each time", 32, full / 1e6, 1.0, *[""] * 6))
     for of in counted:
         written, merged = (
             statistics.fmean(values) / 1e6
@@ -222,7 +229,7 @@ def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
             (
                 of.plan, "fp32" if of.bits == "lossless" else of.bits, written, of.bandwidth,
                 merged, of.bandwidth_merging, max(t.kept for t in of.taken) / 1e6, of.capacity,
-                PAPER.get(of.bits, "") if on_fleet else "",
+                PAPER.get(of.bits, "") if on_fleet else "", of.capacity_at_commit,
             )
         )  # fmt: skip
     report.notes.append(
@@ -237,10 +244,12 @@ def _figures(report: Report, suffix: str, bits: FixedBits, counted: Sequence[Cou
     report.figures |= {
         f"bandwidth_x_{bits}bit{suffix}": best.bandwidth,
         f"capacity_x_{bits}bit{suffix}": best.capacity,
+        f"capacity_x_{bits}bit{suffix}_at_commit": best.capacity_at_commit,
         f"bandwidth_x_{bits}bit{suffix}_merging_counted": best.bandwidth_merging,
         f"bandwidth_x_{bits}bit{suffix}_all": cheapest.bandwidth_merging,
         f"bandwidth_x_{bits}bit{suffix}_intermittent": paper.bandwidth,
         f"capacity_x_{bits}bit{suffix}_intermittent": paper.capacity,
+        f"capacity_x_{bits}bit{suffix}_intermittent_at_commit": paper.capacity_at_commit,
     }
     report.notes.append(
         f"best{suffix} at {bits} bits: {best.plan}; with merging counted: {cheapest.plan}"

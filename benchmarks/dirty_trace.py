@@ -40,12 +40,15 @@ class Checkpoint:
         kind: full or increment.
         written: bytes that it wrote.
         kept: bytes that have to be kept from now on, so that it can be restored.
+        there: bytes that are there as it, or the full that it was merged into, is committed:
+            nothing that stood before can be deleted until then.
         merged: bytes that consolidation then read, and wrote.
     """
 
     kind: Kind
     written: int
     kept: int
+    there: int
     merged: tuple[int, int] = (0, 0)
 
 
@@ -111,5 +114,14 @@ def replay(
             merged, chain = (sum(chain), full), [full]
         history.stored(ref, written, links_to_read=len(chain))
         tip = link.tip(ref, (), before=tip, policy=policy)
-        taken.append(Checkpoint(kind=link.kind, written=written, kept=sum(chain), merged=merged))
+        before = taken[-1].kept if taken else 0
+        taken.append(
+            Checkpoint(
+                kind=link.kind,
+                written=written,
+                kept=sum(chain),
+                there=before + written + merged[1],
+                merged=merged,
+            )
+        )
     return taken

@@ -53,6 +53,7 @@ def test_a_replay_writes_and_keeps_what_the_policy_says(
     taken = replay(Policy(name=name, full_every=every), 4, sizes)
     assert [t.written for t in taken] == written
     assert [t.kept for t in taken] == kept
+    assert [t.there for t in taken] == [a + b for a, b in zip([0, *kept], written, strict=False)]
     assert [t.kind == "full" for t in taken] == [size == 100 for size in written]
 
 
@@ -61,6 +62,8 @@ def test_a_merged_chain_is_one_full() -> None:
     assert [t.written for t in taken] == [100, 30, 30, 30, 30, 30]
     assert [t.kept for t in taken] == [100, 130, 100, 130, 100, 130]
     assert [t.merged for t in taken] == [(0, 0), (0, 0), (160, 100), (0, 0), (160, 100), (0, 0)]
+    # The full that comes of a merge is there before its chain is deleted.
+    assert [t.there for t in taken] == [100, 130, 260, 130, 260, 130]
 
 
 def test_the_trace_has_its_curve() -> None:
