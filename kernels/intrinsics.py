@@ -7,14 +7,18 @@ Whoever calls a kernel has checked dtype, contiguity and bounds, because the ker
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache, NullCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 __all__ = [
@@ -47,15 +51,43 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        compile_it = partial(numba.njit, nogil=nogil, error_model="numpy")
-        try:
-            kernel: Callable[..., Any] = compile_it(cache=True)(function)
-        except RuntimeError:
-            # Neither the package folder nor a user cache can be written: compile in each process.
-            kernel = compile_it(cache=False)(function)
-        return kernel
+        kernel: Any = numba.njit(nogil=nogil, error_model="numpy")(function)
+        kernel._cache = _cache_of(function)
+        return cast("Callable[..., Any]", kernel)
 
     return decorate
+
+
+@cache
+def _sources() -> str:
+    """A digest of all files that kernels are made of."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class _Cache(FunctionCache):
+    """Machine code has other kernels' code in it, and numba looks at the kernel's own file only.
+
+    Without this an update of the package would go on running what it had compiled before.
+    """
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        numbas: Any = super()
+        return (*numbas._index_key(sig, codegen), _sources())
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    make: Any = _Cache
+    if not hasattr(FunctionCache, "_index_key"):
+        return NullCache()  # a numba with another key: rather slow at the start than stale
+    try:
+        return make(function)
+    except RuntimeError:
+        # Neither the package folder nor a user cache can be written: compile in each process.
+        return NullCache()
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,11 +118,9 @@ def compiled_team_work(function: Callable[[int], None]) -> Callable[[], int]:
 
     @cache
     def address() -> int:
-        signature = types.void(types.intp)
-        try:
-            work = numba.cfunc(signature, cache=True)(function)
-        except RuntimeError:  # as in `compiled`
-            work = numba.cfunc(signature)(function)
+        work: Any = CFunc(function, ((types.intp,), types.void), {}, {})
+        work._cache = _cache_of(function)
+        work.compile()
         _team_work.append(work)  # owns the machine code
         return cast(int, work.address)
 

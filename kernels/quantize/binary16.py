@@ -63,7 +63,9 @@ def round_up(value: np.float32) -> np.float32:
 
 @compiled(nogil=True)
 def nearest(value: np.float32) -> np.float32:
-    """The value of binary16 next to a finite `value`, ties to the even one."""
+    """The value of binary16 next to a finite `value`, ties to the even one; -0 stays -0."""
+    if value == _ZERO:
+        return value
     magnitude = np.float32(abs(value))
     if magnitude >= _NORMAL:
         pattern = bits_of_float(magnitude)

@@ -78,7 +78,9 @@ def round_down(values: Tensor) -> Tensor:
     with np.errstate(over="ignore"):
         halves = values.numpy().astype(np.float16)
         below = np.nextafter(halves, np.float16(-np.inf))
-    lower = np.where(halves.astype(np.float32) > values.numpy(), below, halves)
+    # Beyond the range, where the steps of binary16 would go on, nothing is next to a value.
+    above = (halves.astype(np.float32) > values.numpy()) & (values.numpy() < 65536.0)
+    lower = np.where(above, below, halves)
     return torch.from_numpy(lower.astype(np.float32))
 
 

@@ -39,7 +39,7 @@ def _first_outside(ids: int, n: int, limit: int) -> int:
 
 
 @inlined
-def _copy(source: int, ids: int, out: int, row_bytes: int, lines: int, n: int) -> None:
+def copy_each(source: int, ids: int, out: int, row_bytes: int, lines: int, n: int) -> None:
     values = carray(pointer(ids), n, np.int64)
     last = np.uint64(n - 1)
     ahead = np.uint64(max(1, _AHEAD_BYTES // max(row_bytes, 64)))
@@ -63,19 +63,19 @@ def copy_rows(source: int, ids: int, out: int, row_bytes: int, lines: int, n: in
     # Common lengths are constants to the compiler: loops that run once or twice a row, or a call
     # for four bytes, would cost more than the row.
     if lines == 1:
-        _copy(source, ids, out, 64, 1, n)
+        copy_each(source, ids, out, 64, 1, n)
     elif lines == 2:
-        _copy(source, ids, out, 128, 2, n)
+        copy_each(source, ids, out, 128, 2, n)
     elif lines == 4:
-        _copy(source, ids, out, 256, 4, n)
+        copy_each(source, ids, out, 256, 4, n)
     elif row_bytes == 4:
-        _copy(source, ids, out, 4, 0, n)
+        copy_each(source, ids, out, 4, 0, n)
     elif row_bytes == 8:
-        _copy(source, ids, out, 8, 0, n)
+        copy_each(source, ids, out, 8, 0, n)
     elif row_bytes == 32:
-        _copy(source, ids, out, 32, 0, n)
+        copy_each(source, ids, out, 32, 0, n)
     else:
-        _copy(source, ids, out, row_bytes, lines, n)
+        copy_each(source, ids, out, row_bytes, lines, n)
 
 
 @compiled(nogil=True)

@@ -37,6 +37,16 @@ def test_any_number_of_threads_gives_the_bytes_of_the_reference(
             assert torch.equal(left, right), (name, bits, half)
 
 
+@pytest.mark.parametrize("method", [Method(name="greedy", bins=25, ratio_permille=600), REFIT])
+def test_the_sign_of_a_zero_offset_is_that_of_the_reference(method: Method) -> None:
+    rows = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).relu()
+    rows[rows == 0] = -0.0
+    for bits in (2, 3, 4, 8):
+        expected = reference.quantize(rows, bits, method, half_parameters=True).offset
+        found = quantize.quantize(rows, bits, method, half_parameters=True).offset
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
 @pytest.mark.parametrize("dim", [129, 1000, 5000])
 def test_rows_of_many_values_have_the_bytes_of_the_reference(dim: int) -> None:
     rows = torch.distributions.StudentT(3.0).sample((17, dim))
@@ -117,6 +127,17 @@ def test_offsets_large_against_the_range_are_wide() -> None:
     found = quantize.quantize(rows, 4, half_parameters=True)
     assert found.wide.tolist() == [True, True, False, True, False]
     assert not quantize.quantize(rows, 4).wide.any()
+
+
+@pytest.mark.parametrize("low", [65504.0, 65520.0, 65535.0, 65536.0, 70000.0])
+def test_offsets_at_the_end_of_binary16_are_wide_as_in_the_reference(low: float) -> None:
+    rows = torch.linspace(low, low + 6e5, 16)[None]
+    for bits in (2, 3, 4, 8):
+        for given in (rows, -rows):
+            expected = reference.quantize_packed(given, bits, half_parameters=True)
+            found = quantize.quantize_packed(given, bits, half_parameters=True)
+            for name, left, right in zip(expected._fields, expected, found, strict=True):
+                assert torch.equal(left, right), (name, bits)
 
 
 def test_k_means_needs_no_more_centroids_than_values() -> None:
