@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final, Self
 
 import zstandard
 
@@ -54,6 +54,23 @@ class ConsolidationTriggers:
     links: int = 16
     restore_ratio: float = 1.5
     dead_share: float = 0.5
+
+    @classmethod
+    def chosen(
+        cls,
+        *,
+        links: int | None = None,
+        restore_ratio: float | None = None,
+        dead_share: float | None = None,
+    ) -> Self:
+        """Those that are given, and the defaults of the others.
+
+        Raises:
+            SettingsError: one is out of its range.
+        """
+        given: dict[str, Any] = {"links": links, "restore_ratio": restore_ratio}
+        given["dead_share"] = dead_share
+        return replace(cls(), **{name: value for name, value in given.items() if value is not None})
 
     def __post_init__(self) -> None:
         for name, least in (("links", 2), ("restore_ratio", 1), ("dead_share", 0)):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from recpoint.catalog import answers, persist, staged
 from recpoint.catalog.agent_lock import AGENT, DRAIN
 from recpoint.catalog.cancel import is_cancelled
+from recpoint.catalog.consolidate_plan import ConsolidationTriggers
 from recpoint.errors import (
     FormatError,
     RanksMissing,
@@ -63,7 +64,7 @@ def run_agent(
     once: bool = False,
     prefect: Literal["auto", "off"] = "auto",
     consolidate: Which = "auto",
-    consolidate_after: int | None = None,
+    consolidate_when: ConsolidationTriggers | None = None,
     name_ranks_after: float = NAME_AFTER_SECONDS,
     sweep_every: float | None = SWEEP_EVERY_SECONDS,
     watch: Callable[[Agent], AbstractContextManager[object]] | None = None,
@@ -80,7 +81,7 @@ def run_agent(
             configured; `off`: never.
         consolidate: merge chains in the background, when nothing is staged: of runs of policy
             `continuous` (`auto`), of all, or of none (`off`).
-        consolidate_after: from so many manifests in a chain on; the default if None.
+        consolidate_when: from when on; the defaults if None.
         name_ranks_after: seconds that a checkpoint of several ranks waits for the others' parts
             before status, log and metrics name them.
         sweep_every: seconds between sweeps of a run, in the background, and not with `once`;
@@ -92,7 +93,7 @@ def run_agent(
 
     Raises:
         StagingError: another agent serves this staging area.
-        SettingsError: `consolidate_after` is less than 2, or `sweep_every` than a second.
+        SettingsError: `sweep_every` is less than a second.
     """
     require_sweep_period(sweep_every)
     root = staged.default_staging_root() if staging is None else Path(staging)
@@ -104,7 +105,7 @@ def run_agent(
             root,
             gate=gate,
             consolidate=consolidate,
-            consolidate_after=consolidate_after,
+            consolidate_when=consolidate_when,
             name_ranks_after=name_ranks_after,
             sweep_every=None if once else sweep_every,
         )
@@ -122,7 +123,7 @@ class Agent:
     Args:
         staging: the staging area.
         gate: says when Prefect can be used.
-        consolidate, consolidate_after, name_ranks_after, sweep_every: as for `run_agent`.
+        consolidate, consolidate_when, name_ranks_after, sweep_every: as for `run_agent`.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Agent:
         *,
         gate: PrefectGate,
         consolidate: Which = "auto",
-        consolidate_after: int | None = None,
+        consolidate_when: ConsolidationTriggers | None = None,
         name_ranks_after: float = NAME_AFTER_SECONDS,
         sweep_every: float | None = None,
     ) -> None:
@@ -147,7 +148,7 @@ class Agent:
         self._freed = FreedMemory()
         self._background = BackgroundConsolidation(
             which=consolidate,
-            after_links=consolidate_after,
+            triggers=consolidate_when,
             prefect_url=lambda: gate.api_url,
             tell=self._tell,
         )

@@ -7,6 +7,7 @@ all, chains grow, which the trainer's policy sees in its outcomes and ends with 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -64,7 +65,7 @@ class BackgroundConsolidation:
 
     Args:
         which: of which runs.
-        after_links: from so many manifests in a chain on it pays; the default if None.
+        triggers: from when on it pays; the defaults if None.
         prefect_url: where Prefect answers now; None: nowhere.
         tell: called with the run's directory when its status has changed.
     """
@@ -73,15 +74,12 @@ class BackgroundConsolidation:
         self,
         *,
         which: Which,
-        after_links: int | None,
+        triggers: ConsolidationTriggers | None,
         prefect_url: Callable[[], str | None],
         tell: Callable[[Path], None],
     ) -> None:
         self._which = which
-        default = ConsolidationTriggers()
-        self._triggers = (
-            default if after_links is None else ConsolidationTriggers(links=after_links)
-        )
+        self._triggers = triggers or ConsolidationTriggers()
         self._prefect_url = prefect_url
         self._tell = tell
         self._lock = threading.Lock()
@@ -269,7 +267,7 @@ class BackgroundConsolidation:
 
     def _run_process(self, run_url: str) -> dict[str, Any]:
         """Consolidate in a process of its own; what it says on its last line."""
-        arguments = [run_url, str(self._triggers.links), str(os.getpid())]
+        arguments = [run_url, json.dumps(asdict(self._triggers)), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-m", "recpoint.flows.consolidate_process", *arguments],
             stdin=subprocess.DEVNULL,

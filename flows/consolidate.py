@@ -26,7 +26,15 @@ from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.consolidate_process import NOTHING_DONE
 from recpoint.flows.each_part import each_part
 from recpoint.flows.no_results import NO_RESULTS
-from recpoint.flows.parameters import GenerationNumber, Links, PartsAtOnce, RunUrl, StepNumber
+from recpoint.flows.parameters import (
+    DeadShare,
+    GenerationNumber,
+    Links,
+    PartsAtOnce,
+    RestoreRatio,
+    RunUrl,
+    StepNumber,
+)
 from recpoint.flows.task_runner import chosen_task_runner
 from recpoint.format.manifest import ChunkEntry
 from recpoint.tasks.artifact_key import run_title
@@ -63,6 +71,8 @@ async def consolidate(
     links: Links | None = None,
     only_if_it_pays: bool = False,
     after_links: Links | None = None,
+    after_ratio: RestoreRatio | None = None,
+    after_dead_share: DeadShare | None = None,
     parts_at_once: PartsAtOnce = 1,
 ) -> State[Any]:
     """Merge the chain of a checkpoint into a full, or its newest links into one increment.
@@ -74,7 +84,10 @@ async def consolidate(
         links: merge the newest `links` manifests into one increment; None: what costs least
             for what it saves.
         only_if_it_pays: do nothing before a trigger is reached.
-        after_links: from so many manifests on it pays, whatever else; the default if None.
+        after_links: from so many manifests on it pays, whatever else; the default, 16, if None.
+        after_ratio: from so many times the bytes on that a restore has to read; 1.5 if None.
+        after_dead_share: from this share of dead rows on, which newer ones have replaced; 0.5 if
+            None.
         parts_at_once: parts of the plan that the task runner has at a time; each takes up to half a
             gigabyte of memory where it runs.
 
@@ -90,9 +103,9 @@ async def consolidate(
             "step, generation", found="one of them", expected="both or none", next_step="name both"
         )
     name = None if step is None or generation is None else ManifestName(step, generation)
-    triggers = ConsolidationTriggers()
-    if after_links is not None:
-        triggers = ConsolidationTriggers(links=after_links)
+    triggers = ConsolidationTriggers.chosen(
+        links=after_links, restore_ratio=after_ratio, dead_share=after_dead_share
+    )
     # The tags of a task are names of concurrency limits, which the server would be asked for.
     with TagsContext(current_tags=set()):
         return await _consolidate(

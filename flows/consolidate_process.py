@@ -41,12 +41,13 @@ NOTHING_DONE = "nothing done"
 
 def main(arguments: list[str]) -> int:
     """Consolidate the newest checkpoint of a run if that pays; 0, or 1 where it failed."""
-    run_url, after_links, parent = arguments[0], int(arguments[1]), int(arguments[2])
+    run_url, parent = arguments[0], int(arguments[2])
+    triggers = ConsolidationTriggers(**json.loads(arguments[1]))
     give_way(parent)
     print(READY, flush=True)
     log_to_stderr()
     try:
-        done = _consolidate(run_url, after_links)
+        done = _consolidate(run_url, triggers)
     except (RecpointError, OSError, MemoryError) as error:
         print(json.dumps({"error": str(error), "damage": damage_of(error)}), flush=True)
         return 1
@@ -65,15 +66,14 @@ def damage_of(error: BaseException) -> str | None:
     return f"{type(error).__name__}: {error.found}"
 
 
-def _consolidate(run_url: str, after_links: int) -> str:
-    told = run_flow(lambda: _flow(run_url, after_links), _LOG)
+def _consolidate(run_url: str, triggers: ConsolidationTriggers) -> str:
+    told = run_flow(lambda: _flow(run_url, triggers), _LOG)
     if told is not None:
         return told
     run = Run.open(open_store(run_url))
     name = newest_checkpoint(run)
     if name is None:
         return f"{NOTHING_DONE}: there is no checkpoint"
-    triggers = ConsolidationTriggers(links=after_links)
     plan, done = consolidate_around_damage(
         run,
         lambda avoid: choose_consolidation(run, name, triggers=triggers, avoid=avoid),
@@ -91,10 +91,16 @@ def _say(plan: ConsolidationPlan) -> None:
     _LOG.info("%s, without Prefect: %s%s", plan.target.key, plan.reason, passed_over_words(plan))
 
 
-def _flow(run_url: str, after_links: int) -> Any:
+def _flow(run_url: str, triggers: ConsolidationTriggers) -> Any:
     from recpoint.flows.consolidate import run_consolidate
 
-    return run_consolidate(run_url, only_if_it_pays=True, after_links=after_links)
+    return run_consolidate(
+        run_url,
+        only_if_it_pays=True,
+        after_links=triggers.links,
+        after_ratio=triggers.restore_ratio,
+        after_dead_share=triggers.dead_share,
+    )
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 
 __all__ = [
     "BatchCount",
+    "DeadShare",
     "GenerationNumber",
     "GraceSeconds",
     "JobPath",
     "Links",
     "PartsAtOnce",
+    "RestoreRatio",
     "RunUrl",
     "ShardBytes",
     "StagingArea",
@@ -54,6 +56,12 @@ BatchCount = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 #: Manifests of a chain; one has nothing to be merged with.
 Links = Annotated[int, Field(ge=2)]
+
+#: Bytes that a restore reads, for one that it has to.
+RestoreRatio = Annotated[float, Field(ge=1, allow_inf_nan=False, examples=[1.5])]
+
+#: Of the rows that a chain stores.
+DeadShare = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, examples=[0.5])]
 
 #: Where a restore writes: a directory, or another URL.
 TargetUrl = Annotated[

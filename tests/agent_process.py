@@ -29,7 +29,7 @@ class AgentProcess:
         once: let it end when nothing is left to do.
         prefect: as for `run_agent`.
         die_at: the durable step at which it is killed.
-        consolidate_after: as for `run_agent`.
+        consolidate_after: from so many manifests in a chain on.
     """
 
     def __init__(

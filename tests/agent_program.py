@@ -7,6 +7,7 @@ import logging
 import sys
 from typing import Literal
 
+from recpoint.catalog.consolidate_plan import ConsolidationTriggers
 from recpoint.flows.agent import run_agent
 from recpoint.testing.die_at import install_from_environment
 
@@ -19,7 +20,8 @@ def serve(
     """Be an agent: `run_agent`, whose log goes to standard error."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     install_from_environment()
-    sys.exit(run_agent(staging, once=once, prefect=prefect, consolidate_after=consolidate_after))
+    when = ConsolidationTriggers.chosen(links=consolidate_after)
+    sys.exit(run_agent(staging, once=once, prefect=prefect, consolidate_when=when))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from recpoint.catalog import staged
 from recpoint.catalog.chain import PassedOver, resolve_chain
 from recpoint.catalog.check import check
 from recpoint.catalog.consolidate_around import consolidate_around_damage
-from recpoint.catalog.consolidate_plan import ConsolidationPlan, plan_consolidation
+from recpoint.catalog.consolidate_plan import (
+    ConsolidationPlan,
+    ConsolidationTriggers,
+    plan_consolidation,
+)
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.validate import record, validate
+from recpoint.cli.application import app
 from recpoint.flows.agent import run_agent
 from recpoint.flows.background import BackgroundConsolidation, Which
 from tests.agent_process import AgentProcess
@@ -33,6 +39,7 @@ from tests.job_builder import Links, stage
 from tests.polling import until
 
 AFTER = 4
+WHEN = ConsolidationTriggers(links=AFTER)
 
 
 def stage_links(
@@ -89,7 +96,7 @@ def status_of(run: Run, staging: Path) -> dict[str, object]:
 def test_a_long_chain_of_a_continuous_run_is_shortened(run: Run, tmp_path: Path) -> None:
     staging, trained = tmp_path / "staging", tables()
     stage_links(run, staging, trained, count=5)
-    assert run_agent(staging, once=True, prefect="off", consolidate_after=AFTER) == 0
+    assert run_agent(staging, once=True, prefect="off", consolidate_when=WHEN) == 0
     assert links_of(run) <= 2
     require_trained(run, trained, 5)
     status = status_of(run, staging)
@@ -104,9 +111,24 @@ def test_other_chains_are_left_alone(
 ) -> None:
     staging, trained = tmp_path / "staging", tables()
     stage_links(run, staging, trained, count=5, policy=policy)
-    settings = {"once": True, "prefect": "off", "consolidate_after": AFTER}
+    settings = {"once": True, "prefect": "off", "consolidate_when": WHEN}
     assert run_agent(staging, consolidate=consolidate, **settings) == 0  # type: ignore[arg-type]
     assert links_of(run) == 5
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dead", "merged"), [("99", "1", False), ("1", "1", True), ("99", "0", True)]
+)
+def test_each_trigger_has_an_option(
+    run: Run, tmp_path: Path, ratio: str, dead: str, merged: bool
+) -> None:
+    staging = tmp_path / "staging"
+    stage_links(run, staging, tables(), count=5)
+    options = ["--consolidate-after", "99", "--consolidate-ratio", ratio]
+    options += ["--consolidate-dead", dead, "--prefect", "off", "--once"]
+    done = CliRunner().invoke(app, ["agent", "--staging", str(staging), *options])
+    assert done.exit_code == 0, done.output
+    assert (links_of(run) < 5) == merged
 
 
 def consolidating(parent: psutil.Process) -> psutil.Process | None:
@@ -152,7 +174,7 @@ def test_an_agent_killed_meanwhile_is_followed_by_one_that_finishes(
     until(lambda: is_gone(child))
     assert links_of(run) == 5
     # No job is left: that there is a chain to merge, the next agent knows from the last one.
-    assert run_agent(staging, once=True, prefect="off", consolidate_after=AFTER) == 0
+    assert run_agent(staging, once=True, prefect="off", consolidate_when=WHEN) == 0
     assert links_of(run) <= 2
     require_trained(run, trained, 5)
 
@@ -188,7 +210,7 @@ def test_a_chain_with_a_link_that_failed_is_told_once_and_waits_for_the_next_com
     run.store.put(chunk.key, there)
     run_dir = staged.run_directory(staging, run.url)
     consolidation = BackgroundConsolidation(
-        which="all", after_links=AFTER, prefect_url=lambda: None, tell=lambda run_dir: None
+        which="all", triggers=WHEN, prefect_url=lambda: None, tell=lambda run_dir: None
     )
     consolidation.start([])
     try:
@@ -245,7 +267,7 @@ def test_runs_take_turns(run: Run, tmp_path: Path) -> None:
             consolidation.committed(run_dir, job)
 
     consolidation = BackgroundConsolidation(
-        which="all", after_links=AFTER, prefect_url=lambda: None, tell=tell
+        which="all", triggers=WHEN, prefect_url=lambda: None, tell=tell
     )
     consolidation.start(run_dirs)
     try:
@@ -281,7 +303,7 @@ def test_what_its_process_finds_is_told_for_what_it_is(
         return plan_consolidation(run, run.live_line()[0], avoid=avoid)
 
     consolidation = BackgroundConsolidation(
-        which="auto", after_links=AFTER, prefect_url=lambda: None, tell=tell
+        which="auto", triggers=WHEN, prefect_url=lambda: None, tell=tell
     )
     consolidation.start([run_dir])
     try:
@@ -304,7 +326,7 @@ class background:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._consolidation = BackgroundConsolidation(
-            which="auto", after_links=AFTER, prefect_url=lambda: None, tell=lambda run_dir: None
+            which="auto", triggers=WHEN, prefect_url=lambda: None, tell=lambda run_dir: None
         )
 
     def __enter__(self) -> tuple[BackgroundConsolidation, Callable[[], psutil.Process]]:
@@ -354,7 +376,7 @@ def test_a_run_that_is_gone_is_told_of_once(
     run_dir.mkdir(parents=True)
     staged.remember_consolidated_run(run_dir, str(tmp_path / "nowhere"))
     background = BackgroundConsolidation(
-        which="all", after_links=AFTER, prefect_url=lambda: None, tell=lambda _: None
+        which="all", triggers=WHEN, prefect_url=lambda: None, tell=lambda _: None
     )
     background.start([run_dir])
     try:

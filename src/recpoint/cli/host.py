@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
+from recpoint.catalog.consolidate_plan import ConsolidationTriggers
 from recpoint.cli.reporting import (
     JsonOption,
     Result,
@@ -53,8 +54,27 @@ def agent(
         typer.Option(
             min=2,
             metavar="LINKS",
-            help="Merge a chain when a restore reads so many manifests.",
-            show_default="16, or 1.5 times the bytes of a full, or half of the rows dead",
+            help="Merge a chain when a restore reads so many manifests; the two below merge too.",
+            show_default="16",
+        ),
+    ] = None,
+    consolidate_ratio: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="RATIO",
+            help="Merge a chain when a restore reads so many times the bytes that it has to.",
+            show_default="1.5",
+        ),
+    ] = None,
+    consolidate_dead: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="Merge a chain when this share of its stored rows was replaced by newer ones.",
+            show_default="0.5",
         ),
     ] = None,
     name_ranks_after: Annotated[
@@ -127,7 +147,9 @@ def agent(
         once=once,
         prefect=chosen,
         consolidate=which,
-        consolidate_after=consolidate_after,
+        consolidate_when=ConsolidationTriggers.chosen(
+            links=consolidate_after, restore_ratio=consolidate_ratio, dead_share=consolidate_dead
+        ),
         name_ranks_after=name_ranks_after,
         sweep_every=every,
         watch=watch,
