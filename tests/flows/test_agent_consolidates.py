@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -354,7 +355,7 @@ def test_its_process_killed_at_a_step_is_followed_by_one_that_finishes(
     stage_links(run, staging, trained, count=5)
     run_agent(staging, once=True, prefect="off", consolidate="off")
 
-    program = "recpoint.flows.consolidate_process", run.url, str(AFTER), PARENT
+    program = "recpoint.flows.consolidate_process", run.url, json.dumps(asdict(WHEN)), PARENT
 
     def process(*before: str) -> subprocess.CompletedProcess[str]:
         return run_module([*before, *program], environment=os.environ, directory=tmp_path)
