@@ -59,8 +59,11 @@ class MarkedRows:
         self._on_cpu = tuple(here)
         self._tally = dirty_rows.count(tuple(here.values()), rows=[rows[i] for i in here])
         self.counts = list(rows)
-        for i, bitmap in on_device.items():
-            self.counts[i] = dirty_bitmap.count(bitmap)
+        for device in {bitmap.device for bitmap in on_device.values()}:
+            there = {i: bitmap for i, bitmap in on_device.items() if bitmap.device == device}
+            # One wait for each device, however many tables it has.
+            for i, count in zip(there, dirty_bitmap.count_many([*there.values()]), strict=True):
+                self.counts[i] = count
         for i, count in zip(here, self._tally.counts, strict=True):
             self.counts[i] = count
 
@@ -298,7 +301,10 @@ def _rows(
     ids: Tensor, ids_out: Tensor, arrays: Sequence[tuple[Tensor, Tensor]], device: DeviceDrain
 ) -> None:
     """Rows of arrays that are on a device, or of which there are no values to copy."""
-    ids_out.copy_(ids)
+    if ids.is_cuda:
+        device.take(ids, ids_out)
+    else:
+        ids_out.copy_(ids)
     for source, out in arrays:
         if source.is_cuda:
             device.gather(source, ids.to(source.device), out)
