@@ -119,6 +119,8 @@ def _measure(
             start = perf_counter()
             torch.index_select(table.weight.detach(), 0, others, out=selected)
             select_s = perf_counter() - start
+            if not torch.equal(selected, table.weight.detach()[others]):
+                raise RuntimeError("index_select copied other rows than those asked for")
             others = draw()
             start = perf_counter()
             gather(others)
