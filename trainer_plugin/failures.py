@@ -7,13 +7,22 @@ hosts that disagree make no difference.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
 from recpoint.errors import SettingsError
 from recpoint.format.history import Precision
 
-__all__ = ["MS_PER_HOUR", "ExpectedFailures", "Past", "Rate", "failure_rate", "hours_left"]
+__all__ = [
+    "MS_PER_HOUR",
+    "ExpectedFailures",
+    "Past",
+    "Rate",
+    "as_float",
+    "failure_rate",
+    "hours_left",
+]
 
 #: A job of unknown length is taken to go on for as long as it has lasted, and at least this long.
 LEAST_HOURS_LEFT = 7 * 24.0
@@ -25,6 +34,8 @@ _MOST = 1_000_000
 @dataclass(frozen=True, kw_only=True)
 class ExpectedFailures:
     """What is known of a job's failures beforehand; what is not given follows from its past.
+
+    Numbers may be numpy's, and are kept as Python's.
 
     Attributes:
         per_node_hour: failures, and other restarts, of one node in an hour of training.
@@ -40,10 +51,14 @@ class ExpectedFailures:
     job_hours: float | None = None
 
     def __post_init__(self) -> None:
-        _number("failures.per_node_hour", self.per_node_hour, zero=True)
-        _number("failures.job_hours", self.job_hours, zero=False)
-        if type(self.nodes) is not int or not 1 <= self.nodes <= _MOST:
+        per_node_hour = _number("failures.per_node_hour", self.per_node_hour, zero=True)
+        job_hours = _number("failures.job_hours", self.job_hours, zero=False)
+        whole = isinstance(self.nodes, numbers.Integral) and not isinstance(self.nodes, bool)
+        if not whole or not 1 <= self.nodes <= _MOST:
             raise _refused("failures.nodes", self.nodes, f"a whole number, 1 to {_MOST}")
+        object.__setattr__(self, "per_node_hour", per_node_hour)
+        object.__setattr__(self, "job_hours", job_hours)
+        object.__setattr__(self, "nodes", int(self.nodes))
         if self.per_node_hour is None:
             if self.nodes != 1:
                 expected = "per_node_hour with it: restarts of the past are of all nodes together"
@@ -109,12 +124,24 @@ def hours_left(expected: ExpectedFailures | None, *, trained_ms: int) -> float |
     return expected.job_hours - trained if trained < expected.job_hours else None
 
 
-def _number(setting: str, value: Any, *, zero: bool) -> None:
+def as_float(value: object) -> float | None:
+    """A real number, numpy's too, as a float; None: it is none, or none that a float can be."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _number(setting: str, value: Any, *, zero: bool) -> float | None:
     if value is None:
-        return
-    fits = isinstance(value, int | float) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value) or not 0 <= value <= _MOST or (value == 0 and not zero):
+        return None
+    number = as_float(value)
+    # Not a number is in no range.
+    if number is None or not 0 <= number <= _MOST or (number == 0 and not zero):
         raise _refused(setting, value, f"a number, {'0' if zero else 'more than 0'} to {_MOST}")
+    return number
 
 
 def _refused(setting: str, found: Any, expected: str) -> SettingsError:

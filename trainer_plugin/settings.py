@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from recpoint.errors import SettingsError
 from recpoint.format.job import QUANTIZERS, QuantizerName
 from recpoint.format.manifest import MAX_CHAIN_LENGTH
-from recpoint.trainer_plugin.failures import ExpectedFailures
+from recpoint.trainer_plugin.failures import ExpectedFailures, as_float
 from recpoint.trainer_plugin.policy import POLICIES, Policy, PolicyName
 
 __all__ = [
@@ -56,7 +57,7 @@ SMALL_TABLE_VALUES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one checkpointer.
+    """Settings of one checkpointer. Counts and seconds may be numpy's, and are kept as Python's.
 
     Attributes:
         interval_batches: batches from one checkpoint to the next; this or `interval_seconds`.
@@ -143,7 +144,7 @@ class Settings:
             raise _refused("table_bits", self.table_bits, "a mapping from table names to bits")
         for table, bits in self.table_bits.items():
             _choice(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
-        _whole("small_table_values", self.small_table_values, 0, (1 << 63) - 1)
+        self._whole("small_table_values", 0, (1 << 63) - 1)
         if not isinstance(self.failures, ExpectedFailures | None):
             raise _refused("failures", self.failures, "a recpoint.ExpectedFailures")
         _choice("quantizer", self.quantizer, QUANTIZERS)
@@ -151,17 +152,17 @@ class Settings:
         _choice("state_bits", self.state_bits, STATE_BITS)
         _choice("policy", self.policy, POLICIES)
         if self.full_every is not None:
-            _whole("full_every", self.full_every, 1, MAX_CHAIN_LENGTH)
-        _whole("max_staged_jobs", self.max_staged_jobs, 1, _MAX_SLOTS)
+            self._whole("full_every", 1, MAX_CHAIN_LENGTH)
+        self._whole("max_staged_jobs", 1, _MAX_SLOTS)
         _choice("when_busy", self.when_busy, WHEN_BUSY)
-        _duration("busy_wait_seconds", self.busy_wait_seconds)
+        self._duration("busy_wait_seconds")
         if self.when_busy == "cancel" and self.max_staged_jobs != 1:
             # Of several, the one at work is what the others stand on.
             raise _refused("max_staged_jobs", self.max_staged_jobs, '1 with when_busy="cancel"')
         _choice("on_error", self.on_error, ("continue", "raise"))
-        _duration("close_wait_seconds", self.close_wait_seconds)
-        _duration("drain_seconds", self.drain_seconds)
-        _duration("ranks_wait_seconds", self.ranks_wait_seconds)
+        self._duration("close_wait_seconds")
+        self._duration("drain_seconds")
+        self._duration("ranks_wait_seconds")
         if self.ranks_wait_seconds == 0:
             raise _refused("ranks_wait_seconds", 0, "more than 0 seconds")
         if not isinstance(self.staging, str | Path | None) or "\0" in str(self.staging):
@@ -223,20 +224,28 @@ class Settings:
                 next_step="set interval_batches=1000, or interval_seconds=300",
             )
         if self.interval_batches is not None:
-            _whole("interval_batches", self.interval_batches, 1, 10**12)
+            self._whole("interval_batches", 1, 10**12)
         if self.interval_seconds is not None and self.interval_seconds != "auto":
-            _duration("interval_seconds", self.interval_seconds, or_auto=True)
+            self._duration("interval_seconds", or_auto=True)
             if self.interval_seconds == 0:
                 raise _refused("interval_seconds", 0, "more than 0 seconds")
+
+    def _whole(self, setting: str, lowest: int, highest: int) -> None:
+        checked = _checked_whole(setting, getattr(self, setting), lowest, highest)
+        object.__setattr__(self, setting, checked)
+
+    def _duration(self, setting: str, *, or_auto: bool = False) -> None:
+        checked = _checked_seconds(setting, getattr(self, setting), or_auto=or_auto)
+        object.__setattr__(self, setting, checked)
 
 
 def ranks_wait(seconds: Any) -> float:
     """How long ranks wait while it is still being checked whether they were given what can work."""
     try:
-        _duration("ranks_wait_seconds", seconds)
+        checked = _checked_seconds("ranks_wait_seconds", seconds)
     except SettingsError:
-        seconds = 0
-    return float(seconds) or Settings.ranks_wait_seconds
+        checked = 0.0
+    return checked or Settings.ranks_wait_seconds
 
 
 def several(setting: str, values: Iterable[_Value]) -> list[_Value]:
@@ -259,16 +268,19 @@ def _refused(setting: str, found: Any, expected: str) -> SettingsError:
     )
 
 
-def _whole(setting: str, value: Any, lowest: int, highest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+def _checked_whole(setting: str, value: Any, lowest: int, highest: int) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not lowest <= int(value) <= highest:
         raise _refused(setting, value, f"a whole number, {lowest} to {highest}")
+    return int(value)
 
 
-def _duration(setting: str, value: Any, *, or_auto: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+def _checked_seconds(setting: str, value: Any, *, or_auto: bool = False) -> float:
+    seconds = as_float(value)
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:
         auto = ', or "auto"' if or_auto else ""
         raise _refused(setting, value, "a finite number of seconds, 0 or more" + auto)
+    return seconds
 
 
 def _choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:

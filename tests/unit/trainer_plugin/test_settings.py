@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,20 @@ from torch import nn
 from torch.optim import SGD
 
 from recpoint import Checkpointer, ExpectedFailures
+from recpoint.catalog.run import Run
+from recpoint.catalog.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import MAX_CHAIN_LENGTH
 from recpoint.trainer_plugin.settings import Settings
-from tests.training_builder import Batches, Place, Recommender
+from tests.polling import until
+from tests.training_builder import (
+    Batches,
+    Place,
+    Recommender,
+    checkpointer,
+    simple_training,
+    train,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +41,14 @@ from tests.training_builder import Batches, Place, Recommender
         ("interval_seconds", float("inf")),
         ("interval_seconds", "automatic"),
         ("interval_seconds", True),
+        ("interval_seconds", np.bool_(True)),
+        ("interval_seconds", np.float32("nan")),
+        ("interval_seconds", 10**400),
+        ("interval_seconds", 1j),
+        ("interval_batches", np.bool_(True)),
+        ("interval_batches", np.float64(2.0)),
+        ("interval_batches", np.int64(0)),
+        ("full_every", np.uint64(2**64 - 1)),
         ("interval_batches", "auto"),
         ("bits", 5),
         ("bits", "Auto"),
@@ -87,6 +106,8 @@ def test_setting_is_refused_by_name(setting: str, value: Any) -> None:
         ({"per_node_hour": 1e7}, "failures.per_node_hour"),
         ({"per_node_hour": "0.1"}, "failures.per_node_hour"),
         ({"per_node_hour": True}, "failures.per_node_hour"),
+        ({"per_node_hour": 10**400}, "failures.per_node_hour"),
+        ({"nodes": np.bool_(True), "per_node_hour": 0.1}, "failures.nodes"),
         ({"job_hours": 0}, "failures.job_hours"),
         ({"job_hours": -1.0}, "failures.job_hours"),
         ({"job_hours": float("nan")}, "failures.job_hours"),
@@ -96,6 +117,54 @@ def test_failures_that_cannot_be(given: dict[str, Any], subject: str) -> None:
     with pytest.raises(SettingsError) as caught:
         ExpectedFailures(**given)
     assert caught.value.subject == subject and "ExpectedFailures" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kept"),
+    [
+        ("interval_batches", np.int64(5), 5),
+        ("interval_batches", np.uint8(5), 5),
+        ("interval_seconds", np.float32(0.5), 0.5),
+        ("interval_seconds", np.int32(300), 300.0),
+        ("interval_seconds", Fraction(1, 2), 0.5),
+        ("full_every", np.int64(4), 4),
+        ("max_staged_jobs", np.int16(2), 2),
+        ("small_table_values", np.int64(0), 0),
+        ("busy_wait_seconds", np.float64(2.5), 2.5),
+        ("close_wait_seconds", np.float16(2.5), 2.5),
+        ("drain_seconds", np.int8(3), 3.0),
+        ("ranks_wait_seconds", 7, 7.0),
+    ],
+)
+def test_numbers_are_kept_as_pythons(setting: str, value: Any, kept: float) -> None:
+    interval: dict[str, Any] = {} if setting.startswith("interval") else {"interval_batches": 10}
+    settings = Settings(**interval, **{setting: value})
+    found = getattr(settings, setting)
+    assert type(found) is type(kept) and found == kept
+    if setting in settings.common:
+        assert type(settings.common[setting]) is type(kept)
+
+
+def test_numbers_of_failures_are_kept_as_pythons() -> None:
+    given = ExpectedFailures(
+        per_node_hour=np.float32(0.5),  # type: ignore[arg-type]
+        nodes=np.int64(4),  # type: ignore[arg-type]
+        job_hours=np.int64(72),  # type: ignore[arg-type]
+    )
+    assert repr(given) == "ExpectedFailures(per_node_hour=0.5, nodes=4, job_hours=72.0)"
+
+
+def test_numpys_numbers_train_and_are_stored(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=np.int64(2), full_every=np.int64(2))
+    with place.agent(), ckpt:
+        ckpt.restore()
+        for _ in range(3):
+            train(training, ckpt, 2)
+            until(lambda: ckpt.stats.committed == ckpt.stats.staged == len(ckpt.stats.stalls_ms))
+    run = Run.open(open_store(place.run))
+    line = [(name.step, run.manifest(*name).kind) for name in reversed(run.live_line())]
+    assert line == [(2, "full"), (4, "increment"), (6, "full")]
 
 
 @pytest.mark.parametrize("interval", [{}, {"interval_batches": 1, "interval_seconds": 1.0}])
