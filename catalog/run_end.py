@@ -50,7 +50,11 @@ def tell_ended(
 
     # A daemon: a store that hangs must not keep the process.
     writing = threading.Thread(target=write, name="recpoint-end", daemon=True)
-    writing.start()
+    try:
+        writing.start()
+    except RuntimeError as error:  # python's: can't start new thread
+        _log.info("no word in the store that training has ended: %s", error)
+        return
     writing.join(_WAIT_SECONDS)
 
 

@@ -66,6 +66,9 @@ class Handoff:
         run: id of the run, for the job files.
         run_url: its URL as the store spells it.
         ranks: how many ranks take part.
+
+    Attributes:
+        broken: why there is no thread, if it could not be started when that was last tried.
     """
 
     def __init__(self, area: StagingArea, *, run: str, run_url: str, ranks: int = 1) -> None:
@@ -82,6 +85,7 @@ class Handoff:
         self._events: deque[Event] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
+        self.broken: StagingError | None = None
 
     def submit(self, snapshot: Snapshot) -> None:
         """Take charge of a snapshot."""
@@ -100,7 +104,8 @@ class Handoff:
     def ensure_alive(self) -> bool:
         """Start the thread when it is not there; True when it had died.
 
-        What it held when it died is reported as failed.
+        What it held when it died is reported as failed; where it cannot be started, so is all that
+        was submitted, and `broken` says why. Never raises: training waits here.
         """
         thread = self._thread
         if thread is not None and thread.is_alive():
@@ -117,9 +122,30 @@ class Handoff:
                 next_step="see the log; the next checkpoint holds these rows too",
             )
             self._settle(lost, error)
-        self._thread = threading.Thread(target=self._run_thread, name="recpoint", daemon=True)
-        self._thread.start()
+        self._thread = None
+        thread = threading.Thread(target=self._run_thread, name="recpoint", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+            self._give_up(error)
+            return died
+        self._thread, self.broken = thread, None
         return died
+
+    def _give_up(self, error: Exception) -> None:
+        """Nobody is there to stage what was submitted: its rows are to come back."""
+        self.broken = StagingError(
+            "recpoint's background thread",
+            found=str(error) or type(error).__name__,
+            expected="one more thread in this process",
+            next_step="see how many this user or container may have (ulimit -u, pids.max); each "
+            "checkpoint tries again, and holds these rows too",
+        )
+        with self._changed:
+            left = list(self._queue)
+            self._queue.clear()
+        for snapshot in left:
+            self._settle(snapshot, self.broken)
 
     def has_events(self) -> bool:
         """Whether `events` would return something; costs no lock."""

@@ -80,6 +80,14 @@ class Outcomes:
             for event in self._handoff.events():
                 self._apply(event)
 
+    def has_thread(self) -> bool:
+        """Start the background thread where there is none; False: it cannot be, which is noted."""
+        self._handoff.ensure_alive()
+        self.fetch()
+        if self._handoff.broken is not None:
+            self.note_failure(self._handoff.broken)
+        return self._handoff.broken is None
+
     def wait(
         self, deadline: float, *, until_below: int, for_agent_seconds: float | None = None
     ) -> None:

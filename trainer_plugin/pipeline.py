@@ -152,7 +152,7 @@ class Pipeline:
             self._area.free_slot(set()).reserve(self._cutter.size_bytes())
         except StagingError as error:
             self.outcomes.note_failure(error)
-        self._handoff.ensure_alive()
+        self.outcomes.has_thread()
 
     def take(self, batches_done: int, *, late: bool = False) -> bool:
         """Cut a checkpoint and hand it over; False when that was not possible.
@@ -161,12 +161,11 @@ class Pipeline:
             batches_done: so far.
             late: it has been skipped already: take it if there is room now, and do nothing else.
         """
-        if self._handoff.ensure_alive():
-            self.outcomes.fetch()
+        able = self.outcomes.has_thread()
         again = self._ledger.newest_step == batches_done
         if self.outcomes.superseded:
             self._due_until = None
-        room = not again and not self.outcomes.superseded
+        room = able and not again and not self.outcomes.superseded
         room = room and (self._is_free() if late else self._has_room())
         started_ns = time.perf_counter_ns()
         plan = self._plan(batches_done) if room else None
@@ -175,7 +174,8 @@ class Pipeline:
             plan, again = heard.plan, heard.again
             if heard.unlike:
                 return False  # noted
-        elif room and plan is None:
+        elif plan is None and (room or not able):
+            self._due_until = None  # nor tried at every batch
             return False  # noted
         if again:
             # A second attempt could only be refused as a conflict with the first, and its rows

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from recpoint import Checkpointer
 from recpoint.catalog import durable, host_lock, staged
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import StagingError
 from recpoint.trainer_plugin.staging import SmallStagingArea
+from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import (
     Place,
     Training,
@@ -229,6 +232,121 @@ def test_every_step_of_the_background_thread_may_fail(
             ckpt.close()
         assert ckpt.stats.committed >= 1, names[at]
         assert_restores(here, training)
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """A stack that no memory holds: whoever starts a thread gets what a full container answers."""
+    threading.stack_size(1 << 50)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        threading.stack_size(0)
+
+
+def background_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "recpoint"]
+
+
+def let_thread_die(training: Training, ckpt: Checkpointer, at: str = "write ") -> None:
+    """Train one batch, whose checkpoint kills the background thread at a durable step."""
+    (thread,) = background_threads()
+
+    def die(name: str) -> None:
+        if threading.current_thread() is thread and name.startswith(at):
+            raise SystemExit(name)
+
+    durable.set_observer(die)
+    train(training, ckpt, 1)
+    thread.join(PATIENCE_SECONDS)
+    durable.set_observer(None)
+    assert not background_threads()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("at", ["write ", "rename "])
+def test_a_thread_that_died_and_cannot_be_started(place: Place, at: str) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    let_thread_die(training, ckpt, at)
+    with no_more_threads():
+        train(training, ckpt, 3)
+        assert not ckpt.checkpoint()
+        assert (ckpt.stats.failed, ckpt.stats.skipped, ckpt.stats.staged) == (5, 0, 0)
+        assert "can't start new thread" in (ckpt.stats.last_error or "")
+    train(training, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    with place.agent():
+        ckpt.close()
+    assert ckpt.stats.committed == 1
+    assert_restores(place, training)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_training_ends_where_no_thread_can_be_started(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    let_thread_die(training, ckpt)
+    with no_more_threads():
+        ckpt.close()
+    assert (ckpt.stats.failed, ckpt.stats.staged) == (2, 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_with_on_error_raise_a_thread_that_cannot_be_started_is_raised(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, on_error="raise")
+    ckpt.restore()
+    let_thread_die(training, ckpt)
+    with no_more_threads():
+        with pytest.raises(StagingError, match="the background thread died"):
+            train(training, ckpt, 1)  # the first of two
+        with pytest.raises(StagingError, match="can't start new thread") as caught:
+            train(training, ckpt, 1)
+    assert "pids.max" in caught.value.next_step
+    ckpt.close(final=False)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_during_a_cut_and_cannot_be_started(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, max_staged_jobs=2)
+    ckpt.restore()
+    (thread,) = background_threads()
+    at_work, to_die = threading.Event(), threading.Event()
+
+    def die(_: str) -> None:
+        if threading.current_thread() is thread:
+            at_work.set()
+            to_die.wait(PATIENCE_SECONDS)
+            raise SystemExit
+
+    durable.set_observer(die)
+    train(training, ckpt, 1)
+    assert at_work.wait(PATIENCE_SECONDS)
+    with ExitStack() as full:
+        state = training.reader.state_dict
+
+        def last_words() -> Any:
+            full.enter_context(no_more_threads())
+            to_die.set()
+            thread.join(PATIENCE_SECONDS)
+            return state()
+
+        vars(training.reader)["state_dict"] = last_words
+        train(training, ckpt, 1)
+        del vars(training.reader)["state_dict"]
+        durable.set_observer(None)
+        assert ckpt.stats.failed == 2 and ckpt.stats.staged == 0
+    train(training, ckpt, 1)
+    with place.agent():
+        ckpt.close()
+    assert (ckpt.stats.committed, ckpt.stats.failed) == (1, 2)
+    assert_restores(place, training)
 
 
 def test_a_reader_that_fails_is_noted(place: Place) -> None:
