@@ -360,10 +360,8 @@ class Checkpointer:
         """
         pipeline, pace = self._running("step()")
         self.batches_done += 1
-        pace.left -= 1
         pipeline.outcomes.fetch()
-        if pace.left <= 0:
-            pace.decide(self.batches_done)
+        pace.step(self.batches_done)
         if self._end.is_due:
             self._end.come(self.batches_done, pipeline.finish)
         pipeline.outcomes.raise_noted()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from recpoint.trainer_plugin.pipeline import Pipeline
@@ -9,47 +10,34 @@ from recpoint.trainer_plugin.reader import announce
 
 __all__ = ["Pace"]
 
-#: Into so many parts an interval is divided while a checkpoint that was skipped is overdue.
-_LATE_PARTS = 8
-
 
 class Pace:
     """Grants batches to the reader; a checkpoint is due only where a grant ends.
 
+    Where no reader counts on a grant, it ends as soon as the clock says that one is due.
+
     After a checkpoint was skipped the interval is granted in parts: where one ends, the checkpoint
     is taken late if the earlier one is stored by now, so that what a fault would cost is little
     again long before the next one is due, and the reader can still read ahead.
-
-    Attributes:
-        left: batches of the grant that are left; the training loop counts it down.
     """
 
     def __init__(self, reader: object, pipeline: Pipeline) -> None:
         self._reader = reader
         self._pipeline = pipeline
-        self.left = self._granted = 0
-        self._kept_back = 0  # of the schedule's grant, batches that the reader was not told of yet
+        self._granted = self._left = 0
+        self._ends_by = math.inf  # monotonic; the grant is over then, whatever is left of it
 
     def restart(self) -> None:
         """An interval begins: training does, or a checkpoint was taken."""
         now = time.monotonic()
         self._pipeline.statistics.interval_begins(now)
-        self._grant(self._pipeline.schedule.restart(now))
+        self._grant(self._pipeline.schedule.restart(now, in_parts=self._pipeline.is_overdue))
 
-    def decide(self, batches_done: int) -> None:
-        """The grant is used up: take a checkpoint if one is due, and grant more."""
-        if self._kept_back:
-            if self._pipeline.take(batches_done, late=True):
-                self.restart()
-            else:
-                self._tell(self._kept_back)
-            return
-        if not self._pipeline.is_due:
-            more = self._pipeline.schedule.extend(time.monotonic(), batches=self._granted)
-            if more > 0:
-                self._grant(more)
-                return
-        self.take(batches_done)
+    def step(self, batches_done: int) -> None:
+        """One more batch is done: where the grant ends, take a checkpoint if one is due."""
+        self._left -= 1
+        if self._left <= 0 or time.monotonic() >= self._ends_by:
+            self._decide(batches_done)
 
     def take(self, batches_done: int) -> bool:
         """Take a checkpoint, whether one is due or not, and grant more; whether it was cut."""
@@ -61,19 +49,25 @@ class Pace:
             self.restart()
         return cut
 
-    def _grant(self, batches: int) -> None:
-        self._granted = batches
-        self._tell(batches)
+    def _decide(self, batches_done: int) -> None:
+        more = 0
+        if not self._pipeline.is_due:
+            used = self._granted - self._left
+            more = self._pipeline.schedule.extend(time.monotonic(), batches=used)
+        if more <= 0:
+            self.take(batches_done)
+        elif self._pipeline.is_overdue and self._pipeline.take(batches_done, late=True):
+            self.restart()
+        else:
+            self._grant(more)
 
-    def _tell(self, batches: int) -> None:
-        """Have the reader read so many batches, or the first of them while one is overdue."""
-        part = batches
-        if self._pipeline.is_overdue:
-            part = min(batches, -(-self._granted // _LATE_PARTS))
-        self.left, self._kept_back = part, batches - part
+    def _grant(self, batches: int) -> None:
+        self._granted = self._left = batches
+        told = True
         try:
-            announce(self._reader, part)
+            told = announce(self._reader, batches)
         except Exception as error:
             # The reader is the user's code, called for the checkpoint's sake: its failure here is
             # one of the checkpoint path and must not end training.
             self._pipeline.outcomes.note_failure(error)
+        self._ends_by = math.inf if told else self._pipeline.schedule.due_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -154,6 +155,8 @@ def agree_on_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
 class AgreedSchedule:
     """A schedule that measures time, as rank 0 sees it: clocks differ, and batches must not.
 
+    One exchange for each grant: about nine in an interval, see `schedule.SecondsInterval`.
+
     Args:
         own: of this rank.
         ranks: of the job.
@@ -163,9 +166,14 @@ class AgreedSchedule:
         self._own = own
         self._ranks = ranks
 
-    def restart(self, now_seconds: float) -> int:
+    @property
+    def due_seconds(self) -> float:
+        """Never: a rank that decided by its own clock would be alone."""
+        return math.inf
+
+    def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
         """See `schedule.Schedule`. Collective."""
-        return self._first(self._own.restart(now_seconds))
+        return self._first(self._own.restart(now_seconds, in_parts=in_parts))
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """See `schedule.Schedule`. Collective."""

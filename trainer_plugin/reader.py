@@ -35,8 +35,9 @@ class BatchBudget(Protocol):
         """No more than `n` further batches will be consumed before the reader is asked again.
 
         Called when training starts, after each checkpoint, and when more batches are granted
-        before the next one. A reader with workers stops after `n` batches, so that none is in
-        flight when its state is taken.
+        before the next one: about eight times in an interval in seconds, which is granted in parts.
+        A reader with workers stops after `n` batches, so that none is in flight when its state is
+        taken.
         """
 
 
@@ -57,7 +58,9 @@ class Divisible(Protocol):
         """
 
 
-def announce(reader: object, n: int) -> None:
-    """Tell a reader that wants to know how many batches are left."""
-    if isinstance(reader, BatchBudget):
-        reader.batches_until_checkpoint(n)
+def announce(reader: object, n: int) -> bool:
+    """Tell a reader that wants to know how many batches are left; whether it does."""
+    if not isinstance(reader, BatchBudget):
+        return False
+    reader.batches_until_checkpoint(n)
+    return True

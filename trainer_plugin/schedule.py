@@ -5,20 +5,36 @@ Pure: the clock's readings are arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
 __all__ = ["AutoInterval", "BatchInterval", "Schedule", "SecondsInterval"]
 
+#: Into so many parts an interval is divided where it is not granted at once.
+_PARTS = 8
+
 _FIRST_GRANT = 1
-_MAX_GRANT = 10**9
+#: A grant is at most so many times the batches that were measured: what is known of their time.
+_GROWTH = 2
 
 
 class Schedule(Protocol):
-    """Grants batches; a decision is made only when a grant is used up."""
+    """Grants batches; a decision is made when a grant is used up, or at `due_seconds`."""
 
-    def restart(self, now_seconds: float) -> int:
-        """A checkpoint was taken (or training starts): batches until the next decision."""
+    @property
+    def due_seconds(self) -> float:
+        """When the interval is over, on the clock of the calls, for whoever can decide at any
+        batch; infinite where batches alone decide.
+        """
+
+    def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
+        """A checkpoint was taken (or training starts): batches until the next decision.
+
+        Args:
+            now_seconds: of a clock that only grows.
+            in_parts: grant no more than an eighth of the interval at once.
+        """
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """`batches` were trained since the last call: more batches, or 0: checkpoint now."""
@@ -28,15 +44,23 @@ class BatchInterval:
     """A checkpoint every `batches` batches, exactly."""
 
     def __init__(self, batches: int) -> None:
-        self._batches = batches
+        self._batches = self._left = self._part = batches
 
-    def restart(self, now_seconds: float) -> int:
-        """All batches of the interval at once."""
-        return self._batches
+    @property
+    def due_seconds(self) -> float:
+        """Never: batches are counted."""
+        return math.inf
+
+    def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
+        """All batches of the interval at once, or the first part of them."""
+        self._left = self._batches
+        self._part = -(-self._batches // _PARTS) if in_parts else self._batches
+        return self._part
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
-        """The grant was the whole interval: a checkpoint is due."""
-        return 0
+        """The next part, until a checkpoint is due."""
+        self._left -= batches
+        return max(0, min(self._part, self._left))
 
 
 class SecondsInterval:
@@ -44,17 +68,31 @@ class SecondsInterval:
 
     How long a batch takes is measured, grant by grant, from the batches themselves. The first
     grant of a process is one batch, since nothing is known; afterwards a grant is as many batches
-    as fit into what is left of the interval.
+    as fit into what is left of the interval, but no more than
+
+    - an eighth of the interval, rounded up: when batches become slower, the checkpoint is late by
+      what they need for one grant;
+    - twice the batches measured so far in this process: the first ones, out of a reader's backlog,
+      say little.
+
+    So an interval of steady batches has about nine decisions, and the first of a process some
+    more, since grants grow threefold; never more than one a batch.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._batch_seconds: float | None = None
+        self._measured = 0  # batches
         self._started = 0.0
         self._granted_at = 0.0
 
-    def restart(self, now_seconds: float) -> int:
-        """The first grant of an interval that starts now."""
+    @property
+    def due_seconds(self) -> float:
+        """When the interval is over."""
+        return self._started + self._seconds
+
+    def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
+        """The first grant of an interval that starts now; a part in any case."""
         self._started = self._granted_at = now_seconds
         return self._grant(now_seconds) or 1
 
@@ -64,18 +102,21 @@ class SecondsInterval:
         known = self._batch_seconds
         # Half of the old figure is kept: one slow grant must not shorten the next ones for long.
         self._batch_seconds = measured if known is None else (measured + known) / 2
+        self._measured += batches
         self._granted_at = now_seconds
         return self._grant(now_seconds)
 
     def _grant(self, now_seconds: float) -> int:
-        left = self._started + self._seconds - now_seconds
-        if self._batch_seconds is None:
-            return _FIRST_GRANT if left > 0 else 0
+        left = self.due_seconds - now_seconds
         if left <= 0:
             return 0
-        if self._batch_seconds * _MAX_GRANT <= left:
-            return _MAX_GRANT
-        return round(left / self._batch_seconds)
+        if self._batch_seconds is None:
+            return _FIRST_GRANT
+        most = _GROWTH * self._measured
+        part = min(left, self._seconds / _PARTS)
+        if self._batch_seconds * most <= part:
+            return most
+        return min(most, math.ceil(part / self._batch_seconds), round(left / self._batch_seconds))
 
 
 class AutoInterval(SecondsInterval):
@@ -89,10 +130,10 @@ class AutoInterval(SecondsInterval):
         super().__init__(0.0)  # asked for before it counts
         self._ask = seconds
 
-    def restart(self, now_seconds: float) -> int:
+    def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
         """The first grant of an interval that starts now."""
         self._seconds = self._ask()
-        return super().restart(now_seconds)
+        return super().restart(now_seconds, in_parts=in_parts)
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """What still fits into the interval as it is seen now."""
