@@ -115,20 +115,28 @@ def test_bits_of_rows_far_behind_are_marked(huge: Huge) -> None:
 def test_dirty_rows_far_behind_are_copied(huge: Huge, table: Tensor, threads: int) -> None:
     many = ELEMENTS + 70  # rows, of which the last have numbers of more than 31 bits
     narrow = huge(many, torch.uint8)
-    ids = [torch.tensor([0, many // 2, 2**31 - 1, 2**31, many - 1]), PLACES.sort().values]
+    # So many before row 2^31 that what a thread takes next begins there.
+    crowd = torch.arange(2**31 - 40_000, 2**31, 2)
+    ends = torch.tensor([0, many // 2]), torch.tensor([2**31, many - 1])
+    ids = [torch.cat([ends[0], crowd, ends[1]]), PLACES.sort().values]
+    count = len(ids[0])
     bitmaps = [dirty_bitmap.new(many), dirty_bitmap.new(ROWS)]
     for bitmap, some, rows in zip(bitmaps, ids, (many, ROWS), strict=True):
         dirty_bitmap.mark(bitmap, some, rows=rows)
-    narrow[ids[0]] = torch.arange(1, 6, dtype=torch.uint8)
+    narrow[ids[0]] = (torch.arange(count) % 251).to(torch.uint8)
     table[ids[1]] = torch.randn(3, DIM)
     tally = dirty_rows.count(bitmaps, rows=[many, ROWS])
-    assert tally.counts == (5, 3)
-    found = [torch.full((5,), -7), torch.full((3,), -7)]
-    values, weights = torch.full((5,), 77, dtype=torch.uint8), torch.full((3, DIM), float("nan"))
+    assert tally.counts == (count, 3)
+    found = [torch.full((count,), -7), torch.full((3,), -7)]
+    values, weights = (
+        torch.full((count,), 77, dtype=torch.uint8),
+        torch.full((3, DIM), float("nan")),
+    )
     tally.copy(
         [Destination(found[0], ((narrow, values),)), Destination(found[1], ((table, weights),))]
     )
     assert all(_same(left, right) for left, right in zip(found, ids, strict=True))
-    assert values.tolist() == [1, 2, 3, 4, 5]
+    assert _same(values, narrow[ids[0]])
+    assert values[-2:].tolist() == [(count - 2) % 251, (count - 1) % 251]
     assert _same(weights, table[ids[1]])
     assert _same(dirty_bitmap.collect(bitmaps[0], rows=many), ids[0])
