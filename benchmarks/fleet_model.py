@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.dirty_trace import Checkpoint, replay
 from benchmarks.exchanges import EXCHANGES
-from recpoint.catalog.persist_plan import CHUNK_BYTES, GROUP_BYTES
+from recpoint.catalog.persist_plan import CHUNK_BYTES, GROUP_SPOOL_BYTES
 from recpoint.trainer_plugin.policy import Policy
 from recpoint.trainer_plugin.settings import FixedBits
 
@@ -25,7 +25,7 @@ _SHARE, _INTERVAL_MINUTES, _EXPONENT = 0.26, 30, 0.289
 _INTERVALS = 25
 
 #: Of an agent that persists one run: a group that is encoded, and one that is uploaded.
-_SPOOL_BYTES = 2 * GROUP_BYTES
+_SPOOL_BYTES = 2 * GROUP_SPOOL_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

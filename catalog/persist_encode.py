@@ -1,7 +1,7 @@
 """Second step of a persist: recipes, from which the chunks of a group are put together.
 
 A recipe holds a chunk's header and names the extents of slot and spool that make up its body, so
-that exact rows go from the slot to the store without a copy in between.
+that exact rows and states go from the slot to the store without a copy in between.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from recpoint.catalog.persist_parts import (
+    ChosenRows,
+    Part,
+    digest_parts,
+    part_list,
+    pieces,
+    read_bits,
+    write_bits,
+)
 from recpoint.catalog.persist_plan import (
     PARAMETER_DTYPES,
     Group,
@@ -23,7 +32,6 @@ from recpoint.catalog.persist_plan import (
 from recpoint.catalog.persist_spool import (
     SpoolFile,
     extent_from,
-    extent_list,
     load_result,
     result_path,
     save_result,
@@ -33,7 +41,6 @@ from recpoint.catalog.staged_job import (
     Extent,
     StagedJob,
     code_name,
-    digest,
     ids_name,
     read_into,
     state_name,
@@ -49,8 +56,8 @@ from recpoint.kernels import row_set
 
 __all__ = ["encode_group"]
 
-#: Bytes of rows that are filtered or rounded at once.
-_PASS_BYTES = 8 << 20
+#: Which rows of a block are no codes, and which of the codes have parameters of four bytes.
+_FORMS = ("exact", "wide")
 
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -62,7 +69,23 @@ class _Array(NamedTuple):
     name: str
     dtype: Dtype
     shape: tuple[int, ...]
-    parts: tuple[Extent, ...]
+    parts: tuple[Part, ...]
+
+
+class _Chosen(NamedTuple):
+    """Which rows of a block are in a chunk that has not all of them; `bits`: the same, in a file.
+
+    `rows` of them.
+    """
+
+    mask: _Mask
+    bits: Extent
+    rows: int
+
+    @classmethod
+    def of(cls, mask: _Mask, spool: SpoolFile) -> _Chosen | None:
+        """None if it is all of them."""
+        return None if mask.all() else cls(mask, write_bits(mask, spool), int(mask.sum()))
 
 
 class _Planned(NamedTuple):
@@ -123,7 +146,7 @@ def _finished(planned: _Planned) -> dict[str, Any]:
     entry = ChunkEntry(
         key=planned.key,
         bytes=len(header) + sum(part.length for part in parts),
-        crc32c=digest(parts, start=header),
+        crc32c=digest_parts(parts, start=header),
         content=meta.content,
         rank=meta.rank,
         table=meta.table,
@@ -136,11 +159,11 @@ def _finished(planned: _Planned) -> dict[str, Any]:
     return {
         "entry": entry.model_dump(mode="json"),
         "header": base64.b64encode(header).decode("ascii"),
-        "parts": extent_list(parts),
+        "parts": part_list(parts),
     }
 
 
-def _absent(parts: tuple[Extent, ...]) -> np.ndarray[Any, Any]:
+def _absent(parts: tuple[Part, ...]) -> np.ndarray[Any, Any]:
     """Stands for bytes that are not in memory: has their number, and takes no room."""
     return np.broadcast_to(np.uint8(0), (sum(part.length for part in parts),))
 
@@ -173,15 +196,12 @@ def _quantized_chunks(
 ) -> Iterator[_Planned]:
     """Up to one chunk for each dtype of row parameters, and the exact ones."""
     table = staged.job.tables[block.table]
-    exact = _read_array(extent_from(quantized["exact"]), np.int64)
-    wide = _read_array(extent_from(quantized["wide"]), np.int64)
+    exactly, wide = (read_bits(extent_from(quantized[name]), block.rows) for name in _FORMS)
+    exact, narrow = np.flatnonzero(exactly), ~(exactly | wide)
     ids = _read_ids(staged, block)
-    narrow = np.ones(block.rows, np.bool_)
-    narrow[exact] = False
-    narrow[wide] = False
     width = (table.spec.dim * table.bits + 7) // 8
     for number, (dtype, chosen) in enumerate(
-        zip(PARAMETER_DTYPES, (narrow, _mask(block, wide)), strict=True), block.number
+        zip(PARAMETER_DTYPES, (narrow, wide), strict=True), block.number
     ):
         rows = int(chosen.sum())
         if not rows:
@@ -201,7 +221,7 @@ def _quantized_chunks(
                 _Array("codes", "U8", (rows, width), codes),
                 _Array("scale", dtype, (rows,), scale),
                 _Array("offset", dtype, (rows,), offset),
-                *_states(staged, block, chosen, spool),
+                *_states(staged, block, _Chosen.of(chosen, spool), spool),
             ],
             spool=spool,
         )
@@ -209,32 +229,29 @@ def _quantized_chunks(
     starts = range(0, len(exact), rows_each)
     for number, start in zip(count(block.number + len(PARAMETER_DTYPES)), starts):
         positions = exact[start : start + rows_each]
-        chosen = _mask(block, positions)
+        mask = np.zeros(block.rows, np.bool_)
+        mask[positions] = True
+        picked = _Chosen.of(mask, spool)
+        values: Part
         if table.codes:
             first = quantized["exact_first"] + start
             name = code_name(block.table, "exact")
             values = staged.extent(name, first=first, count=len(positions))
         else:
-            values = _copied(staged, values_name(block.table), block, chosen, spool)
+            values = _part(staged, values_name(block.table), block, picked)
         yield _row_chunk(
             staged,
             block,
             number=number,
             scheme="exact",
-            ids=_chosen(table, ids, block, chosen),
+            ids=_chosen(table, ids, block, mask),
             rows=len(positions),
             arrays=[
                 _Array("values", table.spec.dtype, (len(positions), table.spec.dim), (values,)),
-                *_states(staged, block, chosen, spool),
+                *_states(staged, block, picked, spool),
             ],
             spool=spool,
         )
-
-
-def _mask(block: RowBlock, positions: np.ndarray[Any, Any]) -> _Mask:
-    mask = np.zeros(block.rows, np.bool_)
-    mask[positions] = True
-    return mask
 
 
 def _row_chunk(
@@ -308,53 +325,37 @@ def _chosen(table: StagedTable, ids: _Ids | None, block: RowBlock, mask: _Mask) 
 
 
 def _states(
-    staged: StagedJob, block: RowBlock, mask: _Mask | None, spool: SpoolFile
+    staged: StagedJob, block: RowBlock, chosen: _Chosen | None, spool: SpoolFile
 ) -> list[_Array]:
-    """The row states of the rows that `mask` chooses, None: of all; copied only if they change."""
+    """The row states of the rows that are `chosen`, None: of all; copied only if they change."""
     table = staged.job.tables[block.table]
-    if mask is not None and mask.all():
-        mask = None
-    rows = block.rows if mask is None else int(mask.sum())
+    rows = block.rows if chosen is None else chosen.rows
     arrays = []
     for index, (state, dtype) in enumerate(
         zip(table.spec.row_states, table.state_dtypes, strict=True)
     ):
-        name, rounded = state_name(block.table, index), dtype != state.dtype
-        if mask is None and not rounded:
-            extent = staged.extent(name, first=block.first, count=block.rows)
-        else:
-            extent = _copied(staged, name, block, mask, spool, rounded=rounded)
-        arrays.append(_Array(f"state.{index}", dtype, (rows, *state.shape), (extent,)))
+        part = _part(staged, state_name(block.table, index), block, chosen)
+        if dtype != state.dtype:
+            part = _rounded(part, spool)
+        arrays.append(_Array(f"state.{index}", dtype, (rows, *state.shape), (part,)))
     return arrays
 
 
-def _copied(
-    staged: StagedJob,
-    name: str,
-    block: RowBlock,
-    mask: _Mask | None,
-    spool: SpoolFile,
-    *,
-    rounded: bool = False,
-) -> Extent:
-    """Copy the rows of a segment that `mask` [block.rows] chooses into the spool.
-
-    `rounded`: they are F32, and what is copied is the BF16 next to each value (format §3.5).
-    """
+def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None) -> Part:
+    """The rows of a segment that are `chosen`, None: all of the block's, where they lie."""
     whole = staged.extent(name, first=block.first, count=block.rows)
-    row_bytes = whole.length // block.rows
+    if chosen is None or not whole.length:
+        return whole
+    return ChosenRows(whole, whole.length // block.rows, chosen.rows, chosen.bits)
+
+
+def _rounded(part: Part, spool: SpoolFile) -> Extent:
+    """Write F32 values into the spool as the BF16 next to each of them (format §3.5)."""
     offset, length = spool.append(b"").offset, 0
-    rows_each = max(1, _PASS_BYTES // max(1, row_bytes))
-    for first in range(0, block.rows, rows_each):
-        part = slice(None) if mask is None else mask[first : first + rows_each]
-        if not isinstance(part, slice) and not part.any():
-            continue
-        count = min(rows_each, block.rows - first)
-        raw = Extent(whole.path, whole.offset + first * row_bytes, count * row_bytes)
-        rows = np.ascontiguousarray(_read_array(raw, np.uint8).reshape(count, row_bytes)[part])
-        if rounded:
-            rows = to_bfloat16(torch.from_numpy(rows).view(torch.float32)).view(torch.uint8).numpy()
-        length += spool.append(rows).length
+    spool.flush()  # the bits of which rows it is are in there
+    for piece in pieces(part):
+        values = torch.frombuffer(piece, dtype=torch.float32)
+        length += spool.append(to_bfloat16(values).view(torch.uint8).numpy()).length
     return Extent(str(spool.path), offset, length)
 
 

@@ -19,6 +19,7 @@ from recpoint.format.manifest import MAX_CHUNK_BYTES
 __all__ = [
     "CHUNK_BYTES",
     "GROUP_BYTES",
+    "GROUP_SPOOL_BYTES",
     "PARAMETER_DTYPES",
     "Group",
     "RowBlock",
@@ -31,9 +32,12 @@ __all__ = [
 #: Most bytes of a chunk's body (format §3 asks for chunks of 32 MiB or less, header included).
 CHUNK_BYTES = (32 << 20) - (64 << 10)
 
-#: Most staged bytes of a group. Of each group in flight the quantized rows are in the spool, which
-#: asks for small groups; each costs a workflow engine tens of milliseconds, which asks for large.
+#: Most staged bytes of a group. Each costs a workflow engine tens of milliseconds.
 GROUP_BYTES = 512 << 20
+
+#: Most bytes that a group of several chunks takes in the spool, which may be in memory: of two
+#: groups in flight, beside chunks that are uploaded, with their copies in the store's client.
+GROUP_SPOOL_BYTES = 72 << 20
 
 #: Of row parameters. Rows of either go to a chunk of their own: else one row that needs the wider
 #: one would cost each of the others four bytes.
@@ -44,6 +48,9 @@ _TENSORS_EACH = 4_000
 
 #: Room for one row id in a row set: 8 bytes of a delta and what zstd adds to what it cannot shrink.
 _ID_BYTES = 9
+
+#: Room for a row's bits of which rows are in which chunk, and for their ids where all are staged.
+_BITS_BYTES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +118,10 @@ def plan_groups(staged: StagedJob) -> list[Group]:
     """
     groups: list[Group] = []
     blocks: list[RowBlock | StateBlock] = []
-    quantized, total = False, 0
+    quantized, total, spooled = False, 0, 0
 
     def close() -> None:
-        nonlocal blocks, quantized, total
+        nonlocal blocks, quantized, total, spooled
         if blocks:
             groups.append(
                 Group(
@@ -124,30 +131,32 @@ def plan_groups(staged: StagedJob) -> list[Group]:
                     staged_bytes=total,
                 )
             )
-        blocks, quantized, total = [], False, 0
+        blocks, quantized, total, spooled = [], False, 0, 0
 
-    for block, size, narrow in _blocks(staged):
-        if blocks and total + size > GROUP_BYTES:
+    for block, size, spool, narrow in _blocks(staged):
+        if blocks and (total + size > GROUP_BYTES or spooled + spool > GROUP_SPOOL_BYTES):
             close()
         blocks.append(block)
         total += size
+        spooled += spool
         quantized = quantized or narrow
     close()
     return groups
 
 
-def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, bool]]:
-    found: list[tuple[RowBlock | StateBlock, int, bool]] = []
+def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bool]]:
+    """Each block with its staged bytes, what it may take in the spool, and whether to quantize."""
+    found: list[tuple[RowBlock | StateBlock, int, int, bool]] = []
     # The state first: it is small, and what it needs goes wrong early if it does.
     whole = [[piece] for piece in _state_pieces(staged)]
     blocks = _tensor_blocks(staged, "state", whole)
     blocks += _tensor_blocks(staged, "sample", _sample_pieces(staged))
     for state in blocks:
-        found.append((state, sum(_piece_bytes(staged, piece) for piece in state.pieces), False))
+        found.append((state, sum(_piece_bytes(staged, piece) for piece in state.pieces), 0, False))
     for index, table in enumerate(staged.job.tables):
-        each = exact_row_bytes(table)
+        each, spool = exact_row_bytes(table), _spool_row_bytes(table)
         for block in _row_blocks(staged, index, table):
-            found.append((block, block.rows * each, table.is_quantized))
+            found.append((block, block.rows * each, block.rows * spool, table.is_quantized))
     return found
 
 
@@ -157,7 +166,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
     exact_stored = table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
     stored = exact_stored
     if table.is_quantized:
-        stored = (table.spec.dim * table.bits + 7) // 8 + 8 + _state_bytes(table)
+        stored = _codes_bytes(table) + _state_bytes(table)
     if exact + _ID_BYTES > MAX_CHUNK_BYTES - (1 << 20):
         raise MalformedObject(
             str(staged.path),
@@ -249,6 +258,21 @@ def _whole(name: str, segment: Segment) -> StatePiece:
 
 def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
     return piece.count * item_bytes(staged.segments[piece.segment].dtype)
+
+
+def _codes_bytes(table: StagedTable) -> int:
+    """Most bytes that the codes of one row take, with their parameters."""
+    return (table.spec.dim * table.bits + 7) // 8 + 8
+
+
+def _spool_row_bytes(table: StagedTable) -> int:
+    """Most bytes of the spool for one row; what is stored as it is staged stays in the slot."""
+    found = 0 if table.all_rows else _ID_BYTES
+    if table.is_quantized:
+        found += _codes_bytes(table) + _BITS_BYTES
+    states = zip(table.state_dtypes, table.spec.row_states, strict=True)
+    rounded = (array_bytes(to, state.shape) for to, state in states if to != state.dtype)
+    return found + sum(rounded)
 
 
 def _state_bytes(table: StagedTable) -> int:

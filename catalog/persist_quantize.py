@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recpoint.catalog.persist_choice import choose_quantizer
 from recpoint.catalog.persist_codes import exact_span, staged_codes
+from recpoint.catalog.persist_parts import write_bits
 from recpoint.catalog.persist_plan import PARAMETER_DTYPES, Group, RowBlock
 from recpoint.catalog.persist_spool import (
     SpoolFile,
@@ -44,7 +45,7 @@ class Quantization(NamedTuple):
 def quantize_group(staged: StagedJob, group: Group) -> str:
     """Quantize and pack the group's rows into the spool.
 
-    Rows that are not quantizable are left out and their positions written down: the next step
+    Rows that are not quantizable are left out and it is written down which: the next step
     stores them exactly. What the trainer has quantized is only checked and sorted.
 
     Returns:
@@ -101,29 +102,27 @@ def _quantize_block(
     parts: dict[Dtype, dict[str, list[Extent]]] = {
         dtype: {name: [] for name in _ARRAYS} for dtype in PARAMETER_DTYPES
     }
-    exact_at: list[Tensor] = []
-    wide_at: list[Tensor] = []
+    exact_rows: list[Tensor] = []
+    wide_rows: list[Tensor] = []
     rows_each = max(1, _PASS_BYTES // row_bytes)
     if table.codes:
         passes = staged_codes(staged, block, rows_each)
     else:
         passes = _quantized(staged, block, method, rows_each)
-    first = 0
     for codes, scale, offset, exact, wide in passes:
         wide = wide & ~exact
         for dtype, chosen in zip(PARAMETER_DTYPES, (~(exact | wide), wide), strict=True):
             arrays = _chosen(chosen, codes, scale, offset, torch_dtype(dtype))
             for name, array in zip(_ARRAYS, arrays, strict=True):
                 parts[dtype][name].append(spool.append(array.contiguous().numpy()))
-        exact_at.append(first + torch.nonzero(exact).flatten())
-        wide_at.append(first + torch.nonzero(wide).flatten())
-        first += exact.numel()
+        exact_rows.append(exact)
+        wide_rows.append(wide)
     return {
         "table": block.table,
         "number": block.number,
         "exact_first": exact_span(staged, block)[0] if table.codes else 0,
-        "exact": _positions(exact_at, spool),
-        "wide": _positions(wide_at, spool),
+        "exact": _bits(exact_rows, spool),
+        "wide": _bits(wide_rows, spool),
         **{
             dtype: {name: extent_list(tuple(extents)) for name, extents in arrays.items()}
             for dtype, arrays in parts.items()
@@ -172,6 +171,6 @@ def _chosen(
     return codes, scale.to(dtype), offset.to(dtype)
 
 
-def _positions(parts: list[Tensor], spool: SpoolFile) -> list[Any]:
-    positions = torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
-    return extent_list((spool.append(positions.astype("<i8")),))[0]
+def _bits(masks: list[Tensor], spool: SpoolFile) -> list[Any]:
+    mask = torch.cat(masks).numpy() if masks else np.empty(0, np.bool_)
+    return extent_list((write_bits(mask, spool),))[0]

@@ -49,6 +49,10 @@ class SpoolFile:
         self._end += len(view)
         return extent
 
+    def flush(self) -> None:
+        """Let what was appended be read."""
+        self._file.flush()
+
     def __enter__(self) -> Self:
         return self
 

@@ -12,9 +12,10 @@ from typing import Any
 import crc32c
 
 from recpoint.catalog import durable
+from recpoint.catalog.persist_parts import Part, assemble_parts, part_from
 from recpoint.catalog.persist_plan import Group
-from recpoint.catalog.persist_spool import extent_from, load_result, result_path
-from recpoint.catalog.staged_job import StagedJob, assemble
+from recpoint.catalog.persist_spool import load_result, result_path
+from recpoint.catalog.staged_job import Extent, StagedJob
 from recpoint.catalog.store import Store
 from recpoint.errors import DigestMismatch
 from recpoint.format.manifest import ChunkEntry
@@ -85,18 +86,22 @@ def _chunks(staged: StagedJob, group: Group) -> list[dict[str, Any]]:
 
 def _chunk_bytes(chunk: dict[str, Any]) -> bytes:
     entry = chunk["entry"]
-    parts = tuple(extent_from(part) for part in chunk["parts"])
-    data = assemble(parts, start=base64.b64decode(chunk["header"]))
+    parts = tuple(part_from(part) for part in chunk["parts"])
+    data = assemble_parts(parts, start=base64.b64decode(chunk["header"]))
     found = crc32c.crc32c(data)
     if found != entry["crc32c"] or len(data) != entry["bytes"]:
         raise DigestMismatch(
-            f"{os.path.dirname(parts[0].path) if parts else 'recipe'} ({entry['key']})",
+            f"{os.path.dirname(_file(parts[0])) if parts else 'recipe'} ({entry['key']})",
             found=f"{len(data)} bytes with crc32c {found}",
             expected=f"{entry['bytes']} bytes with crc32c {entry['crc32c']}",
             next_step="check the memory of this host; the trainer stages the rows again",
         )
     durable.step(f"chunk {entry['key']} put together")
     return data
+
+
+def _file(part: Part) -> str:
+    return part.path if isinstance(part, Extent) else part.whole.path
 
 
 def _uploaded(marker: Path, staged: StagedJob) -> set[str]:

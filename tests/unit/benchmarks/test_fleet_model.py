@@ -18,7 +18,7 @@ _FLEET = Fleet(
     network_bytes=10e6,
     dim=64,
     state_bytes=4,
-    staging_bytes=4 * (130e6 + 125e3 + 2**30),
+    staging_bytes=4 * (130e6 + 125e3 + 144 * 2**20),
     hop_seconds=0.03,
 )
 _MODEL_BYTES = 260e6
@@ -60,10 +60,10 @@ def test_a_full() -> None:
     assert narrow.persist_seconds == 10.0
     assert narrow.lag_seconds == pytest.approx(1800 + 2.3 + 10)
     assert narrow.uses["stall"] == pytest.approx(2.3 / 1800)
-    # 500,000 rows of a host: 260 bytes and two bits each; two groups of 512 MiB in the agent's.
-    assert exact.memory_bytes == 130e6 + 125e3 + 2**30
+    # 500,000 rows of a host: 260 bytes and two bits each; two groups of 72 MiB in the agent's.
+    assert exact.memory_bytes == 130e6 + 125e3 + 144 * 2**20
     assert exact.uses["memory"] == pytest.approx(0.25)
-    assert _costs(staged_jobs=2).memory_bytes == 260e6 + 125e3 + 2**30
+    assert _costs(staged_jobs=2).memory_bytes == 260e6 + 125e3 + 144 * 2**20
     # 65 MB of a rank are two chunks of 32 MiB; 10 MB are one.
     assert (exact.chunks, narrow.chunks) == (8, 4)
     assert exact.manifest_bytes == 2000

@@ -1,0 +1,73 @@
+"""What a persist leaves in the spool: bounded by the plan, and nothing that chunks depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpoint.catalog import persist, persist_plan
+from recpoint.catalog.persist_spool import empty_spool
+from recpoint.catalog.persist_upload import encoded_entries
+from recpoint.catalog.run import Run
+from recpoint.catalog.staged_job import open_job
+from recpoint.format.manifest import ChunkEntry
+from tests.catalog_builder import Table, new_run
+from tests.job_builder import stage
+
+_ROWS = 60_000
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+def _job(run: Run, tmp_path: Path, bits: int, dirty: bool, rounded: bool) -> Path:
+    generator = torch.Generator().manual_seed(bits)
+    values = torch.randn(_ROWS, 8, generator=generator)
+    kinds = torch.rand(_ROWS, generator=generator)
+    values[kinds < 0.5] = values[kinds < 0.5] * 1e-3 + 1000  # binary16 has no such offset
+    values[kinds < 0.05, 0] = float("nan")  # no code is one
+    states = (torch.rand(_ROWS, 8, generator=generator), torch.rand(_ROWS, generator=generator))
+    table = Table("t", values, states, bits=bits, state_bits=16 if rounded else None)
+    ids = torch.nonzero(torch.rand(_ROWS, generator=generator) < 0.7).flatten() if dirty else None
+    return stage(run, tmp_path / "s", [table], step=1, generation=1, dirty=[ids])
+
+
+def _encoded(job: Path) -> tuple[list[ChunkEntry], list[int], list[int]]:
+    """The chunks; of each group how many blocks it has and its bytes in the spool."""
+    entries: list[ChunkEntry] = []
+    blocks, spooled = [], []
+    for group in persist.groups_of(job):
+        files = [persist.quantize_step(job, group.index), persist.encode_step(job, group.index)]
+        spooled.append(sum(Path(file).with_suffix(".bin").stat().st_size for file in files))
+        blocks.append(len(group.blocks))
+        entries += encoded_entries(open_job(job), group)
+    return entries, blocks, spooled
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dirty", [False, True])
+@pytest.mark.parametrize("bits", [2, 8])
+def test_a_group_takes_no_more_of_the_spool_than_planned_and_chunks_do_not_depend_on_it(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bits: int,
+    dirty: bool,
+    rounded: bool,
+) -> None:
+    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 100_000)
+    job = _job(run, tmp_path, bits, dirty, rounded)
+    whole, _, alone = _encoded(job)
+    assert len(alone) == 1
+    empty_spool(open_job(job))
+    monkeypatch.setattr(persist_plan, "GROUP_SPOOL_BYTES", 250_000)
+    entries, blocks, spooled = _encoded(job)
+    assert entries == whole
+    # As full as they may get, so that there are no more of them than it takes.
+    assert max(spooled) <= 250_000 and len(spooled) > 2 and max(blocks) > 1
