@@ -136,7 +136,8 @@ def parameters_of_block(
         spread = both(compare(">=", span, smallest), compare("<=", span, _same(_FLOATS, 2.0**126)))
         # Rows of zeros with a -0 among them, whose key is -1, have to keep its sign.
         positive = builder.icmp_signed("!=", low_key, _same(_WORDS, -1))
-        constant = both(compare("==", low, high), positive)
+        # Keys, not numbers: see `plain.py`.
+        constant = both(builder.icmp_signed("==", low_key, high_key), positive)
         quantized, kept = both(finite, spread), both(finite, builder.or_(constant, spread))
         none = _same(_FLOATS, 0.0)
         scale = builder.select(quantized, builder.fdiv(span, levels), none)

@@ -27,6 +27,8 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY_KEY = np.int32(0x7F800000)
 _MINUS_INFINITY_KEY = np.int32(-0x7F800001)
 _MINUS_ZERO_KEY = np.int32(-1)
+#: Of the smallest normal value; that of its negative is one less than minus this.
+_SMALLEST_KEY = np.int32(0x00800000)
 _TINY = np.float32(2.0**-126)
 _LARGE = np.float32(2.0**126)
 _ZERO = np.float32(0.0)
@@ -43,10 +45,15 @@ def plain_parameters(
         return _ZERO, _ZERO, True, False
     low = float_from_bits(np.int32(low_key ^ (np.int32(low_key >> 31) & _MAGNITUDE)))
     high = float_from_bits(np.int32(high_key ^ (np.int32(high_key >> 31) & _MAGNITUDE)))
-    if low == high:
+    # Keys, not numbers: a thread that takes subnormals for zeros (torch.set_flush_denormal) would
+    # find 0 and 1e-40 equal, and 1e-40 a value of binary16.
+    if low_key == high_key:
         if low_key == _MINUS_ZERO_KEY:
             return _ZERO, _ZERO, True, False
-        fits = binary16.round_down(low) == low and np.float32(abs(low)) <= binary16.LARGEST
+        normal = low_key >= _SMALLEST_KEY or low_key < -_SMALLEST_KEY
+        fits = low_key == 0 or (
+            normal and binary16.round_down(low) == low and np.float32(abs(low)) <= binary16.LARGEST
+        )
         return _ZERO, low, False, half and not fits
     span = np.float32(high - low)
     if not (span >= np.float32(_TINY * levels) and span <= _LARGE):
