@@ -18,6 +18,8 @@ _BITS: Final = (2, 3, 4, 8)
 def check(device: torch.device, *, rows: int, seed: int) -> int:
     """Compare all kernels; how many results were compared.
 
+    Those of `row_set` only where zstandard is installed, in whose frames their results are.
+
     Args:
         device: where the Triton kernels run.
         rows: rows of the largest table; the others are smaller.
@@ -28,7 +30,9 @@ def check(device: torch.device, *, rows: int, seed: int) -> int:
     """
     generator = torch.Generator().manual_seed(seed)
     kernels = load()
-    checks: tuple[Callable[..., int], ...] = (_bitmaps, _gathers, _packing, _quantizers)
+    checks: list[Callable[..., int]] = [_bitmaps, _gathers, _packing, _quantizers]
+    if "row_set" in kernels:
+        checks.append(_row_sets)
     return sum(part(kernels, device, rows, generator) for part in checks)
 
 
@@ -80,7 +84,20 @@ def _bitmaps(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
     other[0][-1] = 0  # bits past the last row stay zero
     triton.merge(found[0], other[0].to(device))
     reference.merge(expected[0], other[0])
-    return compared + _require("mark and merge", found, expected)
+    compared += _require("mark and merge", found, expected)
+    second = [torch.zeros_like(bitmap) for bitmap in expected]
+    for bitmap, length in zip(second, lengths, strict=True):
+        reference.mark(bitmap, _ids(length, length // 5 + 1, generator), rows=length)
+    on_device = [bitmap.to(device, copy=True) for bitmap in second]
+    for k, length in enumerate(lengths):
+        triton.swap(found[k], on_device[k])
+        reference.swap(expected[k], second[k])
+        compared += _require("swap", [found[k], on_device[k]], [expected[k], second[k]])
+        triton.mark_all(found[k], rows=length)
+        reference.mark_all(expected[k], rows=length)
+        triton.clear(on_device[k])
+        reference.clear(second[k])
+    return compared + _require("mark_all and clear", found + on_device, expected + second)
 
 
 def _gathers(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
@@ -121,6 +138,32 @@ def _packing(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
                 [packed, unpacked],
                 [wanted, reference.unpack(wanted, dim=dim, bits=bits)],
             )
+    return compared
+
+
+def _row_sets(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
+    reference, triton = kernels["row_set"]
+    n = min(rows // 16 + 8, 2000)  # the references take them one by one
+    steps = torch.randint(1, 4, (n,), generator=generator)
+    far = torch.randint(1, 2**40, (50,), generator=generator)
+    clusters = torch.randint(40, 90_000, (n // 12 + 2,), generator=generator).cumsum(0)
+    sets = {
+        "none": steps[:0],
+        "range": torch.arange(7, n + 7),
+        "bitmap": steps.cumsum(0),
+        "delta": _ids(600 * n, n, generator).unique(),
+        "delta, far apart": far.cumsum(0),
+        "runs": (clusters[:, None] + torch.arange(12)).reshape(-1),
+    }
+    compared = 0
+    for name, ids in sets.items():
+        expected = reference.encode(ids)
+        found = triton.encode(ids.to(device))
+        compared += _require(f"row_set.encode, {name}", found, expected)
+        if name.split(",")[0] not in (expected.coding, "none"):
+            raise RuntimeError(f"row_set.encode: {expected.coding} for rows meant for {name}")
+        decoded = triton.decode(*expected, count=len(ids), rows=2**48, device=device)
+        compared += _require(f"row_set.decode, {name}", [decoded], [ids])
     return compared
 
 

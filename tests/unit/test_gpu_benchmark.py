@@ -43,8 +43,7 @@ def test_the_gate_compares_every_kernel_with_its_reference(before: str) -> None:
     assert int(done.stdout) > 100
 
 
-def test_the_gate_stops_at_a_kernel_that_differs() -> None:
-    wrong = """
+ONE_BIT_OFF = """
 from benchmarks import gpu_kernels
 triton = gpu_kernels.load()["quantize"].triton
 right = triton.quantize_rows
@@ -54,9 +53,31 @@ def one_bit_off(*arguments, **options):
     return found
 triton.quantize_rows = one_bit_off
 """
+ONE_ROW_ON = """
+from benchmarks import gpu_kernels
+triton = gpu_kernels.load()["row_set"].triton
+right = triton.decode
+triton.decode = lambda *arguments, **options: right(*arguments, **options) + 1
+"""
+SWAPPED_NOTHING = """
+from benchmarks import gpu_kernels
+gpu_kernels.load()["dirty_bitmap"].triton.swap = lambda a, b: None
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (ONE_BIT_OFF, "quantize_rows, asymmetric, 2 bits of dim 64"),
+        (ONE_ROW_ON, "row_set.decode, range"),
+        (SWAPPED_NOTHING, "swap: result 0"),
+    ],
+    ids=["quantize", "row_set", "swap"],
+)
+def test_the_gate_stops_at_a_kernel_that_differs(wrong: str, named: str) -> None:
     done = run(wrong + GATE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode != 0
-    assert "quantize_rows, asymmetric, 2 bits of dim 64" in done.stderr.splitlines()[-1]
+    assert named in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
