@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
-from recpoint.catalog.consolidate_plan import ConsolidationTriggers
 from recpoint.cli.reporting import (
     JsonOption,
     Result,
@@ -129,6 +128,7 @@ def agent(
         require_flows("recpoint agent", otherwise=", or --prefect off")
     if metrics_port is not None:
         require_prometheus("recpoint agent --metrics-port")
+    from recpoint.catalog.consolidate_plan import ConsolidationTriggers
     from recpoint.flows.agent import run_agent
 
     shown = logging.StreamHandler()
