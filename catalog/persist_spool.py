@@ -12,7 +12,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -27,6 +27,10 @@ __all__ = [
     "result_path",
     "save_result",
 ]
+
+#: Of what steps leave for each other, and of how a job is cut into groups. Changed with either: a
+#: job that was begun by another release is begun anew.
+_FORM: Final = 2
 
 
 class SpoolFile:
@@ -84,18 +88,19 @@ def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
     """Write a step's result; it is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    text = json.dumps({"attempt": staged.job.attempt, **value}, separators=(",", ":"))
-    temporary.write_text(text, encoding="utf-8")
+    whole = {"form": _FORM, "attempt": staged.job.attempt, **value}
+    temporary.write_text(json.dumps(whole, separators=(",", ":")), encoding="utf-8")
     os.replace(temporary, path)
 
 
 def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
-    """A step's result; None if the step has not been done for this attempt."""
+    """A step's result; None if this release has not done the step for this attempt."""
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return value if value["attempt"] == staged.job.attempt else None
+    known = value.get("form") == _FORM and value["attempt"] == staged.job.attempt
+    return value if known else None
 
 
 def extent_list(extents: tuple[Extent, ...]) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,15 @@ def test_a_group_takes_no_more_of_the_spool_than_planned_and_chunks_do_not_depen
     assert entries == whole
     # As full as they may get, so that there are no more of them than it takes.
     assert max(spooled) <= 250_000 and len(spooled) > 2 and max(blocks) > 1
+
+
+def test_what_another_release_has_left_is_done_again(run: Run, tmp_path: Path) -> None:
+    job = _job(run, tmp_path, 8, dirty=True, rounded=False)
+    whole, _, _ = _encoded(job)
+    results = sorted(open_job(job).spool.glob("*.json"))
+    assert len(results) == 2
+    for result in results:
+        left = {"attempt": json.loads(result.read_text())["attempt"], "parts": "of another kind"}
+        result.write_text(json.dumps(left))
+    again, _, _ = _encoded(job)
+    assert again == whole
