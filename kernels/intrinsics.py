@@ -22,6 +22,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 __all__ = [
+    "ask_for",
     "bits_of_float",
     "compiled",
     "compiled_team_work",
@@ -190,17 +191,21 @@ def stream_line(typingctx: Any, to: Any, source: Any) -> Any:
     return types.void(types.intp, types.intp), build
 
 
+def ask_for(builder: Any, place: Any) -> None:
+    """Ask for the line at `place` to be brought into the second-level cache; it need not exist."""
+    word = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+    hint = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+    read, second_level, data = (ir.Constant(word, value) for value in (0, 2, 1))
+    builder.call(hint, [builder.bitcast(place, cgutils.voidptr_t), read, second_level, data])
+
+
 @machine_operation
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the line at `address` to be brought into the second-level cache."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
-        hint = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
-        read, second_level, data = (ir.Constant(word, value) for value in (0, 2, 1))
-        target = builder.inttoptr(arguments[0], cgutils.voidptr_t)
-        builder.call(hint, [target, read, second_level, data])
+        ask_for(builder, builder.inttoptr(arguments[0], cgutils.voidptr_t))
         return context.get_dummy_value()
 
     return types.void(types.intp), build

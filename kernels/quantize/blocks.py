@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from recpoint.kernels.intrinsics import machine_operation
+from recpoint.kernels.intrinsics import ask_for, machine_operation
 from recpoint.kernels.quantize.vectors import (
     CODES_AT_ONCE,
     Row,
@@ -32,6 +32,8 @@ ROWS: Final = CODES_AT_ONCE
 
 #: Rows of which whole ones fill a vector; 16 such rows fill as many vectors as a row has values.
 _SHORT_DIMS: Final = (4, 8, 16)
+#: Longer rows, of lengths that tables have, for which loops are compiled whose length is known.
+_USUAL_DIMS: Final = (32, 64, 128)
 
 _WORD, _FLOAT = ir.IntType(32), ir.FloatType()
 _WORDS = ir.VectorType(_WORD, ROWS)
@@ -62,7 +64,11 @@ def ends_of_block(typingctx: Any, rows: Any, dim: Any, lows: Any, highs: Any) ->
                     for number in range(short)
                 )
                 _store_ends(builder, [(key, key) for key in keys], short, targets)
-        with _if_none(builder, dim, _SHORT_DIMS):
+        for long in _USUAL_DIMS:
+            with _if_equal(builder, dim, long):
+                each = _ends_of_each(builder, rows, dim.type(long))
+                _store_ends(builder, each, ROWS, targets)
+        with _if_none(builder, dim, _SHORT_DIMS + _USUAL_DIMS):
             _store_ends(builder, _ends_of_each(builder, rows, dim), ROWS, targets)
         return context.get_dummy_value()
 
@@ -172,7 +178,10 @@ def write_block(
                 for short in _SHORT_DIMS:
                     with _if_equal(builder, dim, short):
                         _code_short_rows(builder, rows, short, bits, parameters, to)
-                with _if_none(builder, dim, _SHORT_DIMS):
+                for long in _USUAL_DIMS:
+                    with _if_equal(builder, dim, long):
+                        _code_long_rows(builder, rows, dim.type(long), bits, parameters, to)
+                with _if_none(builder, dim, _SHORT_DIMS + _USUAL_DIMS):
                     _code_long_rows(builder, rows, dim, bits, parameters, to)
         return context.get_dummy_value()
 
@@ -198,6 +207,7 @@ def _code_long_rows(
 ) -> None:
     *addresses, top = parameters
     vectors = builder.udiv(dim, dim.type(ROWS))
+    of_block = builder.mul(vectors, dim.type(ROWS))
     with cgutils.for_range(builder, dim.type(ROWS)) as row:
         inverse, offset = (
             everywhere(builder, builder.load(_place(builder, address, _FLOAT, row.index, 4)))
@@ -206,7 +216,10 @@ def _code_long_rows(
         first = builder.mul(row.index, vectors)
         with cgutils.for_range(builder, vectors) as column:
             number = builder.add(first, column.index)
-            values = builder.load(_place(builder, rows, _FLOATS, number, 4 * ROWS), align=4)
+            place = _place(builder, rows, _FLOATS, number, 4 * ROWS)
+            # The next block's ends are found before its codes: all its lines would be waited for.
+            ask_for(builder, builder.gep(place, [of_block]))
+            values = builder.load(place, align=4)
             codes = packed_codes(builder, coded(builder, values, inverse, offset, top), bits)
             _store_codes(builder, codes, to, number, bits)
 

@@ -101,6 +101,8 @@ def _encode(
 
 def _search(dim: int, bits: int, method: Method) -> tuple[Any, ...] | None:
     """What a search takes beside rows and outputs; None if there is to be none."""
+    if not method.searches:
+        return None
     limits = np.float32(grid.error_unit(dim)), np.float32(grid.largest_error(dim))
     none = np.float32(0.0)
     if method.name == "greedy" and dim <= grid.LARGEST_DIM:

@@ -21,6 +21,7 @@ from recpoint.kernels.intrinsics import machine_operation
 __all__ = [
     "LANES",
     "both",
+    "exact_multiply_add",
     "less",
     "load",
     "maximum",
@@ -97,6 +98,21 @@ _operator(operator.add, _binary(lambda builder, a, b: builder.fadd(a, b)))
 _operator(operator.sub, _binary(lambda builder, a, b: builder.fsub(a, b)))
 _operator(operator.mul, _binary(lambda builder, a, b: builder.fmul(a, b)))
 _operator(operator.truediv, _binary(lambda builder, a, b: builder.fdiv(a, b)))
+
+
+@machine_operation
+def exact_multiply_add(typingctx: Any, left: Any, right: Any, addend: Any) -> Any:
+    """left · right + addend, where neither the product nor the sum needs rounding.
+
+    Then it does not matter whether the machine rounds in between, and the faster form is taken.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fused = builder.module.declare_intrinsic(f"llvm.fmuladd.v{LANES}f32", (), kind)
+        return builder.call(fused, arguments)
+
+    return _floats(_floats, _floats, _floats), build
 
 
 @machine_operation

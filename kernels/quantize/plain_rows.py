@@ -24,7 +24,7 @@ __all__ = ["quantize_plain", "quantize_rows"]
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 #: Rows and codes that a thread takes at a time: few enough to share, many enough not to matter.
-_PART_BYTES: Final = 1 << 18
+_PART_BYTES: Final = 1 << 19
 
 # Fields of what the threads work on; the others are arguments of `quantize_rows`, in their order.
 _TURN: Final = 0  # the next part to take

@@ -12,6 +12,7 @@ from recpoint.kernels.quantize import binary16
 from recpoint.kernels.quantize.lanes import (
     LANES,
     both,
+    exact_multiply_add,
     less,
     load,
     maximum,
@@ -53,8 +54,8 @@ def code_sums(units: int, dim: int, slope: Any, shift: Any, top: Any) -> Any:
         value = load(units + _LINE * k)
         code = rounded(maximum(minimum(value * slope + shift, top), zero))
         codes = codes + code
-        products = products + code * value
-        squares = squares + code * code
+        products = exact_multiply_add(code, value, products)
+        squares = exact_multiply_add(code, code, squares)
     return codes, products, squares
 
 

@@ -74,7 +74,7 @@ def test_a_negative_zero_minimum_is_kept_as_offset() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 15, 16, 17, 33, 64, 100])
+@pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 15, 16, 17, 32, 33, 64, 100, 112, 128])
 def test_any_number_of_threads_gives_the_bytes_of_the_reference(
     dim: int, bits: int, threads: int
 ) -> None:

@@ -47,6 +47,15 @@ def test_the_sign_of_a_zero_offset_is_that_of_the_reference(method: Method) -> N
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.parametrize(("dim", "farthest"), [(8, -2.0), (63, -2.0), (64, -1.0), (500, -1.0)])
+def test_ends_of_long_rows_move_out_by_one_step_at_most(dim: int, farthest: float) -> None:
+    slope, shift = torch.from_numpy(grid.candidates(dim, 4, 10).copy()).double().T
+    step = 2.0 ** -grid.fraction_bits(dim, 4) / slope
+    low = 7.5 - shift * step
+    assert float(low.min()) == pytest.approx(farthest)
+    assert float((15 - low - 15 * step).min()) == pytest.approx(farthest)
+
+
 @pytest.mark.parametrize("dim", [129, 1000, 5000])
 def test_rows_of_many_values_have_the_bytes_of_the_reference(dim: int) -> None:
     rows = torch.distributions.StudentT(3.0).sample((17, dim))
