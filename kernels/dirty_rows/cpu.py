@@ -18,11 +18,7 @@ from torch import Tensor
 from recpoint.kernels.dirty_bitmap.cpu import count_words, write_ids
 from recpoint.kernels.dirty_bitmap.shapes import require_fit
 from recpoint.kernels.dirty_rows.destination import Destination, row_bytes
-from recpoint.kernels.intrinsics import (
-    compiled_team_work,
-    pointer,
-    take_turn,
-)
+from recpoint.kernels.intrinsics import compiled, compiled_team_work, pointer, take_turn
 from recpoint.kernels.row_gather.cpu import copy_rows, lines_to_stream
 from recpoint.kernels.threads import as_team
 
@@ -121,17 +117,12 @@ class Tally:
         self._rows = tuple(rows)
         sizes = [-(-bitmap.numel() // _PART_WORDS) for bitmap in bitmaps]
         self._spans = tuple(zip(accumulate(sizes, initial=0), accumulate(sizes), strict=False))
-        self._parts: _Table = np.zeros((sum(sizes), _COLUMNS), dtype=np.int64)
+        self._parts: _Table = np.empty((sum(sizes), _COLUMNS), dtype=np.int64)
+        parts_at = self._parts.ctypes.data
         for (start, stop), bitmap, expected in zip(self._spans, bitmaps, rows, strict=True):
-            part = self._parts[start:stop]
-            first_word = np.arange(stop - start) * _PART_WORDS
-            part[:, _WORDS_AT] = bitmap.data_ptr() + 4 * first_word
-            part[:, _WORDS] = np.minimum(bitmap.numel() - first_word, _PART_WORDS)
-            part[:, _FIRST_ROW] = 32 * first_word
-            part[:, _ROWS] = expected - 32 * first_word
-        _run(_count(), self._parts, _NO_ARRAYS, sum(bitmap.nbytes for bitmap in bitmaps))
-        counted = self._parts[:, _COUNT]
-        self.counts = tuple(int(counted[start:stop].sum()) for start, stop in self._spans)
+            _cut_up(parts_at, start, stop, bitmap.data_ptr(), bitmap.numel(), expected)
+        _run(_count(), parts_at, len(self._parts), _NO_ARRAYS, sum(b.nbytes for b in bitmaps))
+        self.counts = tuple(_total(parts_at, start, stop) for start, stop in self._spans)
 
     def copy(self, destinations: Sequence[Destination | None]) -> None:
         """Copy the rows out, table by table as they were given to `count`; None: none of a table.
@@ -141,52 +132,91 @@ class Tally:
             RuntimeError: a bitmap was changed since it was counted; what was copied is worthless.
         """
         arrays: list[tuple[int, int, int, int]] = []
-        tasks: list[_Table] = []
-        total_bytes = 0
+        tasks: _Table = np.empty_like(self._parts)
+        n = total_bytes = 0
         tables = zip(self._spans, self.counts, self._rows, destinations, strict=True)
         for (start, stop), count, rows, to in tables:
             if to is None or count == 0:
                 continue
-            sizes = row_bytes(to, count=count, rows=rows)
-            table_tasks = _merged(self._parts[start:stop])
-            table_tasks[:, _IDS_AT] = to.ids.data_ptr() + 8 * table_tasks[:, _START]
-            table_tasks[:, _ARRAYS] = len(arrays)
-            for size, (source, out) in zip(sizes, to.arrays, strict=True):
+            first_array = len(arrays)
+            for size, (source, out) in zip(
+                row_bytes(to, count=count, rows=rows), to.arrays, strict=True
+            ):
                 addresses = source.data_ptr(), out.data_ptr()
                 arrays.append((*addresses, size, lines_to_stream(size, count * size, *addresses)))
                 total_bytes += 2 * count * size
-            table_tasks[:, _ARRAYS_END] = len(arrays)
-            tasks.append(table_tasks)
-        if not tasks:
+            n = _join(
+                self._parts.ctypes.data, start, stop, count,
+                tasks.ctypes.data, n, to.ids.data_ptr(), first_array, len(arrays),
+            )  # fmt: skip
+        if not n:
             return
         table = np.array(arrays, dtype=np.int64).reshape(-1, 4)
-        changed = _run(_copy(), np.concatenate(tasks), table, total_bytes)
+        changed = _run(_copy(), tasks.ctypes.data, n, table, total_bytes)
         if changed:
             raise RuntimeError(f"dirty bitmap: {changed} parts have changed while they were read")
 
 
-def _merged(parts: _Table) -> _Table:
-    """Neighbouring parts of a table as one, so that each has `_TASK_ROWS` dirty rows or is one.
+@compiled(nogil=True)
+def _cut_up(parts_at: int, start: int, stop: int, words_at: int, words: int, rows: int) -> None:
+    """Parts start … stop: those of a bitmap of `words` words, of a table of `rows` rows."""
+    table = carray(pointer(parts_at), (stop, _COLUMNS), np.int64)
+    for part in range(start, stop):
+        first = (part - start) * _PART_WORDS
+        table[part, _WORDS_AT] = words_at + 4 * first
+        table[part, _WORDS] = min(words - first, _PART_WORDS)
+        table[part, _FIRST_ROW] = 32 * first
+        table[part, _ROWS] = rows - 32 * first
+        table[part, _COUNT] = 0
 
-    Small ones would spend most of their time waiting for their first rows.
+
+@compiled(nogil=True)
+def _total(parts_at: int, start: int, stop: int) -> int:
+    """Marked rows of parts start … stop."""
+    table = carray(pointer(parts_at), (stop, _COLUMNS), np.int64)
+    total = 0
+    for part in range(start, stop):
+        total += table[part, _COUNT]
+    return total
+
+
+@compiled(nogil=True)
+def _join(
+    parts_at: int, start: int, stop: int, marked: int,
+    tasks_at: int, n: int, ids_at: int, first_array: int, end_array: int,
+) -> int:  # fmt: skip
+    """Write parts start … stop, a table's, behind the first n tasks; how many there are then.
+
+    Neighbouring parts become one task, so that each has `_TASK_ROWS` dirty rows or is one part:
+    small ones would spend most of their time waiting for their first rows.
     """
-    before = np.cumsum(parts[:, _COUNT]) - parts[:, _COUNT]
-    first = np.flatnonzero(np.diff(before // _TASK_ROWS, prepend=-1))
-    # What comes behind the last dirty row joins the task before: alone it would have no id.
-    first = first[before[first] < parts[:, _COUNT].sum()]
-    merged: _Table = parts[first]
-    merged[:, _WORDS] = np.add.reduceat(parts[:, _WORDS], first)
-    merged[:, _COUNT] = np.add.reduceat(parts[:, _COUNT], first)
-    merged[:, _START] = before[first]
-    return merged
+    parts = carray(pointer(parts_at), (stop, _COLUMNS), np.int64)
+    tasks = carray(pointer(tasks_at), (n + stop - start, _COLUMNS), np.int64)
+    before, full = 0, -1
+    for part in range(start, stop):
+        count = parts[part, _COUNT]
+        # What comes behind the last dirty row joins the task before: alone it would have no id.
+        if before // _TASK_ROWS != full and before < marked:
+            full = before // _TASK_ROWS
+            for column in range(_COUNT):
+                tasks[n, column] = parts[part, column]
+            tasks[n, _COUNT] = count
+            tasks[n, _IDS_AT] = ids_at + 8 * before
+            tasks[n, _START] = before
+            tasks[n, _ARRAYS] = first_array
+            tasks[n, _ARRAYS_END] = end_array
+            n += 1
+        else:
+            tasks[n - 1, _WORDS] += parts[part, _WORDS]
+            tasks[n - 1, _COUNT] += count
+        before += count
+    return n
 
 
-def _run(work: int, parts: _Table, arrays: _Table, traffic_bytes: int) -> int:
+def _run(work: int, parts_at: int, parts: int, arrays: _Table, traffic_bytes: int) -> int:
     """Compiled work on all parts, in as many threads as pay; how many parts had changed."""
-    data = np.array(
-        [parts.ctypes.data, len(parts), arrays.ctypes.data, len(arrays), 0, 0], dtype=np.int64
-    )
-    as_team(work, data.ctypes.data, pieces=len(parts), traffic_bytes=traffic_bytes)
+    data = np.array([parts_at, parts, arrays.ctypes.data, len(arrays), 0, 0], dtype=np.int64)
+    as_team(work, data.ctypes.data, pieces=parts, traffic_bytes=traffic_bytes)
     return int(data[_CHANGED])
 
 
