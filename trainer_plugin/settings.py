@@ -57,7 +57,7 @@ SMALL_TABLE_VALUES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one checkpointer. Counts and seconds may be numpy's, and are kept as Python's.
+    """Settings of one checkpointer. Numbers may be numpy's, and are kept as Python's.
 
     Attributes:
         interval_batches: batches from one checkpoint to the next; this or `interval_seconds`.
@@ -142,27 +142,30 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_interval()
-        _choice("bits", self.bits, BIT_WIDTHS)
+        self._one_of("bits", BIT_WIDTHS)
         if not isinstance(self.table_bits, Mapping):
             raise _refused("table_bits", self.table_bits, "a mapping from table names to bits")
-        for table, bits in self.table_bits.items():
-            _choice(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
+        widths = {
+            table: _chosen(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
+            for table, bits in self.table_bits.items()
+        }
+        object.__setattr__(self, "table_bits", widths)
         self._whole("small_table_values", 0, (1 << 63) - 1)
         if not isinstance(self.failures, ExpectedFailures | None):
             raise _refused("failures", self.failures, "a recpoint.ExpectedFailures")
-        _choice("quantizer", self.quantizer, QUANTIZERS)
-        _choice("quantize_on", self.quantize_on, QUANTIZE_ON)
-        _choice("state_bits", self.state_bits, STATE_BITS)
-        _choice("policy", self.policy, POLICIES)
+        self._one_of("quantizer", QUANTIZERS)
+        self._one_of("quantize_on", QUANTIZE_ON)
+        self._one_of("state_bits", STATE_BITS)
+        self._one_of("policy", POLICIES)
         if self.full_every is not None:
             self._whole("full_every", 1, MAX_CHAIN_LENGTH)
         self._whole("max_staged_jobs", 1, _MAX_SLOTS)
-        _choice("when_busy", self.when_busy, WHEN_BUSY)
+        self._one_of("when_busy", WHEN_BUSY)
         self._duration("busy_wait_seconds")
         if self.when_busy == "cancel" and self.max_staged_jobs != 1:
             # Of several, the one at work is what the others stand on.
             raise _refused("max_staged_jobs", self.max_staged_jobs, '1 with when_busy="cancel"')
-        _choice("on_error", self.on_error, ("continue", "raise"))
+        self._one_of("on_error", ("continue", "raise"))
         self._duration("close_wait_seconds")
         self._duration("drain_seconds")
         self._duration("ranks_wait_seconds")
@@ -237,6 +240,9 @@ class Settings:
         checked = _checked_whole(setting, getattr(self, setting), lowest, highest)
         object.__setattr__(self, setting, checked)
 
+    def _one_of(self, setting: str, choices: tuple[Any, ...]) -> None:
+        object.__setattr__(self, setting, _chosen(setting, getattr(self, setting), choices))
+
     def _duration(self, setting: str, *, or_auto: bool = False) -> None:
         checked = _checked_seconds(setting, getattr(self, setting), or_auto=or_auto)
         object.__setattr__(self, setting, checked)
@@ -271,9 +277,12 @@ def _refused(setting: str, found: Any, expected: str) -> SettingsError:
     )
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _checked_whole(setting: str, value: Any, lowest: int, highest: int) -> int:
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not lowest <= int(value) <= highest:
+    if not _is_whole(value) or not lowest <= int(value) <= highest:
         raise _refused(setting, value, f"a whole number, {lowest} to {highest}")
     return int(value)
 
@@ -286,7 +295,11 @@ def _checked_seconds(setting: str, value: Any, *, or_auto: bool = False) -> floa
     return seconds
 
 
-def _choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
-    # True == 1 and 2.0 == 2: the type has to be the choice's own.
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise _refused(setting, value, "one of " + ", ".join(repr(choice) for choice in choices))
+def _chosen(setting: str, value: Any, choices: tuple[_Value, ...]) -> _Value:
+    """The choice that was given."""
+    # True == 1 and 2.0 == 2: only whole numbers, numpy's too, are choices that are whole numbers.
+    kind = int if _is_whole(value) else type(value)
+    for choice in choices:
+        if kind is type(choice) and value == choice:
+            return choice
+    raise _refused(setting, value, "one of " + ", ".join(repr(choice) for choice in choices))

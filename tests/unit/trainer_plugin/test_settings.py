@@ -59,6 +59,8 @@ from tests.training_builder import (
         ("small_table_values", -1),
         ("small_table_values", True),
         ("table_bits", {"users": 7}),
+        ("table_bits", {"users": np.int64(7)}),
+        ("table_bits", {"users": np.bool_(True)}),
         ("table_bits", ["users"]),
         ("table_bits", {"users": "automatic"}),
         ("failures", 0.1),
@@ -130,6 +132,9 @@ def test_failures_that_cannot_be(given: dict[str, Any], subject: str) -> None:
         ("full_every", np.int64(4), 4),
         ("max_staged_jobs", np.int16(2), 2),
         ("small_table_values", np.int64(0), 0),
+        ("bits", np.int64(8), 8),
+        ("bits", np.uint8(2), 2),
+        ("state_bits", np.int32(16), 16),
         ("busy_wait_seconds", np.float64(2.5), 2.5),
         ("close_wait_seconds", np.float16(2.5), 2.5),
         ("drain_seconds", np.int8(3), 3.0),
@@ -143,6 +148,15 @@ def test_numbers_are_kept_as_pythons(setting: str, value: Any, kept: float) -> N
     assert type(found) is type(kept) and found == kept
     if setting in settings.common:
         assert type(settings.common[setting]) is type(kept)
+
+
+def test_widths_of_tables_are_kept_as_pythons() -> None:
+    given = {"users": np.int64(4), "items": "auto", "ads": 2}
+    settings = Settings(interval_batches=10, table_bits=given)  # type: ignore[arg-type]
+    assert settings.table_bits == {"users": 4, "items": "auto", "ads": 2}
+    assert {type(bits) for bits in settings.table_bits.values()} == {int, str}
+    given["users"] = 7  # what was checked is what is used
+    assert settings.table_bits["users"] == 4
 
 
 def test_numbers_of_failures_are_kept_as_pythons() -> None:
