@@ -1,9 +1,9 @@
 """How a staged table's rows are quantized: as its setting says, or chosen on a sample of them.
 
 What is chosen follows from the job alone, as keys and chunks do: an agent that starts over after
-having been killed chooses the same, and so writes the same bytes. Each job is chosen for anew,
-since rows spread as they are trained; a sample costs little beside the rows themselves. But a job
-may name its method: then the trainer has quantized with it, or wants it.
+having been killed chooses the same, and so writes the same bytes. A job that names its method is
+not chosen for: what was chosen for an earlier one of its chain still holds, and the trainer may
+have quantized with it.
 """
 
 from __future__ import annotations

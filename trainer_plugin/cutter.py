@@ -111,7 +111,7 @@ class Cutter:
     def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
         """A checkpoint is stored: this is what its tables were quantized with."""
         own = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
-        self._quantizer.learn(stored.base, stored.bits, own)
+        self._quantizer.learn(stored, own)
 
     def size_bytes(self) -> int:
         """Bytes that a full of the state as it is now takes in a slot.
@@ -183,9 +183,8 @@ class Cutter:
                 self._part(shard, spec, count, dirty.get(shard.key), history.precision)
                 for shard, spec, count in zip(self._shards, specs, marked.counts, strict=True)
             ]
-            if self._quantizer.wanted:
-                each = zip(self._shards, parts, strict=True)
-                parts = [self._quantized(shard.table, part, link) for shard, part in each]
+            each = zip(self._shards, parts, strict=True)
+            parts = [self._quantized(shard.table, part, link, ref.step) for shard, part in each]
             placed, slot_bytes = place(parts, tree, tensors)
             sample = self._sampler.draw(specs, self._held(), ref.attempt)
             slot.reserve(slot_bytes + sample.size_bytes)
@@ -270,13 +269,18 @@ class Cutter:
             state_bits=None if self._settings.state_bits == "lossless" else 16,
         )
 
-    def _quantized(self, table: Table | None, part: TablePart, link: Link) -> TablePart:
-        """The part with codes in place of its values, where it is to have them."""
+    def _quantized(self, table: Table | None, part: TablePart, link: Link, step: int) -> TablePart:
+        """The part with what it is quantized with, and with codes where it is to have them."""
         if table is None:
             return part
-        rows = (part.bitmap, part.row_count)
-        codes = self._quantizer.codes(table, part.bits, *rows, base=link.base)
-        return part if codes is None else replace(part, codes=codes)
+        method = self._quantizer.method(table, part.bits, base=link.base, step=step)
+        if method is None:
+            return part
+        codes = None
+        if self._quantizer.wanted:
+            rows = (part.bitmap, part.row_count)
+            codes = self._quantizer.codes(table, part.bits, method, *rows)
+        return replace(part, method=method, codes=codes)
 
     def _spec(self, shard: Shard, tip: Tip | None) -> TableSpec:
         """Built anew only when something differs: checked models take long in a stall."""

@@ -79,12 +79,10 @@ class Settings:
         quantize_on: where rows are quantized: "host": by the agent. "device": by the trainer, where
             their table lives, in the cut: less to copy, and a longer stall for tables on the CPU;
             "auto": like "device" for tables on a GPU, like "host" for others. The chunks are the
-            same where the method is fixed ("asymmetric", "symmetric", 8 bits with "auto"); where it
-            is chosen on a sample, "device" keeps to what was chosen for the chain's full, and
-            "host" has it chosen for each checkpoint. Values are staged nevertheless where codes
-            would take more room or the GPU has none to spare, of float64 tables, and, for a
-            quantizer with parameters to choose, in fulls and until the agent has told what it chose
-            for this chain.
+            same. Values are staged nevertheless where codes would take more room or the GPU has
+            none to spare, of float64 tables, and, for a quantizer with parameters to choose, where
+            the agent is to choose them: in fulls, until it has told what it chose for this chain,
+            and once the job has come twice as far as then.
         state_bits: 16: optimizer state of several float32 values a row (Adagrad's sum, Adam's
             moments) is rounded to bfloat16: non-negative stays non-negative, zero stays zero, each
             value within 2^-8 of itself. One value a row is exact in any case.

@@ -15,7 +15,7 @@ from torch import Tensor
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, torch_dtype
 from recpoint.format.history import History
 from recpoint.format.job import QuantizerName, StagedTable
-from recpoint.format.manifest import TableSpec
+from recpoint.format.manifest import ChosenMethod, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
 from recpoint.trainer_plugin.device_drain import DeviceDrain
@@ -85,6 +85,7 @@ class TablePart:
         bits: how they are to be stored.
         quantizer: how they are to be quantized, if they are.
         state_bits: 16: element-wise row states are to be rounded.
+        method: with what; None: the agent chooses, if they are.
         codes: the rows, quantized already; None: `values` are staged.
     """
 
@@ -97,6 +98,7 @@ class TablePart:
     bits: int
     quantizer: QuantizerName
     state_bits: Literal[16] | None
+    method: ChosenMethod | None = None
     codes: Codes | None = None
 
     @property
@@ -111,7 +113,7 @@ class TablePart:
             bits=self.bits,
             quantizer=self.quantizer,
             state_bits=self.state_bits,
-            method=None if self.codes is None else self.codes.method,
+            method=self.method,
             codes=self.codes is not None,
         )
 

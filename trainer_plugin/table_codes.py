@@ -1,8 +1,11 @@
-"""Quantizing rows where their table lives, in the cut, instead of staging their values (format §7).
+"""What tables are quantized with, and quantizing them where they live, in the cut (format §7).
 
-What reaches the slot is then smaller by the width, and of a table on a GPU so is what has to come
-to the host. The method is never chosen here: that takes longer than a stall may. A setting that
-leaves no choice says it; else it is what the agent chose for an earlier checkpoint of the chain.
+The method is never chosen here: that takes longer than a stall may. A setting that leaves no choice
+says it; else it is what the agent chose for an earlier checkpoint of the chain. The job names it,
+so that the same is stored wherever rows are quantized.
+
+What reaches the slot as codes is smaller by the width, and of a table on a GPU so is what has to
+come to the host.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from recpoint.kernels import dirty_bitmap
 from recpoint.kernels.bit_packing.widths import packed_width
 from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows, quantize_rows
 from recpoint.trainer_plugin.device_drain import spare_bytes
+from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.table import Table
 
@@ -35,10 +39,16 @@ _ROW_BYTES_ON_DEVICE = 18
 CODE_ARRAYS: dict[str, Dtype] = {"codes": "U8", "scale": "F32", "offset": "F32", "wide": "BOOL"}
 
 
+#: Rows spread as they are trained: a method is used until the job has come this many times as far
+#: as it had when it was chosen, and is chosen anew then.
+_CHOSEN_UP_TO: Final = 2
+
+
 class _Learned(NamedTuple):
-    """A method, and the width that it was chosen for."""
+    """A method, the batch it was chosen after, and the width that it was chosen for."""
 
     bits: int
+    step: int
     method: ChosenMethod
 
 
@@ -48,7 +58,6 @@ class Codes(NamedTuple):
     `ids`: which rows, int64 ascending; None: all.
     """
 
-    method: ChosenMethod
     ids: Tensor | None
     rows: PackedRows
     exact: ExactRows
@@ -63,7 +72,7 @@ class Codes(NamedTuple):
 
 
 class TableQuantizer:
-    """Knows which tables' rows to quantize in the cut, and with what.
+    """Knows with what each table's rows are quantized, and which to quantize in the cut.
 
     All methods are called from the training thread.
 
@@ -97,45 +106,67 @@ class TableQuantizer:
                 if method is not None and self._may(table, bits):
                     _compile(table, bits, method)
 
-    def learn(
-        self, base: CheckpointRef, bits: Sequence[int], quantizers: Sequence[Quantizer]
-    ) -> None:
-        """Remember what a checkpoint of the chain from `base` was quantized with.
+    def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
+        """Remember what a checkpoint was quantized with, for its chain.
 
         Args:
-            bits: of a value of each table.
-            quantizers: as its outcome has them.
+            stored: it is committed.
+            quantizers: as its outcome has them, of this rank.
         """
-        known = dict(self._learned[1]) if self._learned[0] == base else {}
-        new: list[tuple[Table, _Learned]] = []
+        known = dict(self._learned[1]) if self._learned[0] == stored.base else {}
+        to_compile: list[tuple[Table, _Learned]] = []
         for quantizer in quantizers:
             table = self._tables[quantizer.table]
             if table is None:
                 continue
-            found = _Learned(bits[quantizer.table], quantizer.chosen)
-            if self._may(table, found.bits) and known.get(table.key) != found:
-                known[table.key] = found
-                new.append((table, found))
-        if not any(table.weight.is_cuda for table, _ in new):
-            self._learned = base, known
+            found = _Learned(stored.bits[quantizer.table], stored.ref.step, quantizer.chosen)
+            before = known.get(table.key)
+            if before is not None and before._replace(step=found.step) == found:
+                continue  # chosen earlier
+            known[table.key] = found
+            if table.weight.is_cuda and self._may(table, found.bits):
+                to_compile.append((table, found))
+        if not to_compile:
+            self._learned = stored.base, known
             return
 
         def compile_first() -> None:
             # A GPU kernel is compiled for its method: that takes seconds, and no stall may.
-            for table, found in new:
+            for table, found in to_compile:
                 _compile(table, found.bits, found.method)
-            self._learned = base, known
+            self._learned = stored.base, known
 
         threading.Thread(target=compile_first, name="recpoint-compile", daemon=True).start()
+
+    def method(
+        self, table: Table, bits: int, *, base: CheckpointRef | None, step: int
+    ) -> ChosenMethod | None:
+        """What rows of a table are to be quantized with; None: the agent chooses, or not at all.
+
+        Args:
+            table: whose.
+            bits: of a value.
+            base: of the chain; None: this is a full.
+            step: of the checkpoint.
+        """
+        if not _is_narrower(table, bits):
+            return None
+        fixed = _fixed(self._name, bits)
+        if fixed is not None:
+            return fixed
+        known, learned = self._learned
+        found = learned.get(table.key) if base is not None and known == base else None
+        if found is None or found.bits != bits or step >= _CHOSEN_UP_TO * found.step:
+            return None
+        return found.method
 
     def codes(
         self,
         table: Table,
         bits: int,
+        method: ChosenMethod,
         bitmap: Tensor | None,
         row_count: int,
-        *,
-        base: CheckpointRef | None,
     ) -> Codes | None:
         """Quantize the rows to be staged of a table; None: their values are to be staged.
 
@@ -144,12 +175,11 @@ class TableQuantizer:
         Args:
             table: whose.
             bits: of a value.
+            method: as `method` returned it.
             bitmap: of the rows; None: all.
             row_count: how many they are.
-            base: of the chain; None: this is a full.
         """
-        method = self._method(table, bits, base)
-        if method is None or row_count == 0 or not self._may(table, bits):
+        if row_count == 0 or not self._may(table, bits):
             return None
         values = table.weight.detach()
         value_bytes = table.dim * item_bytes(table.dtype)
@@ -168,22 +198,17 @@ class TableQuantizer:
         # A slot takes a full of values at most, whatever the rows are.
         if row_count * (code_bytes + _ROW_BYTES) + kept > row_count * value_bytes:
             return None
-        return Codes(method, ids, rows, exact)
-
-    def _method(self, table: Table, bits: int, base: CheckpointRef | None) -> ChosenMethod | None:
-        fixed = _fixed(self._name, bits)
-        if fixed is not None:
-            return fixed
-        known, learned = self._learned
-        found = learned.get(table.key) if base is not None and known == base else None
-        return found.method if found is not None and found.bits == bits else None
+        return Codes(ids, rows, exact)
 
     def _may(self, table: Table, bits: int) -> bool:
         """Whether setting, width and the table's form allow it."""
         wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
         possible = table.weight.is_cuda or table.weight.is_cpu
-        narrower = bits < 8 * item_bytes(table.dtype)
-        return wanted and possible and narrower and table.dtype != "F64"
+        return wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
+
+
+def _is_narrower(table: Table, bits: int) -> bool:
+    return bits < 8 * item_bytes(table.dtype)
 
 
 def _compile(table: Table, bits: int, method: ChosenMethod) -> None:

@@ -82,29 +82,46 @@ def test_the_same_is_stored_whoever_quantizes(tmp_path: Path, bits: int, quantiz
     assert stored[0] == stored[1]
 
 
-def test_a_searched_method_is_the_one_that_the_agent_chose_for_the_chain(place: Place) -> None:
-    jobs, manifests = one_by_one(place, 5, bits=4, quantize_on="device", full_every=3)
-    assert [job.kind for job in jobs] == ["full", "increment", "increment", "full", "increment"]
-    for job, of_chain in zip(jobs, (0, 0, 0, 3, 3), strict=True):
-        codes = job.kind == "increment"
-        chosen = manifests[of_chain].quantizers
-        for index, table in enumerate(job.tables):
-            assert table.codes == codes
-            assert table.method == (chosen[index].chosen if codes else None)
-    for manifest, of_chain in zip(manifests, (0, 0, 0, 3, 3), strict=True):
-        assert manifest.quantizers == manifests[of_chain].quantizers
+@pytest.mark.parametrize(("bits", "quantizer"), [(2, "auto"), (4, "auto"), (4, "greedy")])
+def test_the_same_is_stored_also_where_the_method_is_chosen(
+    tmp_path: Path, bits: int, quantizer: str
+) -> None:
+    stored = []
+    for where in ("host", "device"):
+        place = Place(str(tmp_path / where), tmp_path / f"{where}-staging")
+        jobs, manifests = one_by_one(
+            place, 6, bits=bits, quantizer=quantizer, quantize_on=where, full_every=5
+        )
+        assert any(table.codes for job in jobs for table in job.tables) == (where == "device")
+        stored.append([(bodies(place, m), m.quantizers) for m in manifests])
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_method_is_kept_until_as_much_again_was_trained(place: Place, where: str) -> None:
+    jobs, manifests = one_by_one(place, 9, bits=4, quantize_on=where, full_every=6)
+    assert [job.step for job in jobs] == list(range(2, 20, 2))
+    assert [job.kind for job in jobs] == ["full"] + ["increment"] * 5 + ["full"] + ["increment"] * 2
+    # Chosen after 2, 4 and 8 batches of the first chain, and for the second one's full.
+    for index, of in enumerate((0, 1, 1, 3, 3, 3, 6, 6, 6)):
+        anew = of == index
+        for table, chosen in zip(jobs[index].tables, manifests[of].quantizers, strict=True):
+            assert table.codes == (where == "device" and not anew)
+            assert table.method == (None if anew else chosen.chosen)
+            assert chosen.seed == jobs[of].step
+        assert manifests[index].quantizers == manifests[of].quantizers
 
 
 def test_after_a_restart_values_are_staged_until_the_agent_has_chosen(place: Place) -> None:
     one_by_one(place, 1, bits=4, quantize_on="device")
     jobs, manifests = one_by_one(place, 3, bits=4, quantize_on="device")
-    assert [job.kind for job in jobs] == ["increment"] * 3
+    assert [(job.kind, job.step) for job in jobs] == [("increment", step) for step in (4, 6, 8)]
     assert [[table.codes for table in job.tables] for job in jobs] == [
         [False, False],
         [True, True],
-        [True, True],
+        [False, False],
     ]
-    assert manifests[0].quantizers == manifests[2].quantizers
+    assert manifests[0].quantizers == manifests[1].quantizers != manifests[2].quantizers
 
 
 @pytest.mark.parametrize("where", ["auto", "host"])
