@@ -70,7 +70,11 @@ def agent_lock_path(staging: Path | str) -> Path:
 
 
 def at_work(staging: Path | str) -> AtWork | None:
-    """Who finishes jobs in a staging area now; None: nobody."""
+    """Who finishes jobs in a staging area now; None: nobody.
+
+    Raises:
+        OSError: the file system does not say.
+    """
     holder = host_lock.holder(agent_lock_path(staging))
     return None if holder is None else _said_by(holder)
 

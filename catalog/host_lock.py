@@ -96,7 +96,7 @@ def release(descriptor: int) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether any process has the lock now."""
+    """Whether any process has the lock now; raises as `holder` does."""
     return holder(path) is not None
 
 
@@ -104,6 +104,9 @@ def holder(path: Path) -> Holder | None:
     """Who has the lock now; None: nobody, whatever its file says.
 
     In the moment after a lock was taken its file may still speak of the one before.
+
+    Raises:
+        OSError: the file system does not say, as NFS without its lock daemon; with the file's name.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -114,6 +117,9 @@ def holder(path: Path) -> Holder | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
     return None

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recpoint.catalog import durable, host_lock, staged
-from recpoint.catalog.agent_lock import at_work
+from recpoint.catalog.agent_lock import agent_lock_path, at_work
 from recpoint.catalog.cancel import cancels_directory
 from recpoint.catalog.free_slots import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.trainer_note import NoteState, write_note
@@ -49,6 +49,8 @@ class StagingArea:
         self.rank = rank
         self._slots_directory = str(staged.slots_directory(self.run_directory))
         self._lock: int | None = None
+        self._agent_seen = True  # until the first answer: what an agent may read is left alone
+        self._told_unanswered = False
         self._slots: dict[int, Slot] = {}
         self._foreign: dict[int, Path] = {}
 
@@ -105,9 +107,33 @@ class StagingArea:
             self._lock = None
 
     def agent_is_running(self) -> bool:
-        """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it."""
-        other = at_work(self.root)
-        return other is not None and other.serves(self.run_directory)
+        """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it.
+
+        Training asks, so nothing is raised: where the file system does not say, which is logged,
+        what it said last counts.
+        """
+        try:
+            other = at_work(self.root)
+        except OSError as error:
+            self._tell_unanswered(error)
+        else:
+            self._agent_seen = other is not None and other.serves(self.run_directory)
+            self._told_unanswered = False
+        return self._agent_seen
+
+    def _tell_unanswered(self, error: OSError) -> None:
+        if self._told_unanswered:
+            return  # this is asked several times a second
+        self._told_unanswered = True
+        unknown = StagingError(
+            str(error.filename or agent_lock_path(self.root)),
+            found=error.strerror or str(error),
+            expected="whether an agent holds this lock",
+            next_step="see that flock works there (on NFS: its lock daemon), or give a directory "
+            "of this host: staging= or RECPOINT_STAGING",
+        )
+        seen = "an agent" if self._agent_seen else "no agent"
+        _log.warning("%s. Training goes on as if there were %s, as before", unknown, seen)
 
     def agent_command(self) -> str:
         """What starts the agent of this staging area."""
