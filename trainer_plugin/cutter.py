@@ -14,6 +14,7 @@ from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History, Precision
 from recpoint.format.manifest import Quantizer, RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
+from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import huge_pages
 from recpoint.trainer_plugin.base_history import BaseHistory
 from recpoint.trainer_plugin.layout import Shard
@@ -33,8 +34,7 @@ from recpoint.trainer_plugin.snapshot import (
     now_ms,
     place,
 )
-from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.table_codes import TableQuantizer
+from recpoint.trainer_plugin.table_codes import RowsToCode, TableQuantizer
 from recpoint.trainer_plugin.tracking import Dirty, Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
 
@@ -183,8 +183,12 @@ class Cutter:
                 self._part(shard, spec, count, dirty.get(shard.key), history.precision)
                 for shard, spec, count in zip(self._shards, specs, marked.counts, strict=True)
             ]
-            each = zip(self._shards, parts, strict=True)
-            parts = [self._quantized(shard.table, part, link, ref.step) for shard, part in each]
+            for index, ids in marked.ids.items():
+                if parts[index].bitmap is not None:
+                    parts[index] = replace(parts[index], ids=ids)
+            self._name_methods(parts, link, ref.step)
+            if self._quantizer.wanted:
+                self._quantize(parts)
             placed, slot_bytes = place(parts, tree, tensors)
             sample = self._sampler.draw(specs, self._held(), ref.attempt)
             slot.reserve(slot_bytes + sample.size_bytes)
@@ -269,18 +273,30 @@ class Cutter:
             state_bits=None if self._settings.state_bits == "lossless" else 16,
         )
 
-    def _quantized(self, table: Table | None, part: TablePart, link: Link, step: int) -> TablePart:
-        """The part with what it is quantized with, and with codes where it is to have them."""
-        if table is None:
-            return part
-        method = self._quantizer.method(table, part.bits, base=link.base, step=step)
-        if method is None:
-            return part
-        codes = None
-        if self._quantizer.wanted:
-            rows = (part.bitmap, part.row_count)
-            codes = self._quantizer.codes(table, part.bits, method, *rows)
-        return replace(part, method=method, codes=codes)
+    def _name_methods(self, parts: list[TablePart], link: Link, step: int) -> None:
+        """Say of each part with what it is quantized, where that is known."""
+        for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
+            if shard.table is not None:
+                method = self._quantizer.method(shard.table, part.bits, base=link.base, step=step)
+                if method is not None:
+                    parts[index] = replace(part, method=method)
+
+    def _quantize(self, parts: list[TablePart]) -> None:
+        """Give parts codes in place of values, where they are to have them."""
+        wanted: dict[int, RowsToCode] = {}
+        for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
+            table = shard.table
+            if table is None or part.method is None or part.row_count == 0:
+                continue
+            if not self._quantizer.may(table, part.bits):
+                continue
+            ids = part.ids
+            if ids is None and part.bitmap is not None:
+                ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
+                parts[index] = replace(part, ids=ids)
+            wanted[index] = RowsToCode(table, part.bits, part.method, ids, part.row_count)
+        for index, codes in zip(wanted, self._quantizer.codes([*wanted.values()]), strict=True):
+            parts[index] = replace(parts[index], codes=codes)
 
     def _spec(self, shard: Shard, tip: Tip | None) -> TableSpec:
         """Built anew only when something differs: checked models take long in a stall."""

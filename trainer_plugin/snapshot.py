@@ -43,7 +43,7 @@ _SMALL_BYTES = 4 << 20
 
 
 class MarkedRows:
-    """How many rows of each table are marked, and the way to copy those on the CPU together.
+    """Which rows of each table are marked, and the way to copy those on the CPU together.
 
     Args:
         bitmaps: of each table, on any device; None: all its rows.
@@ -51,6 +51,8 @@ class MarkedRows:
 
     Attributes:
         counts: marked rows of each table.
+        ids: those of tables on a device, int64, ascending, there; others are found as they are
+            copied.
     """
 
     def __init__(self, bitmaps: Sequence[Tensor | None], rows: Sequence[int]) -> None:
@@ -59,11 +61,14 @@ class MarkedRows:
         self._on_cpu = tuple(here)
         self._tally = dirty_rows.count(tuple(here.values()), rows=[rows[i] for i in here])
         self.counts = list(rows)
+        self.ids: dict[int, Tensor] = {}
         for device in {bitmap.device for bitmap in on_device.values()}:
             there = {i: bitmap for i, bitmap in on_device.items() if bitmap.device == device}
             # One wait for each device, however many tables it has.
-            for i, count in zip(there, dirty_bitmap.count_many([*there.values()]), strict=True):
-                self.counts[i] = count
+            found = dirty_bitmap.collect_many([*there.values()], rows=[rows[i] for i in there])
+            self.ids.update(zip(there, found, strict=True))
+        for i, ids in self.ids.items():
+            self.counts[i] = ids.numel()
         for i, count in zip(here, self._tally.counts, strict=True):
             self.counts[i] = count
 
@@ -98,6 +103,7 @@ class TablePart:
     bits: int
     quantizer: QuantizerName
     state_bits: Literal[16] | None
+    ids: Tensor | None = None
     method: ChosenMethod | None = None
     codes: Codes | None = None
 
@@ -219,7 +225,7 @@ def fill(
     Args:
         placed: as `place` returned it for the same parts, tree and tensors.
         data: the slot's bytes, reserved.
-        marked: the parts' dirty rows, counted.
+        marked: the parts' dirty rows.
         sample: rows to remember, which are copied too, but not into the slot.
 
     Returns:
@@ -249,8 +255,8 @@ def fill(
                 continue
             ids = by_name[f"t{index}.ids"].view(data)
             outs = tuple((source, spot.view(data)) for source, spot in arrays)
-            if part.codes is not None and part.codes.ids is not None:
-                _rows(part.codes.ids, ids, outs, device)
+            if part.ids is not None:
+                _rows(part.ids, ids, outs, device)
             elif part.bitmap.is_cpu and all(source.is_cpu for source, _ in outs):
                 together[index] = dirty_rows.Destination(ids, outs)
             else:

@@ -22,15 +22,14 @@ from recpoint.catalog.staged_job import kernel_method
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.manifest import CODE_BITS, ChosenMethod, Quantizer
 from recpoint.format.records import CheckpointRef
-from recpoint.kernels import dirty_bitmap
 from recpoint.kernels.bit_packing.widths import packed_width
-from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows, quantize_rows
+from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows_many, quantize_rows
 from recpoint.trainer_plugin.device_drain import spare_bytes
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.table import Table
 
-__all__ = ["CODE_ARRAYS", "Codes", "TableQuantizer"]
+__all__ = ["CODE_ARRAYS", "Codes", "RowsToCode", "TableQuantizer"]
 
 #: Bytes of a row beside its codes: scale, offset, flag; on the way also a second flag and the id.
 _ROW_BYTES = 9
@@ -52,13 +51,31 @@ class _Learned(NamedTuple):
     method: ChosenMethod
 
 
-class Codes(NamedTuple):
-    """Rows of one table, quantized, on the table's device.
+class RowsToCode(NamedTuple):
+    """Rows to be staged of a table.
 
-    `ids`: which rows, int64 ascending; None: all.
+    Attributes:
+        bits: of a value.
+        method: as `TableQuantizer.method` returned it.
+        ids: which rows, int64 [row_count], ascending, on the table's device; None: all.
+        row_count: how many, 1 or more.
     """
 
+    table: Table
+    bits: int
+    method: ChosenMethod
     ids: Tensor | None
+    row_count: int
+
+    @property
+    def values(self) -> Tensor:
+        """The live table."""
+        return self.table.weight.detach()
+
+
+class Codes(NamedTuple):
+    """Rows of one table, quantized, on the table's device."""
+
     rows: PackedRows
     exact: ExactRows
 
@@ -103,7 +120,7 @@ class TableQuantizer:
             width = widths[table.key]
             for bits in CODE_BITS if width is None else (width,):
                 method = _fixed(self._name, bits)
-                if method is not None and self._may(table, bits):
+                if method is not None and self.may(table, bits):
                     _compile(table, bits, method)
 
     def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
@@ -124,7 +141,7 @@ class TableQuantizer:
             if before is not None and before._replace(step=found.step) == found:
                 continue  # chosen earlier
             known[table.key] = found
-            if table.weight.is_cuda and self._may(table, found.bits):
+            if table.weight.is_cuda and self.may(table, found.bits):
                 to_compile.append((table, found))
         if not to_compile:
             self._learned = stored.base, known
@@ -160,51 +177,61 @@ class TableQuantizer:
             return None
         return found.method
 
-    def codes(
-        self,
-        table: Table,
-        bits: int,
-        method: ChosenMethod,
-        bitmap: Tensor | None,
-        row_count: int,
-    ) -> Codes | None:
-        """Quantize the rows to be staged of a table; None: their values are to be staged.
+    def codes(self, wanted: Sequence[RowsToCode]) -> list[Codes | None]:
+        """Quantize the rows of tables for which it `may`; None: the values are to be staged.
 
-        Waits for the table's device, to know how many rows have to be kept exactly.
-
-        Args:
-            table: whose.
-            bits: of a value.
-            method: as `method` returned it.
-            bitmap: of the rows; None: all.
-            row_count: how many they are.
+        Waits once for each device of theirs, to know whether any rows have to be kept exactly, and
+        where there are some for each table.
         """
-        if row_count == 0 or not self._may(table, bits):
-            return None
-        values = table.weight.detach()
-        value_bytes = table.dim * item_bytes(table.dtype)
-        code_bytes = packed_width(table.dim, bits)
-        if values.is_cuda and row_count * (code_bytes + _ROW_BYTES_ON_DEVICE) > spare_bytes(
-            values.device
-        ):
-            return None
+        packed = [_packed(one) for one in wanted]
+        done = [(one, rows) for one, rows in zip(wanted, packed, strict=True) if rows is not None]
         try:
-            ids = None if bitmap is None else dirty_bitmap.collect(bitmap, rows=table.rows)
-            rows = quantize_rows(values, ids, bits, kernel_method(method), half_parameters=True)
-            exact = exact_rows(values, ids, rows.exact)
+            exact = exact_rows_many(
+                [one.values for one, _ in done],
+                [one.ids for one, _ in done],
+                [rows.exact for _, rows in done],
+            )
         except torch.OutOfMemoryError:
-            return None  # spare, but in pieces that are too small
-        kept = exact.positions.numel() * (8 + value_bytes)
-        # A slot takes a full of values at most, whatever the rows are.
-        if row_count * (code_bytes + _ROW_BYTES) + kept > row_count * value_bytes:
-            return None
-        return Codes(ids, rows, exact)
+            return [None] * len(wanted)  # spare, but in pieces that are too small
+        kept = iter(exact)
+        return [
+            None if rows is None else _if_smaller(one, Codes(rows, next(kept)))
+            for one, rows in zip(wanted, packed, strict=True)
+        ]
 
-    def _may(self, table: Table, bits: int) -> bool:
+    def may(self, table: Table, bits: int) -> bool:
         """Whether setting, width and the table's form allow it."""
         wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
         possible = table.weight.is_cuda or table.weight.is_cpu
         return wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
+
+
+def _packed(wanted: RowsToCode) -> PackedRows | None:
+    """None where there is no room for the codes."""
+    values = wanted.values
+    code_bytes = packed_width(wanted.table.dim, wanted.bits)
+    if values.is_cuda and wanted.row_count * (code_bytes + _ROW_BYTES_ON_DEVICE) > spare_bytes(
+        values.device
+    ):
+        return None
+    method = kernel_method(wanted.method)
+    try:
+        return quantize_rows(values, wanted.ids, wanted.bits, method, half_parameters=True)
+    except torch.OutOfMemoryError:
+        return None  # spare, but in pieces that are too small
+
+
+def _if_smaller(wanted: RowsToCode, codes: Codes) -> Codes | None:
+    """None where values take less room: a slot takes a full of values at most, whatever the rows.
+
+    Args:
+        codes: of these rows.
+    """
+    table = wanted.table
+    value_bytes = table.dim * item_bytes(table.dtype)
+    kept = codes.exact.positions.numel() * (8 + value_bytes)
+    coded = wanted.row_count * (packed_width(table.dim, wanted.bits) + _ROW_BYTES)
+    return codes if coded + kept <= wanted.row_count * value_bytes else None
 
 
 def _is_narrower(table: Table, bits: int) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.quantize import cpu
 from recpoint.kernels.quantize.method import ASYMMETRIC, SYMMETRIC, Method, default_method
-from recpoint.kernels.quantize.rows import ExactRows, exact_rows, quantize_rows
+from recpoint.kernels.quantize.rows import ExactRows, exact_rows, exact_rows_many, quantize_rows
 from recpoint.kernels.quantize.shapes import PackedRows, Quantized
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "dequantize_packed",
     "dequantize_rows",
     "exact_rows",
+    "exact_rows_many",
     "quantize",
     "quantize_packed",
     "quantize_rows",

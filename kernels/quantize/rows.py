@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from recpoint.kernels.quantize import cpu
 from recpoint.kernels.quantize.method import ASYMMETRIC, Method
 from recpoint.kernels.quantize.shapes import PackedRows, require_table
 
-__all__ = ["ExactRows", "exact_rows", "quantize_rows"]
+__all__ = ["ExactRows", "exact_rows", "exact_rows_many", "quantize_rows"]
 
 #: Rows a CPU works on at once: few enough to stay in its caches.
 _PASS_BYTES: Final = 1 << 20
@@ -75,6 +76,25 @@ def exact_rows(table: Tensor, ids: Tensor | None, exact: Tensor) -> ExactRows:
     values = torch.empty(positions.numel(), table.shape[1], dtype=table.dtype, device=table.device)
     row_gather.gather(table, positions if ids is None else ids[positions], values)
     return ExactRows(positions, values)
+
+
+def exact_rows_many(
+    tables: Sequence[Tensor], ids: Sequence[Tensor | None], exact: Sequence[Tensor]
+) -> list[ExactRows]:
+    """`exact_rows` of many tables: waits once for each device on which there are none at all."""
+    some = {
+        device: bool(torch.cat([flags for flags in exact if flags.device == device]).any())
+        for device in {flags.device for flags in exact}
+    }
+    return [
+        exact_rows(table, chosen, flags) if some[flags.device] else _no_rows(table)
+        for table, chosen, flags in zip(tables, ids, exact, strict=True)
+    ]
+
+
+def _no_rows(table: Tensor) -> ExactRows:
+    positions = torch.empty(0, dtype=torch.int64, device=table.device)
+    return ExactRows(positions, table.new_empty(0, table.shape[1]))
 
 
 def _on_cpu(

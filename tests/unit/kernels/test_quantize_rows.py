@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpoint.kernels.quantize import SYMMETRIC, exact_rows, quantize_rows, reference
+from recpoint.kernels.quantize import (
+    SYMMETRIC,
+    exact_rows,
+    exact_rows_many,
+    quantize_rows,
+    reference,
+)
 
 
 def table_of(dtype: torch.dtype, dim: int) -> torch.Tensor:
@@ -52,6 +58,24 @@ def test_rows_without_codes_are_fetched_as_they_are(dtype: torch.dtype) -> None:
     every = exact_rows(table, None, quantize_rows(table, None, 2).exact)
     assert every.positions.tolist() == [7, 13]
     assert exact_rows(table, ids[:1], exact[:1]).values.shape == (0, 5)
+
+
+def test_rows_without_codes_of_many_tables_are_those_of_each() -> None:
+    broken, sound = table_of(torch.float32, 5), torch.randn(30, 4)
+    ids = torch.tensor([3, 13, 7, 499, 7])
+    tables, chosen = [broken, sound, broken], [ids, None, None]
+    flags = [
+        quantize_rows(table, some, 2).exact for table, some in zip(tables, chosen, strict=True)
+    ]
+    found = exact_rows_many(tables, chosen, flags)
+    for table, some, own, (positions, values) in zip(tables, chosen, flags, found, strict=True):
+        expected = exact_rows(table, some, own)
+        assert torch.equal(positions, expected.positions)
+        assert torch.equal(values.view(torch.uint8), expected.values.view(torch.uint8))
+    (none,) = exact_rows_many([sound], [None], flags[1:2])
+    assert (none.positions.shape, none.values.shape) == ((0,), (0, 4))
+    assert (none.positions.dtype, none.values.dtype) == (torch.int64, torch.float32)
+    assert exact_rows_many([], [], []) == []
 
 
 def test_what_does_not_fit_is_refused() -> None:
