@@ -174,9 +174,11 @@ class Cutter:
         """
         snapshot_ms, cut_seconds = now_ms(), time.monotonic()
         keep = link.kind == "increment" and self._policy.cumulative
-        dirty = {n: t.marked() if keep else t.take() for n, t in self._trackers.items()}
+        dirty: dict[str, Dirty] = {}
         taken = {} if keep else dirty
         try:
+            for name, tracker in self._trackers.items():
+                dirty[name] = tracker.marked() if keep else tracker.take()
             tree, tensors = state_tree.flatten(self._state.capture(ref.step))
             marked = self._marked(dirty if link.kind == "increment" else {})
             parts = [

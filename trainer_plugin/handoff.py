@@ -18,8 +18,9 @@ import crc32c
 
 from recpoint.catalog import durable, staged
 from recpoint.catalog.cancel import remove_mark, write_mark
-from recpoint.errors import FormatError, StagingError
+from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Job, Outcome, Segment
+from recpoint.format.manifest import check_quantizers
 from recpoint.format.records import CheckpointRef, pack_record
 from recpoint.kernels import implementation
 from recpoint.trainer_plugin.snapshot import Snapshot, now_ms, place_sample
@@ -322,6 +323,18 @@ class Handoff:
             found = f"an outcome for attempt {outcome.attempt}"
             error = StagingError(
                 str(path), found=found, expected=str(ref), next_step="nothing: it is staged again"
+            )
+            return Failed(ref=ref, error=error)
+        try:
+            # What is kept of them is found by these numbers.
+            check_quantizers(outcome.quantizers, len(self._awaited[ref].tables), self._ranks)
+        except ValueError as broken:
+            error = MalformedObject(
+                str(path),
+                found=f"quantizers of other tables than the job's ({broken})",
+                expected=f"those of {ref}",
+                next_step="see that agent and trainer are of one release; the next checkpoint "
+                "holds these rows too",
             )
             return Failed(ref=ref, error=error)
         return Answered(ref=ref, outcome=outcome)

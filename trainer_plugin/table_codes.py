@@ -10,6 +10,7 @@ come to the host.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -30,6 +31,8 @@ from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.table import Table
 
 __all__ = ["CODE_ARRAYS", "Codes", "RowsToCode", "TableQuantizer"]
+
+_log = logging.getLogger("recpoint")
 
 #: Bytes of a row beside its codes: scale, offset, flag; on the way also a second flag and the id.
 _ROW_BYTES = 9
@@ -134,8 +137,8 @@ class TableQuantizer:
         to_compile: list[tuple[Table, _Learned]] = []
         for quantizer in quantizers:
             table = self._tables[quantizer.table]
-            if table is None:
-                continue
+            if table is None or not _is_known(quantizer.chosen):
+                continue  # not here, or of a later release, whose agent goes on choosing it
             found = _Learned(stored.bits[quantizer.table], stored.ref.step, quantizer.chosen)
             before = known.get(table.key)
             if before is not None and before._replace(step=found.step) == found:
@@ -153,7 +156,11 @@ class TableQuantizer:
                 _compile(table, found.bits, found.method)
             self._learned = stored.base, known
 
-        threading.Thread(target=compile_first, name="recpoint-compile", daemon=True).start()
+        thread = threading.Thread(target=compile_first, name="recpoint-compile", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+            _log.warning("no rows are quantized on the GPU until the next commit: %s", error)
 
     def method(
         self, table: Table, bits: int, *, base: CheckpointRef | None, step: int
@@ -236,6 +243,14 @@ def _if_smaller(wanted: RowsToCode, codes: Codes) -> Codes | None:
 
 def _is_narrower(table: Table, bits: int) -> bool:
     return bits < 8 * item_bytes(table.dtype)
+
+
+def _is_known(method: ChosenMethod) -> bool:
+    try:
+        kernel_method(method)
+    except ValueError:
+        return False
+    return True
 
 
 def _compile(table: Table, bits: int, method: ChosenMethod) -> None:

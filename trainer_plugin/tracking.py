@@ -304,12 +304,13 @@ class Tracker:
         """Everything dirty now; from here on nothing is, but rows whose update is still to come."""
         self._check_version()
         taken = Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
-        self._use(self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap))
-        self.all_rows = False
+        # Until nothing can fail any more, everything stays dirty here.
+        other = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
         if self.unapplied:
             # Looked up before the cut, changed after it: such rows belong to both checkpoints.
-            dirty_bitmap.merge(self.bitmap, taken.bitmap)
-            self.all_rows = taken.all_rows
+            dirty_bitmap.merge(other, taken.bitmap)
+        self._use(other)
+        self.all_rows = self.unapplied and taken.all_rows
         return taken
 
     def marked(self) -> Dirty:
@@ -318,19 +319,29 @@ class Tracker:
         return Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
 
     def merge_back(self, dirty: Dirty) -> None:
-        """What `take` returned is dirty again."""
+        """What `take` returned is dirty again; never raises, since training is told of a loss."""
         if not self._fits(dirty):
             self.all_rows = True
             return
-        dirty_bitmap.merge(self.bitmap, dirty.bitmap)
+        try:
+            dirty_bitmap.merge(self.bitmap, dirty.bitmap)
+        except Exception as error:
+            # A GPU's kernel is compiled for this when it is first needed, which a full disk keeps
+            # it from, for one: as in before_lookup.
+            self._unexplained(f"rows could not be marked again ({error})")
         self.all_rows = self.all_rows or dirty.all_rows
         self.release(dirty)
 
     def release(self, dirty: Dirty) -> None:
-        """What `take` returned is stored: its bitmap can be used again."""
-        if self._fits(dirty):
+        """What `take` returned is stored: its bitmap can be used again; never raises."""
+        if not self._fits(dirty):
+            return
+        try:
             dirty_bitmap.clear(dirty.bitmap)
-            self._spare.append(dirty.bitmap)
+        except Exception as error:  # as in merge_back; the next `take` makes another
+            _log.warning("table %r: a bitmap is let go: %s", self.table.key, error)
+            return
+        self._spare.append(dirty.bitmap)
 
     def _fits(self, dirty: Dirty) -> bool:
         """Whether the weight is still where, and as long as, it was when `take` returned this."""
