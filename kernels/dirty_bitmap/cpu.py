@@ -7,6 +7,7 @@ thread that merges a refused checkpoint back cannot lose each other's bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,15 @@ from recpoint.kernels.dirty_bitmap.shapes import (
     require_fit,
     require_pair,
 )
-from recpoint.kernels.intrinsics import compiled, entry_point, lowest_bit, pointer, set_bits
+from recpoint.kernels.intrinsics import (
+    compiled,
+    entry_point,
+    inlined,
+    lowest_bit,
+    pointer,
+    prefetch,
+    set_bits,
+)
 from recpoint.kernels.threads import over_rows
 
 __all__ = [
@@ -41,6 +50,20 @@ __all__ = [
 
 _INT32 = torch.int32
 _INT64 = torch.int64
+
+
+#: How far ahead words are asked for: the step before has emptied the caches of them.
+_IDS_AHEAD = np.uint64(128)
+
+
+@inlined
+def _set_each(bitmap: int, words: Any, values: Any, n: int, stride: int) -> None:
+    last = np.uint64(n - 1)
+    for i in range(n):
+        coming = values[min(np.uint64(i) + _IDS_AHEAD, last) * np.uint64(stride)]
+        prefetch(bitmap + ((np.int64(coming) >> 5) << 2))
+        row = np.uint64(values[np.uint64(i) * np.uint64(stride)])
+        words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
 
 
 @compiled(nogil=False)
@@ -65,13 +88,9 @@ def _mark64(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
             if values[i * stride] < 0 or values[i * stride] > last:
                 return i
     if stride == 1:
-        for i in range(n):
-            row = np.uint64(values[i])
-            words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
+        _set_each(bitmap, words, values, n, 1)
     else:
-        for i in range(n):
-            row = np.uint64(values[i * stride])
-            words[row >> np.uint64(5)] |= np.uint32(1) << np.uint32(row & np.uint64(31))
+        _set_each(bitmap, words, values, n, stride)
     return -1
 
 
@@ -93,13 +112,9 @@ def _mark32(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
             if values[i * stride] < 0 or values[i * stride] > last:
                 return i
     if stride == 1:
-        for i in range(n):
-            row = np.uint32(values[i])
-            words[np.uint64(row >> np.uint32(5))] |= np.uint32(1) << (row & np.uint32(31))
+        _set_each(bitmap, words, values, n, 1)
     else:
-        for i in range(n):
-            row = np.uint32(values[i * stride])
-            words[np.uint64(row >> np.uint32(5))] |= np.uint32(1) << (row & np.uint32(31))
+        _set_each(bitmap, words, values, n, stride)
     return -1
 
 
