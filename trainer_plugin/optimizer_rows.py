@@ -59,11 +59,11 @@ class Watched:
         self._size = len(group)
 
     def differ(self, group: Mapping[str, Any]) -> bool:
-        """Whether they are others now."""
+        """Whether they are others now, or may be."""
         try:
             changed: bool = len(group) != self._size or self._read(group) != self._values
-        except KeyError:
-            return True
+        except (KeyError, RuntimeError, ValueError):
+            return True  # one is gone, or is an array, which is not compared as a whole
         return changed
 
 
@@ -112,9 +112,7 @@ def all_rows_changed(
             "minimize the negated loss, or use sparse=True",
         )
     # In a narrow dtype a small eps is zero: 0 / (sqrt(0) + 0) is NaN in rows never looked up.
-    if (kind is Adagrad or rowwise) and not torch.tensor(
-        float(group["eps"]), dtype=dtype
-    ).item() > 0:
+    if (kind is Adagrad or rowwise) and not _is_positive(group["eps"], dtype):
         return AllRows(
             f"eps={group['eps']} is zero in {dtype}: rows without gradient become NaN",
             "use a larger eps",
@@ -150,6 +148,11 @@ def _unknown(kind: type) -> AllRows:
 def _active(hyperparameter: Any) -> bool:
     # A tensor may change without being replaced, and reading it may wait for a GPU: assume it acts.
     return isinstance(hyperparameter, Tensor) or hyperparameter != 0
+
+
+def _is_positive(eps: Any, dtype: torch.dtype) -> bool:
+    """Whether it is once it is in `dtype`; each of them, where there is one for each column."""
+    return bool(torch.as_tensor(eps).to(dtype).min().item() > 0)
 
 
 def row_states(state: Mapping[Any, Any], rows: int) -> dict[str, Tensor]:

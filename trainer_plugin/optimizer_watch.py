@@ -107,13 +107,22 @@ class OptimizerWatch:
             if wanted and number not in self._hooks:
 
                 def before(_o: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
-                    self._before_step(number)
+                    try:
+                        self._before_step(number)
+                    except Exception as error:
+                        self._give_up(error)
 
                 def after(_o: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
-                    self._after_step(number)
+                    try:
+                        self._after_step(number)
+                    except Exception as error:
+                        self._give_up(error)
 
                 def loaded(_o: Any, number: int = number) -> None:
-                    self._after_load(number)
+                    try:
+                        self._after_load(number)
+                    except Exception as error:
+                        self._give_up(error)
 
                 post = optimizer.register_step_post_hook(after)
                 # First of all such hooks: others may reset the gradient that names the rows.
@@ -235,6 +244,11 @@ class OptimizerWatch:
         for group in self._groups[number]:
             for tracker in group.trackers:
                 tracker.all_rows = True
+
+    def _give_up(self, error: Exception) -> None:
+        """What a hook was to find out is not known. It must not stop training: that is safe."""
+        for tracker in self._trackers.values():
+            tracker.give_up(error)
 
     def _step_failed(self, number: int) -> None:
         self._stepping[number] = False

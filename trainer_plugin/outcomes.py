@@ -126,7 +126,7 @@ class Outcomes:
         """Count and log what went wrong; with `on_error="raise"` keep it for `raise_noted`."""
         name_run_in(error, self._area.run_url)
         self._statistics.lost(error)
-        _log.error("a checkpoint failed: %s: %s", type(error).__name__, error)
+        _log.error("a checkpoint failed: %s", self._statistics.last_error)
         if self._settings.on_error == "raise" and self._unraised is None:
             self._unraised = error
 

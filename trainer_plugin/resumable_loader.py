@@ -50,7 +50,7 @@ class ResumableLoader:
         self._given = self._given_before = 0
         self._consumed: int | None = None
         self._began: dict[str, Any] | None = None
-        self._before: dict[str, Any] | None = None
+        self._before: dict[str, Any] | Exception | None = None
         self._loaded: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -97,7 +97,9 @@ class ResumableLoader:
             return self._loaded
         ahead = 0 if self._consumed is None else self._given - self._consumed
         if ahead == 0:
-            return {**self._place(), "given": self._given, "fetch": rng_state.capture()}
+            return self._here()
+        if isinstance(self._before, Exception):
+            raise self._before
         if ahead != 1 or self._before is None:
             raise SettingsError(
                 "the training dataloader",
@@ -118,6 +120,16 @@ class ResumableLoader:
         if self._consumed is not None:
             self._consumed = 0
 
+    def _now(self) -> dict[str, Any] | Exception:
+        """The position; or why there is none, for whoever asks: training goes on without."""
+        try:
+            return self._here()
+        except Exception as error:  # the loader's
+            return error
+
+    def _here(self) -> dict[str, Any]:
+        return {**self._place(), "given": self._given, "fetch": rng_state.capture()}
+
     def _place(self) -> dict[str, Any]:
         # Copied: the loader goes on before this is stored.
         own = deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
@@ -134,8 +146,7 @@ class ResumableLoader:
                 # the first batch of one, may have drawn since the restore.
                 rng_state.restore(resumed["fetch"])
             if self._may_be_ahead:
-                state = {**self._place(), "given": self._given}
-                self._before = {**state, "fetch": rng_state.capture()}
+                self._before = self._now()
             batch = next(batches, self)
             if resumed is not None and resumed["then"] is not None:
                 rng_state.restore(resumed["then"])

@@ -8,6 +8,7 @@ page that has no block is no error but a SIGBUS, which kills the trainer.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 from pathlib import Path
@@ -19,6 +20,8 @@ from recpoint.catalog import durable
 from recpoint.errors import StagingError, StagingFull
 
 __all__ = ["ALIGNMENT_BYTES", "Slot", "array_view"]
+
+_log = logging.getLogger("recpoint")
 
 #: Segments start at multiples of this (format §7).
 ALIGNMENT_BYTES = 64
@@ -79,11 +82,16 @@ class Slot:
         durable.fsync_file(self._descriptor)
 
     def close(self) -> None:
-        """Let go of file and mapping; the file stays for the next trainer."""
+        """Let go of file and mapping; the file stays for the next trainer. Never raises."""
         self._data = None
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                # As NFS reports what it could not write. It is closed nevertheless, and what was
+                # staged has been synced before its job was written.
+                _log.warning("%s: %s when it was closed", self.path, error.strerror or error)
 
     def _is_ours(self) -> bool:
         """Whether the file behind the mapping is still the one under the path, and as long."""

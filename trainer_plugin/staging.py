@@ -98,13 +98,18 @@ class StagingArea:
             raise self._unusable(error) from error
 
     def close(self) -> None:
-        """Release lock and slots; what is staged stays."""
+        """Release lock and slots; what is staged stays. Never raises: training is over."""
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
-        if self._lock is not None:
-            host_lock.release(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            try:
+                host_lock.release(lock)
+            except OSError as error:
+                # Closed it is, and the lock free with it, if the host of the file can be reached.
+                path = staged.trainer_lock_path(self.run_directory, self.rank)
+                _log.warning("%s: %s when it was released", path, error.strerror or error)
 
     def agent_is_running(self) -> bool:
         """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it.
@@ -137,9 +142,15 @@ class StagingArea:
 
     def agent_command(self) -> str:
         """What starts the agent of this staging area."""
-        if self.root == staged.default_staging_root().absolute():
+        if self._is_default():
             return "recpoint agent"
         return f"recpoint agent --staging {shlex.quote(str(self.root))}"
+
+    def _is_default(self) -> bool:
+        try:
+            return self.root == staged.default_staging_root().absolute()
+        except OSError:  # the working directory is gone, or there is no temporary one
+            return False
 
     def parts_here(self) -> dict[tuple[int, int], dict[int, int]]:
         """Checkpoints of which this host has parts, staged or answered.
@@ -308,9 +319,9 @@ class StagingArea:
             all_ranks: slots of all ranks of this run here; else of this one.
         """
         place = self.run_directory
-        while not place.exists() and place != place.parent:
-            place = place.parent
         try:
+            while not place.exists() and place != place.parent:
+                place = place.parent
             system = os.statvfs(place)
             whose = "r*-*.bin" if all_ranks else f"r{self.rank:05d}-*.bin"
             slots = staged.slots_directory(self.run_directory).glob(whose)

@@ -109,7 +109,7 @@ class Statistics:
         """A checkpoint came to nothing."""
         self.failed += 1
         self.failures[cause_of(error)] += 1
-        self.last_error = f"{type(error).__name__}: {error}"
+        self.last_error = _told(error)
 
     def safe(
         self,
@@ -183,3 +183,11 @@ class Statistics:
             precision=self.precision,
             interval=self.interval,
         )
+
+
+def _told(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:  # its class may be a user's, as that of a reader's error
+        text = f"its text cannot be made ({type(broken).__name__})"
+    return f"{type(error).__name__}: {text}"

@@ -274,7 +274,7 @@ class Tracker:
 
     def give_up(self, error: Exception) -> None:
         """The rows that a step changed could not be marked: all of them are dirty."""
-        self._unexplained(f"the rows of a gradient could not be marked ({error})")
+        self._unexplained(f"the rows that a step changed could not be marked ({error})")
 
     def _unexplained(self, why: str) -> None:
         self.all_rows = True

@@ -6,11 +6,13 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from recpoint import Checkpointer
 from recpoint.catalog import staged
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
@@ -20,6 +22,7 @@ from recpoint.format.manifest import Quantizer
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.observation import observe
 from tests.training_builder import (
+    DIM,
     ROWS,
     Place,
     Training,
@@ -215,3 +218,148 @@ def test_a_method_of_a_later_release_is_left_to_its_agent(place: Place, quantize
     assert [table.method for table in staged.read_job(job_file).tables] == [None, None]
     assert ckpt.stats.failed == 0
     ckpt.close(final=False)
+
+
+def adagrad_training() -> Training:
+    training = simple_training()
+    adagrad = torch.optim.Adagrad(training.model.parameters(), lr=0.1)
+    training.optimizers = [adagrad]
+    return training
+
+
+def test_hyperparameters_that_are_not_there_while_they_are_loaded(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = adagrad_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 1)
+    place_all(ckpt, place)
+    (adagrad,) = training.optimizers
+    older = adagrad.state_dict()
+    del older["param_groups"][0]["eps"]
+    adagrad.load_state_dict(older)
+    adagrad.param_groups[0]["eps"] = 1e-10
+    train(training, ckpt, 1)
+    assert "could not be marked ('eps')" in caplog.text
+    with place.agent():
+        ckpt.close()
+    assert (ckpt.stats.committed, ckpt.stats.failed) == (2, 0)
+    assert_restores(place, training)
+
+
+def place_all(ckpt: Checkpointer, place: Place) -> None:
+    """Store what has been cut."""
+    done = ckpt.stats.committed
+    until(lambda: ckpt.stats.staged == done + 1)
+    place.persist_all()
+    until(lambda: ckpt.stats.committed == done + 1)
+
+
+def test_a_hyperparameter_for_each_column(place: Place) -> None:
+    training = adagrad_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    train(training, ckpt, 1)
+    place_all(ckpt, place)
+    (adagrad,) = training.optimizers
+    group = adagrad.param_groups[0]
+    own = [training.model.users.weight, training.model.items.weight]
+    rest = [one for one in group["params"] if not any(one is table for table in own)]
+    group["params"], group["eps"] = own, torch.full((DIM,), 1e-10)
+    adagrad.add_param_group({"params": rest, "eps": 1e-10})
+    for _ in range(2):
+        group["eps"] = group["eps"] * 2  # another array each time
+        train(training, ckpt, 1)
+        place_all(ckpt, place)
+    ckpt.close()
+    assert (ckpt.stats.committed, ckpt.stats.failed) == (3, 0)
+    assert_restores(place, training)
+
+
+def test_a_disk_that_reports_an_error_when_files_are_closed(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As NFS does of what it could not write; the files are closed nevertheless."""
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    with place.agent():
+        ckpt.restore()
+        train(training, ckpt, 1)
+        area, close = ckpt._area, os.close
+        broken = {area._lock, *(slot._descriptor for slot in area._slots.values())}
+        assert len(broken) == 2 and None not in broken
+
+        def fail(descriptor: int) -> None:
+            close(descriptor)
+            if descriptor in broken:
+                broken.remove(descriptor)
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        monkeypatch.setattr(os, "close", fail)
+        ckpt.close()
+    assert not broken
+    told = [record.getMessage() for record in caplog.records if "quota" in record.getMessage()]
+    assert len(told) == 2 and "r00000-0.bin" in told[0] and "trainer.lock" in told[1]
+    monkeypatch.undo()
+    assert_restores(place, training)
+    second = checkpointer(simple_training(7), place)
+    assert second.restore() is not None, "nobody holds the lock"
+    second.close(final=False)
+
+
+def test_a_working_directory_that_is_removed_while_training(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.chdir(scratch)
+    monkeypatch.setenv("RECPOINT_STAGING", "../staging")
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, staging=None, close_wait_seconds=0.0)
+    ckpt.restore()
+    scratch.rmdir()
+    train(training, ckpt, 3)
+    until(lambda: ckpt.stats.staged == 1)
+    ckpt.close()
+    assert ckpt.stats.skipped >= 2 and f"recpoint agent --staging {scratch}" in caplog.text
+
+
+def test_a_monitor_looks_at_a_disk_that_does_not_answer(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = checkpointer(simple_training(), place)
+    ckpt.restore()
+    look = os.stat
+
+    def no_answer(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if str(path).startswith(str(place.staging)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", no_answer)
+    assert observe(ckpt).staging_free_bytes is None
+    monkeypatch.undo()
+    assert observe(ckpt).staging_free_bytes is not None
+    ckpt.close(final=False)
+
+
+def test_an_error_without_a_text(place: Place) -> None:
+    class Speechless(Exception):
+        def __str__(self) -> str:
+            raise KeyError("text")
+
+    def broken(*_: object) -> Any:
+        raise Speechless
+
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    vars(training.reader)["state_dict"] = broken
+    train(training, ckpt, 2)
+    assert ckpt.stats.failed == 2
+    assert ckpt.stats.last_error == "Speechless: its text cannot be made (KeyError)"
+    del vars(training.reader)["state_dict"]
+    with place.agent():
+        ckpt.close()
+    assert_restores(place, training)

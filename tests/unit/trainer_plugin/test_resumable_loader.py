@@ -118,3 +118,26 @@ def test_more_than_one_batch_ahead_is_refused() -> None:
 def test_what_is_no_iterable_is_refused() -> None:
     with pytest.raises(SettingsError, match="a method"):
         ResumableLoader(Batches(1).__next__)  # type: ignore[arg-type]
+
+
+class _Stateless(Batches):
+    """A loader without a length that knows its position, but for the third."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.position == 2:
+            raise OSError("no position")
+        return super().state_dict()
+
+
+def test_a_loader_that_cannot_say_where_it_is_goes_on() -> None:
+    loader = ResumableLoader(_Stateless(5))
+    loader.expect_counts()
+    batches = iter(loader)
+    for number in range(1, 6):
+        next(batches)  # one ahead of what is trained
+        if number == 3:
+            with pytest.raises(OSError, match="no position"):
+                loader.state_dict()
+        else:
+            assert loader.state_dict()["own"]["position"] == number - 1
+        loader.count_consumed()
