@@ -387,8 +387,13 @@ class Pipeline:
             return
         step = self._last_cut if batches_done is None else batches_done
         reason: Literal["finished", "terminated"] = "terminated" if self._ends() else "finished"
-        with rng_state.untouched():
-            tell_ended(self._run, self._generation, step=step, reason=reason)
+        try:
+            with rng_state.untouched():
+                tell_ended(self._run, self._generation, step=step, reason=reason)
+        except Exception as error:
+            # Of a generator of the user's or of a device. Nothing but what people are told depends
+            # on this word.
+            _log.warning("no word in the store that training has ended: %s", error)
 
     def close(self) -> None:
         """End the thread; everything that was cut is staged by then."""

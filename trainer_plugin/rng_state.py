@@ -12,24 +12,38 @@ from typing import Any
 import numpy as np
 import torch
 
+from recpoint.errors import SettingsError
+
 __all__ = ["capture", "restore", "seed", "untouched"]
 
 _log = logging.getLogger("recpoint")
 
 
 def capture() -> dict[str, Any]:
-    """The state of all global generators; reading it draws nothing from any of them."""
+    """The state of all global generators; reading it draws nothing from any of them.
+
+    Raises:
+        SettingsError: numpy's is of another kind than numpy's own.
+    """
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] != "MT19937":
+        raise SettingsError(
+            "the global random generator of numpy",
+            found=f"a {numpy['bit_generator']}",
+            expected="a MT19937, numpy's own",
+            next_step="leave np.random.set_bit_generator out, and give a generator of your own to "
+            "what draws; extras={name: thing} stores its state",
+        )
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.int64), "gauss": gauss},
         "numpy": {
-            "kind": str(kind),
-            "keys": np.asarray(keys).astype(np.int64),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
+            "kind": str(numpy["bit_generator"]),
+            "keys": np.asarray(numpy["state"]["key"]).astype(np.int64),
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "cached": float(numpy["gauss"]),
         },
         "torch": torch.get_rng_state(),
         "cuda": list(cuda),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from recpoint.catalog import staged
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
+from recpoint.errors import SettingsError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import Quantizer
 from recpoint.kernels import dirty_bitmap
@@ -363,3 +365,24 @@ def test_an_error_without_a_text(place: Place) -> None:
     with place.agent():
         ckpt.close()
     assert_restores(place, training)
+
+
+def test_a_generator_that_cannot_be_stored(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, close_wait_seconds=0.0)
+    ckpt.restore()
+    own = np.random.mtrand.get_bit_generator()
+    np.random.mtrand.set_bit_generator(np.random.PCG64(1))
+    try:
+        train(training, ckpt, 2)
+        error = ckpt.stats.last_error or ""
+        assert ckpt.stats.failed == 2 and ckpt.stats.staged == 0
+        assert (
+            "SettingsError" in error and "found a PCG64" in error and "set_bit_generator" in error
+        )
+        with pytest.raises(SettingsError, match="found a PCG64"):
+            checkpointer(training, place)
+        ckpt.close()
+    finally:
+        np.random.mtrand.set_bit_generator(own)
+    assert ckpt.stats.failed == 3
