@@ -310,5 +310,5 @@ def _compared(tracked: StagedRun, url: str) -> tuple[list[Any], list[Form], Stor
 
 def _read(extent: Extent, dtype: Any) -> Any:
     array = np.empty(extent.length // np.dtype(dtype).itemsize, dtype)
-    read_into(extent, array.data.cast("B"))
+    read_into(array.data.cast("B"), extent)
     return array

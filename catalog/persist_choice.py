@@ -15,9 +15,9 @@ from torch import Tensor
 
 from recpoint.catalog.staged_job import (
     StagedJob,
-    assemble,
     kernel_method,
     open_job,
+    read_into,
     values_name,
 )
 from recpoint.format.dtypes import torch_dtype
@@ -81,5 +81,7 @@ def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
         staged.extent(values_name(index), first=position, count=1) for position in every.tolist()
     )
     dtype = torch_dtype(table.spec.dtype)
-    stored = torch.frombuffer(bytearray(assemble(extents)), dtype=dtype)
+    data = bytearray(sum(extent.length for extent in extents))
+    read_into(memoryview(data), *extents)
+    stored = torch.frombuffer(data, dtype=dtype)
     return stored.reshape(len(extents), table.spec.dim).to(torch.float32)

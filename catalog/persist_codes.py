@@ -115,7 +115,7 @@ def _read(staged: StagedJob, block: RowBlock, array: CodeArray, first: int, coun
     segment = staged.segments[name]
     extent = staged.extent(name, first=first, count=count)
     buffer = bytearray(extent.length)
-    read_into(extent, memoryview(buffer))
+    read_into(memoryview(buffer), extent)
     dtype = torch.uint8 if segment.dtype == "BOOL" else torch_dtype(segment.dtype)
     if not buffer:
         return torch.empty((count, *segment.shape[1:]), dtype=dtype)

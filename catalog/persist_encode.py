@@ -362,7 +362,7 @@ def _rounded(part: Part, spool: SpoolFile) -> Extent:
 def _read_array(extent: Extent, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
     array = np.empty(extent.length // np.dtype(dtype).itemsize, dtype)
     if extent.length:
-        read_into(extent, array.data.cast("B"))
+        read_into(array.data.cast("B"), extent)
     return array
 
 

@@ -14,7 +14,7 @@ import crc32c
 import numpy as np
 
 from recpoint.catalog.persist_spool import SpoolFile, extent_from
-from recpoint.catalog.staged_job import Extent, read_into
+from recpoint.catalog.staged_job import PIECE_BYTES, Extent, read_into, read_pieces
 
 __all__ = [
     "ChosenRows",
@@ -27,9 +27,6 @@ __all__ = [
     "read_bits",
     "write_bits",
 ]
-
-#: Bytes that are read at once: each upload has a buffer of its own.
-_PASS_BYTES = 1 << 20
 
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -93,22 +90,18 @@ def pieces(part: Part) -> Iterator[memoryview]:
         StagingError: slot or spool cannot be read.
     """
     if isinstance(part, Extent):
-        buffer = np.empty(min(_PASS_BYTES, part.length), np.uint8).data
-        for done in range(0, part.length, _PASS_BYTES):
-            piece = buffer[: min(_PASS_BYTES, part.length - done)]
-            read_into(Extent(part.path, part.offset + done, len(piece)), piece)
-            yield piece
+        yield from read_pieces(part)
         return
     path, offset, length = part.whole
     count, bits = length // part.row_bytes, _read(part.bits)
-    rows_each = max(8, _PASS_BYTES // part.row_bytes // 8 * 8)
+    rows_each = max(8, PIECE_BYTES // part.row_bytes // 8 * 8)
     buffer = np.empty(min(rows_each, count) * part.row_bytes, np.uint8).data
     for first in range(0, count, rows_each):
         rows = min(rows_each, count - first)
         chosen = _unpacked(bits[first // 8 :], rows)
         if chosen.any():
             piece = buffer[: rows * part.row_bytes]
-            read_into(Extent(path, offset + first * part.row_bytes, len(piece)), piece)
+            read_into(piece, Extent(path, offset + first * part.row_bytes, len(piece)))
             yield np.frombuffer(piece, f"V{part.row_bytes}")[chosen].view(np.uint8).data
 
 
@@ -130,7 +123,7 @@ def assemble_parts(parts: tuple[Part, ...], *, start: bytes) -> bytes:
         for part in parts:
             into = view[done : done + part.length]
             if isinstance(part, Extent):
-                read_into(part, into)
+                read_into(into, part)
             else:
                 _fill(part, into)
             into.release()
@@ -168,7 +161,7 @@ def _fill(part: ChosenRows, into: memoryview) -> None:
 def _read(extent: Extent) -> _Bytes:
     found = np.empty(extent.length, np.uint8)
     if extent.length:
-        read_into(extent, found.data)
+        read_into(found.data, extent)
     return found
 
 

@@ -141,9 +141,8 @@ def _quantized(
     for first in range(0, block.rows, rows_each):
         count = min(rows_each, block.rows - first)
         view = memoryview(buffer)[: count * row_bytes]
-        read_into(
-            staged.extent(values_name(block.table), first=block.first + first, count=count), view
-        )
+        name = values_name(block.table)
+        read_into(view, staged.extent(name, first=block.first + first, count=count))
         stored = torch.frombuffer(view, dtype=torch_dtype(table.spec.dtype)).reshape(count, dim)
         rows = stored.to(torch.float32)
         found = quantize_packed(rows, table.bits, method, half_parameters=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -26,16 +25,16 @@ from recpoint.kernels.quantize import Method
 from recpoint.kernels.quantize.method import MethodName
 
 __all__ = [
+    "PIECE_BYTES",
     "CodeArray",
     "Extent",
     "StagedJob",
-    "assemble",
     "code_name",
-    "digest",
     "ids_name",
     "kernel_method",
     "open_job",
     "read_into",
+    "read_pieces",
     "sample_name",
     "state_name",
     "values_name",
@@ -44,7 +43,9 @@ __all__ = [
 #: What a slot has of a table instead of values when the trainer has quantized it.
 CodeArray = Literal["codes", "scale", "offset", "wide", "exact_at", "exact"]
 
-_READ_BYTES = 4 << 20
+#: Bytes that are read at once: each upload has a buffer of its own.
+PIECE_BYTES = 1 << 20
+
 _NEXT = "nothing: the job is rejected, and the trainer stages its rows again"
 
 
@@ -123,7 +124,9 @@ class StagedJob:
             StagingError: the slot cannot be read.
         """
         for segment in self.job.segments:
-            found = digest((Extent(str(self.slot), segment.offset, segment.bytes),))
+            found = 0
+            for piece in read_pieces(Extent(str(self.slot), segment.offset, segment.bytes)):
+                found = crc32c.crc32c(piece, found)
             if found != segment.crc32c:
                 raise DigestMismatch(
                     f"{self.slot} ({segment.name})",
@@ -332,44 +335,31 @@ def _reading() -> Iterator[_Files]:
         ) from error
 
 
-def read_into(extent: Extent, view: memoryview) -> None:
-    """Fill `view`, of exactly the extent's length, with the extent's bytes.
+def read_into(view: memoryview, *extents: Extent) -> None:
+    """Fill `view`, of exactly the extents' length, with their bytes, one after another.
 
     Raises:
-        StagingError: the file ends early, or its medium fails.
+        StagingError: a file ends early, or its medium fails.
     """
-    if len(view) != extent.length:
-        raise ValueError(f"{len(view)} bytes of room for {extent.length}")
+    length = sum(extent.length for extent in extents)
+    if len(view) != length:
+        raise ValueError(f"{len(view)} bytes of room for {length}")
+    done = 0
     with _reading() as files:
-        files.read(extent.path, extent.offset, view)
-
-
-def digest(extents: tuple[Extent, ...], *, start: bytes = b"") -> int:
-    """crc32c of `start` and the extents' bytes, one after another."""
-    value: int = crc32c.crc32c(start)
-    longest = max((extent.length for extent in extents), default=0)
-    buffer = memoryview(bytearray(min(_READ_BYTES, longest)))
-    with _reading() as files:
-        for extent in extents:
-            for done in range(0, extent.length, _READ_BYTES):
-                view = buffer[: min(_READ_BYTES, extent.length - done)]
-                files.read(extent.path, extent.offset + done, view)
-                value = crc32c.crc32c(view, value)
-    return value
-
-
-def assemble(extents: tuple[Extent, ...], *, start: bytes = b"") -> bytes:
-    """`start` and the extents' bytes as one object, copied once."""
-    buffer = io.BytesIO()
-    buffer.write(start)
-    total = len(start) + sum(extent.length for extent in extents)
-    if total > len(start):
-        # Makes the buffer as large as it will be; getvalue() then hands it over without a copy.
-        buffer.seek(total - 1)
-        buffer.write(b"\0")
-    with _reading() as files, buffer.getbuffer() as view:
-        done = len(start)
         for extent in extents:
             files.read(extent.path, extent.offset, view[done : done + extent.length])
             done += extent.length
-    return buffer.getvalue()
+
+
+def read_pieces(extent: Extent) -> Iterator[memoryview]:
+    """An extent's bytes, in pieces of at most 1 MiB; each holds until the next.
+
+    Raises:
+        StagingError: as `read_into`.
+    """
+    buffer = memoryview(bytearray(min(PIECE_BYTES, extent.length)))
+    with _reading() as files:
+        for done in range(0, extent.length, PIECE_BYTES):
+            piece = buffer[: min(PIECE_BYTES, extent.length - done)]
+            files.read(extent.path, extent.offset + done, piece)
+            yield piece

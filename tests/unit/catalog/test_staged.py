@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import pytest
 import torch
 
 from recpoint.catalog import persist, staged
 from recpoint.catalog.agent_lock import AgentLock, agent_lock_path
+from recpoint.catalog.persist_parts import assemble_parts, digest_parts
 from recpoint.catalog.run import Run
-from recpoint.catalog.staged_job import Extent, assemble, digest, open_job
+from recpoint.catalog.staged_job import PIECE_BYTES, Extent, open_job, read_into, read_pieces
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,
@@ -225,12 +227,25 @@ def test_pieces_of_files_are_put_together_once(tmp_path: Path) -> None:
         Extent(str(tmp_path / "a"), 0, 0),
         Extent(str(tmp_path / "a"), 99, 1),
     )
-    whole = b"head" + bytes(range(10, 30)) + b"xyz" + b"\x63"
-    assert assemble(parts, start=b"head") == whole
-    assert digest(parts, start=b"head") == digest((), start=whole)
-    assert assemble((), start=b"head") == b"head"
+    whole = bytes(range(10, 30)) + b"xyz" + b"\x63"
+    data = bytearray(len(whole))
+    read_into(memoryview(data), *parts)
+    assert data == whole
+    assert assemble_parts(parts, start=b"head") == b"head" + whole
+    assert digest_parts(parts, start=b"head") == crc32c.crc32c(b"head" + whole)
+    assert assemble_parts((), start=b"head") == b"head"
     with pytest.raises(StagingError, match="end at byte 100"):
-        assemble((Extent(str(tmp_path / "a"), 90, 11),))
+        assemble_parts((Extent(str(tmp_path / "a"), 90, 11),), start=b"")
+    with pytest.raises(ValueError, match="23 bytes of room for 24"):
+        read_into(memoryview(bytearray(23)), *parts)
+
+
+@pytest.mark.parametrize("length", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 7])
+def test_pieces_of_a_file_are_read_one_after_another(tmp_path: Path, length: int) -> None:
+    whole = os.urandom(length + 5)
+    (tmp_path / "a").write_bytes(whole)
+    found = [bytes(piece) for piece in read_pieces(Extent(str(tmp_path / "a"), 5, length))]
+    assert b"".join(found) == whole[5:] and len(found) == -(-length // PIECE_BYTES)
 
 
 # --- jobs that nobody should trust ----------------------------------------------------------------

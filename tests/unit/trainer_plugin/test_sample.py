@@ -171,6 +171,6 @@ def test_a_slot_has_room_for_every_sample(place: Place) -> None:
     opened = open_job(job_file)
     extent = opened.extent("sample.1.ids")
     data = bytearray(extent.length)
-    read_into(extent, memoryview(data))
+    read_into(memoryview(data), extent)
     assert torch.frombuffer(data, dtype=torch.int64).tolist() == list(range(9))
     ckpt.close(final=False)
