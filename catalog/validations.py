@@ -18,6 +18,7 @@ from recpoint.errors import (
     StoreUnavailable,
 )
 from recpoint.format.naming import (
+    MAX_VALIDATION,
     VALIDATIONS_PREFIX,
     ValidationLevel,
     ValidationName,
@@ -147,6 +148,7 @@ def add_record(run: Run, record: ValidationRecord) -> ValidationName:
     """Store a record under the next free number; nothing that is there is changed.
 
     Raises:
+        ForeignObject: a record has the highest number that there can be.
         StoreUnavailable: so many validations end at once that no number was to be had.
         StoreError: the store refuses, or cannot be reached.
     """
@@ -155,6 +157,14 @@ def add_record(run: Run, record: ValidationRecord) -> ValidationName:
     for _ in range(_TRIES):
         there = records_of(run, checkpoint)
         number = max((name.number for name in there), default=0) + 1
+        if number > MAX_VALIDATION:
+            last = validation_key(there[-1])
+            raise ForeignObject(
+                last,
+                found="the highest number that there is",
+                expected="one that can be followed by another",
+                next_step=f"find out what wrote {run.url}/{last}, remove it, and validate again",
+            )
         name = ValidationName(*checkpoint, number, record.level, record.result)
         key = validation_key(name)
         found = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)

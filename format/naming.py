@@ -22,6 +22,7 @@ __all__ = [
     "MAX_GENERATION",
     "MAX_PUBLICATION",
     "MAX_STEP",
+    "MAX_VALIDATION",
     "METRICS_PREFIX",
     "PINS_PREFIX",
     "PLAN_KEY",

@@ -18,6 +18,7 @@ from recpoint.catalog.validations import add_record, read_record, records_of, ve
 from recpoint.errors import ForeignObject, NothingToRestore, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
+    MAX_VALIDATION,
     ValidationLevel,
     ValidationName,
     ValidationResult,
@@ -324,6 +325,18 @@ def test_a_store_that_cannot_be_written_keeps_nothing(run: Run) -> None:
     with pytest.raises(StoreUnavailable):
         say(Run.open(FaultStore(run.store, [Fault.stop_after(0)])), 21, "full", "failed")
     assert verdicts(run) == {} and restored(run).restored.step == 21
+
+
+def test_numbers_that_have_run_out_are_said_with_what_to_do(run: Run) -> None:
+    last = ValidationName(21, 1, MAX_VALIDATION, "full", "passed")
+    run.store.put(validation_key(last), b"{}")
+    with pytest.raises(ForeignObject, match="the highest number that there is") as full:
+        say(run, 21, "sample", "passed")
+    assert full.value.subject.endswith(validation_key(last))
+    assert f"{run.url}/{validation_key(last)}" in full.value.next_step
+    assert records_of(run, ManifestName(21, 1)) == [last]
+    run.store.delete(validation_key(last))
+    assert say(run, 21, "sample", "passed").number == 1
 
 
 def test_a_record_under_anothers_key_is_refused(run: Run) -> None:
