@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from recpoint.catalog.chain import PassedOver
 from recpoint.catalog.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
-    plan_consolidation,
+    chain_to_merge,
+    plan_merge_of,
 )
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.merge_sizes import MergeSizes
 from recpoint.catalog.run import Run
 
-__all__ = ["choose_consolidation", "chosen", "newest_checkpoint"]
+__all__ = ["WeighedMerge", "choose_consolidation", "cheapest", "newest_checkpoint", "weigh"]
 
-#: Of the way to a trigger, how much may be gone right after the increments were merged. With less
-#: left, the full would be written a few checkpoints later all the same.
+#: Of the way to a trigger that was reached, how much may be gone right after an increment was made.
+#: With less left, the next merge would be due a few checkpoints later all the same.
 _LEFT: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighedMerge:
+    """A merge that a chain allows, and what it costs by the measure of `weigh`.
+
+    Attributes:
+        sizes: what it reads, writes and leaves.
+        cost_bytes: read and written, over the share of the way back; None: it is not to be chosen.
+        why_not: why that is so; empty where it has a cost.
+    """
+
+    sizes: MergeSizes
+    cost_bytes: float | None
+    why_not: str = ""
 
 
 def newest_checkpoint(run: Run) -> ManifestName | None:
@@ -35,13 +51,10 @@ def choose_consolidation(
     triggers: ConsolidationTriggers | None = None,
     avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan:
-    """Plan the consolidation of a checkpoint that costs least for what it saves.
+    """Plan the consolidation of a checkpoint that costs least for what it saves, by `weigh`.
 
-    Either the whole chain into a full, or all of its increments into one, which leaves most of the
-    full as it is. Where the chain is long and nothing else, its increments: that bounds its links
-    for a small part of the bytes of a full. Where a restore reads much that is dead, its increments
-    if they are known to share their rows (`live_rows`), so that one of them costs fewer bytes, read
-    and written, for each byte that it saves, and if the next trigger is then far away.
+    Of the whole chain into a full, and of its newest k links into one increment for each k. Only
+    once the chain has reached a trigger: until then, the plan is of a full, and does not pay.
 
     Args:
         run: the run.
@@ -56,43 +69,79 @@ def choose_consolidation(
         RecpointError: of `plan_consolidation`.
     """
     triggers = triggers or ConsolidationTriggers()
-    whole = plan_consolidation(run, name, triggers=triggers, avoid=avoid)
-    if not whole.pays or whole.links_before < 3:
+    chain = chain_to_merge(run, name, avoid=avoid)
+    whole = plan_merge_of(run, chain, links=None, triggers=triggers)
+    best = cheapest(weigh(whole.merges, triggers))
+    if best is None or best.sizes.into_full:
         return whole
-    links = whole.links_before - 1
-    part = plan_consolidation(run, name, links=links, triggers=triggers, avoid=avoid)
-    return chosen(whole, part, triggers)
-
-
-def chosen(
-    whole: ConsolidationPlan, part: ConsolidationPlan, triggers: ConsolidationTriggers
-) -> ConsolidationPlan:
-    """Which of two plans of one checkpoint to follow.
-
-    Args:
-        whole: its chain into a full; it pays.
-        part: its increments into one.
-        triggers: that the plans were made with.
-    """
-    ratio = whole.restore_bytes_before / max(1, whole.restore_bytes_after)
-    share = whole.dead_share or 0.0
-    if ratio < triggers.restore_ratio and share < triggers.dead_share:
-        return part if part.pays else whole
-    # All rows of the one increment are dead in the full below it.
-    left_ratio = part.restore_bytes_after / max(1, whole.restore_bytes_after)
-    left_share = part.write_rows / max(1, whole.write_rows + part.write_rows)
-    leaves_little = (
-        left_ratio - 1 <= (triggers.restore_ratio - 1) * _LEFT
-        and left_share <= triggers.dead_share * _LEFT
-        and part.links_after < triggers.links
-    )
-    if not leaves_little or _cost(part) >= _cost(whole):
-        return whole
-    # What is reached by the chain as a whole need not be by its increments alone.
+    part = plan_merge_of(run, chain, links=best.sizes.merged, triggers=triggers)
+    # What is reached by the chain as a whole need not be by these links alone.
     return part if part.pays else replace(part, pays=True, reason=whole.reason)
 
 
-def _cost(plan: ConsolidationPlan) -> float:
-    """Bytes read and written for each byte that a restore reads less; at most."""
-    saved = plan.restore_bytes_before - plan.restore_bytes_after
-    return (plan.read_bytes + plan.write_bytes) / saved if saved > 0 else math.inf
+def weigh(
+    merges: Sequence[MergeSizes], triggers: ConsolidationTriggers
+) -> tuple[WeighedMerge, ...]:
+    """What each merge of a chain costs for what it saves.
+
+    The cost is the bytes read and written, over the share of the way back that they buy: of the
+    manifests beyond the one of a full, where the chain is too long, and of the bytes that a restore
+    reads beyond those of a full, where these are too many, or too many rows dead; of the smaller
+    share where it is both. A chain that goes on growing as it did comes to its trigger again after
+    a time in proportion to that share, so that the cost is what keeping it below takes over time. A
+    full takes it all the way back, for the bytes of everything; merging fewer links leaves alone
+    what was merged before, or what has little in common with the newest.
+
+    An increment counts only if it leaves at least half of the way to each trigger that was reached.
+    What it saves is what is known without reading chunks (`live_rows`).
+
+    Args:
+        merges: of `merge_sizes`; the last is into a full.
+        triggers: from when on it pays. Before that nothing has a cost.
+    """
+    if not merges:
+        return ()
+    whole = merges[-1]
+    reached = triggers.reached(whole)
+    too_long, too_large = "links" in reached, bool(reached.keys() - {"links"})
+    weighed = []
+    for merge in merges:
+        why_not, shares = "", [1.0] * merge.into_full
+        if not reached:
+            why_not = "no trigger is reached"
+        elif not merge.into_full:
+            if too_long:
+                shares.append((merge.links_before - merge.links_after) / (merge.links_before - 1))
+                if merge.links_after - 1 > (triggers.links - 1) * _LEFT:
+                    why_not = "leaves many manifests"
+            if too_large:
+                shares.append(_saved_bytes(merge) / max(1, _saved_bytes(whole)))
+                if shares[-1] <= 0 or _leaves_much(merge, whole, triggers):
+                    why_not = "may leave much dead"
+        moved = merge.read_bytes + merge.write_bytes
+        cost = None if why_not else moved / min(shares)
+        weighed.append(WeighedMerge(sizes=merge, cost_bytes=cost, why_not=why_not))
+    return tuple(weighed)
+
+
+def cheapest(weighed: Sequence[WeighedMerge]) -> WeighedMerge | None:
+    """The one to follow: of the lowest cost, and of those the one of most links; None: none."""
+    costs = [
+        (one.cost_bytes, -one.sizes.merged, one) for one in weighed if one.cost_bytes is not None
+    ]
+    return min(costs, key=lambda cost: cost[:2])[2] if costs else None
+
+
+def _saved_bytes(merge: MergeSizes) -> int:
+    """That a restore reads less; at least."""
+    return merge.restore_bytes_before - merge.restore_bytes_after
+
+
+def _leaves_much(merge: MergeSizes, whole: MergeSizes, triggers: ConsolidationTriggers) -> bool:
+    """Whether a restore may afterwards read more than half of what a trigger allows."""
+    ratio = merge.restore_bytes_after / max(1, whole.restore_bytes_after)
+    rows = merge.restore_rows_after
+    dead_share = (rows - whole.write_rows) / max(1, rows)
+    return (
+        ratio - 1 > (triggers.restore_ratio - 1) * _LEFT or dead_share > triggers.dead_share * _LEFT
+    )

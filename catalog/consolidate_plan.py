@@ -8,27 +8,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import zstandard
 
-from recpoint.catalog.chain import PassedOver, resolve_chain
+from recpoint.catalog.chain import Chain, PassedOver, resolve_chain
 from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.live_rows import Live, most_live
+from recpoint.catalog.merge_sizes import MergeSizes, merge_sizes
 from recpoint.catalog.persist_plan import CHUNK_BYTES
 from recpoint.catalog.row_moves import BUFFERED_BYTES
 from recpoint.catalog.run import Run
-from recpoint.catalog.seen_rows import SECTION_ROWS, sections_touched
+from recpoint.catalog.seen_rows import SECTION_ROWS, kept_by_ids, sections_touched
 from recpoint.catalog.validations import Doubts
 from recpoint.errors import ChainError, CommitConflict, SettingsError
-from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.manifest import Manifest
 from recpoint.format.records import pack_record
 
 __all__ = [
     "ConsolidationPlan",
     "ConsolidationTriggers",
     "TablesPart",
+    "Trigger",
+    "chain_to_merge",
     "plan_consolidation",
+    "plan_merge_of",
     "read_sources",
     "writer",
 ]
@@ -38,6 +41,9 @@ _LAYOUT: Final = 2
 
 #: Bytes to read for a part of several tables; a larger table is a part of its own.
 _PART_BYTES: Final = 512 << 20
+
+
+Trigger = Literal["links", "restore_ratio", "dead_share"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,19 @@ class ConsolidationTriggers:
         given["dead_share"] = dead_share
         return replace(cls(), **{name: value for name, value in given.items() if value is not None})
 
+    def reached(self, merge: MergeSizes) -> dict[Trigger, str]:
+        """Those that a chain has reached, by what a merge of it would gain, and in words."""
+        found: dict[Trigger, str] = {}
+        if merge.links_before >= self.links:
+            found["links"] = f"a restore reads {merge.links_before} manifests"
+        before, after = merge.restore_bytes_before, merge.restore_bytes_after
+        if after and before / after >= self.restore_ratio:
+            found["restore_ratio"] = f"a restore reads {before / after:.2f} times what it has to"
+        dead, stored = merge.dead_rows, merge.merged_rows
+        if dead is not None and stored and dead / stored >= self.dead_share:
+            found["dead_share"] = f"{dead / stored:.0%} of the stored rows are dead"
+        return found
+
     def __post_init__(self) -> None:
         for name, least in (("links", 2), ("restore_ratio", 1), ("dead_share", 0)):
             value = getattr(self, name)
@@ -99,22 +118,16 @@ class ConsolidationPlan:
         attempt: under which its chunks lie: follows from the sources (format §6.8 C2).
         sources: what is merged, oldest first; empty when there is nothing to do.
         parts: the work on rows, in steps.
-        links_before, links_after: manifests that a restore reads.
-        read_bytes: of the sources' rows and of the newest state. A chunk counts once for each
-            section of a large table (`seen_rows.SECTION_ROWS`) that it may hold rows of; less is
-            read where newer links turn out to hold every row.
-        state_bytes: of these those of the state and the samples.
-        write_bytes: into a full: its rows at the mean size of those stored; into an increment: at
-            most, since which rows two links share follows from their ends only (`live_rows`).
-        write_rows: rows in the chunks to be written; of an increment, too, at most.
+        links_before, links_after, read_bytes, write_bytes, write_rows, restore_bytes_before,
+            restore_bytes_after: see `MergeSizes`.
+        state_bytes: of `read_bytes` those of the state and the samples.
         frees_bytes: of the sources, once retention lets all of them go.
-        restore_bytes_before, restore_bytes_after: that a restore reads; after as for
-            `write_bytes`.
         stored_rows: in the sources.
         dead_rows: of those, that newer ones have replaced; None if not known before reading.
         pays: whether a trigger is reached.
         reason: which one, or why there is nothing to do.
         passed_over: damaged manifests that a shorter chain would have used.
+        merges: everything that the chain allows, this plan among it; see `merge_sizes`.
     """
 
     target: Representation
@@ -135,6 +148,7 @@ class ConsolidationPlan:
     pays: bool = False
     reason: str
     passed_over: tuple[PassedOver, ...] = ()
+    merges: tuple[MergeSizes, ...] = ()
 
     @property
     def needed(self) -> bool:
@@ -179,8 +193,13 @@ def plan_consolidation(
         raise SettingsError(
             "links", found=str(links), expected="2 or more", next_step="leave it out for a full"
         )
+    chain = chain_to_merge(run, name, avoid=avoid)
+    return plan_merge_of(run, chain, links=links, triggers=triggers or ConsolidationTriggers())
+
+
+def chain_to_merge(run: Run, name: ManifestName, *, avoid: Sequence[PassedOver] = ()) -> Chain:
+    """The chain that a plan is made of; see `plan_consolidation` for arguments and errors."""
     chain = resolve_chain(run, name, avoid=[one.key for one in avoid])
-    passed_over = (*avoid, *chain.passed_over)
     doubt = Doubts(run, validated_only=False).about(name)
     if doubt is not None:
         raise ChainError(
@@ -190,25 +209,44 @@ def plan_consolidation(
             next_step=f"consolidate an older one; or: recpoint validate {run.url} --step "
             f"{name.step} --level full, which may prove it good",
         )
+    return replace(chain, passed_over=(*avoid, *chain.passed_over))
+
+
+def plan_merge_of(
+    run: Run, chain: Chain, *, links: int | None, triggers: ConsolidationTriggers
+) -> ConsolidationPlan:
+    """The plan for one merge of a chain; see `plan_consolidation`.
+
+    Args:
+        run: the run.
+        chain: of `chain_to_merge`.
+        links: 2 or more, or None.
+        triggers: from when on it pays.
+
+    Raises:
+        CommitConflict: a damaged consolidated manifest is in the way.
+    """
     manifests = chain.manifests
-    into_full = links is None or links >= len(manifests)
-    merged = manifests if into_full else manifests[len(manifests) - (links or 0) :]
-    before = sum(_row_bytes(manifests)) + _state_bytes(chain.newest)
+    newest = chain.newest
+    name = ManifestName(newest.step, newest.generation)
+    merges = merge_sizes(manifests)
+    if not merges:
+        return ConsolidationPlan(
+            target=Representation(name, "full"),
+            links_before=1,
+            links_after=1,
+            restore_bytes_before=newest.stored_bytes,
+            restore_bytes_after=newest.stored_bytes,
+            reason="a full restores it already",
+            passed_over=chain.passed_over,
+        )
+    sizes = merges[-1 if links is None or links >= len(manifests) else links - 2]
+    merged = manifests[len(manifests) - sizes.merged :]
     target = Representation(name, "full")
     parent = merged[0].parent
-    if not into_full and parent is not None:
+    if not sizes.into_full and parent is not None:
         target = Representation(name, "after", parent.step)
-    if len(merged) < 2:
-        return ConsolidationPlan(
-            target=target,
-            links_before=len(manifests),
-            links_after=len(manifests),
-            restore_bytes_before=before,
-            restore_bytes_after=before,
-            reason="a full restores it already",
-            passed_over=passed_over,
-        )
-    for damaged in passed_over:
+    for damaged in chain.passed_over:
         if damaged.key == target.key:
             raise CommitConflict(
                 target.key,
@@ -216,53 +254,27 @@ def plan_consolidation(
                 expected="none, or a good one",
                 next_step="remove it, or consolidate another checkpoint",
             )
-    plan = _planned(run, target, manifests, merged, triggers or ConsolidationTriggers())
-    return replace(plan, passed_over=passed_over)
-
-
-def _planned(
-    run: Run,
-    target: Representation,
-    manifests: Sequence[Manifest],
-    merged: Sequence[Manifest],
-    triggers: ConsolidationTriggers,
-) -> ConsolidationPlan:
-    newest = merged[-1]
-    parts = _parts(merged)
-    stored_rows = sum(entry.row_count or 0 for manifest in merged for entry in manifest.chunks)
-    dead_rows: int | None = None
-    written = most_live(entry for manifest in merged for entry in manifest.chunks)
-    if target.form == "full":
-        written = Live(sum(spec.rows for spec in newest.tables), _rows_of_a_full(merged))
-        dead_rows = stored_rows - written.rows
-    state = _state_bytes(newest)
-    rest = manifests[: len(manifests) - len(merged)]
-    before = sum(_row_bytes(manifests)) + state
-    after = sum(_row_bytes(rest)) + written.size_bytes + state
-    links_before, links_after = len(manifests), len(rest) + 1
-    reasons = [f"a restore reads {links_before} manifests"] * (links_before >= triggers.links)
-    if after and before / after >= triggers.restore_ratio:
-        reasons.append(f"a restore reads {before / after:.2f} times what it has to")
-    if dead_rows is not None and stored_rows and dead_rows / stored_rows >= triggers.dead_share:
-        reasons.append(f"{dead_rows / stored_rows:.0%} of the stored rows are dead")
+    reasons = triggers.reached(sizes).values()
     return ConsolidationPlan(
         target=target,
         attempt=_attempt(run, target, newest.attempt, [_digest(one) for one in merged]),
         sources=tuple(Representation.of(manifest) for manifest in merged),
-        parts=parts,
-        links_before=links_before,
-        links_after=links_after,
-        read_bytes=sum(part.read_bytes for part in parts) + state,
-        state_bytes=state,
-        write_bytes=written.size_bytes + state,
-        write_rows=written.rows,
+        parts=_parts(merged),
+        links_before=sizes.links_before,
+        links_after=sizes.links_after,
+        read_bytes=sizes.read_bytes,
+        state_bytes=sum(entry.bytes for entry in newest.chunks if entry.table is None),
+        write_bytes=sizes.write_bytes,
+        write_rows=sizes.write_rows,
         frees_bytes=sum(manifest.stored_bytes for manifest in merged),
-        restore_bytes_before=before,
-        restore_bytes_after=after,
-        stored_rows=stored_rows,
-        dead_rows=dead_rows,
+        restore_bytes_before=sizes.restore_bytes_before,
+        restore_bytes_after=sizes.restore_bytes_after,
+        stored_rows=sizes.merged_rows,
+        dead_rows=sizes.dead_rows,
         pays=bool(reasons),
         reason="; ".join(reasons) or "no trigger is reached",
+        passed_over=chain.passed_over,
+        merges=merges,
     )
 
 
@@ -331,36 +343,6 @@ def _attempt(run: Run, target: Representation, attempt: str, digests: Sequence[s
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
 
-def _row_bytes(manifests: Sequence[Manifest]) -> list[int]:
-    return [
-        sum(entry.bytes for entry in manifest.chunks if _is_rows(entry)) for manifest in manifests
-    ]
-
-
-def _state_bytes(manifest: Manifest) -> int:
-    return sum(entry.bytes for entry in manifest.chunks if not _is_rows(entry))
-
-
-def _is_rows(entry: ChunkEntry) -> bool:
-    return entry.table is not None
-
-
-def _rows_of_a_full(merged: Sequence[Manifest]) -> int:
-    """Bytes of every table's rows at the mean size of those stored."""
-    sizes = [0] * len(merged[-1].tables)
-    rows = [0] * len(sizes)
-    for manifest in merged:
-        for entry in manifest.chunks:
-            if entry.table is not None:
-                sizes[entry.table] += entry.bytes
-                rows[entry.table] += entry.row_count or 0
-    specs = merged[-1].tables
-    return sum(
-        size * spec.rows // max(1, stored)
-        for size, spec, stored in zip(sizes, specs, rows, strict=True)
-    )
-
-
 def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
     specs = merged[-1].tables
     entries = [entry for manifest in merged for entry in manifest.chunks]
@@ -373,10 +355,8 @@ def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
         table, first, last = entry.table, entry.first_row, entry.last_row
         if table is None or first is None or last is None:
             continue
-        rows = specs[table].rows
-        sizes[table] += entry.bytes * sections_touched(
-            first, last, rows=rows, stored_rows=stored[table]
-        )
+        by_ids = kept_by_ids(specs[table].rows, stored[table])
+        sizes[table] += entry.bytes * (1 if by_ids else sections_touched(first, last))
     parts: list[TablesPart] = []
     tables: list[int] = []
     total = 0

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from recpoint.kernels import dirty_bitmap
 
-__all__ = ["SECTION_ROWS", "SeenIds", "SeenRows", "sections_of", "sections_touched"]
+__all__ = [
+    "SECTION_ROWS",
+    "SeenIds",
+    "SeenRows",
+    "kept_by_ids",
+    "sections_of",
+    "sections_touched",
+]
 
 #: Rows of a table whose bits are in memory at once where memory is bounded: 64 MiB.
 SECTION_ROWS: Final = 1 << 29
@@ -75,7 +82,7 @@ def sections_of(rows: int, stored_rows: int) -> list[tuple[range, SeenRows | See
     Returns:
         rows, and what keeps them in mind; None stands for `SeenRows`, made when it is their turn.
     """
-    if _by_ids(rows, stored_rows):
+    if kept_by_ids(rows, stored_rows):
         return [(range(rows), SeenIds())]
     return [
         (range(first, min(first + SECTION_ROWS, rows)), None)
@@ -83,17 +90,18 @@ def sections_of(rows: int, stored_rows: int) -> list[tuple[range, SeenRows | See
     ]
 
 
-def sections_touched(first_row: int, last_row: int, *, rows: int, stored_rows: int) -> int:
-    """In how many of those parts a chunk of these first and last rows is read, at most.
+def sections_touched(first_row: int, last_row: int) -> int:
+    """In how many sections a chunk of these first and last rows is read, at most.
 
-    Args:
-        first_row, last_row: ids.
-        rows, stored_rows: as for `sections_of`.
+    Where a table is not `kept_by_ids`: there it is read once.
     """
-    if _by_ids(rows, stored_rows):
-        return 1
     return last_row // SECTION_ROWS - first_row // SECTION_ROWS + 1
 
 
-def _by_ids(rows: int, stored_rows: int) -> bool:
+def kept_by_ids(rows: int, stored_rows: int) -> bool:
+    """Whether a table is gone through in one part, its few rows kept in mind as ids.
+
+    Args:
+        rows, stored_rows: as for `sections_of`.
+    """
     return 64 * stored_rows < min(rows, SECTION_ROWS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Table
@@ -15,9 +16,13 @@ from recpoint.errors import NothingToRestore
 
 if TYPE_CHECKING:  # torch takes longer to import than a plan to make
     from recpoint.catalog.consolidate import Consolidated
+    from recpoint.catalog.consolidate_choice import WeighedMerge
     from recpoint.catalog.consolidate_plan import ConsolidationPlan
 
 __all__ = ["consolidate_run"]
+
+#: Merges of a chain that are shown to people; `--json` has all.
+_SHOWN_MERGES: Final = 20
 
 
 @command
@@ -32,7 +37,11 @@ def consolidate_run(
         typer.Option(help="Merge only so many of its newest links, into one increment.", min=2),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would read, write and free.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what it would read, write and free, and what an agent would choose.",
+        ),
     ] = False,
     json_output: JsonOption = False,
 ) -> Result:
@@ -57,7 +66,8 @@ def consolidate_run(
         name = find_checkpoint(run, step, generation)
     if dry_run:
         plan = plan_consolidation(run, name, links=links)
-        return Result(_document(plan, None, url, dry_run=True), _plan_table(plan, url))
+        views = [_plan_table(plan, url), *([_weighed_table(plan)] if plan.needed else [])]
+        return Result(_document(plan, None, url, dry_run=True), *views)
     with showing_bytes("merging", quiet=json_output) as on_progress:
         plan, done = consolidate_around_damage(
             run,
@@ -109,6 +119,66 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
     ]
 
 
+def _weighed(plan: ConsolidationPlan) -> tuple[tuple[WeighedMerge, ...], WeighedMerge | None]:
+    """All merges of the plan's chain, and the one that an agent of default triggers chooses."""
+    from recpoint.catalog.consolidate_choice import cheapest, weigh
+    from recpoint.catalog.consolidate_plan import ConsolidationTriggers
+
+    weighed = weigh(plan.merges, ConsolidationTriggers())
+    return weighed, cheapest(weighed)
+
+
+def _weighed_table(plan: ConsolidationPlan) -> Table:
+    weighed, chosen = _weighed(plan)
+    by_cost = sorted(
+        weighed, key=lambda one: math.inf if one.cost_bytes is None else one.cost_bytes
+    )
+    kept = by_cost[:_SHOWN_MERGES]
+    left_out = len(weighed) - len(kept)
+    table = terminal.plain_table(
+        "What an agent weighs, with its default triggers"
+        + (f"; {left_out} more with --json" if left_out else "")
+    )
+    table.add_column("merges")
+    for heading in ("reads", "writes", "restored", "manifests"):
+        table.add_column(heading, justify="right")
+    table.add_column("cost")
+    size = terminal.bytes_text
+    for one in weighed:
+        if one not in kept:
+            continue
+        sizes = one.sizes
+        merges = "all, into a full" if sizes.into_full else f"the newest {sizes.merged}"
+        cost = one.why_not if one.cost_bytes is None else size(round(one.cost_bytes))
+        table.add_row(
+            merges,
+            size(sizes.read_bytes),
+            size(sizes.write_bytes),
+            size(sizes.restore_bytes_after),
+            str(sizes.links_after),
+            f"{cost}, chosen" if one is chosen else cost,
+        )
+    return table
+
+
+def _weighed_documents(plan: ConsolidationPlan) -> list[dict[str, Any]]:
+    weighed, chosen = _weighed(plan)
+    return [
+        {
+            "links": one.sizes.merged,
+            "into": "full" if one.sizes.into_full else "increment",
+            "read_bytes": one.sizes.read_bytes,
+            "write_bytes": one.sizes.write_bytes,
+            "restore_bytes_after": one.sizes.restore_bytes_after,
+            "links_after": one.sizes.links_after,
+            "cost_bytes": one.cost_bytes,
+            "why_not": one.why_not or None,
+            "chosen": one is chosen,
+        }
+        for one in weighed
+    ]
+
+
 def _document(
     plan: ConsolidationPlan, done: Consolidated | None, url: str, *, dry_run: bool = False
 ) -> dict[str, Any]:
@@ -131,6 +201,7 @@ def _document(
         "dead_rows": plan.dead_rows,
         "pays": plan.pays,
         "reason": plan.reason,
+        "weighed": _weighed_documents(plan),
         "passed_over": [
             {"key": key, "error": naming_run(error, url)} for key, error in plan.passed_over
         ],

@@ -1,4 +1,4 @@
-"""Which consolidation is chosen: into a full where much is dead, else of the increments."""
+"""Which consolidation is chosen: into a full, of all increments, or of the newest ones alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog.check import check
 from recpoint.catalog.consolidate import consolidate
 from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
 from recpoint.catalog.consolidate_plan import (
@@ -14,8 +15,11 @@ from recpoint.catalog.consolidate_plan import (
     ConsolidationTriggers,
     plan_consolidation,
 )
+from recpoint.catalog.lineage import Representation
 from recpoint.catalog.run import Run
+from recpoint.format.naming import manifest_key
 from tests.catalog_builder import build, new_run, publish, tables
+from tests.consolidation import chain_of, name_of, require_same, restored, trained
 
 
 def chain_plan(
@@ -96,6 +100,39 @@ def test_two_links_can_only_become_a_full(run: Run) -> None:
     triggers = ConsolidationTriggers(links=2)
     plan = chain_plan(run, increments=1, dirty_rows=10, triggers=triggers)
     assert plan.pays and plan.target.form == "full"
+
+
+def test_links_merged_before_are_left_alone_and_the_same_bits_come_back(run: Run) -> None:
+    """A chain that is shortened twice, by what is chosen: the second time around the first."""
+    triggers = ConsolidationTriggers(links=6, restore_ratio=9, dead_share=1)
+    rows = tables(rows=400, dim=8)
+    links = trained(run, rows, list(range(10, 16)), share=0.05, bits=[4, None, 8])
+    first = choose_consolidation(run, name_of(links[-1]), triggers=triggers)
+    assert (first.links_before, first.links_after) == (6, 2)
+    consolidate(run, first)
+    links += trained(
+        run, rows, list(range(16, 20)), parent=links[-1], share=0.05, seed=1, bits=[2, None, 3, 4]
+    )
+    before, report = restored(run, links[-1])
+    assert report.chain_length == 6
+    plan = choose_consolidation(run, name_of(links[-1]), triggers=triggers)
+    assert plan.pays and "reads 6 manifests" in plan.reason
+    assert [source.name.step for source in plan.sources] == [16, 17, 18, 19]
+    assert plan.target == Representation(name_of(links[-1]), "after", 15)
+    of_all = plan_consolidation(run, name_of(links[-1]), links=5)
+    moved = plan.read_bytes + plan.write_bytes
+    assert moved / 3 < (of_all.read_bytes + of_all.write_bytes) / 4  # for each manifest less
+    assert consolidate(run, plan).outcome == "created"
+    assert [link.step for link in chain_of(run, links[-1])] == [10, 15, 19]
+    after, report = restored(run, links[-1])
+    assert report.chain_length == 3 and report.passed_over == ()
+    require_same(before, after)
+    assert torch.equal(after.tables["users"].values, rows[1].values)  # stored as they are
+    assert check(run, level="full").ok
+    # Retention may let go of what was merged.
+    for link in links[1:-1]:
+        run.store.delete(manifest_key(*name_of(link)))
+    require_same(before, restored(run, links[-1])[0])
 
 
 def test_a_run_without_checkpoints_has_no_newest(run: Run) -> None:

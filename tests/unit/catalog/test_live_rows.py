@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.live_rows import Live, most_live
+from recpoint.catalog.live_rows import Live, LiveRows
 from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import row_chunk_key, state_chunk_key
 
@@ -42,10 +42,34 @@ def chunk(first: int, last: int, rows: int, size_bytes: int, *, table: int = 0) 
     ],
 )
 def test_what_spans_can_hold(chunks: list[ChunkEntry], expected: Live) -> None:
-    assert most_live(chunks) == expected
+    live = LiveRows()
+    live.add(chunks)
+    assert live.most == expected
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        # Rows of other ids, then the same again.
+        ([[chunk(0, 9, 10, 100)], [chunk(20, 29, 10, 100)], [chunk(0, 9, 10, 90)]], Live(20, 200)),
+        # Ten ids that two links share, and then three somewhere among them and a hundred others.
+        ([[chunk(0, 9, 10, 100)], [chunk(0, 9, 10, 100)], [chunk(5, 99, 3, 30)]], Live(13, 130)),
+        # A link that says that its rows lie among the others brings none, in its wider bytes.
+        ([[chunk(0, 9, 10, 100)], [chunk(2, 5, 4, 80)]], Live(10, 180)),
+        ([[chunk(0, 9, 10, 100)], [chunk(0, 9, 10, 100, table=1)]], Live(20, 200)),
+        ([[], [chunk(0, 9, 10, 100)], []], Live(10, 100)),
+    ],
+)
+def test_what_each_link_adds(links: list[list[ChunkEntry]], expected: Live) -> None:
+    live = LiveRows()
+    for link in links:
+        live.add(link)
+    assert live.most == expected
 
 
 def test_state_is_no_row() -> None:
     key = state_chunk_key(1, 1, "a" * 32, rank=0, number=0)
     state = ChunkEntry(key=key, bytes=9, crc32c=0, content="state", rank=0)
-    assert most_live([state]) == Live(0, 0)
+    live = LiveRows()
+    live.add([state])
+    assert live.most == Live(0, 0)

@@ -40,6 +40,51 @@ def test_a_dry_run_changes_nothing(recpoint: Invoke, run: Run, links: list[Manif
     assert [info.key for info in run.store.list()] == before
 
 
+def test_a_dry_run_shows_every_merge_that_is_weighed(
+    recpoint: Invoke, run: Run, links: list[Manifest]
+) -> None:
+    # 30 % of the rows in each increment: a restore reads 1.9 times what it has to.
+    document = recpoint("consolidate", run.url, "--dry-run", "--json").json
+    weighed = document["weighed"]
+    assert [(one["links"], one["into"]) for one in weighed] == [
+        (2, "increment"),
+        (3, "increment"),
+        (4, "full"),
+    ]
+    whole = weighed[-1]
+    assert whole["chosen"] and whole["why_not"] is None
+    assert whole["cost_bytes"] == whole["read_bytes"] + whole["write_bytes"]
+    assert [one["links_after"] for one in weighed] == [3, 2, 1]
+    assert {one["why_not"] for one in weighed[:2]} == {"may leave much dead"}
+    assert {key: whole[key] for key in ("read_bytes", "write_bytes", "restore_bytes_after")} == {
+        key: document[key] for key in ("read_bytes", "write_bytes", "restore_bytes_after")
+    }
+    two = recpoint("consolidate", run.url, "--links", 2, "--dry-run", "--json").json
+    assert two["weighed"] == weighed and weighed[0]["write_bytes"] == two["write_bytes"]
+    shown = recpoint("consolidate", run.url, "--dry-run").stdout
+    assert "What an agent weighs" in shown and "the newest 2" in shown and "chosen" in shown
+
+
+def test_a_dry_run_of_a_full_weighs_nothing(
+    recpoint: Invoke, run: Run, links: list[Manifest]
+) -> None:
+    arguments = ("consolidate", run.url, "--step", 10, "--generation", 1, "--dry-run")
+    assert recpoint(*arguments, "--json").json["weighed"] == []
+    assert "weighs" not in recpoint(*arguments).stdout
+
+
+def test_of_a_long_chain_the_cheapest_merges_are_shown(recpoint: Invoke, run: Run) -> None:
+    trained(run, tables(rows=100), list(range(10, 35)), share=0.05)
+    document = recpoint("consolidate", run.url, "--dry-run", "--json").json
+    assert len(document["weighed"]) == 24
+    shown = recpoint("consolidate", run.url, "--dry-run").stdout
+    assert "4 more with --json" in shown and shown.count("the newest") == 19
+    best = min(
+        (one for one in document["weighed"] if one["cost_bytes"]), key=lambda one: one["cost_bytes"]
+    )
+    assert best["chosen"] and sum(one["chosen"] for one in document["weighed"]) == 1
+
+
 def test_the_newest_into_a_full(recpoint: Invoke, run: Run, links: list[Manifest]) -> None:
     before, _ = restored(run, links[-1])
     document = recpoint("consolidate", run.url, "--json").json
