@@ -262,20 +262,27 @@ class Run:
         return [name for name in reversed(self.manifest_names()) if name not in live]
 
     def manifest(self, step: int, generation: int) -> Manifest:
-        """A checkpoint's own manifest; once that is gone, one of its consolidated manifests.
+        """A checkpoint's own manifest; where that is gone or damaged, a consolidated one.
 
         Raises:
             ObjectNotFound: there is no such checkpoint.
-            FormatError: the manifest is damaged, or of another checkpoint than its key says.
+            FormatError: none of its manifests is good; what is wrong with the first of them.
         """
         name = ManifestName(step, generation)
         try:
             return self.read_manifest(Representation(name))
-        except ObjectNotFound:
-            left = self._consolidated(consolidated_prefix(step, generation))
-            if not left:
-                raise
-            return self.read_manifest(min(left, key=lambda one: one.cost))
+        except (ObjectNotFound, FormatError) as error:
+            first = error
+        left = self._consolidated(consolidated_prefix(step, generation))
+        for representation in sorted(left, key=lambda one: one.cost):
+            try:
+                return self.read_manifest(representation)
+            except ObjectNotFound:
+                continue  # let go of since it was listed
+            except FormatError as error:
+                if isinstance(first, ObjectNotFound):
+                    first = error  # there is such a checkpoint
+        raise first
 
     def read_manifest(self, representation: Representation) -> Manifest:
         """One manifest, fully checked.

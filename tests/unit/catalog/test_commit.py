@@ -31,6 +31,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
+from tests.consolidation import chain_of, merge, trained
 from tests.interposed_store import InterposedStore, unavailable
 
 
@@ -128,6 +129,14 @@ def test_an_increment_on_a_damaged_parent_is_refused(run: Run) -> None:
     run.store.put(manifest_key(5, 1), pack_record(full).replace(b'"step":5', b'"step":4'))
     with pytest.raises(FormatError, match=r"manifests/"):
         commit(run, increment(run, full, 6).manifest)
+
+
+def test_an_increment_on_a_parent_that_only_its_consolidation_tells_of(run: Run) -> None:
+    _, parent = trained(run, tables(), [5, 6])
+    merge(run, parent)
+    run.store.put(manifest_key(6, 1), b"damaged")
+    publish(run, increment(run, parent, 7))
+    assert [one.step for one in chain_of(run, run.manifest(7, 1))] == [6, 7]
 
 
 def test_an_increment_on_a_checkpoint_of_the_generation_before(run: Run) -> None:

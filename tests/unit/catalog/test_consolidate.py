@@ -316,6 +316,15 @@ def test_a_checkpoint_or_parent_that_was_let_go_of_is_not_brought_back(
     assert not list(run.store.list(CONSOLIDATED_PREFIX))
 
 
+def test_a_parent_of_which_a_consolidated_manifest_is_good_is_there(
+    run: Run, links: list[Manifest]
+) -> None:
+    merge(run, links[2])
+    run.store.put(manifest_key(12, 1), b"damaged")
+    assert merge(run, links[-1], links=2).outcome == "created"
+    assert [one.step for one in chain_of(run, links[-1])] == [12, 14]
+
+
 def test_a_plan_of_other_manifests_is_refused(run: Run, links: list[Manifest]) -> None:
     plan = plan_consolidation(run, name_of(links[-1]))
     changed = links[2].model_copy(update={"writer": "another"})

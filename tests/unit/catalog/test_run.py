@@ -26,6 +26,7 @@ from recpoint.errors import (
 from recpoint.format.naming import consolidated_key, generation_key, manifest_key
 from recpoint.format.records import CheckpointRef
 from tests.catalog_builder import build, new_run, publish, tables
+from tests.consolidation import merge, trained
 from tests.interposed_store import InterposedStore, unavailable
 
 
@@ -266,6 +267,32 @@ def test_a_manifest_of_another_run_or_place_is_foreign(tmp_path: Path) -> None:
     ours.store.put(key, theirs.store.get(key, max_bytes=100_000))
     with pytest.raises(ForeignObject, match=theirs.id):
         ours.manifest(5, 1)
+
+
+def test_any_good_manifest_tells_of_a_checkpoint(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.claim(None)
+    made = trained(run, tables(), [5, 6, 7, 8])
+    merge(run, made[-1], links=2)
+    merge(run, made[-1])
+    own = manifest_key(8, 1)
+    full, after = consolidated_key(8, 1, None), consolidated_key(8, 1, 6)
+    good = run.store.get(own, max_bytes=100_000)
+    assert run.manifest(8, 1) == made[-1]
+    run.store.put(own, b"damaged")
+    assert (run.manifest(8, 1).ref, run.manifest(8, 1).kind) == (made[-1].ref, "full")
+    run.store.put(full, b"damaged")
+    assert (run.manifest(8, 1).ref, run.manifest(8, 1).kind) == (made[-1].ref, "increment")
+    run.store.put(after, b"damaged")
+    with pytest.raises(FormatError) as caught:
+        run.manifest(8, 1)
+    assert caught.value.subject == own
+    run.store.delete(own)  # there is such a checkpoint all the same
+    with pytest.raises(FormatError) as caught:
+        run.manifest(8, 1)
+    assert caught.value.subject == full
+    run.store.put(own, good)
+    assert run.manifest(8, 1) == made[-1]
 
 
 def test_superseded_are_those_off_the_line(tmp_path: Path) -> None:

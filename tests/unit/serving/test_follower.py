@@ -23,6 +23,7 @@ from recpoint.errors import (
     SettingsError,
 )
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
 from recpoint.format.validation import ValidationRecord
 from recpoint.serving.wanted import CHANNELS, Channel
@@ -295,6 +296,17 @@ def test_a_damaged_consolidation_is_passed_over(trainer: Trainer) -> None:
     require(follower, trainer, 3)
     (passed,) = follower.status.passed_over
     assert chunk.key in passed.error
+
+
+def test_serves_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> None:
+    for step in (1, 2, 3):
+        trainer.commit(step)
+    merge(trainer.run, trainer.made[-1])
+    trainer.run.store.put(manifest_key(3, 1), b"damaged")
+    follower = Follower(trainer.run.url)
+    assert follower.poll()
+    require(follower, trainer, 3)
+    assert follower.status.skipped == ()
 
 
 def test_starts_with_the_newest_that_is_good(trainer: Trainer) -> None:
