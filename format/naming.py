@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple, cast
 
 __all__ = [
@@ -43,7 +44,6 @@ __all__ = [
     "expired_key",
     "generation_in_key",
     "generation_key",
-    "is_chunk_key",
     "is_end_key",
     "is_label",
     "is_probe_key",
@@ -52,7 +52,6 @@ __all__ = [
     "lease_key",
     "manifest_key",
     "metric_key",
-    "parse_attempt_prefix",
     "parse_chunk_key",
     "parse_chunk_name",
     "parse_expired_key",
@@ -63,7 +62,6 @@ __all__ = [
     "parse_manifest_key",
     "parse_metric_key",
     "parse_part_key",
-    "parse_part_prefix",
     "parse_pin_key",
     "parse_publication_key",
     "parse_rejections_key",
@@ -90,6 +88,7 @@ MAX_PUBLICATION = 10**8 - 1
 
 RUN_KEY = "run.json"
 GENERATIONS_PREFIX = "generations/"
+ENDS_PREFIX = "ends/"
 CHUNKS_PREFIX = "chunks/"
 PARTS_PREFIX = "parts/"
 MANIFESTS_PREFIX = "manifests/"
@@ -105,42 +104,30 @@ PUBLISHED_PREFIX = "published/"
 REJECTIONS_PREFIX = "rejections/"
 
 # [0-9] and \Z, not \d and $: the latter let other digits and a final newline through.
-_GENERATION = re.compile(r"generations/([0-9]{8})\.json\Z")
-_END = re.compile(r"ends/(?!00000000)[0-9]{8}\.json\Z")
-_MANIFEST = re.compile(r"manifests/([0-9]{12})-([0-9]{8})\.json\Z")
-_CONSOLIDATED = re.compile(
-    r"consolidated/([0-9]{12})-([0-9]{8})-(?:full|after-([0-9]{12}))\.json\Z"
-)
-_ATTEMPT = re.compile(r"chunks/([0-9]{12})-([0-9]{8})-([0-9a-f]{32})/")
+_STEP = r"([0-9]{12})"
+_GENERATION = r"((?!0{8})[0-9]{8})"  # from 1: what a parser lets through, a key can be built of
+_RECORD = re.compile(rf"generations/{_GENERATION}\.json\Z")
+_END = re.compile(rf"ends/{_GENERATION}\.json\Z")
+_MANIFEST = re.compile(rf"manifests/{_STEP}-{_GENERATION}\.json\Z")
+_CONSOLIDATED = re.compile(rf"consolidated/{_STEP}-{_GENERATION}-(?:full|after-{_STEP})\.json\Z")
+_ATTEMPT = re.compile(rf"chunks/{_STEP}-{_GENERATION}-([0-9a-f]{{32}})/")
 _CHUNK = re.compile(
     _ATTEMPT.pattern + r"r([0-9]{5})-(?:t([0-9]{5})|(state|sample))-([0-9]{6})\.safetensors\Z"
 )
-_PART_PREFIX = re.compile(r"parts/([0-9]{12})-([0-9]{8})-([0-9a-f]{32})/")
-_PART = re.compile(_PART_PREFIX.pattern + r"r([0-9]{5})\.json\Z")
+_PART = re.compile(rf"parts/{_STEP}-{_GENERATION}-([0-9a-f]{{32}})/r([0-9]{{5}})\.json\Z")
 _VALIDATION = re.compile(
-    r"validations/([0-9]{12})-([0-9]{8})-([0-9]{6})-(metadata|sample|full)-"
+    rf"validations/{_STEP}-{_GENERATION}-((?!0{{6}})[0-9]{{6}})-(metadata|sample|full)-"
     r"(passed|failed|stateless)\.json\Z"
 )
 _PROBE = re.compile(r"probe/[0-9a-f]{32}\Z")
 _LABEL = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}\Z")
-_NAMED = re.compile(r"(?:pins|metrics)/([0-9]{12})-([0-9]{8})-([a-z0-9][a-z0-9_.-]{0,63})\.json\Z")
-_EXPIRED = re.compile(r"expired/([0-9]{12}-[0-9]{8})(-full|-after-[0-9]{12})?\.json\Z")
-_PUBLISHED = re.compile(r"published/([0-9]{8})\.json\Z")
+_NAMED = re.compile(
+    rf"(?:pins|metrics)/{_STEP}-{_GENERATION}-([a-z0-9][a-z0-9_.-]{{0,63}})\.json\Z"
+)
+_PUBLISHED = re.compile(r"published/((?!0{8})[0-9]{8})\.json\Z")
 _REJECTIONS = re.compile(r"rejections/r([0-9]{5})\.json\Z")
 _LEASE = re.compile(r"leases/([0-9a-f]{32})\.json\Z")
-_JOB = re.compile(r"([0-9]{8})-([0-9]{12})-r([0-9]{5})\Z")
-
-#: The kinds of keys that name a generation, by their first part.
-_OF_A_GENERATION = {
-    "generations": _GENERATION,
-    "ends": re.compile(r"ends/([0-9]{8})\.json\Z"),
-    "chunks": re.compile(r"chunks/[0-9]{12}-([0-9]{8})-[0-9a-f]{32}/"),
-    "parts": re.compile(r"parts/[0-9]{12}-([0-9]{8})-[0-9a-f]{32}/"),
-    **dict.fromkeys(
-        ("manifests", "consolidated", "pins", "metrics", "expired", "validations"),
-        re.compile(r"[a-z]+/[0-9]{12}-([0-9]{8})[-.]"),
-    ),
-}
+_JOB = re.compile(rf"{_GENERATION}-{_STEP}-r([0-9]{{5}})\Z")
 
 
 #: What a chunk holds (format §3).
@@ -221,19 +208,8 @@ def generation_key(generation: int) -> str:
 
 def parse_generation_key(key: str) -> int | None:
     """Generation of a generation record's key; None if `key` is not one."""
-    match = _GENERATION.match(key)
-    return int(match[1]) if match and int(match[1]) > 0 else None
-
-
-#: Where the keys lie that name a generation and are few: not the chunks, which are a store's most.
-FEW_OF_A_GENERATION = tuple(f"{kind}/" for kind in _OF_A_GENERATION if kind != "chunks")
-
-
-def generation_in_key(key: str) -> int | None:
-    """The generation that a key names, of whatever kind it is; None if it names none."""
-    pattern = _OF_A_GENERATION.get(key.partition("/")[0])
-    match = None if pattern is None else pattern.match(key)
-    return int(match[1]) if match and int(match[1]) > 0 else None
+    match = _RECORD.match(key)
+    return int(match[1]) if match else None
 
 
 def end_key(generation: int) -> str:
@@ -243,7 +219,12 @@ def end_key(generation: int) -> str:
 
 def is_end_key(key: str) -> bool:
     """Whether `key` is that of an end record."""
-    return _END.match(key) is not None
+    return _parse_end_key(key) is not None
+
+
+def _parse_end_key(key: str) -> int | None:
+    match = _END.match(key)
+    return int(match[1]) if match else None
 
 
 def manifest_key(step: int, generation: int) -> str:
@@ -256,7 +237,7 @@ def manifest_key(step: int, generation: int) -> str:
 def parse_manifest_key(key: str) -> tuple[int, int] | None:
     """(step, generation) of a manifest's key; None if `key` is not one."""
     match = _MANIFEST.match(key)
-    return (int(match[1]), int(match[2])) if match and int(match[2]) > 0 else None
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def consolidated_prefix(step: int, generation: int) -> str:
@@ -277,7 +258,7 @@ def consolidated_key(step: int, generation: int, after: int | None) -> str:
 def parse_consolidated_key(key: str) -> ConsolidatedName | None:
     """What a consolidated manifest's key says; None if `key` is not one."""
     match = _CONSOLIDATED.match(key)
-    if not match or not int(match[2]):
+    if not match:
         return None
     name = ConsolidatedName(int(match[1]), int(match[2]), int(match[3]) if match[3] else None)
     return name if name.after is None or name.after < name.step else None
@@ -318,7 +299,7 @@ def parse_metric_key(key: str) -> NamedCheckpoint | None:
 
 def _parse_named(prefix: str, key: str) -> NamedCheckpoint | None:
     match = _NAMED.match(key)
-    if not match or not key.startswith(prefix) or not int(match[2]):
+    if not match or not key.startswith(prefix):
         return None
     return NamedCheckpoint(int(match[1]), int(match[2]), match[3])
 
@@ -333,11 +314,14 @@ def expired_key(manifest: str) -> str:
 
 def parse_expired_key(key: str) -> str | None:
     """Key of the manifest that a mark is of; None if `key` is not a mark's."""
-    match = _EXPIRED.match(key)
-    if not match or match[1].endswith("-00000000"):
+    if not key.startswith(EXPIRED_PREFIX):
         return None
-    folder = "consolidated" if match[2] else "manifests"
-    return f"{folder}/{key.removeprefix(EXPIRED_PREFIX)}"
+    name = key.removeprefix(EXPIRED_PREFIX)
+    if parse_manifest_key(MANIFESTS_PREFIX + name) is not None:
+        return MANIFESTS_PREFIX + name
+    if parse_consolidated_key(CONSOLIDATED_PREFIX + name) is not None:
+        return CONSOLIDATED_PREFIX + name
+    return None
 
 
 def lease_key(owner: str) -> str:
@@ -362,7 +346,7 @@ def publication_key(number: int) -> str:
 def parse_publication_key(key: str) -> int | None:
     """Number of a publication record; None if `key` is not one's."""
     match = _PUBLISHED.match(key)
-    return int(match[1]) if match and int(match[1]) > 0 else None
+    return int(match[1]) if match else None
 
 
 def rejections_key(rank: int) -> str:
@@ -395,7 +379,7 @@ def validation_key(name: ValidationName) -> str:
 def parse_validation_key(key: str) -> ValidationName | None:
     """What a validation record's key says; None if `key` is not one."""
     match = _VALIDATION.match(key)
-    if match is None or int(match[2]) == 0 or int(match[3]) == 0:
+    if match is None:
         return None
     return ValidationName(
         int(match[1]),
@@ -442,15 +426,9 @@ def part_key(step: int, generation: int, attempt: str, *, rank: int) -> str:
 def parse_part_key(key: str) -> PartName | None:
     """What the key of a part says; None if `key` is not one."""
     match = _PART.match(key)
-    if match is None or not int(match[2]):
+    if match is None:
         return None
     return PartName(int(match[1]), int(match[2]), match[3], int(match[4]))
-
-
-def parse_part_prefix(key: str) -> AttemptName | None:
-    """The attempt under whose parts `key` lies; None if it is not such a key."""
-    match = _PART_PREFIX.match(key)
-    return AttemptName(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def row_chunk_key(
@@ -484,11 +462,6 @@ def _tableless_key(
     return f"{prefix}r{rank:05d}-{content}-{number:06d}.safetensors"
 
 
-def is_chunk_key(key: str) -> bool:
-    """Whether `key` is a chunk's key."""
-    return _CHUNK.match(key) is not None
-
-
 def is_probe_key(key: str) -> bool:
     """Whether `key` is that of a trial of create-only writes, which is removed right after it."""
     return _PROBE.match(key) is not None
@@ -511,12 +484,6 @@ def parse_chunk_name(key: str) -> ChunkName | None:
     return ChunkName(content, int(match[4]), int(match[5]) if match[5] else None, int(match[7]))
 
 
-def parse_attempt_prefix(key: str) -> AttemptName | None:
-    """The attempt whose prefix `key` starts with; None if it starts with none."""
-    match = _ATTEMPT.match(key)
-    return AttemptName(int(match[1]), int(match[2]), match[3]) if match else None
-
-
 def job_stem(generation: int, step: int, rank: int) -> str:
     """File name, without ending, of a job and of its outcome in the staging area (format §7)."""
     _within("generation", generation, 1, MAX_GENERATION)
@@ -528,4 +495,43 @@ def job_stem(generation: int, step: int, rank: int) -> str:
 def parse_job_stem(stem: str) -> tuple[int, int, int] | None:
     """(generation, step, rank) of a job's file stem; None if it is not one."""
     match = _JOB.match(stem)
-    return (int(match[1]), int(match[2]), int(match[3])) if match and int(match[1]) else None
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+_Named = (
+    tuple[int, int] | ConsolidatedName | AttemptName | PartName | NamedCheckpoint | ValidationName
+)
+#: Parsers of the keys that name a checkpoint, step and generation first, by their first part.
+_OF_A_CHECKPOINT: dict[str, Callable[[str], _Named | None]] = {
+    "chunks": parse_chunk_key,
+    "parts": parse_part_key,
+    "manifests": parse_manifest_key,
+    "consolidated": parse_consolidated_key,
+    "pins": parse_pin_key,
+    "metrics": parse_metric_key,
+    "validations": parse_validation_key,
+}
+
+#: Where the keys lie that name a generation and are few: not the chunks, which are a store's most.
+FEW_OF_A_GENERATION = (
+    GENERATIONS_PREFIX,
+    ENDS_PREFIX,
+    EXPIRED_PREFIX,
+    *(f"{kind}/" for kind in _OF_A_CHECKPOINT if kind != "chunks"),
+)
+
+
+def generation_in_key(key: str) -> int | None:
+    """The generation that a key names, of whatever kind it is; None if it names none.
+
+    A key that is not ours names none (format §2), also where it begins as one: a copy of a
+    manifest beside it, with `.bak` at its end, takes no number from any trainer.
+    """
+    if key.startswith(GENERATIONS_PREFIX):
+        return parse_generation_key(key)
+    if key.startswith(ENDS_PREFIX):
+        return _parse_end_key(key)
+    of_a_checkpoint = parse_expired_key(key) or key
+    parse = _OF_A_CHECKPOINT.get(of_a_checkpoint.partition("/")[0])
+    name = None if parse is None else parse(of_a_checkpoint)
+    return None if name is None else name[1]

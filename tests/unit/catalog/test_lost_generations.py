@@ -194,6 +194,38 @@ def test_a_trainer_takes_a_number_above_all_that_are_named(tmp_path: Path, key: 
     assert run.claim(None).generation == 9
 
 
+@pytest.mark.parametrize("number", [7, MAX_GENERATION])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "ends/{:08d}.json.bak",
+        "manifests/000000000010-{:08d}.json.bak",
+        "manifests/000000000010-{:08d}-copy.json",
+        "consolidated/000000000010-{:08d}-full.json~",
+        "consolidated/000000000010-{:08d}-after-000000000010.json",
+        "parts/000000000010-{:08d}-" + ATTEMPT + "/r00001.json.bak",
+        "chunks/000000000010-{:08d}-" + ATTEMPT + "/README",
+        "pins/000000000010-{:08d}-Best.json",
+        "expired/000000000010-{:08d}.json.bak",
+        "validations/000000000010-{:08d}-000001-full.json",
+        "generations/{:08d}.json.bak",
+    ],
+)
+def test_a_key_that_is_not_ours_names_no_generation(tmp_path: Path, key: str, number: int) -> None:
+    run = new_run(tmp_path / "run")
+    full(run, 1, run.claim(None).generation)
+    stranger = key.format(number)
+    run.store.put(stranger, b"{}")
+    report = check(run)
+    assert report.ok and [(one.severity, one.key) for one in report.findings] == [
+        ("info", stranger)
+    ]
+    with pytest.raises(SettingsError, match="no trace of that generation"):
+        relink(run, number, ManifestName(1, 1))
+    full(run, 2, 1)
+    assert run.claim(None).generation == 2
+
+
 def test_a_claim_lists_no_chunks(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     store = InterposedStore(run.store)

@@ -158,6 +158,18 @@ def test_a_damaged_manifest_is_passed_over(run: Run, links: list[Manifest]) -> N
     assert manifest_key(21, 1) in report.skipped[0].error
 
 
+def test_a_manifest_that_names_a_chunk_of_generation_zero_is_passed_over(
+    run: Run, links: list[Manifest]
+) -> None:
+    chunk = links[-1].chunks[0]
+    strange = chunk.model_copy(update={"key": chunk.key.replace("-00000001-", "-00000000-")})
+    chunks = (strange, *links[-1].chunks[1:])
+    run.store.put(manifest_key(21, 1), pack_record(links[-1].model_copy(update={"chunks": chunks})))
+    report = restore(run, MemoryTarget())
+    assert report.restored.step == 20
+    assert manifest_key(21, 1) in report.skipped[0].error
+
+
 def test_a_missing_link_is_passed_over(run: Run, links: list[Manifest]) -> None:
     remove(run, manifest_key(20, 1))
     with pytest.raises(MissingLink):

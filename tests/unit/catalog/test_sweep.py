@@ -168,6 +168,22 @@ def test_keys_that_are_not_chunks_stay_in_an_orphaned_prefix(run: Run, orphan: C
     assert stranger in keys(run) and not keys(run) & set(orphan.chunks)
 
 
+@pytest.mark.parametrize("kind", ["chunks", "parts"])
+def test_keys_of_generation_zero_stay_and_stop_nothing(
+    run: Run, orphan: Checkpoint, kind: str
+) -> None:
+    end = "r00000-state-000000.safetensors" if kind == "chunks" else "r00000.json"
+    stranger = f"{kind}/000000000020-00000000-{orphan.ref.attempt}/{end}"
+    run.store.put(stranger, b"mine")
+    assert [found.key for found in check(run).findings if "not an object" in found.text] == [
+        stranger
+    ]
+    plan = plan_sweep(run, grace_seconds=HOUR)
+    assert plan.unrecognised == (stranger,)
+    execute(run, plan)
+    assert stranger in keys(run) and not keys(run) & set(orphan.chunks)
+
+
 def test_while_a_manifest_cannot_be_read_no_chunk_goes(
     run: Run, full: Manifest, orphan: Checkpoint
 ) -> None:
