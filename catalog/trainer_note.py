@@ -76,10 +76,13 @@ def trainer_state(run_dir: Path, note: TrainerNote | None) -> TrainerState:
 
     Returns:
         `training`; `ended`: it said goodbye; `lost`: it is gone without a word; `unknown`: it never
-        said anything.
+        said anything, or the file system does not say whether it holds its lock.
     """
-    if staged.trainer_is_running(run_dir):
-        return "training"
+    try:
+        if staged.trainer_is_running(run_dir):
+            return "training"
+    except OSError:
+        return "unknown"  # whoever needs that lock tries to take it, and says what is wrong there
     if note is None:
         return "unknown"
     return "ended" if note.state == "ended" else "lost"

@@ -5,6 +5,7 @@ A trainer never talks to Prefect: it leaves a note in the staging area, which th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from recpoint.catalog.trainer_note import read_note, trainer_state
 from recpoint.flows.agent_runs import RunState
 
 __all__ = ["tell_ended_trainings"]
+
+_LOG = logging.getLogger("recpoint.agent")
 
 
 def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
@@ -31,7 +34,11 @@ def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
         if note is None or state.end_told_ms == note.at_ms:
             continue
         # After its last commit, or that one would begin a new silence.
-        if trainer_state(run_dir, note) != "ended" or staged.staged_jobs(run_dir):
+        try:
+            if trainer_state(run_dir, note) != "ended" or staged.staged_jobs(run_dir):
+                continue
+        except OSError as error:
+            _LOG.warning("%s: whether it has ended cannot be told: %s", run_dir.name, error)
             continue
         # Imported by now: Prefect takes seconds, and the agent does without it where it is away.
         from recpoint.tasks.events import emit

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
 
 from recpoint.catalog import host_lock, staged
-from recpoint.catalog.trainer_note import read_note, trainer_state, write_note
+from recpoint.catalog.trainer_note import NoteState, read_note, trainer_state, write_note
 from recpoint.errors import StagingError
 from tests.training_builder import Place, checkpointer, simple_training, train
 
@@ -65,6 +68,22 @@ def test_what_became_of_a_trainer_follows_from_lock_and_note(run_dir: Path) -> N
     host_lock.release(lock)
     write_note(run_dir, URL, "ended")
     assert trainer_state(run_dir, read_note(run_dir)) == "ended"
+
+
+@pytest.mark.parametrize("state", ["training", "ended"])
+def test_nothing_is_said_of_a_trainer_whose_lock_is_not_answered(
+    run_dir: Path, state: NoteState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_note(run_dir, URL, state)
+    host_lock.release(
+        host_lock.acquire(staged.trainer_lock_path(run_dir), expected="", next_step="")
+    )
+
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert trainer_state(run_dir, read_note(run_dir)) == "unknown"
 
 
 def state_of(place: Place) -> str:

@@ -16,6 +16,7 @@ from recpoint.dashboards import catalog_watch
 from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
+from recpoint.flows.training_ends import tell_ended_trainings
 from recpoint.format.naming import ValidationLevel, ValidationName, ValidationResult, validation_key
 from tests.catalog_builder import new_run
 from tests.interposed_store import InterposedStore
@@ -154,3 +155,16 @@ def test_only_a_validation_of_bytes_that_passed_makes_the_last_one_young(tmp_pat
     assert last_ms("sample", "stateless", 3) is None
     assert last_ms("sample", "passed", 4) is not None
     assert last_ms("full", "passed", 5) is not None
+
+
+def test_an_end_that_cannot_be_told_ends_no_agent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = run_directory(tmp_path)
+    write_note(run_dir, URL, "ended")
+    staged.jobs_directory(run_dir).rmdir()
+    staged.jobs_directory(run_dir).write_text("no directory any more")
+    state = RunState()
+    state.run_id, state.run_url = "0" * 32, URL
+    tell_ended_trainings({run_dir: state})
+    assert state.end_told_ms is None and "Not a directory" in caplog.text
