@@ -6,7 +6,7 @@ from typing import Literal
 
 from recpoint.catalog.chain import check_link
 from recpoint.catalog.create_only import create_or_read
-from recpoint.catalog.lineage import next_step_of_lost
+from recpoint.catalog.lineage import Representation, next_step_of_lost
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_record import read_run_record
 from recpoint.errors import (
@@ -29,7 +29,7 @@ from recpoint.format.naming import (
 )
 from recpoint.format.records import MAX_RECORD_BYTES, pack_record
 
-__all__ = ["check_fence", "commit"]
+__all__ = ["check_fence", "commit", "manifest_bytes"]
 
 
 def commit(
@@ -77,19 +77,35 @@ def commit(
         if _is_there(run, manifest):
             return "already"
         raise
-    data = pack_record(manifest)
-    if len(data) > MAX_RECORD_BYTES:
-        raise MalformedObject(
-            key,
-            found=f"a manifest of {len(data)} bytes",
-            expected=f"at most {MAX_RECORD_BYTES}",
-            next_step="write larger chunks",
-        )
+    data = manifest_bytes(
+        manifest, next_step="fewer tables or ranks: each rank stores a chunk or more of each table"
+    )
     there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
     if there is None:
         return "created"
     _check_ours(manifest, run.manifest(manifest.step, manifest.generation))
     return "already"
+
+
+def manifest_bytes(manifest: Manifest, *, next_step: str) -> bytes:
+    """What is stored of a manifest.
+
+    Args:
+        manifest: it.
+        next_step: what a person can do about one that is too large.
+
+    Raises:
+        MalformedObject: it is larger than any reader takes (format §4).
+    """
+    try:
+        return pack_record(manifest)
+    except ValueError as error:
+        raise MalformedObject(
+            Representation.of(manifest).key,
+            found=f"a manifest of {len(manifest.chunks):,} chunks: {error!s:.200}",
+            expected=f"at most {MAX_RECORD_BYTES} bytes: about 250,000 chunks",
+            next_step=next_step,
+        ) from error
 
 
 def check_fence(run: Run, generation: int, step: int) -> None:

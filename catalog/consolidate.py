@@ -21,6 +21,7 @@ from torch import Tensor
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import check_entry, check_stored, read_chunk
 from recpoint.catalog.chunks_there import stored_sizes
+from recpoint.catalog.commit import manifest_bytes
 from recpoint.catalog.consolidate_plan import (
     ConsolidationPlan,
     TablesPart,
@@ -44,7 +45,7 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer, StandsFor
 from recpoint.format.naming import attempt_prefix
-from recpoint.format.records import MAX_RECORD_BYTES, pack_record
+from recpoint.format.records import MAX_RECORD_BYTES
 
 __all__ = ["Consolidated", "commit_consolidation", "consolidate", "merge_part"]
 
@@ -279,6 +280,7 @@ def commit_consolidation(
         MissingLink: the checkpoint or its parent has been let go of.
         CommitConflict: what is under the key is another checkpoint's, or another attempt's.
         ObjectNotFound, ChainError, FormatError: a source or one of the new chunks is damaged.
+        MalformedObject: the manifest would be too large.
         StoreError: the store cannot be reached or refuses.
     """
     there = _already(run, plan)
@@ -300,9 +302,9 @@ def commit_consolidation(
             uploads.put(*moved_chunk(chunk, entry, plan.attempt))
         copied = uploads.finish()
     manifest = _manifest(plan, sources, [*entries, *copied])
+    data = manifest_bytes(manifest, next_step="nothing: the chain that it has restores it")
     _check_all_there(run, manifest, prefix)
     _check_still_wanted(run, manifest)
-    data = pack_record(manifest)
     key = plan.target.key
     if create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES) is None:
         return "created", manifest

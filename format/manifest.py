@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MAX_CHUNK_BYTES = 2**32 - 1
-#: Of a manifest.
+#: Of a manifest; as many quantizers at most. That a record has 64 MiB ends both earlier.
 MAX_CHUNKS = 4_000_000
 MAX_TABLE_ROWS = 2**48
 MAX_DIM = 2**20
@@ -316,7 +316,7 @@ class Manifest(Record):
         FailFast(),  # else a list of a million bad entries becomes ten million errors
     ]
     quantizers: Annotated[
-        tuple[Quantizer, ...], Field(max_length=100_000, strict=False), FailFast()
+        tuple[Quantizer, ...], Field(max_length=MAX_CHUNKS, strict=False), FailFast()
     ]
     quantized_by: Annotated[str, Field(max_length=255)]
     state_bits: Literal[16] | None

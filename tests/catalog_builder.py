@@ -23,7 +23,7 @@ from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import QuantizerName
 from recpoint.format.manifest import ChunkEntry, Columns, Manifest, RowStateSpec, TableSpec
-from recpoint.format.naming import row_chunk_key, state_chunk_key
+from recpoint.format.naming import parse_chunk_key, row_chunk_key, state_chunk_key
 from recpoint.format.records import CheckpointRef
 from recpoint.format.state_tree import flatten
 from recpoint.kernels import quantize, row_set
@@ -36,6 +36,7 @@ __all__ = [
     "copy_run",
     "new_run",
     "publish",
+    "single_rows",
     "tables",
     "upload",
 ]
@@ -249,6 +250,24 @@ def publish(run: Run, checkpoint: Checkpoint) -> Manifest:
     upload(run.store, checkpoint)
     commit(run, checkpoint.manifest)
     return checkpoint.manifest
+
+
+def single_rows(entry: ChunkEntry, rows: int, *, attempt: str) -> list[ChunkEntry]:
+    """What a manifest says of chunks of one row each, like `entry`; none of them is stored."""
+    found = parse_chunk_key(entry.key)
+    assert found is not None and entry.table is not None
+    at = (found.step, found.generation, attempt)
+    return [
+        entry.model_copy(
+            update={
+                "key": row_chunk_key(*at, rank=entry.rank, table=entry.table, number=row),
+                "row_count": 1,
+                "first_row": row,
+                "last_row": row,
+            }
+        )
+        for row in range(rows)
+    ]
 
 
 def _row_chunks(

@@ -20,6 +20,7 @@ from recpoint.errors import (
     CommitConflict,
     ForeignObject,
     FormatError,
+    MalformedObject,
     MissingLink,
     NothingToRestore,
     RecpointError,
@@ -30,7 +31,16 @@ from recpoint.errors import (
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
-from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
+from tests.catalog_builder import (
+    Checkpoint,
+    Table,
+    build,
+    new_run,
+    publish,
+    single_rows,
+    tables,
+    upload,
+)
 from tests.consolidation import chain_of, merge, trained
 from tests.interposed_store import InterposedStore, unavailable
 
@@ -150,6 +160,16 @@ def test_a_manifest_of_another_run_is_refused(run: Run, tmp_path: Path) -> None:
     other = new_run(tmp_path / "other")
     with pytest.raises(ForeignObject):
         commit(run, build(other, tables(), step=5, generation=1).manifest)
+
+
+def test_a_manifest_larger_than_any_reader_takes_is_refused(run: Run) -> None:
+    full = build(run, [Table("items", torch.zeros(4, 1))], step=5, generation=1).manifest
+    rows = next(entry for entry in full.chunks if entry.content == "rows")
+    many = tuple(single_rows(rows, 275_000, attempt=full.attempt))
+    with pytest.raises(MalformedObject, match="275,000 chunks") as caught:
+        commit(run, full.model_copy(update={"chunks": many}))
+    assert caught.value.subject == manifest_key(5, 1)
+    assert run.manifest_names() == []
 
 
 class TestLostAnswers:

@@ -46,7 +46,7 @@ from recpoint.format.naming import (
     validation_key,
 )
 from recpoint.format.records import pack_record
-from tests.catalog_builder import build, new_run, publish, tables
+from tests.catalog_builder import Table, build, new_run, publish, single_rows, tables
 from tests.consolidation import chain_of, merge, name_of, require_same, restored, trained
 from tests.interposed_store import InterposedStore
 from tests.job_builder import Links, stage
@@ -323,6 +323,21 @@ def test_a_parent_of_which_a_consolidated_manifest_is_good_is_there(
     run.store.put(manifest_key(12, 1), b"damaged")
     assert merge(run, links[-1], links=2).outcome == "created"
     assert [one.step for one in chain_of(run, links[-1])] == [12, 14]
+
+
+def test_a_manifest_larger_than_any_reader_takes_is_not_made(run: Run) -> None:
+    weights = [Table("items", torch.zeros(275_000, 1))]
+    made = [publish(run, build(run, weights, step=5, generation=1, rows_per_chunk=1 << 20))]
+    for step in (6, 7):
+        dirty = [torch.tensor([step])]
+        increment = build(run, weights, step=step, generation=1, parent=made[-1], dirty=dirty)
+        made.append(publish(run, increment))
+    plan = plan_consolidation(run, name_of(made[-1]), links=2)
+    rows = next(entry for entry in made[-1].chunks if entry.content == "rows")
+    many = single_rows(rows, 275_000, attempt=plan.attempt)
+    with pytest.raises(MalformedObject, match=r"275,001 chunks.*the chain that it has"):
+        commit_consolidation(run, plan, many)
+    assert not list(run.store.list(CONSOLIDATED_PREFIX))
 
 
 def test_a_plan_of_other_manifests_is_refused(run: Run, links: list[Manifest]) -> None:

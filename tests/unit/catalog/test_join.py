@@ -14,9 +14,9 @@ from recpoint.catalog.join import join_parts
 from recpoint.catalog.rank_parts import read_part
 from recpoint.catalog.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
-from recpoint.format.manifest import Columns
+from recpoint.format.manifest import Columns, Quantizer, TableSpec
 from recpoint.format.naming import PartName, part_key
-from recpoint.format.part import RankPart
+from recpoint.format.part import RankPart, Shard
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record
 from tests.catalog_builder import new_run, tables
 from tests.rank_jobs import RankJobs
@@ -157,6 +157,34 @@ def test_rows_twice_or_left_out(parts: list[RankPart], first: int, rows: int, fo
     with pytest.raises(MalformedObject) as caught:
         join(parts)
     assert caught.value.found == found
+
+
+def test_quantizers_of_many_tables_of_all_ranks(parts: list[RankPart]) -> None:
+    before = CheckpointRef(step=1, generation=1, attempt="0" * 32)
+    specs = [
+        TableSpec(name=f"table {n}", rows=3, dim=2, dtype="F32", row_states=())
+        for n in range(34_000)
+    ]
+    nothing_chosen = dict.fromkeys(("bins", "ratio_permille", "refits", "sample_rows", "seed"), 0)
+    many = [
+        part.model_copy(
+            update={
+                "kind": "increment",
+                "base": before,
+                "parent": before,
+                "chain_length": 2,
+                "tables": tuple(Shard(spec=spec, first_row=part.rank, rows=1) for spec in specs),
+                "chunks": tuple(chunk for chunk in part.chunks if chunk.content == "state"),
+                "quantizers": tuple(
+                    Quantizer(table=n, rank=part.rank, method="asymmetric", **nothing_chosen)
+                    for n in range(len(specs))
+                ),
+            }
+        )
+        for part in parts
+    ]
+    manifest = join_parts(many, committed_ms=1, writer="test")
+    assert len(manifest.quantizers) == 3 * len(specs)
 
 
 def test_ranks_that_are_missing_or_there_twice(parts: list[RankPart]) -> None:
