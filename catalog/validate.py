@@ -35,6 +35,7 @@ class Validation:
             where a chain has consolidated manifests, which hold the rows of several checkpoints:
             unless they are, by their digests, those of the links that they were merged from, which
             are read too where all are there, or those that an earlier full validation has passed.
+            `"metadata"` where no row was read, since manifests or chunks of rows are missing.
         result: `"passed"`; `"failed"`: rows are damaged or wrong, also in every checkpoint after
             this one that needs them; `"stateless"`: only this checkpoint's own state is damaged.
         notes: what does not make a checkpoint worse, such as a sample that cannot be read.
@@ -104,7 +105,7 @@ def validate(
         look = ChainValidation(run, name, chain, level, on_progress)
         looks.append(look)
         look.look(threads)
-        if look.damage is not None:
+        if look.damage is not None and not look.rows_are_wrong:
             raise look.damage  # another representation may do without what is damaged
         return look
 
@@ -123,7 +124,7 @@ def validate(
         looks = looks[:1]
     if looks and looks[-1].passed and not looks[-1].tells_links_apart:
         _look_at_original(run, name, looks[-1], threads, on_progress)
-    return _outcome(run, name, level, started_ms, looks[-1] if looks else None, found)
+    return _outcome(run, name, started_ms, looks[-1] if looks else None, found)
 
 
 def _look_at_original(
@@ -143,7 +144,7 @@ def _look_at_original(
     except DAMAGE as error:
         look.add_not_told_apart(error)
         return
-    if original.damage is not None:
+    if original.damage is not None and not original.rows_are_wrong:
         look.add_not_told_apart(original.damage)
     else:
         look.add_original(original)
@@ -189,7 +190,6 @@ def record(run: Run, validation: Validation, *, evaluated_by: str = "") -> Valid
 def _outcome(
     run: Run,
     name: ManifestName,
-    level: ValidationLevel,
     started_ms: int,
     look: ChainValidation | None,
     also: Sequence[Found],
@@ -200,7 +200,7 @@ def _outcome(
     result: ValidationResult = next((one for one in order if one in results), "passed")
     return Validation(
         checkpoint=look.ref if look else _ref(run, name),
-        level=look.reached if look else level,
+        level=look.reached if look else "metadata",
         result=result,
         findings=tuple(one.finding for one in found if one.result != "passed"),
         notes=tuple(one.finding for one in found if one.result == "passed"),

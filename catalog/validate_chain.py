@@ -76,7 +76,8 @@ class ChainValidation:
         found: what was found.
         damage: the first damage of rows or state, if any; a mismatch is none.
         reached: the level up to which it was looked at: lower than what was asked for where a
-            consolidated manifest does not tell its checkpoints' rows apart.
+            consolidated manifest does not tell its checkpoints' rows apart, and `"metadata"` where
+            chunks of rows are missing, so that none was read.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ChainValidation:
         self._bytes_to_read = 0
         self.found: list[Found] = []
         self.damage: Damage | None = None
+        self._rows_damaged = False
         merged = any(link.stands_for is not None for link in self._links)
         self.reached: ValidationLevel = "sample" if level == "full" and merged else level
         self.ref = chain.newest.ref
@@ -114,8 +116,15 @@ class ChainValidation:
         """Whether nothing was found that makes the checkpoint worse."""
         return all(found.result == "passed" for found in self.found)
 
+    @property
+    def rows_are_wrong(self) -> bool:
+        """Whether rows that are there, all of them, are not those that should be."""
+        return not self._rows_damaged and not self._rows_passed
+
     def look(self, threads: int) -> None:
         """All that the level asks for; what is broken ends what depends on it.
+
+        State that is missing ends nothing of the rows: what they are has to be known all the same.
 
         Raises:
             UnsupportedVersion: something was written by a later release.
@@ -123,9 +132,11 @@ class ChainValidation:
         """
         with ChunkPool(threads) as pool:
             self._look_at_stored()
-            if self.damage is None and self._level != "metadata":
+            if self._rows_damaged:
+                self.reached = "metadata"
+            elif self._level != "metadata":
                 self._look_at_bytes(pool)
-        if self._level == "full" and self.passed:
+        if self._level == "full" and self._rows_passed:
             self._compare_with_earlier()
 
     @property
@@ -163,6 +174,10 @@ class ChainValidation:
     def add_not_told_apart(self, error: RecpointError) -> None:
         """Note that the level was not reached, since the original chain is not whole."""
         self.found.append(self._not_told_apart(error))
+
+    @property
+    def _rows_passed(self) -> bool:
+        return all(found.result != "failed" for found in self.found)
 
     def _look_at_stored(self) -> None:
         results: dict[str, ValidationResult] = {"rows": "failed", "state": "stateless"}
@@ -293,7 +308,9 @@ class ChainValidation:
             raise error
         if result != "passed" and self.damage is None:
             self.damage = error
+        self._rows_damaged |= result == "failed"
         found = Found.of(error, what, result)
-        # A chunk that is missing fails again when its bytes are wanted.
-        if all(known.finding.subject != found.finding.subject for known in self.found):
+        # A chunk that is missing fails again when its bytes are wanted; the store names its URL.
+        known = (one.finding for one in self.found if one.finding.what == what)
+        if not any(found.finding.subject.endswith(one.subject) for one in known):
             self.found.append(found)

@@ -44,6 +44,7 @@ __all__ = [
 #: Each looks at all that the one before it looks at.
 LEVELS: tuple[ValidationLevel, ...] = ("metadata", "sample", "full")
 
+_WORST_FIRST: tuple[ValidationResult, ...] = ("failed", "stateless", "passed")
 _TRIES = 100
 _FOUND = {"failed": "found wrong or damaged rows", "stateless": "found its state damaged"}
 _NEXT_STEP = "recpoint validate URL: a new record takes this one's place"
@@ -85,25 +86,33 @@ def verdicts(run: Run) -> dict[ManifestName, Verdict]:
 
 
 def verdict(names: Iterable[ValidationName]) -> Verdict:
-    """What the validations of one checkpoint say; there is at least one."""
-    failed: ValidationName | None = None
+    """What the validations of one checkpoint say; there is at least one.
+
+    Wrong rows and damaged state stand beside each other, each until a validation of its level or a
+    higher one has passed; of the two, wrong rows are what is told.
+    """
+    against: dict[ValidationResult, ValidationName] = {}
     passed: ValidationName | None = None
     # Of two with one number, made at the same time, the worse counts.
-    for name in sorted(names, key=lambda name: (name.number, name.result != "passed")):
-        rank = LEVELS.index(name.level)
-        if name.result != "passed":
-            if failed is None or rank >= LEVELS.index(failed.level):
-                failed = name
-            passed = None
+    for name in sorted(names, key=lambda name: (name.number, -_WORST_FIRST.index(name.result))):
+        if name.result == "passed":
+            against = {result: one for result, one in against.items() if _rank(one) > _rank(name)}
+            if passed is None or _rank(name) >= _rank(passed):
+                passed = name
             continue
-        if failed is not None and rank >= LEVELS.index(failed.level):
-            failed = None
-        if passed is None or rank >= LEVELS.index(passed.level):
-            passed = name
-    stands = failed or passed
+        # That the state is damaged says nothing of rows that were wrong, nor the other way round.
+        known = against.get(name.result)
+        if known is None or _rank(name) >= _rank(known):
+            against[name.result] = name
+        passed = None
+    stands = next((against[result] for result in _WORST_FIRST if result in against), passed)
     if stands is None:
         raise ValueError("no validation, no verdict")
     return Verdict(stands.result, stands.level, stands.number)
+
+
+def _rank(name: ValidationName) -> int:
+    return LEVELS.index(name.level)
 
 
 def verdict_of(run: Run, checkpoint: ManifestName) -> Verdict | None:

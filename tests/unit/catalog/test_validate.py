@@ -54,6 +54,23 @@ def run(built: tuple[Run, list[Manifest]], tmp_path: Path) -> Run:
     return copy_run(built[0], tmp_path / "run")
 
 
+def change_unsampled_code(run: Run, manifest: Manifest) -> None:
+    """Change a row so that neither a sample nor a digest of the trainer shows it."""
+    entry = chunk_of(manifest, "rows", 0)
+    with ChunkPool(1) as pool:
+        sampled = read_samples(run.store, manifest, pool)[0].ids
+    rows = read_rows(run.store, manifest, entry).rows
+    assert isinstance(rows, torch.Tensor)
+    row = int((~torch.isin(rows, sampled)).nonzero()[0])
+
+    def change(sections: dict[str, Section]) -> None:
+        data = sections["codes"].data
+        assert isinstance(data, bytearray)
+        data[row * sections["codes"].shape[1]] ^= 1
+
+    rewrite(run, entry, change)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("step", STEPS)
 def test_good_checkpoints_pass(run: Run, step: int, level: Level) -> None:
@@ -124,6 +141,73 @@ def test_a_flipped_bit_is_found_by_reading(
         assert finding.subject.endswith(entry.key) and "crc32c" in finding.found
     assert at(run, 30, "sample").result == "passed", "it is not among its own chunks"
     assert at(run, 30, "full").result == ("failed" if content == "rows" else "passed")
+
+
+@pytest.mark.parametrize("level", ["sample", "full"])
+def test_rows_are_looked_at_though_the_state_is_missing(
+    run: Run, manifests: list[Manifest], level: Level
+) -> None:
+    rows_compared = at(run, 20, level).rows_compared
+    run.store.delete(chunk_of(manifests[1], "state").key)
+    found = at(run, 20, level)
+    assert (found.result, found.level, len(found.findings)) == ("stateless", level, 1)
+    assert found.rows_compared == rows_compared > 0
+
+    def change(sections: dict[str, Section]) -> None:
+        data = sections["values"].data
+        assert isinstance(data, bytearray)
+        data[:] = bytes(len(data))
+
+    rewrite(run, chunk_of(manifests[1], "rows", 1), change)
+    found = at(run, 20, level)
+    assert (found.result, found.level) == ("failed", level)
+    assert "plain" in subjects(found)
+
+
+@pytest.mark.parametrize("what", ["chunk", "manifest"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_level_is_recorded_of_which_no_row_was_read(
+    run: Run, manifests: list[Manifest], level: Level, what: str
+) -> None:
+    record(run, at(run, 20, "full"))
+    base = chunk_of(manifests[0], "rows").key if what == "chunk" else manifest_key(10, 1)
+    data = run.store.get(base, max_bytes=1 << 20)
+    run.store.delete(base)
+    found = at(run, 20, level)
+    assert (found.result, found.level, found.chunks_read) == ("failed", "metadata", 0)
+    record(run, found)
+    assert str(verdicts(run)[ManifestName(20, 1)]) == "failed (metadata)"
+    run.store.put(base, data)
+    record(run, at(run, 20, "metadata"))
+    assert str(verdicts(run)[ManifestName(20, 1)]) == "metadata"
+
+
+def test_wrong_rows_stay_found_when_the_state_goes_missing(
+    run: Run, manifests: list[Manifest]
+) -> None:
+    """Rows with sound digests that are wrong; then another validation, of what lacks its state."""
+
+    def change(sections: dict[str, Section]) -> None:
+        data = sections["values"].data
+        assert isinstance(data, bytearray)
+        data[0] ^= 64
+
+    rewrite(run, chunk_of(manifests[1], "rows", 1), change)
+    record(run, at(run, 20, "full"))
+    assert restore(run, MemoryTarget()).restored.step == 10
+    run.store.delete(chunk_of(run.manifest(20, 1), "state").key)
+    record(run, at(run, 20, "full"))
+    assert restore(run, MemoryTarget()).restored.step == 10
+
+
+def test_other_rows_than_earlier_are_found_though_the_state_is_missing(
+    run: Run, manifests: list[Manifest]
+) -> None:
+    record(run, at(run, 30, "full"))
+    change_unsampled_code(run, manifests[2])
+    run.store.delete(chunk_of(run.manifest(30, 1), "state").key)
+    assert at(run, 30, "sample").result == "stateless"
+    assert at(run, 30, "full").result == "failed"
 
 
 def test_a_truncated_chunk(run: Run, manifests: list[Manifest]) -> None:
@@ -269,19 +353,7 @@ def test_a_record_says_what_was_found(run: Run, manifests: list[Manifest]) -> No
 def test_what_was_restored_once_must_be_restored_again(run: Run, manifests: list[Manifest]) -> None:
     """Neither the sample nor a digest of the trainer may cover a code that changed since."""
     record(run, at(run, 30, "full"))
-    entry = chunk_of(manifests[2], "rows", 0)
-    with ChunkPool(1) as pool:
-        sampled = read_samples(run.store, manifests[2], pool)[0].ids
-    rows = read_rows(run.store, manifests[2], entry).rows
-    assert isinstance(rows, torch.Tensor)
-    row = int((~torch.isin(rows, sampled)).nonzero()[0])
-
-    def change(sections: dict[str, Section]) -> None:
-        data = sections["codes"].data
-        assert isinstance(data, bytearray)
-        data[row * sections["codes"].shape[1]] ^= 1
-
-    rewrite(run, entry, change)
+    change_unsampled_code(run, manifests[2])
     assert at(run, 30, "sample").result == "passed"
     found = at(run, 30, "full")
     assert found.result == "failed" and subjects(found) == {"items"}

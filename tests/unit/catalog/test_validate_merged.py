@@ -25,7 +25,7 @@ from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Table, copy_run, new_run
 from tests.job_builder import Links, stage
-from tests.validated_run import at, chunk_of, rewrite, subjects, validated_run
+from tests.validated_run import Level, at, chunk_of, rewrite, subjects, validated_run
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +238,20 @@ def test_rows_that_a_consolidation_got_wrong(run: Run) -> None:
     found = at(run, 30, "full")
     assert found.result == "failed" and subjects(found) == {"plain"}
     assert len([finding for finding in found.findings if finding.row is not None]) > 10
+
+
+@pytest.mark.parametrize("level", ["sample", "full"])
+def test_rows_that_a_consolidation_got_wrong_and_its_lost_state(run: Run, level: Level) -> None:
+    """That another manifest stands in for the state is no word for the rows that are there."""
+    rewrite_merged(run, lambda values, each: values[each:] + values[:each])
+    (merged,) = run.consolidated()[ManifestName(30, 1)]
+    run.store.delete(chunk_of(run.read_manifest(merged), "state").key)
+    found = at(run, 30, level)
+    assert found.result == "failed" and "plain" in subjects(found)
+
+
+def test_wrong_rows_of_links_that_lack_their_state(run: Run, manifests: list[Manifest]) -> None:
+    wrong_row_of_a_link(run, manifests)
+    consolidate(run, plan_consolidation(run, ManifestName(30, 1)))
+    run.store.delete(chunk_of(manifests[2], "state").key)
+    assert at(run, 30, "full").result == "failed"

@@ -11,10 +11,19 @@ import pytest
 import torch
 
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.representations import Representations
 from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.restore_order import Skipped, skipped_text
 from recpoint.catalog.run import Run
-from recpoint.catalog.validations import add_record, read_record, records_of, verdict, verdicts
+from recpoint.catalog.run_facts import gather
+from recpoint.catalog.validations import (
+    Doubts,
+    add_record,
+    read_record,
+    records_of,
+    verdict,
+    verdicts,
+)
 from recpoint.errors import ForeignObject, NothingToRestore, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
@@ -64,6 +73,13 @@ def names(history: str) -> list[ValidationName]:
         ("fp mf mp", "metadata"),
         ("fp ss", "stateless (sample)"),
         ("ss sp", "sample"),
+        ("ff fs", "failed (full)"),
+        ("fs sf", "failed (sample)"),
+        ("ff fs sp", "failed (full)"),
+        ("sf fs sp", "stateless (full)"),
+        ("ff ss mp sp", "failed (full)"),
+        ("ff fs fp", "full"),
+        ("sf fs mf sp mp", "stateless (full)"),
     ],
 )
 def test_a_failure_stands_until_no_less_has_passed(history: str, expected: str) -> None:
@@ -75,6 +91,8 @@ def test_of_two_at_the_same_time_the_worse_counts() -> None:
         ValidationName(10, 1, 3, "full", "failed"),
         ValidationName(10, 1, 3, "full", "passed"),
     ]
+    assert verdict(both).result == verdict(reversed(both)).result == "failed"
+    both[1] = ValidationName(10, 1, 3, "full", "stateless")
     assert verdict(both).result == verdict(reversed(both)).result == "failed"
 
 
@@ -192,6 +210,20 @@ def test_one_that_needs_one_that_failed_is_passed_over(run: Run) -> None:
 
 def test_state_that_is_damaged_is_nobody_elses(run: Run) -> None:
     say(run, 20, "sample", "stateless")
+    assert restored(run).restored.step == 21
+
+
+def test_state_that_is_damaged_too_makes_no_wrong_row_right(run: Run) -> None:
+    """Nor for whoever stands on it: restores, consolidations and retention go by the same."""
+    say(run, 20, "full", "failed")
+    say(run, 20, "full", "stateless")
+    assert restored(run).restored.step == 12
+    doubts = Doubts(run, validated_only=False)
+    assert "1 of step 20 (generation 1), which it needs" in str(doubts.about(ManifestName(21, 1)))
+    facts = gather(run)
+    there = Representations(facts.manifests, facts.verdicts)
+    assert there.is_doubted(ManifestName(21, 1)) and not there.is_trusted(ManifestName(20, 1))
+    say(run, 20, "full", "passed")
     assert restored(run).restored.step == 21
 
 
