@@ -15,13 +15,15 @@ import numpy as np
 import torch
 
 from recpoint.errors import SettingsError
-from recpoint.format.dtypes import MAX_DIMS
 from recpoint.format.state_values import (
     MAX_TREE_BYTES,
     MAX_TREE_DEPTH,
     NUMPY_NAMES,
     TORCH_NAMES,
     array_bits,
+    booleans,
+    shape_expected,
+    sparse_fault,
     tensor_bits,
     unflatten,
 )
@@ -173,31 +175,42 @@ class _Writer:
             raise _Refused(
                 f"a tensor of {value.dtype}", f"one of {', '.join(TORCH_NAMES.values())}"
             )
-        if value.ndim > MAX_DIMS:
-            raise _Refused(f"a tensor of {value.ndim} dimensions", f"at most {MAX_DIMS}")
-        if value.layout is torch.sparse_coo:
-            # _indices and _values: the methods without underscore refuse an uncoalesced tensor.
-            return {
-                "sparse_coo": {
-                    "indices": self._tensor(value._indices()),
-                    "values": self._tensor(value._values()),
-                    "shape": list(value.shape),
-                    "coalesced": value.is_coalesced(),
-                }
-            }
+        sparse = value.layout is torch.sparse_coo
+        if expected := shape_expected(value.shape, sparse=sparse):
+            raise _Refused(f"a tensor of shape {list(value.shape)}", expected)
+        if sparse:
+            return {"sparse_coo": self._sparse(value)}
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             found = f"a tensor of layout {value.layout} on {value.device}"
             raise _Refused(found, "dense or sparse COO tensors with data")
         # A view that is negated lazily holds the bits of the values before they are negated.
         bits = tensor_bits(value.resolve_neg() if value.is_neg() else value, name)
+        bits = booleans(bits) if name == "BOOL" else bits
         return {"tensor": self._number(bits), "shape": list(value.shape), "dtype": name}
+
+    def _sparse(self, value: torch.Tensor) -> dict[str, Any]:
+        # _indices and _values: the methods without underscore refuse an uncoalesced tensor.
+        indices, values = value._indices(), value._values()
+        fault = sparse_fault(
+            indices, values, tuple(value.shape), coalesced=(coalesced := value.is_coalesced())
+        )
+        if fault:
+            raise _Refused(*fault)
+        return {
+            "indices": self._tensor(indices),
+            "values": self._tensor(values),
+            "shape": list(value.shape),
+            "coalesced": coalesced,
+        }
 
     def _array(self, value: np.ndarray[Any, Any]) -> dict[str, Any]:
         name = _numpy_name(value.dtype)
         shape = list(value.shape)
-        if len(shape) > MAX_DIMS:
-            raise _Refused(f"an array of {len(shape)} dimensions", f"at most {MAX_DIMS}")
-        return {"ndarray": self._number(array_bits(value, name)), "shape": shape, "dtype": name}
+        if expected := shape_expected(shape):
+            raise _Refused(f"an array of shape {shape}", expected)
+        bits = array_bits(value, name)
+        bits = booleans(bits) if name == "BOOL" else bits
+        return {"ndarray": self._number(bits), "shape": shape, "dtype": name}
 
 
 def _integer(value: int) -> Any:

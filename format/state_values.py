@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from recpoint.errors import MalformedObject
-from recpoint.format.dtypes import Dtype, array_bytes, item_bytes, torch_dtype
+from recpoint.format.dtypes import MAX_DIMS, Dtype, array_bytes, item_bytes, torch_dtype
 from recpoint.format.untrusted_json import brief, parse_json
 
 __all__ = [
@@ -19,6 +19,9 @@ __all__ = [
     "NUMPY_NAMES",
     "TORCH_NAMES",
     "array_bits",
+    "booleans",
+    "shape_expected",
+    "sparse_fault",
     "tensor_bits",
     "unflatten",
     "unflatten_keys",
@@ -61,6 +64,11 @@ NUMPY_NAMES: dict[str, str] = {
 _TORCH_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 _NUMPY_DTYPES = {name: np.dtype(text) for text, name in NUMPY_NAMES.items()}
 _BITS_OF: dict[str, Dtype] = {"U64": "I64", "U32": "I32", "U16": "I16"}
+
+#: Dimensions multiply to less, those of 0 counted as 1. For a sparse tensor nothing of its shape
+#: is allocated, and its bound is torch's own.
+_MAX_ELEMENTS_LOG2 = 60
+_MAX_SPARSE_ELEMENTS_LOG2 = 63
 
 _HEX_INTEGER = re.compile(r"-?0x[0-9a-f]+\Z")
 _HEX_BYTES = re.compile(r"(?:[0-9a-f]{2}){1,8}\Z")
@@ -142,10 +150,62 @@ def _parsed(tree_json: bytes, name: str, next_step: str) -> Any:
     )
 
 
+def shape_expected(shape: Sequence[int], *, sparse: bool = False) -> str:
+    """What a shape in a tree has to be (format §3.4), in words; empty: it is that."""
+    if len(shape) > MAX_DIMS:
+        return f"at most {MAX_DIMS} dimensions"
+    exponent = _MAX_SPARSE_ELEMENTS_LOG2 if sparse else _MAX_ELEMENTS_LOG2
+    elements = 1
+    for size in shape:
+        # An empty array's other dimensions count too: its strides must be computable.
+        elements *= max(size, 1)
+        if size < 0 or elements >= 2**exponent:
+            return f"dimensions from 0 that multiply to less than 2^{exponent}, 0 counted as 1"
+    return ""
+
+
+def sparse_fault(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], *, coalesced: bool
+) -> tuple[str, str] | None:
+    """What is wrong with the parts of a sparse COO tensor: what was found, and what is expected.
+
+    Bounds and order are checked since torch, told that they are good, believes it, and then reads
+    and writes wherever the indices point.
+
+    Args:
+        indices: int64 [sparse dimensions, entries].
+        values: [entries, dense dimensions ...].
+        shape: of the tensor.
+        coalesced: whether it says that its entries ascend.
+    """
+    sparse_dims, count = indices.shape
+    if values.shape != (count, *shape[sparse_dims:]) or sparse_dims > len(shape):
+        found = f"sparse indices {list(indices.shape)} and values {list(values.shape)}"
+        return found, f"those of a tensor of shape {list(shape)}"
+    bounds = torch.tensor(shape[:sparse_dims], dtype=torch.int64).reshape(-1, 1)
+    where = indices.cpu()
+    if bool(((where < 0) | (where >= bounds)).any()):
+        return "sparse indices out of bounds", f"within {list(shape)}"
+    if coalesced and not _ascends(where):
+        return "sparse indices that repeat or descend", "coalesced ones"
+    return None
+
+
 def tensor_bits(value: torch.Tensor, name: str) -> torch.Tensor:
     """`value` as the dtype its bits are stored as; shares its memory."""
     dtype = torch_dtype(_stored_dtype(name))
     return value if value.dtype == dtype else value.view(dtype)
+
+
+def booleans(bits: torch.Tensor) -> torch.Tensor:
+    """`bits` of dtype bool with the bytes 0 and 1 alone, which is what a chunk holds (format §3).
+
+    Memory that nobody has written, or a view of other bytes, has others, and they are true. On a
+    device they are not looked at, which training would wait for, but made anew.
+    """
+    raw = bits.view(torch.uint8)
+    clean = bits.is_cpu and (raw.numel() == 0 or int(raw.max()) <= 1)
+    return bits if clean else raw.ne(0)
 
 
 def array_bits(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:
@@ -269,7 +329,7 @@ class _Reader:
         if fields.keys() != {"indices", "values", "shape", "coalesced"}:
             self._refuse("sparse_coo", "indices, values, shape and coalesced")
         indices, values = self.value(fields["indices"]), self.value(fields["values"])
-        shape, coalesced = self._shape(fields["shape"]), fields["coalesced"]
+        shape, coalesced = self._shape(fields["shape"], sparse=True), fields["coalesced"]
         if (
             not isinstance(indices, torch.Tensor)
             or not isinstance(values, torch.Tensor)
@@ -280,31 +340,17 @@ class _Reader:
             self._refuse("sparse_coo", "dense tensors and a boolean")
         if indices.dtype != torch.int64 or indices.ndim != 2 or values.ndim < 1:
             self._refuse(f"sparse indices of {indices.dtype}, {indices.ndim}-D", "int64, 2-D")
-        sparse_dims, count = indices.shape
-        if values.shape != (count, *shape[sparse_dims:]) or sparse_dims > len(shape):
-            self._refuse(
-                f"sparse indices {list(indices.shape)} and values {list(values.shape)}",
-                f"those of a tensor of shape {list(shape)}",
-            )
-        # Bounds and order are checked here because torch, told that a tensor is coalesced,
-        # believes it, and then reads and writes wherever the indices point.
-        bounds = torch.tensor(shape[:sparse_dims], dtype=torch.int64).reshape(-1, 1)
-        where = indices.cpu()
-        if bool(((where < 0) | (where >= bounds)).any()):
-            self._refuse("sparse indices out of bounds", f"within {list(shape)}")
-        if coalesced and not _ascends(where):
-            self._refuse("sparse indices that repeat or descend", "coalesced ones")
+        if fault := sparse_fault(indices, values, shape, coalesced=coalesced):
+            self._refuse(*fault)
         return torch.sparse_coo_tensor(
             indices, values, shape, is_coalesced=coalesced, check_invariants=False
         )
 
-    def _shape(self, shape: Any) -> tuple[int, ...]:
+    def _shape(self, shape: Any, *, sparse: bool = False) -> tuple[int, ...]:
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             self._refuse(f"shape {brief(shape)}", "a list of integers")
-        try:
-            array_bytes("F64", tuple(shape))
-        except ValueError as error:
-            self._refuse(f"shape {brief(shape)}", f"a possible one ({str(error)[:120]})")
+        if expected := shape_expected(shape, sparse=sparse):
+            self._refuse(f"shape {brief(shape)}", expected)
         return tuple(shape)
 
     def _take(self, index: Any, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:

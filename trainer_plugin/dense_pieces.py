@@ -24,6 +24,7 @@ __all__ = [
     "form_of",
     "hold_pieces",
     "is_piece",
+    "layout_text",
     "lacks_some",
     "piece_of",
     "restored_like",
@@ -104,7 +105,9 @@ def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
         local, at = _local(here)
         if not local.numel():
             return
-        if isinstance(stored, Tensor):
+        if isinstance(stored, Tensor) and stored.is_sparse:
+            local.copy_(stored)  # never a piece, and nothing can be cut out of it
+        elif isinstance(stored, Tensor):
             box = tuple(slice(a, a + n) for a, n in zip(at, local.shape, strict=True))
             local.copy_(stored[box])
         else:
@@ -140,6 +143,13 @@ def form_of(stored: Stored) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(stored, Tensor):
         return tuple(stored.shape), stored.dtype
     return stored[0].shape, stored[0].tensor.dtype
+
+
+def layout_text(stored: Stored) -> str:
+    """How a sparse tensor lies in memory, as the end of a sentence on its shape; else empty."""
+    if not isinstance(stored, Tensor) or not stored.is_sparse:
+        return ""
+    return f", sparse in {stored.sparse_dim()} of its dimensions"
 
 
 def _local(here: Tensor) -> tuple[Tensor, tuple[int, ...]]:

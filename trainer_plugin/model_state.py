@@ -13,6 +13,7 @@ from recpoint.trainer_plugin.dense_pieces import (
     hold_pieces,
     is_piece,
     lacks_some,
+    layout_text,
     piece_of,
     write_into,
 )
@@ -157,4 +158,4 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 def _form(tensor: Stored) -> str:
     shape, dtype = form_of(tensor)
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{layout_text(tensor)}"

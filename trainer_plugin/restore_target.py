@@ -16,6 +16,7 @@ from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.dense_pieces import layout_text
 from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.rank_trees import nearest, optimizers_for, tree_for
@@ -233,10 +234,10 @@ class PartialTarget:
         here, there = self._state.model.tensors(), _dense(state)
         self._dense, found = resolve_dense(self._parts.dense, here, there)
         for new, old in self._dense.items():
-            if here[new].shape != there[old].shape or here[new].dtype != there[old].dtype:
+            model, stored = _dense_form(here[new]), _dense_form(there[old])
+            if model != stored:
                 found.append(
-                    f"{_renamed(new, old)} is {here[new].dtype} {list(here[new].shape)} in the "
-                    f"model and {there[old].dtype} {list(there[old].shape)} in the checkpoint"
+                    f"{_renamed(new, old)} is {model} in the model and {stored} in the checkpoint"
                 )
         if self._parts.optimizer_states == "carry":
             found += self._state.optimizers.carry_differences(
@@ -349,6 +350,10 @@ def _holds(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 def _values(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
+
+
+def _dense_form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}{layout_text(tensor)}"
 
 
 def _form(dtype: str, shape: tuple[int, ...]) -> str:

@@ -219,6 +219,125 @@ def test_sparse_tensors_keep_their_entries_as_they_are(coalesced: bool) -> None:
     assert found._indices().equal(sparse._indices()) and found._values().equal(sparse._values())
 
 
+def sparse(
+    indices: Any, shape: tuple[int, ...], *, coalesced: bool = False, dtype: Any = torch.float32
+) -> torch.Tensor:
+    """One of which nothing is checked; `indices` int [sparse dimensions, entries]."""
+    where = torch.tensor(indices, dtype=torch.int64)
+    values = torch.ones(where.shape[1], *shape[where.shape[0] :]).to(dtype)
+    return torch.sparse_coo_tensor(
+        where, values, shape, is_coalesced=coalesced, check_invariants=False
+    )
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same, entry by entry of a sparse one."""
+    if (one.layout, one.shape, one.dtype) != (other.layout, other.shape, other.dtype):
+        return False
+    if one.layout is torch.strided:
+        return one.equal(other)
+    return (
+        one.is_coalesced() == other.is_coalesced()
+        and one._indices().equal(other._indices())
+        and one._values().equal(other._values())
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2_000_000_000, 1_000_000_000), (2**62, 1), (2**31, 2**32 - 1), (1, 2**63 - 1)],
+    ids=str,
+)
+def test_a_sparse_tensor_may_have_any_shape_that_torch_lets_it_have(shape: tuple[int, int]) -> None:
+    tensor = sparse([[0, 0], [0, shape[1] - 1]], shape)
+    assert alike(back(tensor), tensor)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (sparse([[5, 1]], (10,), coalesced=True), "coalesced"),
+        (sparse([[1, 1]], (10,), coalesced=True), "coalesced"),
+        (sparse([[10]], (10,)), r"within \[10\]"),
+        (sparse([[-1]], (10,)), r"within \[10\]"),
+        (torch.empty(2**60, 0), "2^60"),
+        (torch.empty(0, 2**30, 2**30, dtype=torch.uint8), "2^60"),
+        (np.empty((2**60, 0), "u1"), "2^60"),
+        (torch.empty([1] * 33), "32 dimensions"),
+        (np.empty([1] * 33), "32 dimensions"),
+        (sparse([[0]] * 33, (1,) * 33), "32 dimensions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_reader_takes_is_refused_with_its_path(value: object, expected: str) -> None:
+    with pytest.raises(SettingsError, match=expected.replace("^", r"\^")) as caught:
+        flatten({"model": [value]})
+    assert caught.value.subject == 'state["model"][0]'
+
+
+SIZES = st.sampled_from([0, 1, 2, 3, 2**20, 2**30, 2**59, 2**60, 2**62, 2**63 - 1])
+SOME = st.sampled_from([0, 1, 2, 3])
+
+
+@st.composite
+def strange_tensors(draw: st.DrawFn) -> Any:
+    """Tensors and arrays of a few values, their shapes and indices as odd as torch allows."""
+    dtype = draw(st.sampled_from(DTYPES))
+    kind = draw(st.sampled_from(["few", "none", "array", "sparse"]))
+    if kind == "few":
+        count = draw(SOME)
+        return torch.randint(0, 2, (count, 2)).to(dtype)
+    try:
+        if kind != "sparse":
+            shape = draw(st.permutations([0, *draw(st.lists(SIZES, max_size=3))]))
+            return np.empty(shape, "i4") if kind == "array" else torch.empty(shape, dtype=dtype)
+        wide, narrow = draw(st.lists(SIZES, max_size=3)), draw(st.lists(SOME, max_size=2))
+        entries = draw(SOME)
+        at = [
+            [draw(st.sampled_from([0, 1, 2, max(size - 1, 0)])) for _ in range(entries)]
+            for size in wide
+        ]
+        where = torch.tensor(at, dtype=torch.int64).reshape(len(wide), entries)
+        return torch.sparse_coo_tensor(
+            where,
+            torch.randint(0, 2, (entries, *narrow)).to(dtype),
+            (*wide, *narrow),
+            is_coalesced=draw(st.booleans()),
+            check_invariants=False,
+        )
+    except (RuntimeError, ValueError):  # no tensor, no array has that shape
+        return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(strange_tensors())
+def test_what_flatten_takes_comes_back(value: Any) -> None:
+    try:
+        text, tensors = flatten([value])
+    except SettingsError as error:
+        assert error.subject == "state[0]"
+        return
+    found = unflatten(text, tensors)[0]
+    if isinstance(value, torch.Tensor):
+        assert alike(found, value)
+    elif isinstance(value, np.ndarray):
+        assert found.shape == value.shape and found.dtype == value.dtype
+    else:
+        assert found is None
+
+
+def test_booleans_have_the_bytes_0_and_1() -> None:
+    raw = torch.tensor([[0, 1, 2], [3, 0, 255]], dtype=torch.uint8)
+    want = [[False, True, True], [True, False, True]]
+    for value in (raw.view(torch.bool), raw.numpy().view(np.bool_), raw.view(torch.bool).t()):
+        text, tensors = flatten(value)
+        assert int(tensors[0].view(torch.uint8).max()) == 1
+        found = unflatten(text, tensors)
+        assert (found.T if tuple(found.shape) == (3, 2) else found).tolist() == want
+    own = torch.tensor([True, False])
+    assert flatten(own)[1][0].data_ptr() == own.data_ptr()
+
+
 def test_an_empty_sparse_tensor() -> None:
     sparse = torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (5,), check_invariants=True
@@ -403,6 +522,10 @@ ONE = [torch.zeros(2)]
         (node({"sparse_coo": SPARSE | {"coalesced": True}}), [torch.tensor([1, 1]), *ONE]),
         (node({"sparse_coo": SPARSE | {"coalesced": True}}), [torch.tensor([1, 0]), *ONE]),
         (node({"sparse_coo": SPARSE | {"values": None}}), [torch.tensor([1, 0])]),
+        (node({"sparse_coo": SPARSE | {"shape": [2**63]}}), [torch.tensor([0, 1]), *ONE]),
+        (node({"sparse_coo": SPARSE | {"shape": [2**70]}}), [torch.tensor([0, 1]), *ONE]),
+        (node({"sparse_coo": SPARSE | {"shape": [0, 2**62, 2]}}), [torch.tensor([0, 1]), *ONE]),
+        (node(F | {"shape": [2**60, 0]}), [torch.zeros(0)]),
         (b'{"list": [' * 60 + b"]}" * 60, []),
     ],
 )
