@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.elapsed import Clocks, stamp_now
 from recpoint.catalog.run import Run
-from recpoint.errors import FormatError, ObjectNotFound, StoreError
+from recpoint.errors import ForeignObject, FormatError, ObjectNotFound, StoreError
 from recpoint.format.naming import LEASES_PREFIX, lease_key, parse_lease_key
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
 from recpoint.format.retention_records import MAX_LEASE_SECONDS, Lease
@@ -185,7 +186,23 @@ def adopt(run: Run, held: Held) -> None:
 
 
 def _read(run: Run, key: str) -> Lease:
-    data = run.store.get(key, max_bytes=MAX_RECORD_BYTES)
-    return unpack_record(
-        Lease, data, name=key, next_step="nothing: it is removed when it has expired"
-    )
+    """A lease, fully checked.
+
+    Raises:
+        ObjectNotFound: there is none any more.
+        FormatError: it is damaged, or of another run or owner: what it covers is not known.
+    """
+    next_step = "nothing: it is removed when it has expired"
+
+    def parse(data: bytes) -> Lease:
+        lease = unpack_record(Lease, data, name=key, next_step=next_step)
+        if lease.run != run.id or lease_key(lease.owner) != key:
+            raise ForeignObject(
+                key,
+                found=f"a lease of owner {lease.owner}, run {lease.run}",
+                expected=f"what its key says, of run {run.id}",
+                next_step=next_step,
+            )
+        return lease
+
+    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)

@@ -14,6 +14,7 @@ from recpoint.catalog.create_only import create_or_read
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.errors import (
+    ForeignObject,
     FormatError,
     NonFiniteValue,
     NothingToRestore,
@@ -27,6 +28,7 @@ from recpoint.format.naming import (
     EXPIRED_PREFIX,
     METRICS_PREFIX,
     PINS_PREFIX,
+    NamedCheckpoint,
     is_label,
     metric_key,
     parse_expired_key,
@@ -40,6 +42,7 @@ from recpoint.format.retention_records import Deletion, Metric, Pin
 
 __all__ = [
     "DEFAULT_NAME",
+    "hold",
     "pin",
     "pinned",
     "read_deletion",
@@ -53,8 +56,6 @@ __all__ = [
 #: What a pin is called when nobody names it.
 DEFAULT_NAME = "pin"
 
-_NEXT_STEP = "recpoint list URL"
-
 
 def pin(
     run: Run,
@@ -66,6 +67,29 @@ def pin(
 ) -> Pin:
     """Keep a checkpoint until `unpin`; it holds once this returns (format §6.6).
 
+    Args: see `hold`.
+
+    Returns:
+        The pin, or the one of that name that was there.
+
+    Raises:
+        FormatError: of that name there is one that cannot be read; it counts all the same.
+        SettingsError, ObjectNotFound, ChainError, FormatError, RetentionRefused: see `hold`.
+    """
+    wish, created = hold(run, name, label=label, who=who, why=why)
+    return wish if created else read_pin(run, name, label)
+
+
+def hold(
+    run: Run,
+    name: ManifestName,
+    *,
+    label: str,
+    who: str | None = None,
+    why: str = "",
+) -> tuple[Pin, bool]:
+    """Keep a checkpoint, whatever a pin of that name says that is there: it counts by its key.
+
     Args:
         run: whose checkpoint it is.
         name: the checkpoint; its whole chain is kept with it.
@@ -74,7 +98,7 @@ def pin(
         why: for people.
 
     Returns:
-        The pin, or the one of that name that was there.
+        The pin as it was wished for, and whether that is what is stored: False, one was there.
 
     Raises:
         SettingsError: a label that no key can hold.
@@ -107,7 +131,7 @@ def pin(
         manifest = parse_expired_key(info.key)
         if manifest is not None and _checkpoint_of(manifest) in members:
             run.store.delete(info.key)
-    return wish if there is None else read_pin(run, name, label)
+    return wish, there is None
 
 
 def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
@@ -145,12 +169,22 @@ def read_pin(run: Run, name: ManifestName, label: str) -> Pin:
 
     Raises:
         ObjectNotFound: there is none.
-        FormatError: it cannot be read; it counts all the same.
+        FormatError: it cannot be read, or is of another run, checkpoint or name; it counts all the
+            same.
     """
     key = pin_key(name.step, name.generation, label)
+    next_step = f"recpoint unpin {run.url} {name.step} --name {label}, and pin it again"
 
     def parse(data: bytes) -> Pin:
-        return unpack_record(Pin, data, name=key, next_step=_NEXT_STEP)
+        record = unpack_record(Pin, data, name=key, next_step=next_step)
+        if (record.run, _named(record.checkpoint), record.name) != (run.id, name, label):
+            raise ForeignObject(
+                key,
+                found=f"pin {record.name} of {record.checkpoint}, run {record.run}",
+                expected=f"what its key says, of run {run.id}",
+                next_step=next_step,
+            )
+        return record
 
     return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
 
@@ -188,14 +222,29 @@ def read_metrics(run: Run, wanted: Iterable[str]) -> dict[str, dict[ManifestName
         if named is None or named.name not in found:
             continue
         try:
-            data = run.store.get(info.key, max_bytes=MAX_RECORD_BYTES)
-            metric = unpack_record(Metric, data, name=info.key, next_step=_NEXT_STEP)
+            found[named.name][ManifestName(named.step, named.generation)] = _value(run, named)
         except (FormatError, ObjectNotFound):
             continue
-        name = ManifestName(named.step, named.generation)
-        if metric.run == run.id and _named(metric.checkpoint) == name:
-            found[named.name][name] = float.fromhex(metric.value)
     return found
+
+
+def _value(run: Run, named: NamedCheckpoint) -> float:
+    key = metric_key(*named)
+    next_step = f"recpoint metric {run.url} {named.step} {named.name}=NUMBER"
+
+    def parse(data: bytes) -> float:
+        record = unpack_record(Metric, data, name=key, next_step=next_step)
+        of = record.checkpoint
+        if (record.run, of.step, of.generation, record.name) != (run.id, *named):
+            raise ForeignObject(
+                key,
+                found=f"{record.name} of {of}, run {record.run}",
+                expected=f"what its key says, of run {run.id}",
+                next_step=next_step,
+            )
+        return float.fromhex(record.value)
+
+    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
 
 
 def read_deletion(run: Run) -> Deletion | None:

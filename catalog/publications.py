@@ -117,7 +117,9 @@ def publish(
                 next_step=f"recpoint publish {run.url} --step {name.step} --release, or without a "
                 "step for the newest",
             )
-        pin = pins.pin(run, name, label=f"published-{number:08d}", who=who, why=why)
+        label = f"published-{number:08d}"
+        # Whatever a pin of that name says that is there: its key keeps the checkpoint.
+        pin, _ = pins.hold(run, name, label=label, who=who, why=why)
         record = Publication(
             run=run.id,
             number=number,

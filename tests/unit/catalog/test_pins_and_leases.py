@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from recpoint.catalog.store import open_store
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
     ChainError,
+    ForeignObject,
     NothingToRestore,
     ObjectNotFound,
     RetentionRefused,
@@ -30,9 +32,12 @@ from recpoint.format.naming import (
     DELETION_KEY,
     expired_key,
     lease_key,
+    metric_key,
     pin_key,
 )
+from recpoint.format.records import pack_record
 from recpoint.format.retention_records import Stamp
+from recpoint.testing.faults import Fault, FaultStore
 from tests.interposed_store import InterposedStore, unavailable
 from tests.polling import until
 from tests.retained_run import (
@@ -96,6 +101,22 @@ class TestPins:
 
     def test_one_that_cannot_be_read_counts(self, run: Run) -> None:
         run.store.put(pin_key(30, 1, "pin"), b"damaged")
+        assert planned(run).mark == ()
+
+    @pytest.mark.parametrize(
+        "wrong", [{"name": "other"}, {"checkpoint": 10}, {"run": "f" * 32}], ids=lambda w: min(w)
+    )
+    def test_one_that_says_what_its_key_does_not_counts_and_is_refused(
+        self, run: Run, wrong: dict[str, object]
+    ) -> None:
+        made = pins.pin(run, ManifestName(30, 1), label="release")
+        if "checkpoint" in wrong:
+            wrong = {"checkpoint": run.manifest(10, 1).ref}
+        run.store.put(pin_key(30, 1, "release"), pack_record(made.model_copy(update=wrong)))
+        with pytest.raises(ForeignObject, match="what its key says") as refused:
+            pins.read_pin(run, ManifestName(30, 1), "release")
+        assert f"recpoint unpin {run.url} 30 --name release" in refused.value.next_step
+        assert pins.pinned(run) == {ManifestName(30, 1): ("release",)}
         assert planned(run).mark == ()
 
     def test_one_of_no_checkpoint_is_told_and_left(self, run: Run) -> None:
@@ -163,6 +184,27 @@ class TestPins:
         with pytest.raises((ObjectNotFound, ChainError)):
             pins.pin(Run.open(InterposedStore(run.store, before=delete)), ManifestName(10, 1))
         require_tidy(run, [40, 50])
+
+
+class TestMetrics:
+    """What was measured counts for the checkpoint and under the name that the key has."""
+
+    @pytest.mark.parametrize(
+        "to", [metric_key(10, 1, "loss"), metric_key(20, 1, "auc"), metric_key(20, 1, "loss")]
+    )
+    def test_one_under_anothers_key_is_left_out(self, run: Run, to: str) -> None:
+        pins.record_metric(run, ManifestName(10, 1), "auc", 0.75)
+        data = run.store.get(metric_key(10, 1, "auc"), max_bytes=1 << 20)
+        run.store.put(to, data)
+        assert pins.read_metrics(run, ["loss", "auc"]) == {
+            "loss": {},
+            "auc": {ManifestName(10, 1): 0.75},
+        }
+
+    def test_a_bit_that_flips_on_the_way_loses_none(self, run: Run) -> None:
+        pins.record_metric(run, ManifestName(10, 1), "auc", 0.75)
+        store = FaultStore(run.store, [Fault.flip(key_contains="metrics/")])
+        assert pins.read_metrics(Run.open(store), ["auc"]) == {"auc": {ManifestName(10, 1): 0.75}}
 
 
 class TestLeases:
@@ -263,6 +305,32 @@ class TestLeases:
         assert planned(run).held[0].startswith("unreadable")
         age_file(run, key, 8 * 24 * HOUR)
         assert planned(run).expired_leases == (key,)
+
+    @pytest.mark.parametrize("wrong", ["run", "owner"])
+    def test_one_of_another_run_or_owner_covers_nobody_knows_what(
+        self, run: Run, wrong: str
+    ) -> None:
+        """Honoured like one that cannot be read, not for what it says, nor for as long."""
+        lease = leases.HeldLease(run, purpose="restore", covers=[], ttl_seconds=3600)
+        lease.renew()
+        (found,) = leases.look(run, Clocks.read())
+        assert found.lease is not None and found.covers == ()
+        run.store.put(
+            found.key, pack_record(found.lease.model_copy(update={wrong: secrets.token_hex(16)}))
+        )
+        (foreign,) = leases.look(run, Clocks.read())
+        assert foreign.alive and foreign.covers is None and foreign.lease is None
+        assert foreign.who.startswith("unreadable: a lease of owner")
+        retain(run)
+        assert planned(run).held
+        age_file(run, found.key, 8 * 24 * HOUR)
+        assert planned(run).expired_leases == (found.key,)
+
+    def test_a_bit_that_flips_on_the_way_makes_no_lease_unreadable(self, run: Run) -> None:
+        leases.HeldLease(run, purpose="restore", covers=[])
+        store = FaultStore(run.store, [Fault.flip(key_contains="leases/")])
+        (found,) = leases.look(Run.open(store), Clocks.read())
+        assert found.lease is not None and found.covers == ()
 
     def test_who_may_not_write_reads_without(self, run: Run) -> None:
         def refuse(call: str, key: str) -> None:

@@ -22,7 +22,8 @@ from recpoint.catalog.retention_rules import RetentionPolicy
 from recpoint.catalog.run import Run
 from recpoint.catalog.sweep import plan_sweep
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, RetentionRefused
-from recpoint.format.naming import MAX_PUBLICATION, publication_key
+from recpoint.format.naming import MAX_PUBLICATION, pin_key, publication_key
+from recpoint.format.records import pack_record
 from tests.catalog_builder import new_run, tables
 from tests.consolidation import name_of, spoil, trained
 from tests.fault.retention_lives import retain_once
@@ -55,6 +56,21 @@ def test_the_highest_number_counts_and_its_pin_moves(run: Run) -> None:
     found = newest_publication(run)
     assert found == back.record and publication_numbers(run) == [1, 2, 3]
     assert not publish(run, at(2)).created and publication_numbers(run) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("there", ["of another checkpoint", "damaged"])
+def test_what_is_asked_for_is_published_whatever_a_pin_of_that_name_says(
+    run: Run, there: str
+) -> None:
+    made = pins.pin(run, at(1), label="published-00000001")
+    data = pack_record(made) if there == "of another checkpoint" else b"damaged"
+    run.store.put(pin_key(3, 1, "published-00000001"), data)
+    done = publish(run, at(3), who="ana")
+    assert done.record.checkpoint == run.manifest(3, 1).ref and done.record.who == "ana"
+    assert newest_publication(run) == done.record
+    assert published_pins(run) == {3: ("published-00000001",)}
+    publish(run, at(4))
+    assert published_pins(run) == {4: ("published-00000002",)}
 
 
 def test_one_that_is_held_is_replaced_only_by_who_says_so(run: Run) -> None:
