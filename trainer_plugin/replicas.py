@@ -162,6 +162,8 @@ class Replicas:
 def _total(tensors: Iterable[Tensor]) -> float:
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor.detach()._values()  # public for coalesced ones only
         if tensor.is_floating_point() and tensor.numel():
             flat = tensor.detach().flatten()
             sample = flat[:: -(-flat.numel() // _SAMPLE)].to(torch.float64)

@@ -23,6 +23,7 @@ def tensors() -> dict[str, Tensor]:
         "none": torch.empty(0, 4),
         "scalar": torch.tensor(0.5),
         "top": 0.01 * torch.randn(64, generator=generator),
+        "sparse": torch.sparse_coo_tensor([[0, 2], [1, 0]], [1.5, -2.0], (3, 10**9)),
     }
 
 
@@ -55,6 +56,10 @@ def no_longer_zero(found: dict[str, Tensor]) -> None:
     found["zeros"][0, 0] = 1e-3
 
 
+def other_sparse_value(found: dict[str, Tensor]) -> None:
+    found["sparse"] = found["sparse"] * 2
+
+
 def diverged(found: dict[str, Tensor]) -> None:
     found["norm"][0] = torch.nan
 
@@ -68,6 +73,7 @@ def diverged(found: dict[str, Tensor]) -> None:
         (scaled, False),
         (other_scalar, False),
         (no_longer_zero, False),
+        (other_sparse_value, False),
         (diverged, False),
     ],
 )
