@@ -6,7 +6,7 @@ import getpass
 import math
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from recpoint.catalog.chain import resolve_chain
 from recpoint.catalog.checked_read import read_checked
@@ -212,8 +212,16 @@ def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> No
     run.store.put(metric_key(name.step, name.generation, metric), pack_record(record))
 
 
-def read_metrics(run: Run, wanted: Iterable[str]) -> dict[str, dict[ManifestName, float]]:
-    """Values of the metrics `wanted`, by metric and checkpoint; what cannot be read is left out."""
+def read_metrics(
+    run: Run, wanted: Iterable[str], *, of: Container[ManifestName]
+) -> dict[str, dict[ManifestName, float]]:
+    """Values of the metrics `wanted`, by metric and checkpoint; what cannot be read is left out.
+
+    Args:
+        run: the run.
+        wanted: names of metrics.
+        of: the checkpoints that are there; what is left of others is not read.
+    """
     found: dict[str, dict[ManifestName, float]] = {metric: {} for metric in wanted}
     if not found:
         return found
@@ -221,8 +229,11 @@ def read_metrics(run: Run, wanted: Iterable[str]) -> dict[str, dict[ManifestName
         named = parse_metric_key(info.key)
         if named is None or named.name not in found:
             continue
+        name = ManifestName(named.step, named.generation)
+        if name not in of:
+            continue
         try:
-            found[named.name][ManifestName(named.step, named.generation)] = _value(run, named)
+            found[named.name][name] = _value(run, named)
         except (FormatError, ObjectNotFound):
             continue
     return found

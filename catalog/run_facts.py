@@ -83,7 +83,7 @@ def gather(
             for held in leases
             for ref in held.covers or ()
         },
-        metrics=read_metrics(run, metrics),
+        metrics=read_metrics(run, metrics, of=there),
         verdicts=_opinions(run),
         unreadable=unreadable,
         lost=run.lost_generations((form.name.generation for form in forms), listed=numbers),

@@ -26,6 +26,7 @@ from recpoint.format.naming import (
     parse_consolidated_key,
     parse_generation_key,
     parse_manifest_key,
+    parse_metric_key,
     parse_part_key,
     parse_pin_key,
     parse_rejections_key,
@@ -68,7 +69,8 @@ class SweepPlan:
 
     Attributes:
         prefixes: attempts with chunks or parts to remove.
-        objects: those, what killed probes left behind, and validations of no checkpoint.
+        objects: those, what killed probes left behind, and validations and metrics of checkpoints
+            that are gone.
         unfinished: temporary files and multipart uploads to remove.
         kept: attempts whose unnamed chunks stay.
         lost: why some of those stay: checkpoints whose manifests are gone are needed, and a person
@@ -157,7 +159,7 @@ def plan_sweep(
     chunks: dict[AttemptName, list[ObjectInfo]] = {}
     objects: list[SweptObject] = []
     parts: dict[AttemptName, list[ObjectInfo]] = {}
-    validations: list[ObjectInfo] = []
+    said: list[tuple[ObjectInfo, ManifestName]] = []
     pins: dict[ManifestName, list[str]] = {}
     young = 0
     unrecognised: list[str] = []
@@ -174,8 +176,8 @@ def plan_sweep(
                 objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
             else:
                 young += 1
-        elif parse_validation_key(info.key) is not None:
-            validations.append(info)
+        elif (of := _said_of(info.key)) is not None:
+            said.append((info, of))
         elif (pin := parse_pin_key(info.key)) is not None:
             pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
         elif not _is_record(info.key):
@@ -183,13 +185,11 @@ def plan_sweep(
     named = NamedChunks(run, spare_newest=spare_newest, pins=pins)
     named.look(on_step)
     there = run.representations()
-    for info in validations:
-        of = parse_validation_key(info.key)
-        name = ManifestName(*of[:2]) if of else None
-        if name is None or name in there or named.unreadable or named.lost.why_needed(name):
+    for info, of in said:
+        if of in there or named.unreadable or named.lost.why_needed(of):
             continue
         if _is_old((info,), now_ms, grace_seconds):
-            why = "validates a checkpoint that has no manifest"
+            why = f"is of {of}, which has no manifest"
             objects.append(SweptObject(info.key, info.size_bytes, why))
         else:
             young += 1
@@ -328,6 +328,12 @@ def _why_needed(named: NamedChunks, attempt: AttemptName) -> str:
 def _is_old(infos: Iterable[ObjectInfo], now_ms: int, grace_seconds: float) -> bool:
     """Whether all were last modified before the grace period; a time in the future is young."""
     return all(now_ms - info.modified_ms >= grace_seconds * 1000 for info in infos)
+
+
+def _said_of(key: str) -> ManifestName | None:
+    """Of which checkpoint a validation or a metric is; None for other keys."""
+    found = parse_validation_key(key) or parse_metric_key(key)
+    return None if found is None else ManifestName(found.step, found.generation)
 
 
 def _is_record(key: str) -> bool:

@@ -70,6 +70,7 @@ def texts(report: CheckReport, severity: str) -> list[str]:
 
 def test_what_a_lost_manifest_has_named_stays_until_it_is_back(run: Run) -> None:
     record(run, validate(run, ManifestName(10, 1), level="full"))
+    pins.record_metric(run, ManifestName(10, 1), "auc", 0.5)
     before = keys(run)
     attempt = run.manifest(10, 1).attempt
     lost = lose(run, manifest_key(10, 1))

@@ -16,6 +16,7 @@ from recpoint.catalog.elapsed import Clocks
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.prune import PruneResult, execute
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_facts import gather
 from recpoint.catalog.store import open_store
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import (
@@ -32,6 +33,7 @@ from recpoint.format.naming import (
     DELETION_KEY,
     expired_key,
     lease_key,
+    manifest_key,
     metric_key,
     pin_key,
 )
@@ -196,7 +198,7 @@ class TestMetrics:
         pins.record_metric(run, ManifestName(10, 1), "auc", 0.75)
         data = run.store.get(metric_key(10, 1, "auc"), max_bytes=1 << 20)
         run.store.put(to, data)
-        assert pins.read_metrics(run, ["loss", "auc"]) == {
+        assert pins.read_metrics(run, ["loss", "auc"], of=run.manifest_names()) == {
             "loss": {},
             "auc": {ManifestName(10, 1): 0.75},
         }
@@ -204,7 +206,26 @@ class TestMetrics:
     def test_a_bit_that_flips_on_the_way_loses_none(self, run: Run) -> None:
         pins.record_metric(run, ManifestName(10, 1), "auc", 0.75)
         store = FaultStore(run.store, [Fault.flip(key_contains="metrics/")])
-        assert pins.read_metrics(Run.open(store), ["auc"]) == {"auc": {ManifestName(10, 1): 0.75}}
+        found = pins.read_metrics(Run.open(store), ["auc"], of=run.manifest_names())
+        assert found == {"auc": {ManifestName(10, 1): 0.75}}
+
+    def test_those_of_deleted_checkpoints_are_not_read_and_go_with_the_chunks(
+        self, run: Run
+    ) -> None:
+        for step in steps(run):
+            pins.record_metric(run, ManifestName(step, 1), "auc", 0.5)
+            pins.record_metric(run, ManifestName(step, 1), "loss", 0.5)
+        kept = {metric_key(step, 1, name) for step in (40, 50) for name in ("auc", "loss")}
+        run.store.delete(manifest_key(30, 1))  # nothing stands on it
+        store = InterposedStore(run.store)
+        facts = gather(Run.open(store), metrics=["auc"])
+        assert facts.metrics["auc"].keys() == {ManifestName(s, 1) for s in (10, 20, 40, 50)}
+        read = {key for call, key in store.calls if call == "get" and key.startswith("metrics/")}
+        assert read == {metric_key(step, 1, "auc") for step in (10, 20, 40, 50)}
+        retain(run)
+        retain(run)
+        assert {key for key in keys(run) if key.startswith("metrics/")} == kept
+        assert steps(run) == [40, 50]
 
 
 class TestLeases:

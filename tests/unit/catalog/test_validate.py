@@ -12,6 +12,7 @@ from recpoint.catalog.check import check
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import read_chunk, read_rows
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.pins import read_metrics, record_metric
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.sampled_rows import read_samples
@@ -21,7 +22,7 @@ from recpoint.catalog.validations import read_record, records_of, verdicts
 from recpoint.errors import ObjectNotFound, SettingsError, StoreUnavailable
 from recpoint.format.chunk import Section
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key, validation_key
+from recpoint.format.naming import manifest_key, metric_key, validation_key
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import copy_run, new_run
 from tests.interposed_store import InterposedStore
@@ -52,6 +53,9 @@ def manifests(built: tuple[Run, list[Manifest]]) -> list[Manifest]:
 @pytest.fixture
 def run(built: tuple[Run, list[Manifest]], tmp_path: Path) -> Run:
     return copy_run(built[0], tmp_path / "run")
+
+
+SAID = ("validations/", "metrics/")
 
 
 def change_unsampled_code(run: Run, manifest: Manifest) -> None:
@@ -384,17 +388,33 @@ def test_wrong_settings(run: Run) -> None:
         validate(run, ManifestName(31, 1), level="metadata")
 
 
-def test_a_sweep_removes_records_of_checkpoints_that_are_gone(run: Run) -> None:
+def test_a_sweep_removes_what_was_said_of_checkpoints_that_are_gone(run: Run) -> None:
     kept, gone = (record(run, at(run, step, "metadata")) for step in (10, 30))
+    for step in (10, 30):
+        record_metric(run, ManifestName(step, 1), "auc", 0.5)
     run.store.delete(manifest_key(30, 1))
-    assert not any("validations/" in finding.key for finding in check(run).findings)
+    assert not any(f.key.startswith(SAID) for f in check(run).findings)
     young = plan_sweep(run, grace_seconds=3600)
-    assert young.unrecognised == () and not any("valid" in o.key for o in young.objects)
+    assert young.unrecognised == () and not any(o.key.startswith(SAID) for o in young.objects)
+    assert young.young == 2
     plan = plan_sweep(run, grace_seconds=0)
-    assert [o.key for o in plan.objects if "valid" in o.key] == [validation_key(gone)]
+    said = [(o.key, o.reason) for o in plan.objects if o.key.startswith(SAID)]
+    why = "is of step 30 (generation 1), which has no manifest"
+    assert said == [(metric_key(30, 1, "auc"), why), (validation_key(gone), why)]
     execute(run, plan)
     assert verdicts(run).keys() == {ManifestName(10, 1)}
     assert read_record(run, kept).level == "metadata"
+    there = run.manifest_names()
+    assert read_metrics(run, ["auc"], of=there) == {"auc": {ManifestName(10, 1): 0.5}}
+    assert not list(run.store.list(metric_key(30, 1, "auc")))
+
+
+def test_while_a_manifest_cannot_be_read_nothing_that_was_said_goes(run: Run) -> None:
+    record_metric(run, ManifestName(30, 1), "auc", 0.5)
+    record(run, at(run, 30, "metadata"))
+    run.store.delete(manifest_key(30, 1))
+    run.store.put(manifest_key(20, 1), b"damaged")
+    assert not any(o.key.startswith(SAID) for o in plan_sweep(run, grace_seconds=0).objects)
 
 
 def test_a_lost_sample_is_a_warning_of_a_check(run: Run, manifests: list[Manifest]) -> None:
