@@ -29,6 +29,7 @@ __all__ = [
     "PassedOver",
     "blamed",
     "check_link",
+    "check_with_own",
     "has_chunk_of",
     "read_with_chain",
     "resolve_chain",
@@ -126,7 +127,8 @@ def _walk(
     if read is not None:
         return _Walk(read, avoid).chain(name, there)
     with ManifestsAhead(run, line, there, avoid) as ahead:
-        return _Walk(ahead.read, avoid).chain(name, there)
+        # What is asked for beside the chain says nothing of what comes next in it.
+        return _Walk(ahead.read, avoid, run.read_manifest).chain(name, there)
 
 
 def read_with_chain(
@@ -188,9 +190,15 @@ def has_chunk_of(manifest: Manifest, error: RecpointError) -> bool:
 class _Walk:
     """From a checkpoint to a full, turning back where a representation leads nowhere."""
 
-    def __init__(self, read: Callable[[Representation], Manifest], avoid: Collection[str]) -> None:
+    def __init__(
+        self,
+        read: Callable[[Representation], Manifest],
+        avoid: Collection[str],
+        read_own: Callable[[Representation], Manifest] | None = None,
+    ) -> None:
         self._read = read
         self._avoid = avoid
+        self._read_own = read_own or read
 
     def chain(self, name: ManifestName, there: _There) -> Chain:
         """The first chain found; see `resolve_chain` for the errors, of which it is the first."""
@@ -236,7 +244,9 @@ class _Walk:
 
     def _link(self, choice: Representation, child: Manifest | None) -> Manifest:
         if child is None:
-            return self._read(choice)
+            found = self._read(choice)
+            check_with_own(found, self._read_own)
+            return found
         try:
             found = self._read(choice)
         except ObjectNotFound as error:
@@ -247,6 +257,35 @@ class _Walk:
 
 def _choices(name: ManifestName, there: _There) -> Sequence[Representation]:
     return (*there.get(name, ()), Representation(name))
+
+
+def check_with_own(manifest: Manifest, read: Callable[[Representation], Manifest]) -> None:
+    """Whether a consolidated manifest says of its checkpoint what the own one does (format §4, I6).
+
+    Of a parent `check_link` shows it, by what its child says.
+
+    Args:
+        manifest: any representation; there is nothing to compare where the own one is not good.
+        read: reads a manifest.
+
+    Raises:
+        ChainError: it does not.
+    """
+    one = Representation.of(manifest)
+    if one.form == "own":
+        return
+    try:
+        own = read(Representation(one.name))
+    except (FormatError, ObjectNotFound):
+        return
+    about = (manifest.ref, manifest.links, manifest.tables, manifest.ranks)
+    if about != (own.ref, own.links, own.tables, own.ranks):
+        raise ChainError(
+            one.key,
+            found="another attempt, other links or other tables than the checkpoint's own manifest",
+            expected=f"the same as {Representation(one.name).key} says",
+            next_step="remove the consolidated manifest; nothing is lost with it",
+        )
 
 
 def check_link(child: Manifest, parent: Manifest) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from recpoint.catalog.chain import DAMAGE, check_link
+from recpoint.catalog.chain import DAMAGE, check_link, check_with_own
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, unwatched
@@ -104,7 +104,7 @@ class RepresentationGraph:
         follows = self._follows[one] = []
         if not isinstance(manifest, Manifest):
             return manifest
-        contradiction = self._contradiction(one, manifest)
+        contradiction = self._contradiction(manifest)
         if contradiction is not None or manifest.parent is None:
             return contradiction
         first: Damage | None = None
@@ -129,17 +129,17 @@ class RepresentationGraph:
             next_step="restore another checkpoint: recpoint list URL",
         )
 
-    def _contradiction(self, one: Representation, manifest: Manifest) -> ChainError | None:
+    def _contradiction(self, manifest: Manifest) -> ChainError | None:
         """Where a consolidated manifest says other things of its checkpoint than its own (I6)."""
-        own = self.read(Representation(one.name)) if one.form != "own" else None
-        if not isinstance(own, Manifest):
-            return None
-        about = (manifest.ref, manifest.links, manifest.tables, manifest.ranks)
-        if about == (own.ref, own.links, own.tables, own.ranks):
-            return None
-        return ChainError(
-            one.key,
-            found="another attempt, other links or other tables than the checkpoint's own manifest",
-            expected=f"the same as {Representation(one.name).key} says",
-            next_step="remove the consolidated manifest; nothing is lost with it",
-        )
+
+        def read(own: Representation) -> Manifest:
+            found = self.read(own)
+            if not isinstance(found, Manifest):
+                raise found
+            return found
+
+        try:
+            check_with_own(manifest, read)
+        except ChainError as error:
+            return error
+        return None

@@ -6,7 +6,7 @@ from typing import Literal
 
 from recpoint.catalog.chain import check_link
 from recpoint.catalog.create_only import create_or_read
-from recpoint.catalog.lineage import Representation, next_step_of_lost
+from recpoint.catalog.lineage import ManifestName, Representation, next_step_of_lost
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_record import read_run_record
 from recpoint.errors import (
@@ -77,6 +77,10 @@ def commit(
         if _is_there(run, manifest):
             return "already"
         raise
+    if run.consolidated(of=ManifestName(manifest.step, manifest.generation)):
+        # It exists; its own manifest, if it had one, may have been let go of (format §6.6).
+        _check_ours(manifest, run.manifest(manifest.step, manifest.generation))
+        return "already"
     data = manifest_bytes(
         manifest, next_step="fewer tables or ranks: each rank stores a chunk or more of each table"
     )

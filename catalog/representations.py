@@ -26,7 +26,7 @@ class StoredManifest(NamedTuple):
         taken_ms: when the checkpoint was cut, by its trainer's clock.
         modified_ms: when this manifest was written, by the store's clock.
         stored_bytes: bytes of its chunks.
-        whole: all its chunks are there in their lengths.
+        whole: all its chunks are there in their lengths, and it contradicts no other manifest.
         base: the full that its chain starts from; None for a full.
     """
 

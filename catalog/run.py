@@ -183,9 +183,12 @@ class Run:
         found = [Representation(ManifestName(*name)) for name in own if name is not None]
         return by_checkpoint([*found, *self._consolidated(CONSOLIDATED_PREFIX)])
 
-    def consolidated(self) -> dict[ManifestName, list[Representation]]:
-        """The consolidated manifests alone, as `representations`; one listing."""
-        return by_checkpoint(self._consolidated(CONSOLIDATED_PREFIX))
+    def consolidated(
+        self, *, of: ManifestName | None = None
+    ) -> dict[ManifestName, list[Representation]]:
+        """The consolidated manifests alone, as `representations`, or those of one; one listing."""
+        prefix = CONSOLIDATED_PREFIX if of is None else consolidated_prefix(*of)
+        return by_checkpoint(self._consolidated(prefix))
 
     def _consolidated(self, prefix: str) -> list[Representation]:
         found = (parse_consolidated_key(info.key) for info in self.store.list(prefix))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from recpoint.catalog.chain import check_with_own
 from recpoint.catalog.leases import Held
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.pins import pinned, read_metrics
@@ -13,7 +14,7 @@ from recpoint.catalog.representations import Opinion, RunFacts, StoredManifest
 from recpoint.catalog.run import Run
 from recpoint.catalog.store_contract import ObjectInfo
 from recpoint.catalog.validations import verdicts
-from recpoint.errors import FormatError, ObjectNotFound
+from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
 
 __all__ = ["OnStep", "gather", "unwatched"]
@@ -59,7 +60,8 @@ def gather(
 
     def read(form: Representation) -> StoredManifest | str | None:
         try:
-            return _stored(form.key, run.read_manifest(form), infos)
+            manifest = run.read_manifest(form)
+            return _stored(form.key, manifest, infos, agrees=_agrees(run, manifest))
         except ObjectNotFound:
             return None  # deleted since it was listed
         except FormatError:
@@ -100,7 +102,18 @@ def _opinions(run: Run) -> dict[ManifestName, Opinion]:
     return opinions
 
 
-def _stored(key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo]) -> StoredManifest:
+def _agrees(run: Run, manifest: Manifest) -> bool:
+    """Whether no reader passes a manifest over for what the checkpoint's own one says."""
+    try:
+        check_with_own(manifest, run.read_manifest)
+    except ChainError:
+        return False
+    return True
+
+
+def _stored(
+    key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo], *, agrees: bool
+) -> StoredManifest:
     parent, base = manifest.parent, manifest.base
     own = infos.get(key)
     return StoredManifest(
@@ -114,7 +127,8 @@ def _stored(key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo]) -> St
         modified_ms=manifest.snapshot_ms if own is None else own.modified_ms,
         stored_bytes=manifest.stored_bytes,
         # No restore reads a sample.
-        whole=all(
+        whole=agrees
+        and all(
             chunk.key in infos and infos[chunk.key].size_bytes == chunk.bytes
             for chunk in manifest.chunks
             if chunk.content != "sample"

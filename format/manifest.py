@@ -373,15 +373,16 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
-    def _of_one_consolidation(self) -> Self:
-        """That a consolidated manifest names chunks of one consolidation alone (format §4, I1)."""
-        if self.stands_for is None:
-            return self
-        found = naming.parse_chunk_key(self.chunks[0].key)
-        assert found is not None  # ChunkEntry lets no other key through
-        if found[:2] != (self.step, self.generation) or found.attempt == self.attempt:
-            raise ValueError(f"{self.chunks[0].key} is of no consolidation of this checkpoint")
-        prefix = naming.attempt_prefix(*found)
+    def _under_one_prefix(self) -> Self:
+        """That all chunks are its own, or those of one consolidation of it (format §4, I1)."""
+        at = naming.AttemptName(self.step, self.generation, self.attempt)
+        if self.stands_for is not None:
+            found = naming.parse_chunk_key(self.chunks[0].key)
+            assert found is not None  # ChunkEntry lets no other key through
+            if found[:2] != at[:2] or found == at:
+                raise ValueError(f"{self.chunks[0].key} is of no consolidation of this checkpoint")
+            at = found
+        prefix = naming.attempt_prefix(*at)
         for chunk in self.chunks:
             if not chunk.key.startswith(prefix):
                 raise ValueError(f"{chunk.key} is not under {prefix}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from recpoint.catalog.chain import Chain, PassedOver, check_link
+from recpoint.catalog.chain import Chain, PassedOver, check_link, check_with_own
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
@@ -126,19 +126,20 @@ def _start(
 def _link(
     read: Callable[[Representation], Manifest], choice: Representation, way: tuple[Manifest, ...]
 ) -> Manifest:
+    if not way:
+        found = read(choice)
+        check_with_own(found, read)
+        return found
     try:
         found = read(choice)
     except ObjectNotFound as error:
-        if not way:
-            raise
         raise MissingLink(
             choice.key,
             found="no manifest",
             expected=f"{way[0].parent}, on which {way[0].ref} depends",
             next_step="nothing: the follower takes the next full or consolidated checkpoint",
         ) from error
-    if way:
-        check_link(way[0], found)
+    check_link(way[0], found)
     return found
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from recpoint.catalog.chain import resolve_chain
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.check import check
+from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.run import Run
 from recpoint.errors import (
     ChainError,
     DigestMismatch,
     ForeignObject,
+    MalformedObject,
     MissingLink,
     ObjectNotFound,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import attempt_prefix, manifest_key
 from recpoint.format.records import pack_record
 from tests.catalog_builder import build, new_run, publish, tables
+from tests.consolidation import merge
 
 DIRTY = [torch.tensor([1, 4, 7]), torch.tensor([0])]
 
@@ -43,8 +47,12 @@ def links(run: Run) -> list[Manifest]:
 
 
 def put(run: Run, manifest: Manifest, **changes: object) -> Manifest:
-    """Store a manifest without the checks of a commit."""
-    changed = Manifest.model_validate(manifest.model_dump() | changes)
+    """Store a manifest without the checks of a commit; its chunks are said to be its own."""
+    fields = manifest.model_dump() | changes
+    prefix = attempt_prefix(fields["step"], fields["generation"], fields["attempt"])
+    for chunk in fields["chunks"]:
+        chunk["key"] = prefix + chunk["key"].rpartition("/")[2]
+    changed = Manifest.model_validate(fields)
     run.store.put(manifest_key(changed.step, changed.generation), pack_record(changed))
     return changed
 
@@ -137,3 +145,42 @@ def test_a_parent_of_a_later_generation_is_refused(run: Run, links: list[Manifes
     put(run, links[3], parent=later.ref.model_dump())
     with pytest.raises(ChainError, match="later generation 2"):
         chain(run)
+
+
+def test_chunks_of_another_checkpoint_are_refused(run: Run, links: list[Manifest]) -> None:
+    taken = next(entry for entry in links[1].chunks if entry.content == "rows")
+    others = [entry for entry in links[2].chunks if entry.content != "rows"]
+    mixed = links[2].model_copy(update={"chunks": (taken, *others)})
+    run.store.put(manifest_key(12, 1), pack_record(mixed))
+    with pytest.raises(MalformedObject, match=taken.key):
+        chain(run)
+
+
+def _another_attempt(merged: Manifest) -> dict[str, object]:
+    return {"attempt": "f" * 32}
+
+
+def _other_links(merged: Manifest) -> dict[str, object]:
+    assert merged.stands_for is not None
+    return {"stands_for": merged.stands_for.model_copy(update={"chain_length": 7})}
+
+
+@pytest.mark.parametrize("links_merged", [2, None])
+@pytest.mark.parametrize("change", [_another_attempt, _other_links])
+def test_a_consolidated_manifest_says_of_its_checkpoint_what_its_own_does(
+    run: Run,
+    links: list[Manifest],
+    change: Callable[[Manifest], dict[str, object]],
+    links_merged: int | None,
+) -> None:
+    merge(run, links[-1], links=links_merged)
+    merged = chain(run)[-1]
+    key = Representation.of(merged).key
+    run.store.put(key, pack_record(merged.model_copy(update=change(merged))))
+    found = resolve_chain(run, ManifestName(13, 1))
+    assert found.manifests == tuple(links)
+    (passed,) = found.passed_over
+    assert passed.key == key and "the checkpoint's own manifest" in passed.error
+    assert [finding.key for finding in check(run).findings if key in finding.key] == [key]
+    run.store.put(manifest_key(13, 1), b"damaged")  # nothing is left that contradicts it
+    assert chain(run)[-1].stands_for is not None

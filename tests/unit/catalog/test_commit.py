@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from recpoint.catalog.commit import check_fence, commit
+from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.errors import (
     ChainError,
@@ -109,6 +110,19 @@ def test_the_same_step_by_another_attempt_is_a_conflict(run: Run) -> None:
         commit(run, build(run, tables(seed=1), step=5, generation=1).manifest)
     assert first.attempt in caught.value.found
     assert run.manifest(5, 1) == first
+
+
+def test_what_only_a_consolidated_manifest_is_left_of_is_committed(run: Run) -> None:
+    first, last = trained(run, tables(), [5, 6])
+    merge(run, last)
+    run.store.delete(manifest_key(6, 1))
+    other = increment(run, first, 6)
+    upload(run.store, other)
+    with pytest.raises(CommitConflict, match=last.attempt):
+        commit(run, other.manifest)
+    assert commit(run, last) == "already"
+    assert run.manifest(6, 1).ref == last.ref
+    assert [one.form for one in run.representations()[ManifestName(6, 1)]] == ["full"]
 
 
 def test_an_increment_without_its_parent_is_a_missing_link(run: Run) -> None:

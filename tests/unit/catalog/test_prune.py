@@ -34,6 +34,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     DELETION_KEY,
     PLAN_KEY,
+    consolidated_key,
     expired_key,
     metric_key,
 )
@@ -211,18 +212,15 @@ def test_orphans_go_but_not_what_the_trainer_may_still_commit(run: Run) -> None:
     assert "notes.txt" in keys(run)
 
 
-def test_chunks_that_another_manifest_names_stay_when_theirs_goes(run: Run) -> None:
-    # As a consolidation may leave it: 50 names a chunk that was written for 30 (format I1).
+def test_nothing_goes_while_a_manifest_names_chunks_of_another_checkpoint(run: Run) -> None:
     old, newest = run.manifest(30, 1), run.manifest(50, 1)
-    shared = old.chunks[0]
     run.store.delete(named(run, 50))
-    kept = newest.model_copy(update={"chunks": (shared, *newest.chunks[1:])})
-    run.store.put(named(run, 50), pack_record(kept))
-    retain(run)
-    retain(run)
-    assert steps(run) == [40, 50]
-    left = keys(run) & {chunk.key for chunk in old.chunks}
-    assert left == {shared.key}
+    mixed = newest.model_copy(update={"chunks": (old.chunks[0], *newest.chunks[1:])})
+    run.store.put(named(run, 50), pack_record(mixed))
+    before = keys(run)
+    with pytest.raises(RetentionRefused, match="cannot be read"):
+        retain(run)
+    assert keys(run) == before
 
 
 class TestConsolidated:
@@ -258,6 +256,18 @@ class TestConsolidated:
         retain(run, policy)
         retain(run, policy)
         assert steps(run) == [40, 50, 60] and check(run, level="full").ok
+
+    def test_a_merged_full_that_no_reader_takes_replaces_no_link(self, run: Run) -> None:
+        merged = run.read_manifest(run.representations()[ManifestName(40, 1)][0])
+        assert merged.stands_for is not None
+        key = consolidated_key(40, 1, None)
+        links = merged.stands_for.model_copy(update={"chain_length": 7})
+        run.store.put(key, pack_record(merged.model_copy(update={"stands_for": links})))
+        policy = RetentionPolicy(keep_last=2, require_validated=False)
+        assert retain(run, policy).marked == (key,)
+        assert retain(run, policy).deleted == (key,)
+        assert steps(run) == [10, 20, 30, 40, 50]
+        assert check(run, level="full").findings == ()
 
     def test_an_old_link_that_a_pin_needs_stays(self, run: Run) -> None:
         pins.pin(run, ManifestName(20, 1))

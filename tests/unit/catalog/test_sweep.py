@@ -20,6 +20,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
+from tests.consolidation import merge, trained
 from tests.interposed_store import InterposedStore, unavailable
 from tests.job_builder import stage
 
@@ -150,13 +151,13 @@ def test_superseded_checkpoints_stay(run: Run, full: Manifest) -> None:
     assert plan_sweep(run, grace_seconds=0).objects == ()
 
 
-def test_chunks_that_only_another_checkpoint_names_stay(
-    run: Run, full: Manifest, orphan: Checkpoint
-) -> None:
-    # What a consolidation leaves: a manifest whose chunks lie under another attempt (format I1).
-    merged = orphan.manifest.model_copy(update={"attempt": "e" * 32})
-    run.store.put(manifest_key(20, 1), pack_record(merged))
-    assert plan_sweep(run, grace_seconds=0).objects == ()
+def test_chunks_that_only_a_consolidated_manifest_names_stay(run: Run, full: Manifest) -> None:
+    newest = trained(run, tables(), [20], parent=full)[-1]
+    own = keys(run)
+    merge(run, newest)
+    plan = plan_sweep(run, grace_seconds=0)
+    assert any(key.startswith("chunks/") for key in keys(run) - own)
+    assert plan.objects == () and plan.kept == ()
 
 
 def test_keys_that_are_not_chunks_stay_in_an_orphaned_prefix(run: Run, orphan: Checkpoint) -> None:

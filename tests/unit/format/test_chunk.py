@@ -246,12 +246,14 @@ def test_an_exact_chunk_and_a_range() -> None:
                 parse(data, entry_of(data, **about))
 
 
-def test_a_chunk_of_another_attempt_belongs_by_its_key() -> None:
+def test_a_chunk_of_a_consolidation_belongs_by_its_key() -> None:
     other = "ef" * 16
-    data = build_chunk(meta(step=3, generation=1, attempt=other), row_sections())
-    key = naming.row_chunk_key(3, 1, other, rank=0, table=1, number=9)
-    assert parse(data, entry_of(data, key=key)).meta.attempt == other
-    with pytest.raises(ForeignObject, match="step 3; expected step 7"):
+    data = build_chunk(meta(attempt=other), row_sections())
+    entry = entry_of(data, key=naming.row_chunk_key(7, 2, other, rank=0, table=1, number=9))
+    parents = [{"step": step, "generation": 1, "attempt": "00" * 16} for step in (1, 3)]
+    taken = {"kind": "increment", "base": parents[0], "parent": parents[1], "chain_length": 3}
+    assert parse(data, entry, stands_for=taken).meta.attempt == other
+    with pytest.raises(ForeignObject, match=f"attempt {other}; expected attempt {ATTEMPT}"):
         parse(data)
 
 

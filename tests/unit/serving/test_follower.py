@@ -23,7 +23,7 @@ from recpoint.errors import (
     SettingsError,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import consolidated_key, manifest_key
 from recpoint.format.records import pack_record
 from recpoint.format.validation import ValidationRecord
 from recpoint.serving.wanted import CHANNELS, Channel
@@ -296,6 +296,19 @@ def test_a_damaged_consolidation_is_passed_over(trainer: Trainer) -> None:
     require(follower, trainer, 3)
     (passed,) = follower.status.passed_over
     assert chunk.key in passed.error
+
+
+def test_a_consolidation_of_another_attempt_is_passed_over(trainer: Trainer) -> None:
+    for step in (1, 2, 3):
+        trainer.commit(step)
+    merge(trainer.run, trainer.made[-1])
+    (merged,) = chain_of(trainer.run, trainer.made[-1])
+    key = consolidated_key(3, 1, None)
+    trainer.run.store.put(key, pack_record(merged.model_copy(update={"attempt": "f" * 32})))
+    follower = Follower(trainer.run.url)
+    assert follower.poll()
+    require(follower, trainer, 3)
+    assert [passed.key for passed in follower.status.passed_over] == [key]
 
 
 def test_serves_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> None:
