@@ -23,7 +23,9 @@ def tensors() -> dict[str, Tensor]:
         "none": torch.empty(0, 4),
         "scalar": torch.tensor(0.5),
         "top": 0.01 * torch.randn(64, generator=generator),
-        "sparse": torch.sparse_coo_tensor([[0, 2], [1, 0]], [1.5, -2.0], (3, 10**9)),
+        "sparse": torch.sparse_coo_tensor(
+            torch.tensor([[0, 2], [1, 0]]), torch.tensor([1.5, -2.0]), (3, 10**9)
+        ),
     }
 
 
