@@ -86,6 +86,8 @@ class TablePart:
         values: the live weight [len(held), dim].
         row_states: live row states, in the order of `spec.row_states`.
         bitmap: the rows to store, on the weight's device; None: all rows.
+        ids: the same, int64 [row_count], ascending, on the weight's device; None: all rows, or not
+            looked up before they are copied.
         row_count: how many that are.
         bits: how they are to be stored.
         quantizer: how they are to be quantized, if they are.
