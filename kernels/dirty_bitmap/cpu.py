@@ -57,7 +57,7 @@ _IDS_AHEAD = np.uint64(128)
 
 
 @inlined
-def _set_each(bitmap: int, words: Any, values: Any, n: int, stride: int) -> None:
+def set_each(bitmap: int, words: Any, values: Any, n: int, stride: int) -> None:
     last = np.uint64(n - 1)
     for i in range(n):
         coming = values[min(np.uint64(i) + _IDS_AHEAD, last) * np.uint64(stride)]
@@ -88,9 +88,9 @@ def _mark64(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
             if values[i * stride] < 0 or values[i * stride] > last:
                 return i
     if stride == 1:
-        _set_each(bitmap, words, values, n, 1)
+        set_each(bitmap, words, values, n, 1)
     else:
-        _set_each(bitmap, words, values, n, stride)
+        set_each(bitmap, words, values, n, stride)
     return -1
 
 
@@ -112,9 +112,9 @@ def _mark32(bitmap: int, ids: int, n: int, stride: int, rows: int) -> int:
             if values[i * stride] < 0 or values[i * stride] > last:
                 return i
     if stride == 1:
-        _set_each(bitmap, words, values, n, 1)
+        set_each(bitmap, words, values, n, 1)
     else:
-        _set_each(bitmap, words, values, n, stride)
+        set_each(bitmap, words, values, n, stride)
     return -1
 
 
