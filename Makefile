@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
 # They go in the order of tests/conftest.py: xdist would put all groups first.
-TEST_WORKERS ?= 5
+TEST_WORKERS ?= 4
 PYTEST_ARGS ?=
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
