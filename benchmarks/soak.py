@@ -121,7 +121,10 @@ def _gate(scene: Scene) -> None:
     """The first checkpoint restores to the truth, and not to that of another step."""
     _until(scene, 2)
     assert scene.ledger is not None
-    first, truth = scene.ledger.committed[0], scene.truth
+    first = scene.ledger.committed[0]
+    while first.step not in (truth := scene.truth):
+        scene.watch_processes()
+        time.sleep(0.5)
     shifted = {step: truth.get(step + 1, "") for step in truth}
     if scene.ledger.wrong(first, truth) or not scene.ledger.wrong(first, shifted):
         raise AssertionError(f"{first} is not compared with the truth")

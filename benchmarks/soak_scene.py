@@ -194,9 +194,12 @@ class Scene:
             try:
                 self.ledger.look()
                 looks += 1
-                if looks % _VERIFY_EVERY == 0 and self.ledger.restorable:
-                    name = self._draw.choice(self.ledger.restorable)
-                    wrong = self.ledger.wrong(name, self.truth)
+                truth = self.truth
+                # The truth's trainer may have started later than the other one has committed.
+                known = [name for name in self.ledger.restorable if name.step in truth]
+                if looks % _VERIFY_EVERY == 0 and known:
+                    name = self._draw.choice(known)
+                    wrong = self.ledger.wrong(name, truth)
                     self.verified += 1
                     if wrong is not None:
                         self.wrong.append(wrong)
