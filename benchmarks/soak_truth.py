@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from recpoint.trainer_plugin.training_state import TrainingState
 __all__ = ["Ledger", "read_truth", "restored_digest"]
 
 
+_GENERATORS = threading.Lock()
+
+
 def read_truth(file: Path) -> dict[int, str]:
     """Digest by step, as far as the truth's trainer has come."""
     whole = [line for line in file.read_text().splitlines() if line.endswith("}")]
@@ -38,22 +42,24 @@ def read_truth(file: Path) -> dict[int, str]:
 def restored_digest(run: Run, name: ManifestName) -> str:
     """The digest of a checkpoint, restored into a fresh model as a trainer does it.
 
-    Changes this process's random generators.
+    Changes this process's random generators, which the digest covers: one thread at a time.
 
     Raises:
         RecpointError: it does not restore.
     """
-    training = Training()
-    tables = find_tables(training.model, training.optimizers).tables
-    state = TrainingState(
-        model=ModelState(training.model, tables),
-        optimizers=OptimizerState(training.model, training.optimizers, tables),
-        schedulers=(),
-        reader=training.reader,
-        extras={},
-    )
-    restore(run, ModelTarget(tables, state, since_full=False), step=name.step, generation=name[1])
-    return training.digest()
+    with _GENERATORS:
+        training = Training()
+        tables = find_tables(training.model, training.optimizers).tables
+        state = TrainingState(
+            model=ModelState(training.model, tables),
+            optimizers=OptimizerState(training.model, training.optimizers, tables),
+            schedulers=(),
+            reader=training.reader,
+            extras={},
+        )
+        target = ModelTarget(tables, state, since_full=False)
+        restore(run, target, step=name.step, generation=name[1])
+        return training.digest()
 
 
 @dataclass
