@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -105,38 +105,32 @@ class OptimizerWatch:
         for number, optimizer in enumerate(self._optimizers):
             wanted = self._installed and bool(self._groups[number])
             if wanted and number not in self._hooks:
-
-                def before(_o: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
-                    try:
-                        self._before_step(number)
-                    except Exception as error:
-                        self._give_up(error)
-
-                def after(_o: Any, _args: Any, _kwargs: Any, number: int = number) -> None:
-                    try:
-                        self._after_step(number)
-                    except Exception as error:
-                        self._give_up(error)
-
-                def loaded(_o: Any, number: int = number) -> None:
-                    try:
-                        self._after_load(number)
-                    except Exception as error:
-                        self._give_up(error)
-
-                post = optimizer.register_step_post_hook(after)
+                post = optimizer.register_step_post_hook(self._hook(self._after_step, number))
                 # First of all such hooks: others may reset the gradient that names the rows.
                 hooks = optimizer._optimizer_step_post_hooks
                 for other in [key for key in hooks if key != post.id]:
                     hooks[other] = hooks.pop(other)
                 self._hooks[number] = (
-                    optimizer.register_step_pre_hook(before),
+                    optimizer.register_step_pre_hook(self._hook(self._before_step, number)),
                     post,
-                    optimizer.register_load_state_dict_post_hook(loaded),
+                    optimizer.register_load_state_dict_post_hook(
+                        self._hook(self._after_load, number)
+                    ),
                 )
             elif not wanted:
                 for hook in self._hooks.pop(number, ()):
                     hook.remove()
+
+    def _hook(self, look: Callable[[int], None], number: int) -> Callable[..., None]:
+        """`look` at that optimizer, as a hook of it: its errors would end training."""
+
+        def hook(*_: Any) -> None:
+            try:
+                look(number)
+            except Exception as error:  # whatever it is, and not knowing the rows has a safe form
+                self._give_up(error)
+
+        return hook
 
     def owner(self, table: str) -> int | None:
         """Index of the optimizer that trains a table."""
