@@ -122,9 +122,8 @@ def _gate(scene: Scene) -> None:
     _until(scene, 2)
     assert scene.ledger is not None
     first = scene.ledger.committed[0]
-    while first.step not in (truth := scene.truth):
-        scene.watch_processes()
-        time.sleep(0.5)
+    scene.wait_for(lambda: scene.truth.get(first.step + 1))
+    truth = scene.truth
     shifted = {step: truth.get(step + 1, "") for step in truth}
     if scene.ledger.wrong(first, truth) or not scene.ledger.wrong(first, shifted):
         raise AssertionError(f"{first} is not compared with the truth")

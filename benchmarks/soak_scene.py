@@ -105,7 +105,7 @@ class Scene:
         self.agent.start()
         wait_until_logged(self.agent, "serving", _START_SECONDS)
         self._start_trainer(expect=0)
-        self.ledger = self._wait_for(self._open_ledger)
+        self.ledger = self.wait_for(self._open_ledger)
         self._watcher.start()
         for worker in self.workers:
             worker.start()
@@ -277,14 +277,14 @@ class Scene:
         """Start it and compare what it restored with the truth, and with what was committed."""
         before = len(self.progress)
         self.trainer.start()
-        told = self._wait_for(
+        told = self.wait_for(
             lambda: next((x for x in self.progress[before:] if "restored" in x), None)
         )
         self.restarts += 1
         step = told["restored"]
         if step == 0 and expect == 0:
             return
-        truth = self._wait_for(lambda: self.truth.get(step))
+        truth = self.wait_for(lambda: self.truth.get(step))
         if told["digest"] != truth:
             self.wrong_restores.append(f"restart at {step}: other contents than the truth")
         if step < expect:
@@ -292,7 +292,12 @@ class Scene:
                 f"restart at {step}: {expect} was committed: {told['skipped']}"
             )
 
-    def _wait_for(self, look: Callable[[], Any]) -> Any:
+    def wait_for(self, look: Callable[[], Any]) -> Any:
+        """What `look` finds once it is not None.
+
+        Raises:
+            RuntimeError: nothing, for long.
+        """
         deadline = time.monotonic() + _START_SECONDS
         while (found := look()) is None:
             if time.monotonic() > deadline:
