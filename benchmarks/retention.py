@@ -76,7 +76,8 @@ def run(*, quick: bool) -> Report:
 def _gate(facts: RunFacts, count: int) -> None:
     """The plan keeps what its rules say, and everything that it keeps restores."""
     made = plan(facts, _POLICY)
-    if len(facts.manifests) != count or not all(one.whole for one in facts.manifests):
+    whole = all(one.whole and one.state_whole for one in facts.manifests)
+    if len(facts.manifests) != count or not whole:
         raise AssertionError("the run is not what was written")
     gone = {decision.manifest.key for decision in made.dropped}
     left = Representations(one for one in facts.manifests if one.key not in gone)

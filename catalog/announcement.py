@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 from typing import NamedTuple
 
 from recpoint.catalog.create_only import create_or_read
-from recpoint.catalog.elapsed import Clocks, stamp_now
+from recpoint.catalog.elapsed import Clocks, host_seconds, stamp_now
 from recpoint.catalog.pins import read_deletion
 from recpoint.catalog.run import Run
 from recpoint.errors import FormatError, ObjectNotFound, RetentionRefused, StoreError
@@ -62,7 +61,7 @@ class Announcement:
     Args:
         run: the run.
         deletion: what was announced.
-        begun_seconds: when, by `_seconds`.
+        begun_seconds: when, by `host_seconds`.
         taken_over: it goes on with what another began; else nothing was deleted under it yet.
     """
 
@@ -82,7 +81,7 @@ class Announcement:
     @property
     def is_spent(self) -> bool:
         """Whether it is too old to delete under it: another may soon take it over."""
-        return _seconds() - self._begun_seconds >= _WORKING_SECONDS
+        return host_seconds() - self._begun_seconds >= _WORKING_SECONDS
 
     def require_standing(self) -> None:
         """Make sure that it is still the one that is there.
@@ -153,7 +152,7 @@ def announce(run: Run, manifests: tuple[str, ...]) -> Announcement:
         RetentionRefused: another retention has announced a deletion meanwhile.
         StoreError: the store refuses or cannot be reached.
     """
-    deletion, begun_seconds = _deletion(run, manifests), _seconds()
+    deletion, begun_seconds = _deletion(run, manifests), host_seconds()
     data = pack_record(deletion)
     try:
         there = create_or_read(run.store, DELETION_KEY, data, max_bytes=MAX_RECORD_BYTES)
@@ -187,7 +186,7 @@ def take_over(
     if not there.may_be_taken_over(after_seconds):
         raise _at_work(run, there.who, after_seconds - there.age_seconds)
     known = manifests if there.deletion is None else there.deletion.manifests
-    deletion, begun_seconds = _deletion(run, known), _seconds()
+    deletion, begun_seconds = _deletion(run, known), host_seconds()
     try:
         run.store.put(DELETION_KEY, pack_record(deletion))
     except StoreError:
@@ -224,9 +223,3 @@ def _deletion(run: Run, manifests: tuple[str, ...]) -> Deletion:
         manifests=manifests,
         stamp=stamp_now(),
     )
-
-
-def _seconds() -> float:
-    """A clock that nobody sets, and that goes on while the host sleeps where there is such one."""
-    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-    return time.clock_gettime(clock)

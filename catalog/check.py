@@ -12,6 +12,7 @@ from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.chunk_reader import check_entry, check_stored, read_rows
 from recpoint.catalog.lineage import ManifestName, Representation, next_step_of_lost
 from recpoint.catalog.lost_manifests import Link, LostManifests
+from recpoint.catalog.manifests_gone import why_gone
 from recpoint.catalog.ranks_text import ranks_text
 from recpoint.catalog.row_coverage import RowCoverage
 from recpoint.catalog.run import Run
@@ -70,8 +71,8 @@ class CheckReport:
     """What was checked, and what was found; checkpoints are newest first.
 
     Attributes:
-        nothing_counts: there are checkpoints, but a start that was told to begin anew has
-            superseded them all and has none of its own yet: a restore finds nothing.
+        nothing_counts: a restore finds nothing: there is no checkpoint yet, or a start that was
+            told to begin anew has superseded them all and has none of its own.
     """
 
     level: Level
@@ -201,7 +202,10 @@ class _Checking:
 
     def _look_at_a_line_of_none(self) -> None:
         """A warning, since nothing is damaged: there are checkpoints, and none counts yet."""
-        if self._step is not None or self._live is None or self._live or not self._there:
+        if self._step is not None or self._live is None or self._live:
+            return
+        if not self._there:
+            self._nothing_counts = True
             return
         # Once more: the first checkpoint of all may have been committed since `_live` was read.
         superseded = superseded_alone(self._run)
@@ -269,7 +273,7 @@ class _Checking:
                 and parse_rejections_key(key) is None
             ):
                 self._add("info", key, "not an object of recpoint; ignored")
-        lost = LostManifests(links, pins)
+        lost = LostManifests(links, pins, gone=why_gone(self._run, self._there))
         self._look_at_parts(orphans, lost)
         for attempt, count in orphans.items():
             chunks = "1 chunk" if count == 1 else f"{count} chunks"

@@ -12,46 +12,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Literal
 
-import torch
-from torch import Tensor
-
-from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.chunk_reader import check_entry, check_stored, read_chunk
-from recpoint.catalog.chunks_there import stored_sizes
+from recpoint.catalog.chunk_reader import check_stored, read_chunk
+from recpoint.catalog.chunks_there import not_there, stored_sizes
 from recpoint.catalog.commit import manifest_bytes
-from recpoint.catalog.consolidate_plan import (
-    ConsolidationPlan,
-    TablesPart,
-    read_sources,
-    writer,
-)
+from recpoint.catalog.consolidate_plan import ConsolidationPlan, read_sources, writer
+from recpoint.catalog.consolidate_rows import merge_part
 from recpoint.catalog.consolidate_upload import Uploads, moved_chunk
 from recpoint.catalog.create_only import create_or_read
+from recpoint.catalog.elapsed import host_seconds
 from recpoint.catalog.leases import reading
 from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.row_coverage import RowCoverage
-from recpoint.catalog.row_moves import ChunkBuilder, MovedRows, read_moved
 from recpoint.catalog.run import Run
-from recpoint.catalog.seen_rows import SeenIds, SeenRows, sections_of
 from recpoint.errors import (
     CommitConflict,
     FormatError,
-    MalformedObject,
     MissingLink,
     ObjectNotFound,
 )
 from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer, StandsFor
-from recpoint.format.naming import attempt_prefix
+from recpoint.format.naming import attempt_prefix, parse_chunk_key
 from recpoint.format.records import MAX_RECORD_BYTES
 
-__all__ = ["Consolidated", "commit_consolidation", "consolidate", "merge_part"]
+__all__ = ["Consolidated", "commit_consolidation", "consolidate"]
 
-#: Chunks that are read at once, and those that may wait besides: each is in memory whole.
-_READERS: Final = 2
-_READ_AHEAD: Final = 1
+#: What was seen so long ago is looked at again before the manifest is created: a process may have
+#: stood still in between, also while the host slept.
+_LOOK_AGAIN_SECONDS: Final = 60.0
+_LOOKS: Final = 3
 
 Progress = Callable[[int, int], None]
 
@@ -104,7 +93,7 @@ def consolidate(
             outcome="not_needed", key="", read_bytes=0, written_bytes=0, chunks=0, seconds=0.0
         )
     there = _already(run, plan)
-    if there is None:
+    if there is None or _has_gap(run, plan, there):
         entries: list[ChunkEntry] = []
         read = 0
 
@@ -131,138 +120,6 @@ def consolidate(
     )
 
 
-# --- rows ----------------------------------------------------------------------------------------
-
-
-def merge_part(
-    run: Run,
-    plan: ConsolidationPlan,
-    part: TablesPart,
-    *,
-    on_read: Callable[[int], None] | None = None,
-) -> tuple[ChunkEntry, ...]:
-    """Move the rows of some tables; their chunks are durable when it returns. A step of many.
-
-    Args:
-        run: the run.
-        plan: of `plan_consolidation`.
-        part: one of the plan's.
-        on_read: called with the bytes of each chunk that was read, from this thread.
-
-    Returns:
-        What the manifest will say of the chunks.
-
-    Raises:
-        ObjectNotFound, ChainError, FormatError: a source is damaged or gone.
-        StoreError: the store cannot be reached or refuses.
-    """
-    sources = read_sources(run, plan, tables=part.tables)
-    prefix = attempt_prefix(*plan.target.name, plan.attempt)
-    with (
-        ChunkPool(_READERS, read_ahead=_READ_AHEAD) as pool,
-        Uploads(run.store, prefix) as uploads,
-    ):
-        for table in part.tables:
-            merging = _TableMerge(run, plan, sources, table, pool, uploads, on_read)
-            merging.run()
-        return uploads.finish()
-
-
-class _TableMerge:
-    """One table, from the newest source to the oldest; each row comes along once."""
-
-    def __init__(
-        self,
-        run: Run,
-        plan: ConsolidationPlan,
-        sources: list[Manifest],
-        table: int,
-        pool: ChunkPool,
-        uploads: Uploads,
-        on_read: Callable[[int], None] | None,
-    ) -> None:
-        self._store = run.store
-        self._spec = sources[-1].tables[table]
-        self._target = plan.target
-        self._links = [
-            (manifest, sorted(entries, key=lambda entry: entry.key))
-            for manifest in reversed(sources)
-            if (entries := [entry for entry in manifest.chunks if entry.table == table])
-        ]
-        self._pool = pool
-        self._builder = ChunkBuilder(sources[-1], plan.attempt, table, uploads.put)
-        self._on_read = on_read
-
-    def run(self) -> None:
-        stored = [entry.row_count or 0 for _, entries in self._links for entry in entries]
-        for manifest, entries in self._links:
-            for entry in entries:
-                check_entry(manifest, entry)
-        for section, seen in sections_of(self._spec.rows, sum(stored)):
-            self._section(section, seen or SeenRows(len(section)))
-        self._builder.finish()
-
-    def _section(self, section: range, seen: SeenRows | SeenIds) -> None:
-        for manifest, entries in self._links:
-            if seen.all:
-                break  # what is older holds nothing that counts (format §6.3)
-            wanted = [entry for entry in entries if _may_be_in(entry, section)]
-            counts = [min(entry.row_count or 0, len(section)) for entry in wanted]
-            coverage = RowCoverage(rows=len(section), row_counts=counts)
-            read = partial(read_moved, self._store, manifest)
-            for entry, outcome in self._pool.in_order(wanted, read):
-                moved = outcome.result()
-                if self._on_read is not None:
-                    self._on_read(entry.bytes)
-                self._take(moved, section, seen, coverage)
-            coverage.finish(key=Representation.of(manifest).key, table=self._spec.name)
-        if self._target.form == "full" and not seen.all:
-            raise MalformedObject(
-                Representation.of(self._links[-1][0]).key,
-                found=f"a full that lacks rows of table {self._spec.name!r:.80}",
-                expected="each row",
-                next_step="restore an older checkpoint: recpoint list URL",
-            )
-
-    def _take(
-        self,
-        moved: MovedRows,
-        section: range,
-        seen: SeenRows | SeenIds,
-        coverage: RowCoverage,
-    ) -> None:
-        rows, first = _within(moved, section)
-        if not len(rows):
-            return
-        coverage.add(rows)
-        positions = seen.claim(rows)
-        self._builder.add(moved, first, first + len(rows), positions)
-
-
-def _may_be_in(entry: ChunkEntry, section: range) -> bool:
-    """By the ends that the manifest says, which a chunk has when it is read (format §6.3 R5)."""
-    first, last = entry.first_row, entry.last_row
-    assert first is not None and last is not None  # of a chunk of rows
-    return first < section.stop and last >= section.start
-
-
-def _within(moved: MovedRows, section: range) -> tuple[range | Tensor, int]:
-    """The ids of a chunk's rows in a section, less the section's start; where they begin."""
-    rows = moved.rows
-    if isinstance(rows, range):
-        first = max(rows.start, section.start)
-        stop = max(first, min(rows.stop, section.stop))
-        return range(first - section.start, stop - section.start), first - rows.start
-    if rows[0] >= section.start and rows[-1] < section.stop:
-        return (rows - section.start if section.start else rows), 0
-    ends = torch.tensor([section.start, section.stop])
-    first, stop = torch.searchsorted(rows, ends).tolist()
-    return rows[first:stop] - section.start, first
-
-
-# --- state and commit ----------------------------------------------------------------------------
-
-
 def commit_consolidation(
     run: Run, plan: ConsolidationPlan, entries: Iterable[ChunkEntry]
 ) -> tuple[Literal["created", "already"], Manifest]:
@@ -284,36 +141,66 @@ def commit_consolidation(
         StoreError: the store cannot be reached or refuses.
     """
     there = _already(run, plan)
-    if there is not None:
+    if there is not None and not _has_gap(run, plan, there):
         return "already", there
     sources = read_sources(run, plan, tables=())
-    prefix = attempt_prefix(*plan.target.name, plan.attempt)
-    others = [entry for entry in sources[-1].chunks if entry.content != "rows"]
-    # Last, and written whatever is there: on a local disk this makes the directory durable, with
-    # all that an earlier call had put into it (format §6.8 C4).
-    with Uploads(run.store, prefix, trust=False) as uploads:
-        for entry in others:
-            try:
-                chunk = read_chunk(run.store, sources[-1], entry)
-            except (FormatError, ObjectNotFound):
-                if entry.content == "sample":
-                    continue  # no restore needs it (format §3.6)
-                raise
-            uploads.put(*moved_chunk(chunk, entry, plan.attempt))
-        copied = uploads.finish()
-    manifest = _manifest(plan, sources, [*entries, *copied])
+    manifest = _manifest(plan, sources, [*entries, *_copy_state(run, plan, sources[-1])])
     data = manifest_bytes(manifest, next_step="nothing: the chain that it has restores it")
-    _check_all_there(run, manifest, prefix)
-    _check_still_wanted(run, manifest)
+    _look_last(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
     key = plan.target.key
     if create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES) is None:
+        _make_sure(run, plan, manifest)
         return "created", manifest
     there = _already(run, plan)
     if there is None:
         raise MissingLink(
             key, found="no manifest", expected="one just created", next_step="try again"
         )
+    _make_sure(run, plan, there)
     return "already", there
+
+
+def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[ChunkEntry, ...]:
+    # Last, and written whatever is there: on a local disk this makes the directory durable, with
+    # all that an earlier call had put into it (format §6.8 C4).
+    prefix = attempt_prefix(*plan.target.name, plan.attempt)
+    with Uploads(run.store, prefix, trust=False) as uploads:
+        for entry in newest.chunks:
+            if entry.content == "rows":
+                continue
+            try:
+                chunk = read_chunk(run.store, newest, entry)
+            except (FormatError, ObjectNotFound):
+                if entry.content == "sample":
+                    continue  # no restore needs it (format §3.6)
+                raise
+            uploads.put(*moved_chunk(chunk, entry, plan.attempt))
+        return uploads.finish()
+
+
+def _make_sure(run: Run, plan: ConsolidationPlan, there: Manifest) -> None:
+    """Write what a sweep has removed since it was looked at: from now on none does (C6)."""
+    if not _has_gap(run, plan, there):
+        return
+    for part in plan.parts:
+        merge_part(run, plan, part)
+    _copy_state(run, plan, read_sources(run, plan, tables=())[-1])
+    _check_all_there(run, there, attempt_prefix(*plan.target.name, plan.attempt))
+
+
+def _has_gap(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
+    """Whether chunks of the manifest under the plan's key are missing that the plan can write."""
+    attempt = parse_chunk_key(there.chunks[0].key)
+    assert attempt is not None  # ChunkEntry lets no other key through
+    missing = not_there(run.store, attempt_prefix(*attempt), there.chunks)
+    if missing and attempt.attempt != plan.attempt:
+        raise CommitConflict(
+            plan.target.key,
+            found=f"a manifest of other sources, of which {missing[0].key} is missing",
+            expected="none, or one of which all chunks are there",
+            next_step="remove it, or consolidate another checkpoint",
+        )
+    return bool(missing)
 
 
 def _already(run: Run, plan: ConsolidationPlan) -> Manifest | None:
@@ -362,6 +249,16 @@ def _manifest(
     }
     fields = {name: getattr(newest, name) for name in Manifest.model_fields}
     return Manifest.model_validate(fields | changes)
+
+
+def _look_last(run: Run, manifest: Manifest, prefix: str) -> None:
+    """All that C5 asks for, seen right before the manifest is created."""
+    for _ in range(_LOOKS):
+        began_seconds = host_seconds()
+        _check_all_there(run, manifest, prefix)
+        _check_still_wanted(run, manifest)
+        if host_seconds() - began_seconds < _LOOK_AGAIN_SECONDS:
+            return
 
 
 def _check_all_there(run: Run, manifest: Manifest, prefix: str) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Self
 
 from recpoint.catalog.store_contract import PROBE_PREFIX, Store
+from recpoint.errors import StoreUnavailable
 from recpoint.format.retention_records import Stamp
 
-__all__ = ["Clocks", "stamp_now", "store_ms"]
+__all__ = ["Clocks", "host_seconds", "stamp_now", "store_ms"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -70,6 +71,12 @@ def stamp_now() -> Stamp:
     return Stamp(written_ms=_wall_ms(), boot=boot, boot_ms=boot_ms)
 
 
+def host_seconds() -> float:
+    """A clock that nobody sets, and that goes on while the host sleeps where there is such one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
 def _boot() -> tuple[str | None, int]:
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip().replace("-", "").lower()
@@ -90,9 +97,17 @@ def store_ms(store: Store) -> int:
     key = f"{PROBE_PREFIX}{secrets.token_hex(16)}"
     store.put(key, b"what time is it?")
     try:
-        return max(info.modified_ms for info in store.list(key))
+        times = [info.modified_ms for info in store.list(key) if info.key == key]
     finally:
         store.delete(key)
+    if not times:
+        raise StoreUnavailable(
+            f"{store.url}/{key}",
+            found="no such object in a listing, right after it was written",
+            expected="what was written, with the time that it was written at",
+            next_step="try again; a store that does not list what it holds cannot be used",
+        )
+    return times[0]
 
 
 def _wall_ms() -> int:

@@ -46,6 +46,7 @@ def evaluate(
     function: Callable[[dict[str, Any]], object],
     *,
     function_name: str,
+    leased: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
     """Restore a checkpoint into memory, and call `function` with the model's state.
@@ -56,14 +57,21 @@ def evaluate(
         function: gets tables, dense parameters and buffers by their names in the model, on the
             CPU; returns a number, or numbers by name.
         function_name: names the number of a function that returns one.
-        on_progress: as for `restore`.
+        leased, on_progress: as for `restore`.
 
     Raises:
         EvaluationFailed: the function raised, or returned something else.
         RecpointError: as for `restore`.
     """
     target = MemoryTarget()
-    restore(run, target, step=name.step, generation=name.generation, on_progress=on_progress)
+    restore(
+        run,
+        target,
+        step=name.step,
+        generation=name.generation,
+        leased=leased,
+        on_progress=on_progress,
+    )
     try:
         given = function(model_tensors(target))
     except Exception as error:

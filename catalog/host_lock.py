@@ -106,11 +106,12 @@ def holder(path: Path) -> Holder | None:
     In the moment after a lock was taken its file may still speak of the one before.
 
     Raises:
-        OSError: the file system does not say, as NFS without its lock daemon; with the file's name.
+        OSError: the system does not say: NFS without its lock daemon, no more files may be opened,
+            the lock is another user's, or a link in its place; with the file's name.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         # Shared, and for microseconds: two processes that ask do not see each other.

@@ -141,6 +141,7 @@ class Held(NamedTuple):
         alive: whether it is to be honoured.
         from_the_future: its stamp is, so that it would be honoured for too long.
         lease: None: it cannot be read.
+        modified_ms: when it was last written, by the store's clock.
     """
 
     key: str
@@ -149,6 +150,7 @@ class Held(NamedTuple):
     alive: bool
     from_the_future: bool
     lease: Lease | None
+    modified_ms: int
 
 
 def look(run: Run, clocks: Clocks) -> list[Held]:
@@ -165,12 +167,14 @@ def look(run: Run, clocks: Clocks) -> list[Held]:
             # Whoever wrote it may be reading: honoured, by the store's clock alone.
             store_ms = clocks.store_ms if clocks.store_ms is not None else clocks.wall_ms
             alive = store_ms - info.modified_ms <= 1000 * MAX_LEASE_SECONDS
-            held.append(Held(info.key, f"unreadable: {error.found}", None, alive, False, None))
+            who = f"unreadable: {error.found}"
+            held.append(Held(info.key, who, None, alive, False, None, info.modified_ms))
             continue
         age = clocks.age_seconds(lease.stamp, modified_ms=info.modified_ms)
         who = f"{lease.purpose} by process {lease.pid} of {lease.host}"
         ahead = lease.stamp.written_ms > clocks.wall_ms
-        held.append(Held(info.key, who, lease.covers, age <= lease.ttl_seconds, ahead, lease))
+        alive = age <= lease.ttl_seconds
+        held.append(Held(info.key, who, lease.covers, alive, ahead, lease, info.modified_ms))
     return held
 
 

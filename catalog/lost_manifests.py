@@ -3,7 +3,8 @@
 How the two are told apart. Retention deletes a manifest only when what stands on it has gone before
 it, or has a chain without it (format §6.4, D1). So where a checkpoint is there, none of its
 manifests leads to a full, and the parent of one has no manifest, that one was lost. Its checkpoint
-is whole again once it is put back, unless somebody has removed the chunks until then.
+is whole again once it is put back, unless somebody has removed the chunks until then. Where all are
+gone, no manifest tells what another needs: everything stays (`manifests_gone`).
 """
 
 from __future__ import annotations
@@ -67,11 +68,17 @@ class LostManifests:
         links: of all manifests that there are, in any order.
         pins: names of the pins of each pinned checkpoint, whether it is there or not: retention
             deletes none that is pinned.
+        gone: what says that all manifests are gone (`manifests_gone.why_gone`); else empty.
     """
 
     def __init__(
-        self, links: Iterable[Link] = (), pins: Mapping[ManifestName, Sequence[str]] | None = None
+        self,
+        links: Iterable[Link] = (),
+        pins: Mapping[ManifestName, Sequence[str]] | None = None,
+        *,
+        gone: str = "",
     ) -> None:
+        self._gone = gone
         by_name: dict[ManifestName, list[Link]] = {}
         for link in links:
             by_name.setdefault(_name(link.checkpoint), []).append(link)
@@ -105,6 +112,8 @@ class LostManifests:
             name: the checkpoint.
             attempt: of it, as chunks are of one; None: what is asked for is of any.
         """
+        if self._gone:
+            return self._gone
         exact = None if attempt is None else self._missing.get(AttemptName(*name, attempt))
         if exact is None and name in self._there:
             return ""  # beside the manifests of a checkpoint nothing else of it is needed

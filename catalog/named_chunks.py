@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.lost_manifests import Link, LostManifests
+from recpoint.catalog.manifests_gone import why_gone
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import OnStep, unwatched
 from recpoint.catalog.store_contract import ObjectInfo
@@ -44,7 +45,7 @@ class NamedChunks:
         self._spare_newest = spare_newest
         self._pins = pins or {}
         self._links: dict[Representation, Link] = {}
-        self._there: Mapping[ManifestName, Sequence[Representation]] = {}
+        self._there: Mapping[ManifestName, Sequence[Representation]] | None = None
         self._newest = 0
         self._newest_steps: dict[int, int] = {}
         self.chunks: set[str] = set()
@@ -74,7 +75,8 @@ class NamedChunks:
         if left or there != self._there:
             self._there = there
             named = (one for forms in there.values() for one in forms if one in self._links)
-            self.lost = LostManifests((self._links[one] for one in named), self._pins)
+            gone = why_gone(self._run, there)
+            self.lost = LostManifests((self._links[one] for one in named), self._pins, gone=gone)
 
     def _read(self, one: Representation) -> tuple[Link | None, list[str]] | None:
         """Its link and keys of its chunks; neither if it was removed since it was listed; None:

@@ -7,19 +7,20 @@ import math
 import socket
 import time
 from collections.abc import Container, Iterable
+from typing import Final
 
 from recpoint.catalog.chain import resolve_chain
 from recpoint.catalog.checked_read import read_checked
 from recpoint.catalog.create_only import create_or_read
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.run import Run
 from recpoint.errors import (
+    ChainError,
     ForeignObject,
     FormatError,
     NonFiniteValue,
     NothingToRestore,
     ObjectNotFound,
-    RecpointError,
     RetentionRefused,
     SettingsError,
 )
@@ -32,7 +33,6 @@ from recpoint.format.naming import (
     is_label,
     metric_key,
     parse_expired_key,
-    parse_manifest_key,
     parse_metric_key,
     parse_pin_key,
     pin_key,
@@ -55,6 +55,9 @@ __all__ = [
 
 #: What a pin is called when nobody names it.
 DEFAULT_NAME = "pin"
+
+#: What says that a checkpoint goes, is gone, or does not restore: a pin of it is taken back.
+_NOT_TO_BE_KEPT: Final = (RetentionRefused, ObjectNotFound, ChainError, FormatError)
 
 
 def pin(
@@ -105,6 +108,7 @@ def hold(
         ObjectNotFound: there is no such checkpoint.
         ChainError, FormatError: it does not restore.
         RetentionRefused: it is already being deleted.
+        StoreError: the store cannot be reached or refuses; the pin may be set all the same.
     """
     _check_label("label", label)
     ref = run.manifest(*name).ref
@@ -120,16 +124,15 @@ def hold(
     there = create_or_read(run.store, key, pack_record(wish), max_bytes=MAX_RECORD_BYTES)
     try:
         # The pin is there: whoever announces a deletion from here on sees it.
-        members = _chain_names(run, name)
-        _refuse_doomed(run, key, members)
-        _chain_names(run, name)  # deleted whole and forgotten between the two looks?
-    except RecpointError:
+        chain = _chain_that_stays(run, key, name)
+    except _NOT_TO_BE_KEPT:
+        # Not where the store gave no answer: another holder may have found the pin meanwhile, and
+        # count on it.
         if there is None:
             run.store.delete(key)
         raise
     for info in run.store.list(EXPIRED_PREFIX):
-        manifest = parse_expired_key(info.key)
-        if manifest is not None and _checkpoint_of(manifest) in members:
+        if parse_expired_key(info.key) in chain:
             run.store.delete(info.key)
     return wish, there is None
 
@@ -276,11 +279,23 @@ def read_deletion(run: Run) -> Deletion | None:
         return None
 
 
-def _refuse_doomed(run: Run, key: str, members: set[ManifestName]) -> None:
+def _chain_that_stays(run: Run, key: str, name: ManifestName) -> set[str]:
+    """Keys of the manifests that a restore reads, of which none is being deleted."""
+    chain = _chain_keys(run, name)
+    while True:
+        _refuse_doomed(run, key, chain)
+        # Deleted whole and forgotten between the two looks, or consolidated meanwhile?
+        again = _chain_keys(run, name)
+        if again == chain:
+            return chain
+        chain = again
+
+
+def _refuse_doomed(run: Run, key: str, chain: set[str]) -> None:
     deletion = read_deletion(run)
     doomed = [] if deletion is None else deletion.manifests
     for manifest in doomed:
-        if _checkpoint_of(manifest) in members:
+        if manifest in chain:
             raise RetentionRefused(
                 key,
                 found=f"{manifest} in {DELETION_KEY}: it is being deleted",
@@ -290,15 +305,8 @@ def _refuse_doomed(run: Run, key: str, members: set[ManifestName]) -> None:
             )
 
 
-def _chain_names(run: Run, name: ManifestName) -> set[ManifestName]:
-    chain = resolve_chain(run, name)
-    return {ManifestName(link.step, link.generation) for link in chain.manifests}
-
-
-def _checkpoint_of(manifest: str) -> ManifestName | None:
-    step, _, rest = manifest.rpartition("/")[2].partition("-")
-    named = parse_manifest_key(f"manifests/{step}-{rest[:8]}.json")
-    return ManifestName(*named) if named else None
+def _chain_keys(run: Run, name: ManifestName) -> set[str]:
+    return {Representation.of(link).key for link in resolve_chain(run, name).manifests}
 
 
 def _named(ref: CheckpointRef) -> ManifestName:

@@ -5,8 +5,10 @@ The steps are those of format §6.6; what is kept is decided by `recpoint.catalo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from recpoint.catalog import leases
 from recpoint.catalog.announcement import (
@@ -17,12 +19,13 @@ from recpoint.catalog.announcement import (
     take_over,
 )
 from recpoint.catalog.elapsed import Clocks, stamp_now
+from recpoint.catalog.newcomers import Present
 from recpoint.catalog.plan_record import leave_plan
 from recpoint.catalog.prune_plan import PrunePlan
-from recpoint.catalog.representations import Representations
+from recpoint.catalog.representations import Representations, StoredManifest
 from recpoint.catalog.retention import Decision, deletion_order, needed_manifests
 from recpoint.catalog.run import Run
-from recpoint.catalog.run_facts import OnStep, gather, unwatched
+from recpoint.catalog.run_facts import OnStep, gather, leased_by, unwatched
 from recpoint.catalog.sweep import SweepResult, plan_sweep
 from recpoint.catalog.sweep import execute as execute_sweep
 from recpoint.errors import RetentionRefused, StoreFull
@@ -234,43 +237,74 @@ def _look_and_delete(
     Returns:
         What there was no time for; None: nothing may be deleted now.
     """
-    announced = mine.manifests
-    clocks = Clocks.read(run.store)
-    alive = [lease for lease in leases.look(run, clocks) if lease.alive]
-    if any(lease.covers is None for lease in alive):
-        _leave(mine)
-        return None
-    facts = gather(run, leases=alive)
-    if facts.unreadable:
-        spared.update((key, f"{facts.unreadable[0]} cannot be read") for key in announced)
-        _leave(mine)
-        return None
-    needed = needed_manifests(facts, frozenset(announced))
-    spared.update(needed)
-    there = {manifest.key: manifest for manifest in facts.manifests}
-    doomed = [there[key] for key in announced if key in there and key not in needed]
-    doomed.sort(key=deletion_order(Representations(facts.manifests, facts.verdicts)))
-    number = 0
-    for first in range(0, len(doomed), _BATCH):
-        if mine.is_spent:
+    before = len(deleted)
+    while True:
+        seen = _look(run, mine, spared)
+        if seen is None:
+            _leave(mine)
+            return None
+        left = _delete_seen(run, mine, seen, deleted, on_step)
+        if not left or mine.is_spent:
             break
-        mine.require_standing()
-        for manifest in doomed[first : first + _BATCH]:
-            run.store.delete(manifest.key)
-            deleted.append(manifest.key)
-            number += 1
-            on_step("deleting manifests", number, len(doomed))
-    left = [manifest.key for manifest in doomed[number:]]
-    if left and not number:
+        # Somebody has come meanwhile: who that is, and what it needs, is looked at anew.
+    if left and len(deleted) == before:
         raise RetentionRefused(
             DELETION_KEY,
             found="reading all manifests took so long that the announcement is too old",
             expected="time left to delete in",
             next_step=f"run it nearer to the store: recpoint retain {run.url}",
         )
-    _delete_all(run, [expired_key(key) for key in set(announced).difference(left)])
+    _delete_all(run, [expired_key(key) for key in set(mine.manifests).difference(left)])
     mine.withdraw()
-    return tuple(left)
+    return left
+
+
+class _Seen(NamedTuple):
+    """What a look has found: manifests that nothing needs, as they may go, and who was there."""
+
+    doomed: Sequence[StoredManifest]
+    present: Present
+
+
+def _look(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen | None:
+    """Which of the announced manifests nothing needs (format T4); None: nothing may go now."""
+    announced = mine.manifests
+    facts = gather(run)
+    # After the manifests, which take long to read: who comes meanwhile is seen.
+    held = leases.look(run, Clocks.read(run.store))
+    alive = [lease for lease in held if lease.alive]
+    if any(lease.covers is None for lease in alive):
+        return None
+    if facts.unreadable:
+        spared.update((key, f"{facts.unreadable[0]} cannot be read") for key in announced)
+        return None
+    needed = needed_manifests(replace(facts, leased=leased_by(alive)), frozenset(announced))
+    spared.update(needed)
+    there = {manifest.key: manifest for manifest in facts.manifests}
+    doomed = [there[key] for key in announced if key in there and key not in needed]
+    doomed.sort(key=deletion_order(Representations(facts.manifests, facts.verdicts)))
+    return _Seen(doomed, Present.of(held, facts.generations))
+
+
+def _delete_seen(
+    run: Run, mine: Announcement, seen: _Seen, deleted: list[str], on_step: OnStep
+) -> tuple[str, ...]:
+    """Delete manifests (format T5) until time is up or somebody comes; returns what is left."""
+    doomed = seen.doomed
+    for number, manifest in enumerate(doomed):
+        if seen.present.anybody_new(run):
+            break
+        if number % _BATCH == 0:
+            mine.require_standing()
+        # Last: whatever the store took its time for, no deletion begins when time is up.
+        if mine.is_spent:
+            break
+        run.store.delete(manifest.key)
+        deleted.append(manifest.key)
+        on_step("deleting manifests", number + 1, len(doomed))
+    else:
+        return ()
+    return tuple(manifest.key for manifest in doomed[number:])
 
 
 def _leave(mine: Announcement) -> None:

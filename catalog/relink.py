@@ -46,6 +46,13 @@ def relink(
         raise _unknown(key, generation, newest)
     if generation in run.generation_numbers():
         raise _there(run, generation)
+    stands_on = _stands_on(run, generation)
+    if stands_on is not None and (restored is None or restored.step < stands_on.step):
+        raise _refused(
+            key,
+            f"{restored or 'nothing'} to go on from, but an increment of its own on {stands_on}",
+            "a checkpoint of that step or a later one",
+        )
     record = GenerationRecord(
         run=run.id,
         generation=generation,
@@ -84,6 +91,20 @@ def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointR
             "before it that is left",
             next_step=f"recpoint list {run.url} --all",
         ) from error
+
+
+def _stands_on(run: Run, generation: int) -> ManifestName | None:
+    """What its first checkpoint is an increment on, of an earlier trainer; None: nobody knows."""
+    names = run.manifest_names()
+    own = [name for name in names if name.generation == generation]
+    try:
+        parent = run.manifest(*min(own)).parent if own else None
+    except (FormatError, ObjectNotFound):
+        return None
+    if parent is None or parent.generation >= generation:
+        return None
+    name = ManifestName(parent.step, parent.generation)
+    return name if name in names else None  # gone: the newest before it is what can be said
 
 
 def _unknown(key: str, generation: int, newest: int) -> SettingsError:

@@ -26,8 +26,10 @@ class StoredManifest(NamedTuple):
         taken_ms: when the checkpoint was cut, by its trainer's clock.
         modified_ms: when this manifest was written, by the store's clock.
         stored_bytes: bytes of its chunks.
-        whole: all its chunks are there in their lengths, and it contradicts no other manifest.
+        whole: its chunks of rows are all there in their lengths, no validation has found it damaged
+            and done without it, and it contradicts no other manifest.
         base: the full that its chain starts from; None for a full.
+        state_whole: so are its chunks of the state, which no restore of another checkpoint reads.
     """
 
     key: str
@@ -40,6 +42,7 @@ class StoredManifest(NamedTuple):
     stored_bytes: int
     whole: bool
     base: ManifestName | None = None
+    state_whole: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class RunFacts:
             (`failed`, `stateless`), or up to which level it is validated (`sample`, `full`).
         unreadable: keys of manifests that cannot be read; what they need is unknown.
         lost: generations beside the live line that have no record.
+        generations: those that had one when the live line was read.
     """
 
     manifests: Sequence[StoredManifest]
@@ -68,6 +72,7 @@ class RunFacts:
     verdicts: Mapping[ManifestName, Opinion] = field(default_factory=dict)
     unreadable: Sequence[str] = ()
     lost: Collection[int] = ()
+    generations: Collection[int] = ()
 
     def times_ms(self) -> tuple[Mapping[ManifestName, int], Mapping[ManifestName, int]]:
         """When each checkpoint was made: as its trainer stamped it, and as the store tells.
@@ -102,9 +107,11 @@ class Representations:
         for manifest in manifests:
             self._of.setdefault(manifest.name, []).append(manifest)
         self._best: dict[ManifestName, StoredManifest | None] = {}
+        self._readable: set[tuple[ManifestName, str]] = set()  # by attempt: rows of all the chain
         self._failed_link: set[ManifestName] = set()  # checkpoints whose chain has one
         # Parents are of lower steps, so that in this order each is known before its children.
         for name in sorted(self._of):
+            self._readable |= {(name, one.attempt) for one in self._of[name] if self._leads(one)}
             usable = [manifest for manifest in self._of[name] if self._restores(manifest)]
             self._best[name] = min(usable, key=_cost, default=None)
             # Through any of its manifests: a merged one holds the rows of the links it stands for.
@@ -190,10 +197,14 @@ class Representations:
         )
 
     def _restores(self, manifest: StoredManifest) -> bool:
+        return manifest.state_whole and self._leads(manifest)
+
+    def _leads(self, manifest: StoredManifest) -> bool:
+        """Whether the rows of its chain are there: all that what stands on it needs."""
         if manifest.parent is None or not manifest.whole:
             return manifest.whole
-        parent = self._best.get(manifest.parent) if manifest.parent < manifest.name else None
-        return parent is not None and parent.attempt == manifest.parent_attempt
+        before = (manifest.parent, manifest.parent_attempt)
+        return manifest.parent < manifest.name and before in self._readable
 
 
 def _cost(manifest: StoredManifest) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from recpoint.catalog.chain import Chain, PassedOver, read_with_chain
 from recpoint.catalog.chain_reading import ChainReading
+from recpoint.catalog.going import Going
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.memory_target import MemoryTarget
 from recpoint.catalog.reshard import TablePart
@@ -27,6 +28,7 @@ from recpoint.errors import (
     NothingToRestore,
     ObjectNotFound,
     RecpointError,
+    RetentionRefused,
     SettingsError,
     UnsupportedVersion,
 )
@@ -85,6 +87,7 @@ def restore(
     validated_only: bool = False,
     validated_within: int | None = None,
     damaged: Mapping[ManifestName, str] | None = None,
+    leased: bool = False,
     threads: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport:
@@ -116,6 +119,9 @@ def restore(
             so it must be less than a life between two failures brings: where each is shorter, and
             nothing newer is validated meanwhile, all go on from the same checkpoint.
         damaged: without a step: checkpoints to skip, which the caller has found so, and how.
+        leased: the caller holds a lease of everything: what a retention is deleting just as it
+            comes is waited for, and passed over or refused, so that what is restored stays. Costs
+            the read of one small record.
         threads: chunks read at once, not counting those of up to 2 MiB.
         on_progress: called with bytes read so far and bytes to read, from this thread.
 
@@ -125,11 +131,13 @@ def restore(
         IncompatibleModel: the newest good one does not fit the target. Older ones are not tried.
         UnsupportedVersion: the newest was written by a later release. Older ones are not tried.
         FormatError, ChainError, ObjectNotFound: the named checkpoint is damaged.
+        RetentionRefused: with `leased`: the named checkpoint is being deleted.
         StoreError: the store cannot be read. That is no reason to go back in time either.
     """
     if threads < 1:
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
     with naming_errors(run.url):
+        going = Going.look(run, leased=leased)  # before a manifest is read
         names = candidates(run, step, generation, before)
         doubts = Doubts(run, validated_only=validated_only) if step is None and names else None
         order = RestoreOrder(
@@ -138,7 +146,7 @@ def restore(
             validated_within=validated_within,
             damaged=damaged if step is None else None,
         )
-        return _restore_first(run, target, order, names, doubts, threads, on_progress)
+        return _restore_first(run, target, order, names, doubts, going, threads, on_progress)
 
 
 def _restore_first(
@@ -147,6 +155,7 @@ def _restore_first(
     order: RestoreOrder,
     names: Sequence[ManifestName],
     doubts: Doubts | None,
+    going: Going,
     threads: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> RestoreReport:
@@ -155,6 +164,7 @@ def _restore_first(
     damaged_chunks: dict[str, RecpointError] = {}
 
     def read(chain: Chain) -> ChainReading:
+        going.require_staying(chain)
         reading = ChainReading(run, chain, damaged_chunks, on_progress)
         reading.run(target, threads)
         return reading
@@ -164,7 +174,7 @@ def _restore_first(
         known = verdict_of(run, name) if doubts is None else doubts.known(name)
         try:
             reading, chain = read_with_chain(run, name, read, line=names)
-        except (FormatError, ChainError, ObjectNotFound) as error:
+        except (FormatError, ChainError, ObjectNotFound, RetentionRefused) as error:
             if doubts is None or isinstance(error, UnsupportedVersion):
                 raise
             order.damaged(name, naming_run(f"{type(error).__name__}: {error}", run.url))

@@ -41,7 +41,7 @@ def restore_parts(
         RecpointError: as for `catalog.restore.restore`.
     """
     run = Run.open(open_store(url))
-    with reading(run, purpose="restore"):
+    with reading(run, purpose="restore") as lease:
         return restore(
             run,
             PartsTarget(parts),
@@ -49,5 +49,6 @@ def restore_parts(
             generation=generation,
             validated_only=validated_only,
             validated_within=validated_within,
+            leased=lease is not None,
             on_progress=on_progress,
         )

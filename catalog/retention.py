@@ -54,7 +54,8 @@ def plan(facts: RunFacts, policy: RetentionPolicy) -> RetentionPlan:
 
     Raises:
         RetentionRefused: a manifest cannot be read; or something would be dropped although nothing
-            validated (if that is enough for the policy: nothing that restores) would be kept.
+            validated (if that is enough for the policy: nothing that restores) would be kept, or
+            although a rule goes by a metric that was recorded of no checkpoint of the live line.
     """
     if facts.unreadable:
         raise RetentionRefused(
@@ -177,6 +178,16 @@ def _refuse_to_keep_nothing(
             next_step="recpoint validate URL; or let it delete without: --no-require-validated, "
             "require_validated: false",
         )
+    for rule in policy.best_by:
+        if facts.metrics.get(rule.metric, {}).keys().isdisjoint(facts.live):
+            # Most likely another name was meant, and what that one would keep is to go.
+            raise RetentionRefused(
+                "retention",
+                found=f"no checkpoint of the live line with a metric called {rule.metric!r}",
+                expected="one at least: the rule keeps nothing as it is",
+                next_step=f"correct the name; recpoint metric URL STEP {rule.metric}=VALUE; "
+                "or leave the rule out",
+            )
 
 
 def _why_dropped(

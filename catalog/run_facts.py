@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from recpoint.catalog.chain import check_with_own
+from recpoint.catalog.known_damage import KnownDamage
 from recpoint.catalog.leases import Held
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.pins import pinned, read_metrics
@@ -17,7 +18,7 @@ from recpoint.catalog.validations import verdicts
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
 
-__all__ = ["OnStep", "gather", "unwatched"]
+__all__ = ["OnStep", "gather", "leased_by", "unwatched"]
 
 _READERS = 8
 
@@ -52,16 +53,19 @@ def gather(
     # committed meanwhile cannot look as if its chunks were missing.
     numbers = run.generation_numbers()
     live = run.live_line()
-    forms = [form for forms in run.representations().values() for form in forms]
+    there = run.representations()
+    forms = [form for forms in there.values() for form in forms]
     pins = pinned(run)
     infos = {info.key: info for info in run.store.list()}
+    damage = KnownDamage(run, there, infos)
     manifests: list[StoredManifest] = []
     unreadable: list[str] = []
 
     def read(form: Representation) -> StoredManifest | str | None:
         try:
             manifest = run.read_manifest(form)
-            return _stored(form.key, manifest, infos, agrees=_agrees(run, manifest))
+            usable = _agrees(run, manifest) and not damage.covers(form.key, manifest)
+            return _stored(form.key, manifest, infos, usable=usable)
         except ObjectNotFound:
             return None  # deleted since it was listed
         except FormatError:
@@ -74,22 +78,28 @@ def gather(
                 unreadable.append(found)
             elif found is not None:
                 manifests.append(found)
-    there = {manifest.name for manifest in manifests}
+    read_names = {manifest.name for manifest in manifests}
     return RunFacts(
         manifests=manifests,
-        live=[name for name in live if name in there],
+        live=[name for name in live if name in read_names],
         now_ms=time.time_ns() // 1_000_000,
         pins=pins,
-        leased={
-            ManifestName(ref.step, ref.generation): held.who
-            for held in leases
-            for ref in held.covers or ()
-        },
-        metrics=read_metrics(run, metrics, of=there),
+        leased=leased_by(leases),
+        metrics=read_metrics(run, metrics, of=read_names),
         verdicts=_opinions(run),
         unreadable=unreadable,
         lost=run.lost_generations((form.name.generation for form in forms), listed=numbers),
+        generations=numbers,
     )
+
+
+def leased_by(leases: Iterable[Held]) -> dict[ManifestName, str]:
+    """Who reads which checkpoint, of leases that name theirs."""
+    return {
+        ManifestName(ref.step, ref.generation): held.who
+        for held in leases
+        for ref in held.covers or ()
+    }
 
 
 def _opinions(run: Run) -> dict[ManifestName, Opinion]:
@@ -112,10 +122,15 @@ def _agrees(run: Run, manifest: Manifest) -> bool:
 
 
 def _stored(
-    key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo], *, agrees: bool
+    key: str, manifest: Manifest, infos: Mapping[str, ObjectInfo], *, usable: bool
 ) -> StoredManifest:
     parent, base = manifest.parent, manifest.base
     own = infos.get(key)
+    missing = {
+        chunk.content
+        for chunk in manifest.chunks
+        if chunk.key not in infos or infos[chunk.key].size_bytes != chunk.bytes
+    }
     return StoredManifest(
         key=key,
         name=ManifestName(manifest.step, manifest.generation),
@@ -127,11 +142,7 @@ def _stored(
         modified_ms=manifest.snapshot_ms if own is None else own.modified_ms,
         stored_bytes=manifest.stored_bytes,
         # No restore reads a sample.
-        whole=agrees
-        and all(
-            chunk.key in infos and infos[chunk.key].size_bytes == chunk.bytes
-            for chunk in manifest.chunks
-            if chunk.content != "sample"
-        ),
+        whole=usable and "rows" not in missing,
         base=None if base is None else ManifestName(base.step, base.generation),
+        state_whole="state" not in missing,
     )

@@ -25,6 +25,7 @@ _PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
 
 _NEXT = "give a local path, file:///path, s3://bucket/prefix, or another fsspec URL"
 _LOCAL_ANYWAY = "; a local path that looks like this begins with ./"
+_RENAME = "; rename the directory, or give another"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ def parse_run_url(url: str) -> RunUrl:
     written with `..`, which has a meaning only once links are followed.
 
     Raises:
-        SettingsError: it is no string, is empty, or has no bucket, credentials, a query, `..`, or
-            blanks. The message never repeats a credential.
+        SettingsError: it is no string, is empty, has bytes that are not UTF-8, or has no bucket,
+            credentials, a query, `..`, or blanks. The message never repeats a credential.
     """
     if not isinstance(url, str):
         raise SettingsError(
@@ -63,6 +64,7 @@ def parse_run_url(url: str) -> RunUrl:
         )
     if not url.strip() or "\x00" in url:
         raise _refused(url, "an empty URL" if not url.strip() else "a NUL character")
+    _require_utf8(url, url)
     match = _SCHEME.match(url)
     if match is None:
         if _FORGOTTEN_SLASHES.match(url):
@@ -111,7 +113,17 @@ def _local(path: str) -> RunUrl:
         absolute = absolute[1:]
     if absolute == "/":
         raise _refused(path, "the root directory")
+    _require_utf8(absolute, path)
     return RunUrl(scheme="file", bucket="", path=absolute, url=absolute)
+
+
+def _require_utf8(text: str, url: str) -> None:
+    """Raise for a file name that Python could not decode: records, metrics and logs are UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        found = "bytes that are not UTF-8 in the URL or in the directory that it begins from"
+        raise _refused(url, found, or_else=_RENAME) from None
 
 
 def _refused(url: str, found: str, *, or_else: str = "") -> SettingsError:

@@ -153,6 +153,7 @@ def plan_shards(
     validated_only: bool = False,
     validated_within: int | None = None,
     damaged: Mapping[ManifestName, str] | None = None,
+    leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> ShardPlan:
     """Choose the checkpoint as `catalog.restore.restore` does, and divide it into files.
@@ -163,7 +164,7 @@ def plan_shards(
 
     Args:
         run: the run.
-        step, generation, validated_only, validated_within, damaged: as for
+        step, generation, validated_only, validated_within, damaged, leased: as for
             `catalog.restore.restore`.
         shard_bytes: of a file that has more than one table.
 
@@ -180,6 +181,7 @@ def plan_shards(
         validated_only=validated_only,
         validated_within=validated_within,
         damaged=damaged,
+        leased=leased,
     )
     assert target.manifest is not None  # as of every target that was restored into
     units = [_of_table(table) for table in logical_tables(target.manifest.tables).values()]

@@ -56,6 +56,7 @@ def restore_shards(
     generation: int | None = None,
     validated_only: bool = False,
     validated_within: int | None = None,
+    leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RestoreReport:
@@ -68,7 +69,8 @@ def restore_shards(
     Args:
         run: the run.
         into: where the files go; others there are left alone.
-        step, generation, validated_only, validated_within: as for `catalog.restore.restore`.
+        step, generation, validated_only, validated_within, leased: as for
+            `catalog.restore.restore`.
         shard_bytes: as for `plan_shards`.
         on_progress: called with bytes written so far and bytes to write.
 
@@ -89,6 +91,7 @@ def restore_shards(
             validated_only=validated_only,
             validated_within=validated_within,
             damaged=damaged,
+            leased=leased,
             shard_bytes=shard_bytes,
         )
         if instead_of is not None:

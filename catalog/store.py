@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -43,6 +46,7 @@ from recpoint.errors import ObjectNotFound, RecpointError, SettingsError
 __all__ = ["ObjectInfo", "S3Timeouts", "Store", "open_store"]
 
 _Result = TypeVar("_Result")
+_CLOSING_SECONDS = 0.1
 
 
 def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
@@ -110,6 +114,7 @@ class _S3Client:
         # The SDK below retries, with pauses and a budget. A second layer of retries would only
         # multiply the time that a dead store costs.
         self._file_system.retries = 1
+        self._file_system.close_session = partial(_close, made_in=os.getpid())
         self._prepared: object = None
 
     async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
@@ -146,6 +151,28 @@ class _S3Client:
         except TimeoutError as error:  # cancelled: fsspec's time-out is one
             raise S3Failure(f"no answer within {seconds:.0f} s") from error
         return result
+
+
+def _close(loop: asyncio.AbstractEventLoop, client: Any, *, made_in: int) -> None:
+    """Close the connections of a client that nobody holds any more; in place of s3fs's own.
+
+    That one closes them on whichever loop runs in the thread that lets go of the client. Where this
+    is another loop than theirs, of a flow for instance, they stay open and asyncio logs an error
+    each (s3fs 2026.9).
+
+    Args:
+        loop: theirs.
+        client: its asynchronous context manager, entered.
+        made_in: id of the process that made it: one forked from it leaves them to it.
+    """
+    if made_in != os.getpid() or not loop.is_running():
+        return
+    closing = asyncio.run_coroutine_threadsafe(client.__aexit__(None, None, None), loop)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # no loop is held up, and the process may be about to end
+        with contextlib.suppress(Exception):  # whatever the SDK raises of a broken connection
+            closing.result(_CLOSING_SECONDS)
 
 
 def _session(settings: Mapping[str, Any]) -> Any:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from recpoint.catalog.elapsed import store_ms
+from recpoint.catalog.elapsed import host_seconds, store_ms
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.named_chunks import NamedChunks
 from recpoint.catalog.run import Run
@@ -46,6 +46,10 @@ __all__ = [
 
 #: Why a command refuses a shorter grace than `recpoint.catalog.grace` allows.
 GRACE_NEEDED = "what is being written is younger"
+
+#: So long after a look at an attempt it is looked at again before more of it goes: a consolidation
+#: may have gone on with it.
+_LOOK_AGAIN_SECONDS: Final = 10.0
 
 
 class SweptObject(NamedTuple):
@@ -243,8 +247,8 @@ def plan_sweep(
 def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepResult:
     """Do what a plan says. Killed anywhere, the next sweep finds and finishes the rest.
 
-    Every attempt is looked at again right before it is removed: what has been committed, or
-    written to, since the plan was made stays.
+    Every attempt is looked at again right before it is removed, and again where that takes long:
+    what has been committed, or written to, since the plan was made stays.
 
     Args:
         run: the run.
@@ -266,30 +270,19 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
     reasons = {swept.key: swept for swept in plan.objects}
     named = NamedChunks(run, spare_newest=plan.spare_newest)
     for attempt in plan.prefixes:
-        prefix = attempt_prefix(*attempt)
-        there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
-        parts = [
-            info
-            for info in run.store.list(part_prefix(*attempt))
-            if parse_part_key(info.key) is not None
-        ]
-        named.look()
-        infos = parts + [info for info in there if info.key not in named.chunks]
-        reason = (
-            "a manifest names it now"
-            if there and not infos
-            else _reason_to_keep(
-                attempt, infos, named, plan.keep(), plan.now_ms, plan.grace_seconds
-            )
-        )
-        if not reason and any(info.key not in reasons for info in infos):
-            reason = "chunks were added to it"
-        if reason:
-            spared.append(KeptPrefix(prefix, reason))
-            continue
-        for info in infos:
-            run.store.delete(info.key)
-            note(reasons[info.key])
+        while True:
+            began_seconds = host_seconds()
+            infos, reason = _still_doomed(run, plan, named, attempt, reasons)
+            if reason:
+                spared.append(KeptPrefix(attempt_prefix(*attempt), reason))
+                break
+            for info in infos:
+                run.store.delete(info.key)
+                note(reasons[info.key])
+                if host_seconds() - began_seconds >= _LOOK_AGAIN_SECONDS:
+                    break
+            else:
+                break
     for swept in plan.objects:
         if parse_chunk_key(swept.key) is None and parse_part_key(swept.key) is None:
             run.store.delete(swept.key)
@@ -298,6 +291,31 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
         run.store.delete_unfinished(swept.key)
         note(swept)
     return SweepResult(removed=tuple(removed), spared=tuple(spared))
+
+
+def _still_doomed(
+    run: Run,
+    plan: SweepPlan,
+    named: NamedChunks,
+    attempt: AttemptName,
+    planned: Collection[str],
+) -> tuple[list[ObjectInfo], str]:
+    """What is there now to be removed of an attempt, parts first; and why it has to stay."""
+    prefix = attempt_prefix(*attempt)
+    there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
+    parts = [
+        info
+        for info in run.store.list(part_prefix(*attempt))
+        if parse_part_key(info.key) is not None
+    ]
+    named.look()
+    infos = parts + [info for info in there if info.key not in named.chunks]
+    if there and not infos:
+        return infos, "a manifest names it now"
+    reason = _reason_to_keep(attempt, infos, named, plan.keep(), plan.now_ms, plan.grace_seconds)
+    if not reason and any(info.key not in planned for info in infos):
+        reason = "chunks were added to it"
+    return infos, reason
 
 
 def _reason_to_keep(

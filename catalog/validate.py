@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from recpoint.catalog.chain import Chain, read_with_chain, resolve_chain
+from recpoint.catalog.going import Going
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
 from recpoint.catalog.validate_chain import DAMAGE, ChainValidation, Found, passed_over
@@ -68,6 +69,7 @@ def validate(
     name: ManifestName,
     *,
     level: ValidationLevel = "sample",
+    leased: bool = False,
     threads: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
@@ -84,12 +86,14 @@ def validate(
             decoding, the rows of the sample that lie in them. `"full"`: each byte of the whole
             chain, all sampled rows of each link that it restores, and digests of the restored
             tables.
+        leased: as for `catalog.restore.restore`.
         threads: chunks read at once.
         on_progress: called with bytes read so far and bytes to read, from this thread.
 
     Raises:
         ObjectNotFound: there is no such checkpoint.
         UnsupportedVersion: it was written by a later release, so that nothing can be said.
+        RetentionRefused: with `leased`: it is being deleted, which is no damage.
         StoreError: the store cannot be read, which says nothing about the checkpoint either.
     """
     if level not in LEVELS:
@@ -100,8 +104,10 @@ def validate(
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
     started_ms = _now_ms()
     looks: list[ChainValidation] = []
+    going = Going.look(run, leased=leased)  # before a manifest is read
 
     def read(chain: Chain) -> ChainValidation:
+        going.require_staying(chain)
         look = ChainValidation(run, name, chain, level, on_progress)
         looks.append(look)
         look.look(threads)

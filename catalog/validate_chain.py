@@ -25,6 +25,7 @@ from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import ValidationLevel, ValidationResult
 from recpoint.format.validation import (
     MAX_TEXT,
+    PASSED_OVER,
     TableDigests,
     ValidationFinding,
     ValidationRecord,
@@ -61,7 +62,7 @@ def passed_over(text: PassedOver) -> Found:
     finding = ValidationFinding(
         subject=text.key[:MAX_TEXT],
         row=None,
-        what="representation",
+        what=PASSED_OVER,
         found=text.error[:MAX_TEXT],
         expected="a sound one; another stands in for it",
         bound="",

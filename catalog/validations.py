@@ -34,6 +34,7 @@ __all__ = [
     "Doubts",
     "Verdict",
     "add_record",
+    "newest_of_bytes",
     "read_record",
     "records_of",
     "verdict",
@@ -126,6 +127,19 @@ def records_of(run: Run, checkpoint: ManifestName) -> list[ValidationName]:
     prefix = f"{VALIDATIONS_PREFIX}{checkpoint.step:012d}-{checkpoint.generation:08d}-"
     found = (parse_validation_key(info.key) for info in run.store.list(prefix))
     return sorted(name for name in found if name is not None)
+
+
+def newest_of_bytes(names: Iterable[ValidationName]) -> list[ValidationName]:
+    """Of one checkpoint's validations that read bytes, those that no later one makes up for.
+
+    One does that has looked at no less: so there are two at most, but for those made at once.
+    """
+    looked = [name for name in names if name.level != "metadata"]
+    return [
+        name
+        for name in looked
+        if not any(one.number > name.number and _rank(one) >= _rank(name) for one in looked)
+    ]
 
 
 def read_record(run: Run, name: ValidationName) -> ValidationRecord:

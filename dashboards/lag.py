@@ -27,7 +27,9 @@ def lag_table(runs: Sequence[RunLag]) -> Table:
     """One line a run."""
     table = plain_table("")
     for name in ("run", "training", "newest", "would be lost", "", "interval", "chain", "stall"):
-        table.add_column(name, justify="right" if name not in ("run", "training") else "left")
+        left = name in ("run", "training")
+        # A URL is copied from here: it may take several lines, and is never cut.
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     table.add_column("validated")
     table.add_column("trouble", overflow="fold")
     for run in runs:

@@ -191,13 +191,18 @@ def _family(metric: metric_table.Metric) -> _Family:
 
 
 def _add(family: _Family, metric: metric_table.Metric, sample: Sample) -> None:
-    labels = [sample.labels[name] for name in metric.labels]
+    labels = [_writable(sample.labels[name]) for name in metric.labels]
     if isinstance(family, HistogramMetricFamily):
         assert isinstance(sample.value, HistogramReading)
         family.add_metric(labels, _buckets(sample.value), sample.value.total)
     else:
         assert not isinstance(sample.value, HistogramReading)
         family.add_metric(labels, sample.value)
+
+
+def _writable(label: str) -> str:
+    """As UTF-8 can have it: a name that it cannot would cost the host's other samples."""
+    return label.encode(errors="backslashreplace").decode()
 
 
 def _buckets(reading: HistogramReading) -> list[tuple[str, float]]:

@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from recpoint.catalog import answers, persist, staged
+from recpoint.catalog import persist, staged
 from recpoint.catalog.agent_lock import AGENT, DRAIN
 from recpoint.catalog.cancel import is_cancelled
 from recpoint.catalog.consolidate_plan import ConsolidationTriggers
-from recpoint.errors import (
-    FormatError,
-    RanksMissing,
-    RecpointError,
-    StagingError,
-    StoreThrottled,
-)
+from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingError
 from recpoint.flows.agent_end import leave_soon, stopped_by_signals
+from recpoint.flows.agent_failures import postpone, postpone_or_reject
 from recpoint.flows.agent_memory import FreedMemory
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
+from recpoint.flows.agent_persist import AgentPersist
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.agent_turn import turn_of
 from recpoint.flows.agent_waiting import NAME_AFTER_SECONDS, WaitingJobs
@@ -43,7 +38,7 @@ from recpoint.flows.background_sweep import (
 )
 from recpoint.flows.ended_slots import free_ended_slots
 from recpoint.flows.prefect_gate import PrefectGate
-from recpoint.flows.training_ends import tell_ended_trainings
+from recpoint.flows.training_ends import expect_end, tell_ended_trainings
 from recpoint.format.job import Job
 from recpoint.tasks.job_name import job_log
 
@@ -92,7 +87,8 @@ def run_agent(
         Number of jobs that are still staged.
 
     Raises:
-        StagingError: another agent serves this staging area.
+        StagingError: another agent serves this staging area; or, with `once` and after all else is
+            done, jobs cannot be read.
         SettingsError: `sweep_every` is less than a second.
     """
     require_sweep_period(sweep_every)
@@ -113,7 +109,7 @@ def run_agent(
         with watched, stopped_by_signals(agent.stop):
             left = agent.serve(once=once)
             if agent.was_stopped:
-                leave_soon()
+                leave_soon(at_once=agent.works)
             return left
 
 
@@ -140,10 +136,10 @@ class Agent:
         self._name_ranks_after = name_ranks_after
         self._gate = gate
         self.was_stopped = False
-        self._stop = threading.Event()
+        self._ended = False
         self._runs: dict[Path, RunState] = {}
-        self._telling: list[threading.Thread] = []
-        self._unreadable: set[Path] = set()
+        self._persist = AgentPersist(gate)
+        self._unreadable: dict[Path, OSError] = {}
         self._places = threading.BoundedSemaphore(_RUNS_AT_ONCE)
         self._freed = FreedMemory()
         self._background = BackgroundConsolidation(
@@ -160,9 +156,20 @@ class Agent:
         )
 
     def stop(self) -> None:
-        """Take no further job; `serve` returns when those at work are done."""
+        """Take no further job; `serve` returns when those at work are done.
+
+        Takes no lock: a signal may call it wherever the main thread is.
+        """
         self.was_stopped = True
-        self._stop.set()
+
+    @property
+    def _ends(self) -> bool:
+        return self.was_stopped or self._ended
+
+    @property
+    def works(self) -> bool:
+        """Whether a thread is at work on a job, or tells of one, also after `serve` has ended."""
+        return self._working() or bool(self._persist.telling)
 
     def observe(self) -> AgentObservation:
         """What there is to be seen of it now; any thread may ask, and nothing waits."""
@@ -174,7 +181,11 @@ class Agent:
         )
 
     def serve(self, *, once: bool = False) -> int:
-        """Work until stopped, or until nothing is left to do now; number of jobs still staged."""
+        """Work until stopped, or until nothing is left to do now; number of jobs still staged.
+
+        Raises:
+            StagingError: with `once`, jobs cannot be read, so that nobody knows how many there are.
+        """
         run_dirs = staged.run_directories(self._staging)
         for run_dir in run_dirs:
             try:
@@ -187,9 +198,8 @@ class Agent:
         _LOG.info("serving %s", self._staging)
         told = 0.0
         try:
-            while not self._stop.is_set():
-                self._look()
-                busy = self._working() or any(self._is_due(*run) for run in self._runs.items())
+            while not self._ends:
+                busy = self._look() or self._working()
                 self._background.give_way(busy)
                 self._sweeps.give_way(busy)
                 if once and not busy and not self._due() and self._background.idle:
@@ -202,39 +212,57 @@ class Agent:
                     self._freed.give_back(self._tries())
                     if self._gate.api_url is not None:
                         tell_ended_trainings(self._runs)
-                self._stop.wait(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
         finally:
-            self._stop.set()
+            self._ended = True
             self._gate.stop()
             self._background.stop()
             self._sweeps.stop()
             self._drain()
             free_ended_slots(self._runs)
-        return sum(len(self._jobs(run)) for run in staged.run_directories(self._staging))
+        return self._left(once=once)
 
     # --- which run is next ---------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Start a thread for each run that has something to do and nobody who does it."""
-        try:
-            run_dirs = staged.run_directories(self._staging)
-        except OSError as error:
-            _LOG.warning("cannot look into %s: %s", self._staging, error)
-            return
+    def _look(self) -> bool:
+        """Start a thread for each run that has something to do and nobody who does it.
+
+        Returns:
+            Whether there is such a run, also where no further thread may be started.
+        """
+        run_dirs = self._run_directories()
+        if run_dirs is None:
+            return False
         for gone in self._runs.keys() - set(run_dirs):
             if not self._runs[gone].works:
                 del self._runs[gone]
+                self._unreadable.pop(gone, None)
                 self._background.forget(gone)
+        found = False
         for run_dir in run_dirs:
             state = self._runs.get(run_dir)
             if state is None:
                 state = RunState(waiting=WaitingJobs(self._name_ranks_after))
                 self._runs[run_dir] = state
-            if self._is_due(run_dir, state) and self._places.acquire(blocking=False):
-                state.thread = threading.Thread(
-                    target=self._serve_run, args=(run_dir, state), name=run_dir.name, daemon=True
-                )
-                state.thread.start()
+            job_file = self._due_job(run_dir, state)
+            found = found or job_file is not None
+            if job_file is not None and self._places.acquire(blocking=False):
+                self._begin(run_dir, state, job_file)
+        return found
+
+    def _begin(self, run_dir: Path, state: RunState, job_file: Path) -> None:
+        """Start the thread of a run, whose place is taken; later where the host has none left."""
+        thread = threading.Thread(
+            target=self._serve_run, args=(run_dir, state), name=run_dir.name, daemon=True
+        )
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            self._places.release()
+            postpone(state, error, job_log(str(job_file)))
+            self._tell(run_dir)
+            return
+        state.thread = thread
 
     def _jobs(self, run_dir: Path) -> list[Path]:
         """The run's jobs; none while its directory cannot be read: others must not wait for it."""
@@ -243,22 +271,52 @@ class Agent:
         except OSError as error:
             if run_dir not in self._unreadable:
                 _LOG.warning("%s: its jobs cannot be read: %s", run_dir.name, error)
-            self._unreadable.add(run_dir)
+            self._unreadable[run_dir] = error
             return []
-        self._unreadable.discard(run_dir)
+        self._unreadable.pop(run_dir, None)
         return jobs
 
-    def _is_due(self, run_dir: Path, state: RunState) -> bool:
-        if state.works:
-            return False
+    def _run_directories(self) -> list[Path] | None:
+        """Those of all runs; None while the staging area cannot be read."""
+        try:
+            run_dirs = staged.run_directories(self._staging)
+        except OSError as error:
+            if self._staging not in self._unreadable:
+                _LOG.warning("cannot look into %s: %s", self._staging, error)
+            self._unreadable[self._staging] = error
+            return None
+        self._unreadable.pop(self._staging, None)
+        return run_dirs
+
+    def _left(self, *, once: bool) -> int:
+        """How many jobs are still staged; with `once` an error where nobody can say."""
+        left = sum(len(self._jobs(run_dir)) for run_dir in self._run_directories() or ())
+        if once and not self.was_stopped:
+            for path, error in list(self._unreadable.items()):  # one is enough to mend
+                raise StagingError(
+                    str(path),
+                    found=f"{error}; {left} checkpoints are still staged elsewhere here",
+                    expected="a directory whose jobs can be read",
+                    next_step="mend it, or take it away; then recpoint agent --once again",
+                )
+        return left
+
+    def _due_job(self, run_dir: Path, state: RunState) -> Path | None:
+        """The job that a thread is to be started for now."""
+        if state.works or not state.is_to_be_looked_at():
+            return None
         job_file = self._next_job(run_dir, state)
         if job_file is None:
-            return False
-        return time.monotonic() >= state.retry_at or _is_cancelled(job_file)
+            return None
+        due = time.monotonic() >= state.retry_at or _is_cancelled(job_file)
+        return job_file if due else None
 
     def _next_job(self, run_dir: Path, state: RunState) -> Path | None:
         """The first job that something can be done about now, as far as one knows."""
-        for job_file in self._jobs(run_dir):
+        jobs = self._jobs(run_dir)
+        if jobs:
+            state.jobs_seen = time.monotonic()
+        for job_file in jobs:
             if state.waiting.is_due(job_file) or _is_cancelled(job_file):
                 return job_file
         return None
@@ -286,7 +344,7 @@ class Agent:
             if state.thread is not None:
                 state.thread.join(max(0.0, deadline - time.monotonic()))
         deadline = min(deadline, time.monotonic() + _TELL_SECONDS)
-        for thread in self._telling:
+        for thread in self._persist.telling:
             thread.join(max(0.0, deadline - time.monotonic()))
         for run_dir, state in self._runs.items():
             if state.works:
@@ -297,103 +355,62 @@ class Agent:
 
     def _serve_run(self, run_dir: Path, state: RunState) -> None:
         try:
-            while not self._stop.is_set():
+            while not self._ends:
                 job_file = self._next_job(run_dir, state)
                 if job_file is None or not self._serve_job(run_dir, state, job_file):
                     break
+            state.waiting.keep(self._jobs(run_dir))
         finally:
             state.job = None
-            state.waiting.keep(self._jobs(run_dir))
             self._places.release()
         self._tell(run_dir)
 
     def _serve_job(self, run_dir: Path, state: RunState, job_file: Path) -> bool:
         """Do one job; False if it has to wait, and with it the run."""
         log = job_log(str(job_file))
-        if state.waiting.holds(job_file) and not _is_cancelled(job_file):
-            try:
-                ranks = persist.look_again(job_file)
-            except (RecpointError, OSError, MemoryError) as error:
-                if persist.classify(error) == "deferred":
-                    self._postpone(state, error, log)
-                    return False
-                ranks = ()  # persisting finds the same, and rejects the job
-            if ranks:
-                self._wait(state, job_file, ranks, log)
-                return True
-        state.job = job_file.stem
-        self._tell(run_dir)
-        job = self._readable(job_file)
-        if job is not None:
-            state.run_url, state.run_id = job.run_url, job.run
-            state.saw_cut(job.snapshot_ms)
+        job: Job | None = None
         try:
+            if state.waiting.holds(job_file) and not _is_cancelled(job_file):
+                ranks = _ranks_awaited(job_file)
+                if ranks:
+                    self._wait(state, job_file, ranks, log)
+                    return True
+            state.job = job_file.stem
+            self._tell(run_dir)
+            job = self._readable(job_file)
+            if job is not None:
+                if state.run_id != job.run:
+                    expect_end(run_dir, job)
+                state.run_url, state.run_id = job.run_url, job.run
+                state.saw_cut(job.generation, job.step, job.snapshot_ms)
             if not staged.finish_answered(job_file):
-                self._persist(job_file, log)
-            state.failures = 0
+                self._persist.persist(job_file, state, log)
+            state.failures = state.unforeseen = 0
             if job_file.exists():  # a flow has ended without an answer: its part is stored
                 self._wait(state, job_file, persist.look_again(job_file), log)
                 return True
             state.jobs_done += 1
             state.waiting.look_soon()
-            state.last_error = self._answered(state, job_file, job)
+            state.last_error = state.answered(job_file, job)
             if job is not None and job.rank == 0 and state.last_error is None:
                 self._background.committed(run_dir, job)
             return True
         except Exception as error:
             # Whatever it is, it is this job's: the agent goes on with the other runs.
             if not job_file.exists():
-                self._answered(state, job_file, job)
+                state.unforeseen = 0
+                state.answered(job_file, job)
                 return True
             if isinstance(error, RanksMissing):
-                state.failures = 0
+                state.failures = state.unforeseen = 0
                 self._wait(state, job_file, error.ranks, log)
                 return True
-            if isinstance(error, RecpointError | OSError | MemoryError):
-                self._postpone(state, error, log)
+            if self._ends and not isinstance(error, RecpointError):
+                return False  # of an end in the middle of it, which says nothing of the job
+            if not postpone_or_reject(state, job_file, error, log):
                 return False
-            log.exception("rejected, since it fails in a way that nobody foresaw")
-            return self._reject(state, job_file, error, log)
-
-    def _persist(self, job_file: Path, log: logging.LoggerAdapter[logging.Logger]) -> None:
-        call = self._gate.persist_flow()
-        if call is not None:
-            failed = self._persist_with_prefect(call, job_file)
-            if failed is None:
-                return self._gate.worked()
-            if isinstance(failed, RecpointError):
-                raise failed
-            self._gate.failed(f"{type(failed).__name__}: {failed}")
-        outcome = persist.persist_job(job_file)
-        log.info("%s", f"{outcome.result} without Prefect {outcome.error}".rstrip())
-
-    def _persist_with_prefect(
-        self, call: Callable[[str], Any], job_file: Path
-    ) -> BaseException | None:
-        """Run the flow; None if the job is answered, or waits for other ranks; else what failed."""
-        results: list[Any] = []
-
-        def run() -> None:
-            try:
-                state = call(str(job_file))
-                results.append(state.result(raise_on_failure=False) or state)
-            except Exception as error:
-                # Of Prefect, its client or its server, in a hundred forms.
-                results.append(error)
-
-        thread = threading.Thread(target=run, name=f"flow {job_file.stem}", daemon=True)
-        thread.start()
-        while thread.is_alive() and job_file.exists():
-            thread.join(_POLL_SECONDS / 4)
-        if not job_file.exists():
-            # The rest of the flow only tells about it, which an API that hangs drags out.
-            self._telling = [other for other in self._telling if other.is_alive()] + [thread]
-            return None
-        # None: an exit, or a cancellation, which is none of the job's faults.
-        failed = results[0] if results else "the flow ended without a state"
-        if getattr(failed, "name", None) == "Waiting":
-            return None
-        return failed if isinstance(failed, BaseException) else RuntimeError(str(failed))
+            state.answered(job_file, None)
+            return True
 
     def _wait(
         self,
@@ -406,58 +423,11 @@ class Agent:
         if late is not None:
             log.warning("%s", late)
 
-    def _postpone(
-        self, state: RunState, error: BaseException, log: logging.LoggerAdapter[logging.Logger]
-    ) -> None:
-        heals = not isinstance(error, RecpointError) or error.retryable
-        pause = state.pause_seconds(heals=heals)
-        if isinstance(error, StoreThrottled):
-            pause *= 2
-        pause *= random.uniform(0.75, 1.25)
-        state.failures += 1
-        state.facts.failed(error)
-        state.retry_at = time.monotonic() + pause
-        # The kind of error says what to do about it: docs/operations.md goes by its name.
-        state.last_error = f"{type(error).__name__}: {error}"
-        state.last_error_ms = _now_ms()
-        log.warning("stays staged, next try in %.0f s: %s", pause, state.last_error)
-
-    def _reject(
-        self,
-        state: RunState,
-        job_file: Path,
-        error: Exception,
-        log: logging.LoggerAdapter[logging.Logger],
-    ) -> bool:
-        try:
-            answers.reject_job(
-                job_file,
-                StagingError(
-                    str(job_file),
-                    found=f"{type(error).__name__}: {error}",
-                    expected="a job that can be persisted",
-                    next_step="report it, with the agent's log",
-                ),
-            )
-        except OSError as failed:
-            self._postpone(state, failed, log)
-            return False
-        self._answered(state, job_file, None)
-        return True
-
     def _readable(self, job_file: Path) -> Job | None:
         try:
             return staged.read_job(job_file)
         except (OSError, FormatError):
             return None  # it is rejected, or tried again, by who persists it
-
-    def _answered(self, state: RunState, job_file: Path, job: Job | None) -> str | None:
-        """Count what became of a job; why it was rejected, if it was."""
-        outcome = staged.answer_given(job_file)
-        if outcome is None:
-            return None
-        state.facts.answered(job, outcome)
-        return outcome.error or None
 
     def _tell(self, run_dir: Path) -> None:
         state = self._runs.get(run_dir)
@@ -477,6 +447,16 @@ class Agent:
             )
         except OSError as error:
             _LOG.warning("%s: no status could be written: %s", run_dir.name, error)
+
+
+def _ranks_awaited(job_file: Path) -> tuple[int, ...]:
+    """Ranks that a job still waits for; none also where persisting it is to find what is wrong."""
+    try:
+        return persist.look_again(job_file)
+    except RecpointError as error:
+        if persist.classify(error) == "deferred":
+            raise
+        return ()
 
 
 def _is_cancelled(job_file: Path) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,12 @@ _LEAVE_SECONDS: Final = 3.0
 
 @contextmanager
 def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Have SIGTERM and SIGINT call `stop`; only the main thread can be told of signals."""
+    """Have SIGTERM and SIGINT call `stop`; only the main thread can be told of signals.
+
+    Args:
+        stop: called between any two steps of the main thread, which may hold any lock there: it
+            must take none, nor set a `threading.Event`, which has one.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -33,13 +40,25 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def leave_soon() -> None:
+def leave_soon(*, at_once: bool) -> None:
     """End the process in a few seconds, unless it ends by itself.
 
     Python waits at its end for the threads of an upload, which may take hours, and Prefect for an
     API that hangs. Both may be stopped anywhere: what is not committed stays staged.
+
+    Args:
+        at_once: end it here, since a thread still works. Python's own end takes from it what it
+            works with, piece by piece, and what that leads to would look like a fault of its job.
     """
-    if threading.current_thread() is threading.main_thread():
-        leave = threading.Timer(_LEAVE_SECONDS, os._exit, (0,))
-        leave.daemon = True
+    if threading.current_thread() is not threading.main_thread():
+        return
+    leave = threading.Timer(_LEAVE_SECONDS, os._exit, (0,))
+    leave.daemon = True
+    try:
         leave.start()
+    except RuntimeError:  # no thread is left on this host
+        os._exit(0)
+    if at_once:
+        logging.shutdown()  # which may wait, for no longer than the timer
+        sys.stdout.flush()
+        os._exit(0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Final, Literal
 
+from recpoint.catalog import staged
 from recpoint.catalog.failure_causes import CAUSES, cause_of, cause_of_name
 from recpoint.catalog.histogram import Histogram
 from recpoint.errors import CheckpointCancelled
@@ -18,7 +21,7 @@ from recpoint.flows.pauses import growing_pause
 from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import Kind
 
-__all__ = ["RESULTS", "JobResult", "RunFacts", "RunState"]
+__all__ = ["RESULTS", "SHORTEST_SHARE", "JobResult", "RunFacts", "RunState"]
 
 JobResult = Literal["committed", "cancelled", "rejected"]
 RESULTS: tuple[JobResult, ...] = ("committed", "cancelled", "rejected")
@@ -28,9 +31,16 @@ RESULTS: tuple[JobResult, ...] = ("committed", "cancelled", "rejected")
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = {True: 60.0, False: 300.0}
 
+#: Of a pause: so much of it is waited at least, since each is drawn from around it.
+SHORTEST_SHARE: Final = 0.75
+
 #: Gaps between checkpoints that are remembered; the median of a few is no outage's.
 _GAPS = 5
 _SHARE_OF_INTERVAL = 1 / 8
+
+#: How long a run has had no job when it is looked at less often, and how often then.
+_QUIET_AFTER_SECONDS = 60.0
+_QUIET_PAUSE_SECONDS = 1.0
 
 
 class RunFacts:
@@ -88,6 +98,7 @@ class RunState:
     job: str | None = None
     jobs_done: int = 0
     failures: int = 0
+    unforeseen: int = 0
     retry_at: float = 0.0
     last_error: str | None = None
     last_error_ms: int | None = None
@@ -96,14 +107,67 @@ class RunState:
     end_told_ms: int | None = None
     facts: RunFacts = field(default_factory=RunFacts)
     waiting: WaitingJobs = field(default_factory=WaitingJobs)
-    newest_cut_ms: int | None = None
+    newest_cut: tuple[int, int] | None = None
+    newest_cut_ms: int = 0
+    flow_at: float | None = None
     gaps_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_GAPS))
+    jobs_seen: float = field(default_factory=time.monotonic)
+    looked_at: float = -math.inf
 
-    def saw_cut(self, snapshot_ms: int) -> None:
-        """Note when a job was cut, and how long after the one before it."""
-        before, self.newest_cut_ms = self.newest_cut_ms, snapshot_ms
-        if before is not None and snapshot_ms > before:
-            self.gaps_seconds.append((snapshot_ms - before) / 1000)
+    def is_to_be_looked_at(self) -> bool:
+        """Whether its jobs are to be listed now: after a minute without any once a second is often.
+
+        A host keeps the directory of each run that it ever had, and a thousand of them would be
+        listed thousands of times a second.
+        """
+        now = time.monotonic()
+        quiet = now - self.jobs_seen >= _QUIET_AFTER_SECONDS
+        if quiet and now - self.looked_at < _QUIET_PAUSE_SECONDS:
+            return False
+        self.looked_at = now
+        return True
+
+    def answered(self, job_file: Path, job: Job | None) -> str | None:
+        """Count what became of a job; why it was rejected, if it was.
+
+        Args:
+            job_file: the job.
+            job: what it was; None: it could not be read.
+        """
+        outcome = staged.answer_given(job_file)
+        if outcome is None:
+            return None
+        self.facts.answered(job, outcome)
+        return outcome.error or None
+
+    def saw_cut(self, generation: int, step: int, snapshot_ms: int) -> None:
+        """Note when a checkpoint was cut, and how long after the one before it.
+
+        Once for all its ranks: they are cut milliseconds apart.
+        """
+        cut, cut_ms = (generation, step), self.newest_cut_ms
+        if self.newest_cut is not None:
+            if cut <= self.newest_cut:
+                return
+            if snapshot_ms > cut_ms:
+                self.gaps_seconds.append((snapshot_ms - cut_ms) / 1000)
+        self.newest_cut, self.newest_cut_ms = cut, snapshot_ms
+
+    def is_worth_a_flow(self) -> bool:
+        """Whether Prefect is to have a flow run of the try that begins now.
+
+        Of every first try; of those after a failure as often as of a run with long intervals, in
+        the end once a minute: each stays in Prefect's database, and there may be one a second.
+        """
+        now = time.monotonic()
+        if self.failures and self.flow_at is not None:
+            pause = growing_pause(
+                self.failures - 1, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS[True]
+            )
+            if now - self.flow_at < SHORTEST_SHARE * pause:
+                return False
+        self.flow_at = now
+        return True
 
     def pause_seconds(self, *, heals: bool) -> float:
         """How long to wait after one more failure: doubled each time; for what may heal no longer

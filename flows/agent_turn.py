@@ -6,7 +6,7 @@ An agent that ended instead would leave all runs of its host without one until s
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,15 +39,19 @@ def turn_of(who: AtWork, staging: Path) -> Iterator[bool]:
 
 
 def _wait_for(lock: AgentLock) -> bool:
-    stop = threading.Event()
+    stopped = False
     told: AtWork | None = None
-    with stopped_by_signals(stop.set):
-        while (other := lock.take()) is not None:
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+
+    with stopped_by_signals(stop):
+        while not stopped and (other := lock.take()) is not None:
             if not other.ends_by_itself:
                 raise lock.refused(other)
             if other != told:
                 told = other
                 _LOG.info("waiting for process %s, %s, which ends by itself", other.process, other)
-            if stop.wait(_POLL_SECONDS):
-                break
-    return not stop.is_set()
+            time.sleep(_POLL_SECONDS)
+    return not stopped

@@ -12,6 +12,8 @@ from uuid import UUID
 from prefect.filesystems import WritableFileSystem
 from pydantic import PrivateAttr
 
+from recpoint.flows.repeated_lines import ResultNotStored
+
 __all__ = ["NO_RESULTS"]
 
 
@@ -35,9 +37,9 @@ class _NoResults(WritableFileSystem):
         """Refuse: what is written counts as stored, and the server would be told where.
 
         Raises:
-            OSError: always. Prefect logs it and goes on.
+            ResultNotStored: always. Prefect logs it and goes on.
         """
-        raise OSError("recpoint stores none, the state says what happened.")
+        raise ResultNotStored("recpoint stores none, the state says what happened.")
 
 
 #: The `result_storage` of each flow. Without one each run asks the server twice where it would be.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from logging import Logger, LoggerAdapter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefect import State, flow, tags
@@ -18,6 +19,7 @@ from prefect.context import SyncClientContext, TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
+from recpoint.catalog.agent_lock import AgentLock, sweep_of
 from recpoint.catalog.answers import finish_committed, reject_job
 from recpoint.catalog.cancel import raise_if_cancelled
 from recpoint.catalog.committed import Committed
@@ -128,6 +130,7 @@ async def persist(job_path: JobPath) -> State[Any]:
 
     Raises:
         SettingsError: that is not the path of a job file.
+        StagingError: an agent, a drain or a sweep does the jobs of this staging area.
         RecpointError: not now; the job stays staged.
     """
     try:
@@ -142,8 +145,19 @@ async def persist(job_path: JobPath) -> State[Any]:
         ) from None
     # The run has its tags by now. Those of a task are names of concurrency limits, which the server
     # would be asked for before each of them.
-    with TagsContext(current_tags=set()):
+    with TagsContext(current_tags=set()), _alone(job_path):
         return await _persist(job_path, log)
+
+
+def _alone(job_path: str) -> AbstractContextManager[object]:
+    """The lock of the staging area, unless an agent calls the flow, which holds it.
+
+    Of two that do one job, each would remove what the other has encoded.
+    """
+    run_dir = Path(job_path).parent.parent
+    if job_path in _begun or not run_dir.is_dir():
+        return nullcontext()
+    return AgentLock(run_dir.parent, sweep_of(run_dir))
 
 
 async def _persist(job_path: str, log: LoggerAdapter[Logger]) -> State[Any]:

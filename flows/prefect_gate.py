@@ -7,11 +7,13 @@ are persisted by the same functions without it.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
@@ -48,10 +50,12 @@ class PrefectGate:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._url: str | None = None
+        self._key: str | None = None  # user and password of a configured API
         self._own_server = False
         self._awaits_server = False  # one that was started here has not answered yet
         self._call: Callable[[str], Any] | None = None
         self._open = False
+        self._told_away = False  # since it was open last
         self._failures = 0
         self._closed_until = 0.0
         self._lock = threading.Lock()
@@ -101,7 +105,7 @@ class PrefectGate:
     def failed(self, why: object) -> None:
         """Prefect, not the job, failed: leave it alone for a while."""
         with self._lock:
-            self._open = False
+            self._open, self._told_away = False, True
             pause = growing_pause(
                 self._failures, first=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
             )
@@ -132,14 +136,21 @@ class PrefectGate:
             self._awaits_server = False
             if not self._open:
                 _LOG.info("Prefect is at %s", self.ui_url)
-                self._open = True
+                self._open, self._told_away = True, False
         else:
+            # One that was started here takes its time, and whoever waits for it would know.
+            if self._url is not None and not self._told_away and not self._awaits_server:
+                self._told_away = True
+                _LOG.warning(
+                    "going on without Prefect until it is back: %s does not answer", self._url
+                )
             self._open = False
 
     def _find(self) -> None:
         if self._url is None:
-            self._url = prefect_server.configured_url()
-            if self._url is not None:
+            url = prefect_server.configured_url()
+            if url is not None:
+                self._url, self._key = prefect_server.without_key(url), prefect_server.key_of(url)
                 return
         self._own_server = True
         server = prefect_server.running_server()
@@ -161,6 +172,13 @@ class PrefectGate:
     def _import(self, url: str) -> Callable[[str], Any]:
         if "prefect" not in sys.modules:
             os.environ["PREFECT_API_URL"] = url
+            if self._key is not None:
+                # From the URL Prefect takes it for requests, but not for events, which its servers
+                # refuse then: and it would log the URL with it.
+                basic = b64encode(self._key.encode()).decode()
+                headers = json.dumps({"Authorization": f"Basic {basic}"})  # for a proxy
+                os.environ.setdefault("PREFECT_API_AUTH_STRING", self._key)
+                os.environ.setdefault("PREFECT_CLIENT_CUSTOM_HEADERS", headers)
             if self._own_server:
                 os.environ.setdefault("PREFECT_HOME", str(prefect_server.server_directory()))
                 # Our own server does not ask for the tokens, so the client need not fetch them.

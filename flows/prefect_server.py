@@ -22,17 +22,20 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 __all__ = [
     "RETENTION",
     "LocalServer",
     "configured_url",
     "is_healthy",
+    "key_of",
     "running_server",
     "server_directory",
     "start_server",
     "stop_server",
     "ui_url",
+    "without_key",
 ]
 
 _STOP_SECONDS = 10.0
@@ -79,17 +82,29 @@ def server_directory() -> Path:
     return (Path(home) if home else Path.home() / ".recpoint") / "prefect"
 
 
-def ui_url(api_url: str) -> str:
-    """The page for people that belongs to an API; without the credential that its URL may have."""
-    scheme, slashes, rest = api_url.removesuffix("/").removesuffix("/api").partition("://")
+def without_key(url: str) -> str:
+    """A URL without the user and password that it may have."""
+    scheme, slashes, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def key_of(url: str) -> str | None:
+    """The `user:password` that a URL has; None if it has none."""
+    at = url.partition("://")[2].partition("/")[0].rpartition("@")
+    return unquote(at[0]) if at[1] else None
+
+
+def ui_url(api_url: str) -> str:
+    """The page for people that belongs to an API; without the credential that its URL may have."""
+    return without_key(api_url.removesuffix("/").removesuffix("/api"))
 
 
 def is_healthy(api_url: str, *, timeout_seconds: float = 1.0) -> bool:
     """Whether the API answers in time; that it wants a key is an answer too."""
     try:
-        url = f"{api_url.removesuffix('/')}/health"
+        # Which urllib would take for a port, unlike Prefect's own client, which sends it.
+        url = f"{without_key(api_url).removesuffix('/')}/health"
         with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
             return int(answer.status) < 500
     except urllib.error.HTTPError as error:

@@ -96,7 +96,7 @@ async def restore(
     # The tags of a task are names of concurrency limits, which the server would be asked for.
     with TagsContext(current_tags=set()):
         lease = ExitStack()
-        await asyncio.to_thread(
+        held = await asyncio.to_thread(
             lambda: lease.enter_context(reading(open_run(run_url), purpose="restore"))
         )
         try:
@@ -109,6 +109,7 @@ async def restore(
                 validated_within,
                 shard_bytes,
                 parts_at_once,
+                leased=held is not None,
             )
         finally:
             await asyncio.to_thread(lease.close)
@@ -131,6 +132,8 @@ async def _restore(
     validated_within: int | None,
     shard_bytes: int,
     at_once: int,
+    *,
+    leased: bool,
 ) -> tuple[ShardPlan, RestoreReport, str]:
     """The newest checkpoint of which every file turns out to be good."""
     damaged: dict[ManifestName, str] = {}
@@ -146,6 +149,7 @@ async def _restore(
             damaged,
             shard_bytes,
             instead_of,
+            leased,
         )
         if there:
             return plan, plan.report, "already"

@@ -12,6 +12,7 @@ from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part,
 __all__ = [
     "MAX_FINDINGS",
     "MAX_TEXT",
+    "PASSED_OVER",
     "TableDigests",
     "ValidationFinding",
     "ValidationRecord",
@@ -19,6 +20,9 @@ __all__ = [
 
 MAX_FINDINGS = 1_000
 MAX_TEXT = 1_000
+
+#: `what` of a finding about a manifest that is damaged, and that another stands in for (§10).
+PASSED_OVER = "representation"
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]

@@ -8,6 +8,7 @@ Whoever calls a kernel has checked dtype, contiguity and bounds, because the ker
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,8 @@ __all__ = [
     "take_turn",
 ]
 
+_log = logging.getLogger("recpoint")
+
 
 def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile with numba on the first call, and keep the result on disk where that is possible.
@@ -69,6 +72,16 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+@cache
+def _tell_compiling(kept: str) -> None:
+    """Say once in a process that it compiles, before it does: who starts it would see it hang."""
+    _log.info(
+        "compiling kernels for this machine: all of them take some 15 s of a core, longer where it "
+        "is busy; %s",
+        kept,
+    )
+
+
 class _Cache(FunctionCache):
     """Machine code has other kernels' code in it, and numba looks at the kernel's own file only.
 
@@ -79,6 +92,23 @@ class _Cache(FunctionCache):
         numbas: Any = super()
         return (*numbas._index_key(sig, codegen), _sources())
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        numbas: Any = super()
+        found = numbas.load_overload(sig, target_context)
+        if found is None:
+            _tell_compiling("they are kept on disk, and loaded by later starts")
+        return found
+
+
+class _NoCache(NullCache):
+    """Neither the package's folder nor one for caches can be written: compile in each process."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> None:
+        _tell_compiling(
+            "each process does so, since there is no folder to keep them in. Next: set "
+            "NUMBA_CACHE_DIR to one that it can write"
+        )
+
 
 def _cache_of(function: Callable[..., Any]) -> Any:
     make: Any = _Cache
@@ -87,8 +117,7 @@ def _cache_of(function: Callable[..., Any]) -> Any:
     try:
         return make(function)
     except RuntimeError:
-        # Neither the package folder nor a user cache can be written: compile in each process.
-        return NullCache()
+        return _NoCache()
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

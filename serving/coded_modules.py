@@ -14,13 +14,15 @@ __all__ = ["CodedBag", "CodedEmbedding", "coded_lookups", "replace_lookups"]
 class CodedEmbedding(nn.Module):
     """`nn.Embedding` whose rows come from a served table."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Embedding) -> None:
         super().__init__()
         self.table: ServedTable | None = None
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
 
-    def forward(self, ids: Tensor) -> Tensor:
+    # Arguments have the names that torch gives them: a model may use those.
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Rows [..., dim] of ids [...]."""
-        return _table(self.table).lookup(ids)
+        return _table(self.table).lookup(input)
 
 
 class CodedBag(nn.Module):
@@ -31,12 +33,16 @@ class CodedBag(nn.Module):
         self.table: ServedTable | None = None
         self._mode, self._last = bag.mode, bag.include_last_offset
         self._padding = bag.padding_idx
+        self.num_embeddings, self.embedding_dim = bag.num_embeddings, bag.embedding_dim
 
     def forward(
-        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        input: Tensor,  # noqa: A002
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """As `nn.EmbeddingBag.forward`."""
-        unique, places = ids.unique(return_inverse=True)
+        unique, places = input.unique(return_inverse=True)
         padding = None
         if self._padding is not None:
             found = (unique == self._padding).nonzero()
@@ -56,21 +62,44 @@ def replace_lookups(model: nn.Module) -> None:
     """Replace every embedding of `model`; its weights are let go.
 
     Raises:
-        IncompatibleModel: the model is itself an embedding, or one of them renormalizes its rows.
+        IncompatibleModel: the model is itself an embedding, or one of them does more than look its
+            rows up. Nothing is replaced.
     """
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if not name or module.max_norm is not None:
-            raise IncompatibleModel(
-                f"table {name or 'weight'!r}",
-                found="the model itself is it" if not name else "max_norm, which writes to rows",
-                expected="embeddings inside a model, without max_norm",
-                next_step="follow without quantized=True",
-            )
-        coded = CodedEmbedding() if isinstance(module, nn.Embedding) else CodedBag(module)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent) if parent else model, last, coded)
+    found: dict[nn.Module, CodedEmbedding | CodedBag] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check(name, module)
+            if isinstance(module, nn.EmbeddingBag):
+                found[module] = CodedBag(module)
+            else:
+                found[module] = CodedEmbedding(module)
+    # Each under all names that it has.
+    for parent in list(model.modules()):
+        for name, module in parent._modules.items():
+            if module is not None and module in found:
+                setattr(parent, name, found[module])
+
+
+def _check(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Refuse what a lookup of codes would leave out, so that other values were served."""
+    reason: str | None = None
+    if not name:
+        reason = "the model itself is it"
+    elif module.max_norm is not None:
+        reason = "max_norm, which writes to rows"
+    elif type(module).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward):
+        reason = f"a {type(module).__name__} with a forward of its own"
+    elif module._forward_hooks or not all(
+        getattr(hook, "reads_only", False) for hook in module._forward_pre_hooks.values()
+    ):
+        reason = "forward hooks"
+    if reason is not None:
+        raise IncompatibleModel(
+            f"table {name or 'weight'!r}",
+            found=reason,
+            expected="embeddings inside a model that only look rows up, without max_norm",
+            next_step="follow without quantized=True",
+        )
 
 
 def _table(table: ServedTable | None) -> ServedTable:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
@@ -95,6 +95,7 @@ class Follower:
         self._failed: dict[ManifestName, tuple[float, str]] = {}
         self._wanted: Wanted | None = None
         self._waiting_since_ms: int | None = None
+        self._committed_ms: dict[ManifestName, int] = {}
         self._looked_at: float | None = None
         self._passed_over: tuple[PassedOver, ...] = ()
         self._doubt: str | None = None
@@ -284,7 +285,7 @@ class Follower:
         if self._pinned is not None and served is not None and self._channel != "published":
             wanted = wanted.after(served)
         self._looked_at = time.monotonic()
-        self._note(wanted, updater)
+        self._note(wanted, run, updater)
 
     def _follow_channel(self, run: Run, updater: Updater, on_progress: OnProgress | None) -> bool:
         now = time.monotonic()
@@ -319,29 +320,42 @@ class Follower:
         self._versions += 1
         better = wanted.names[: wanted.names.index(name)] if name in wanted.names else wanted.names
         since = wanted.published_ms if better else None
-        self._note(replace(wanted, names=better, published_ms=since), updater)
+        self._note(replace(wanted, names=better, published_ms=since), run, updater)
 
-    def _note(self, wanted: Wanted, updater: Updater) -> None:
+    def _note(self, wanted: Wanted, run: Run, updater: Updater) -> None:
         """Take over what a look has found, as it is from what is served now."""
         served = _served(updater)
         self._wanted = wanted
         self._failed = {one: why for one, why in self._failed.items() if one in wanted.names}
         self._doubt = None if served is None else wanted.doubts.against(served)
-        self._note_lag(updater)
+        self._note_lag(run, updater)
 
-    def _note_lag(self, updater: Updater) -> None:
+    def _note_lag(self, run: Run, updater: Updater) -> None:
         """Since when something better than what is served has been there."""
         since = None if self._wanted is None else self._wanted.published_ms
         if since is not None:
             self._waiting_since_ms = since
             return
-        for name in reversed(self._wanted.names if self._wanted else ()):
-            try:
-                since = updater.read(Representation(name)).committed_ms
-            except DAMAGE:
-                continue
-            break
-        self._waiting_since_ms = since
+        names = () if self._wanted is None else self._wanted.names
+        self._committed_ms = {one: at for one, at in self._committed_ms.items() if one in names}
+        for name in reversed(names):
+            if (since := self._committed(name, run, updater)) is not None:
+                break
+        # Where none can be read, it is no less far behind than before.
+        self._waiting_since_ms = since if since is not None or not names else self._waiting_since_ms
+
+    def _committed(self, name: ManifestName, run: Run, updater: Updater) -> int | None:
+        """When a checkpoint was committed, at the latest; None: none of its manifests is good."""
+        known = self._committed_ms.get(name)
+        if known is None:
+            with suppress(*DAMAGE):
+                known = updater.read(Representation(name)).committed_ms
+        if known is None:  # retention let go of its own: a merged one is of a later time
+            with suppress(*DAMAGE):
+                known = run.manifest(*name).committed_ms
+        if known is not None:
+            self._committed_ms[name] = known
+        return known
 
     def _opened(self) -> tuple[Run, Updater]:
         # At each look: a local store whose mount is gone lists as empty, as one without news does.

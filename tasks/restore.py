@@ -51,6 +51,7 @@ async def plan_restore(
     damaged: Mapping[ManifestName, str],
     shard_bytes: int,
     instead_of: ShardPlan | None = None,
+    leased: bool = False,
 ) -> tuple[ShardPlan, bool]:
     """The checkpoint, its files, and whether all of them are in their place already.
 
@@ -65,6 +66,7 @@ async def plan_restore(
             validated_only=validated_only,
             validated_within=validated_within,
             damaged=damaged,
+            leased=leased,
             shard_bytes=shard_bytes,
         )
         into = open_store(target_url)

@@ -53,8 +53,10 @@ async def evaluate(run_url: str, step: int, generation: int, function: str) -> d
 def _validate(run_url: str, name: ManifestName, level: ValidationLevel) -> Validation:
     run = Run.open(open_store(run_url))
     bar = _bar(run, name, f"validation-{level}")
-    with reading(run, purpose="validate"):
-        found = validation.validate(run, name, level=level, on_progress=bar.show)
+    with reading(run, purpose="validate") as lease:
+        found = validation.validate(
+            run, name, level=level, leased=lease is not None, on_progress=bar.show
+        )
     bar.finish()
     return found
 
@@ -63,9 +65,14 @@ def _evaluate(run_url: str, name: ManifestName, function: str) -> dict[str, floa
     loaded = evaluation.load_function(function)
     run = Run.open(open_store(run_url))
     bar = _bar(run, name, "evaluation")
-    with reading(run, purpose="validate"):
+    with reading(run, purpose="validate") as lease:
         metrics = evaluation.evaluate(
-            run, name, loaded, function_name=function, on_progress=bar.show
+            run,
+            name,
+            loaded,
+            function_name=function,
+            leased=lease is not None,
+            on_progress=bar.show,
         )
     bar.finish()
     return metrics

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["PATIENCE_SECONDS", "until"]
+__all__ = ["PATIENCE_SECONDS", "SERVER_SECONDS", "until"]
 
 T = TypeVar("T")
 
@@ -14,12 +14,26 @@ T = TypeVar("T")
 #: a machine that does ten other things at once may be that slow.
 PATIENCE_SECONDS = 240.0
 
+#: How often a Prefect server is asked: an answer takes it longer than the usual pause, and one that
+#: is asked again at once has no core left for what the question is about.
+SERVER_SECONDS = 0.3
+
 _SHORTEST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.02
 
 
-def until(look: Callable[[], T | None], *, seconds: float = PATIENCE_SECONDS) -> T:
+def until(
+    look: Callable[[], T | None],
+    *,
+    seconds: float = PATIENCE_SECONDS,
+    longest_pause: float = _LONGEST_PAUSE_SECONDS,
+) -> T:
     """What `look` returns, once that is something other than None or False.
+
+    Args:
+        look: asked at once, and again after pauses that grow.
+        seconds: after which it is given up.
+        longest_pause: in seconds; for what takes its time to answer.
 
     Raises:
         TimeoutError: it does not become that in time.
@@ -33,4 +47,4 @@ def until(look: Callable[[], T | None], *, seconds: float = PATIENCE_SECONDS) ->
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{look} did not come true in {seconds:.0f} s")
         time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(1.5 * pause, longest_pause)

@@ -608,9 +608,17 @@ def _perform(number: int, rank: int, one: dict[str, Any], folder: Path) -> None:
 
 def _main(folder: Path, plays: list[dict[str, Any]]) -> int:
     warnings.simplefilter("ignore")
-    # Before the forks, so that no rank has to import them anew.
+    # Before the forks, so that no rank has to import them anew, which takes each of them longer
+    # than its play. No thread is started by any of it.
+    import torch.distributed.optim  # noqa: F401
     import torchrec.distributed.model_parallel
     import torchrec.distributed.sharding_plan  # noqa: F401
+
+    import recpoint.trainer_plugin.checkpointer
+    import recpoint.trainer_plugin.integrations.torchrec_source  # noqa: F401
+    from recpoint import kernels
+
+    kernels.warm_up()
 
     context = multiprocessing.get_context("fork")
     failed = 0

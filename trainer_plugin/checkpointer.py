@@ -25,8 +25,8 @@ from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.deleted_rows import held_ids, zero_rows
 from recpoint.trainer_plugin.dense_pieces import hold_pieces
 from recpoint.trainer_plugin.failures import ExpectedFailures
-from recpoint.trainer_plugin.host_memory import HostShare, host_share
 from recpoint.trainer_plugin.layout import copies_of, lay_out
+from recpoint.trainer_plugin.memory_bound import MemoryBound
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
@@ -92,8 +92,10 @@ class Checkpointer:
 
     Attributes:
         batches_done: batches whose updates the model holds.
-        memory_bound_bytes: most that slots take in the staging area, known once training starts.
-        host_memory_bound_bytes: the same of all ranks whose staging areas share a file system.
+        memory_bound_bytes: most that slots take in the staging area, with the state that is there:
+            what optimizers make of it when they first step counts from the `step()` after that.
+        host_memory_bound_bytes: the same of all ranks whose staging areas share a file system; of
+            several, what they have grown by counts from the next checkpoint that is due.
 
     Raises:
         SettingsError: a setting that cannot work; its name is in the message.
@@ -198,7 +200,14 @@ class Checkpointer:
                 self._store.url,
                 rank=self._ranks.rank,
             )
-            self._bound_memory()
+            self._memory = MemoryBound(
+                ranks=self._ranks,
+                area=self._area,
+                cutter=self._cutter,
+                optimizers=chosen,
+                jobs=settings.max_staged_jobs,
+            )
+            self._memory.measure()
             forms = self._state.forms()
             kernels.warm_up()
         self._replicas = Replicas(
@@ -216,8 +225,8 @@ class Checkpointer:
         self.batches_done = 0
         try:
             if self._replicas.stored_elsewhere:
-                self._bound_memory()  # which is less now
-            self._area.warn_if_small(self._share_of_host())
+                self._memory.measure()  # which is less now
+            self._area.warn_if_small(self._memory.agree())
             self._watch.warn()
         except BaseException:  # a warning that is an error, for one
             self._ranks.close()  # so that the others notice when they next ask
@@ -302,8 +311,8 @@ class Checkpointer:
         for source in self._sources:
             source.track(self._trackers)
         self._watch.install()
-        self._bound_memory()
-        share = self._share_of_host()
+        self._memory.measure()
+        share = self._memory.agree()
         self._area.clear_other_ranks(share.ranks, start.generation)
         _log.info(
             "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s"
@@ -321,6 +330,7 @@ class Checkpointer:
             start=start,
             area=self._area,
             cutter=self._cutter,
+            memory=self._memory,
             trackers=self._trackers,
             settings=self._settings,
             ends=lambda: self._end.is_due,
@@ -341,15 +351,15 @@ class Checkpointer:
         """
         self._end.watch()
 
-    def _bound_memory(self) -> None:
-        """What slots take at most."""
-        self.memory_bound_bytes = self._settings.max_staged_jobs * self._cutter.size_bytes()
+    @property
+    def memory_bound_bytes(self) -> int:
+        """See `Attributes`."""
+        return self._memory.own_bytes
 
-    def _share_of_host(self) -> HostShare:
-        """The same with the other ranks of this host. Collective."""
-        share = host_share(self._ranks, self._area.root, self.memory_bound_bytes)
-        self.host_memory_bound_bytes = share.bound_bytes
-        return share
+    @property
+    def host_memory_bound_bytes(self) -> int:
+        """See `Attributes`."""
+        return self._memory.host.bound_bytes
 
     def step(self) -> None:
         """One more batch is done; take a checkpoint when one is due. Call after the optimizers.
@@ -361,6 +371,7 @@ class Checkpointer:
         pipeline, pace = self._running("step()")
         self.batches_done += 1
         pipeline.outcomes.fetch()
+        self._memory.follow()
         pace.step(self.batches_done)
         if self._end.is_due:
             self._end.come(self.batches_done, pipeline.finish)

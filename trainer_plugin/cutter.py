@@ -12,7 +12,7 @@ from torch import Tensor
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History, Precision
-from recpoint.format.manifest import Quantizer, RowStateSpec, TableSpec
+from recpoint.format.manifest import CODE_BITS, Quantizer, RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import huge_pages
@@ -116,7 +116,8 @@ class Cutter:
     def size_bytes(self) -> int:
         """Bytes that a full of the state as it is now takes in a slot.
 
-        Row states that optimizers create at their first step are not in it yet.
+        State that optimizers make at their first step is not in it before that, and a reader's
+        never is; see `memory_bound`.
 
         Raises:
             SettingsError: something in the state cannot be stored; its path is named.
@@ -262,7 +263,9 @@ class Cutter:
         width: int = 8 * item_bytes(spec.dtype)
         if table is not None:
             states = tuple(self._state.optimizers.row_states(table).tensors.values())
-            width = in_bits(self._widths[table.key], precision)
+            chosen = in_bits(self._widths[table.key], precision)
+            # Exact is what the dtype has now: `model.half()` may have changed it.
+            width = chosen if chosen in CODE_BITS else width
         return TablePart(
             spec=spec,
             held=shard.held,

@@ -6,6 +6,7 @@ comes back as events, which the training thread fetches; it changes nothing that
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -87,6 +88,15 @@ class Handoff:
         self._closing = False
         self._thread: threading.Thread | None = None
         self.broken: StagingError | None = None
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        # Python ends a daemon thread in the middle of a call into torch, and the process aborts:
+        # training that never closed its Checkpointer would count as failed. A forked child, where
+        # locks may be held by threads that are not there, has nothing to end.
+        if os.getpid() == self._process:
+            self.close()
 
     def submit(self, snapshot: Snapshot) -> None:
         """Take charge of a snapshot."""
@@ -171,6 +181,7 @@ class Handoff:
 
     def close(self) -> None:
         """End the thread once what was submitted is staged; staged jobs stay for the agent."""
+        atexit.unregister(self._at_exit)
         with self._changed:
             self._closing = True
             self._changed.notify_all()

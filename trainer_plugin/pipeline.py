@@ -20,6 +20,7 @@ from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.cutter import Cut, Cutter
 from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.ledger import Ledger
+from recpoint.trainer_plugin.memory_bound import MemoryBound
 from recpoint.trainer_plugin.outcomes import Outcomes
 from recpoint.trainer_plugin.outlook import Outlook
 from recpoint.trainer_plugin.policy import FULL, Link
@@ -27,9 +28,9 @@ from recpoint.trainer_plugin.rank_agreement import (
     LOST_AT_ONCE,
     AgreedSchedule,
     Lost,
+    after_cut,
     agree_on_cut,
     agree_on_lost,
-    failed_on,
     incomplete,
 )
 from recpoint.trainer_plugin.ranks import Ranks
@@ -46,13 +47,11 @@ from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics
 from recpoint.trainer_plugin.takeover import Start
 from recpoint.trainer_plugin.tracking import Tracker
+from recpoint.trainer_plugin.waiting_log import WaitingLog
 
 __all__ = ["Pipeline"]
 
 _log = logging.getLogger("recpoint")
-
-#: So many due checkpoints without one in between are no longer a matter of a short interval.
-_MANY_SKIPPED = 8
 
 
 class Plan(NamedTuple):
@@ -93,6 +92,7 @@ class Pipeline:
         start: Start,
         area: StagingArea,
         cutter: Cutter,
+        memory: MemoryBound,
         trackers: Mapping[str, Tracker],
         settings: Settings,
         ends: Callable[[], bool],
@@ -106,6 +106,7 @@ class Pipeline:
         self._token = start.token
         self._area = area
         self._cutter = cutter
+        self._memory = memory
         self._trackers = trackers
         self._settings = settings
         self._ledger = Ledger(trackers, start.tip, start.base_history)
@@ -128,6 +129,7 @@ class Pipeline:
             ends=ends,
             batches_done=start.batches_done,
         )
+        self._waiting = WaitingLog(area, self.statistics)
         self._outlook = Outlook(
             settings.failures, start.past, rule=cutter.rule, statistics=self.statistics
         )
@@ -187,7 +189,11 @@ class Pipeline:
                 # With the earlier ones unfinished, these rows stay dirty and are in the next one.
                 self.statistics.skipped += 1
                 self._skipped_in_row += 1
-                self._tell_skipped(batches_done)
+                if self.outcomes.superseded:
+                    told = "no checkpoint at batch %d: another trainer owns the run"
+                    _log.info(told, batches_done)
+                else:
+                    self._waiting.skipped(batches_done, self._skipped_in_row)
             return False
         self._due_until = None
         return self._cut(batches_done, plan, started_ns)
@@ -313,11 +319,19 @@ class Pipeline:
         except Exception as error:
             # Disk, driver, a user's state_dict: none of it may stop training. Noted, not lost.
             failure = error
+        if cut is not None:
+            self._memory.cut(cut.snapshot.slot_bytes + cut.snapshot.sample.size_bytes)
         try:
-            failed = failed_on(self._ranks, failure is not None, step=batches_done)
+            failed, bounds = after_cut(
+                self._ranks,
+                failed=failure is not None,
+                bound_bytes=self._memory.own_bytes,
+                step=batches_done,
+            )
         except BaseException:
             self._take_back(cut)
             raise
+        self._memory.hear(bounds)
         if failed and failure is None:
             failure = incomplete(batches_done, failed, self._ranks.count)
         if cut is None or failure is not None:
@@ -367,14 +381,7 @@ class Pipeline:
         self.outcomes.wait_until_staged()
         self.say_ended(batches_done)
         if len(self._ledger):
-            agent = self._area.agent_is_running()
-            _log.warning(
-                "training ends with %d checkpoint(s) staged in %s and not stored%s. Next: %s",
-                len(self._ledger),
-                self._area.run_directory,
-                "" if agent else ", and no agent is running",
-                "leave the agent running" if agent else self._area.agent_command(),
-            )
+            self._waiting.ends(len(self._ledger))
 
     def say_ended(self, batches_done: int | None = None) -> None:
         """Leave word, on this host and in the store, that training has ended and was not killed.
@@ -399,29 +406,3 @@ class Pipeline:
         """End the thread; everything that was cut is staged by then."""
         self._handoff.close()
         self.outcomes.fetch()
-
-    def _tell_skipped(self, batches_done: int) -> None:
-        """Say that a due checkpoint was not cut; loudly when it looks as if none will be.
-
-        One or two in a row are a short interval. More, or no agent, is a store or a host that
-        needs somebody, who may see warnings only: told at growing distances, not at each.
-        """
-        in_row = self._skipped_in_row
-        if self.outcomes.superseded:
-            _log.info("no checkpoint at batch %d: another trainer owns the run", batches_done)
-            return
-        agent = self._area.agent_is_running()
-        doubled = in_row & (in_row - 1) == 0  # 1, 2, 4, 8, …
-        if not (doubled and (in_row >= _MANY_SKIPPED or not agent)):
-            _log.info("no checkpoint at batch %d: earlier ones still wait", batches_done)
-            return
-        _log.warning(
-            "no checkpoint at batch %d, %d in a row not taken: earlier ones wait in %s, and %s. "
-            "%d batches would be lost now. Next: %s",
-            batches_done,
-            in_row,
-            self._area.run_directory,
-            "the agent has not stored them" if agent else "no agent is running",
-            self.statistics.read(batches_done).lag_batches,
-            "see the agent's log and status.json there" if agent else self._area.agent_command(),
-        )

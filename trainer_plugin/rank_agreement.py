@@ -19,10 +19,10 @@ __all__ = [
     "AgreedSchedule",
     "CutAgreement",
     "Lost",
+    "after_cut",
     "agree_on_cut",
     "agree_on_lost",
     "agree_on_settings",
-    "failed_on",
     "incomplete",
     "incomplete_parts",
 ]
@@ -183,10 +183,12 @@ class AgreedSchedule:
         return self._ranks.exchange("the interval", [batches])[0][0]
 
 
-def failed_on(ranks: Ranks, failed: bool, *, step: int) -> list[int]:
-    """After a cut: the ranks on which it failed. Collective."""
-    said = ranks.exchange("a cut", [failed], batches_done=step)
-    return [rank for rank, (bad,) in enumerate(said) if bad]
+def after_cut(
+    ranks: Ranks, *, failed: bool, bound_bytes: int, step: int
+) -> tuple[list[int], list[int]]:
+    """After a cut: the ranks on which it failed, and the `bound_bytes` of each. Collective."""
+    said = ranks.exchange("a cut", [failed, bound_bytes], batches_done=step)
+    return [rank for rank, (bad, _) in enumerate(said) if bad], [bound for _, bound in said]
 
 
 def incomplete_parts(

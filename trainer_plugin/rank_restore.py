@@ -21,6 +21,7 @@ from recpoint.errors import (
     FormatError,
     ObjectNotFound,
     RankLost,
+    RetentionRefused,
     UnsupportedVersion,
 )
 from recpoint.format.records import CheckpointRef, GenerationRecord
@@ -177,7 +178,7 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
         restored = restore_one(None, name)
     except UnsupportedVersion as error:
         failure = error
-    except (FormatError, ChainError, ObjectNotFound) as error:
+    except (FormatError, ChainError, ObjectNotFound, RetentionRefused) as error:
         damage = f"{type(error).__name__}: {error}"
     except BaseException as error:
         failure = error

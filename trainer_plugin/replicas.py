@@ -9,6 +9,7 @@ states, hyperparameters, schedulers) each of them stores.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -23,6 +24,8 @@ from recpoint.trainer_plugin.ranks import Ranks
 
 __all__ = ["NOTHING", "Replicas", "Sketch", "are_alike"]
 
+_log = logging.getLogger(__name__)
+
 #: So many values of each tensor are summed, evenly drawn.
 _SAMPLE: Final = 1024
 
@@ -34,6 +37,9 @@ _NEXT: Final = (
     "train what all ranks have with DDP, or in pieces with fully_shard or TorchRec; what each rank "
     "has of its own goes into extras, or into a run of its own"
 )
+
+
+_OTHER_PIECES: Final = "other values in pieces of one place, on ranks of several meshes"
 
 
 class Sketch(NamedTuple):
@@ -140,13 +146,14 @@ class Replicas:
         Args:
             sketches: of all ranks.
         """
-        own = {name: _total([tensor]) for name, tensor in self._tensors().items()}
-        told = self._ranks.gather((own, self._balances()))
+        answers = self._ranks.gather(self._of_each())
+        told = [of_rank for of_rank in answers if of_rank is not None]
+        if len(told) < len(answers):
+            return _unlike_somewhere(sketches)
         heard = [of_rank for of_rank, _ in told]
         for name in sorted({name for _, balances in told for name in balances}):
             if not _is_zero(balances.get(name, 0.0) for _, balances in told):
-                found = "other values in pieces of one place, on ranks of several meshes"
-                return _unlike(_named(name), found)
+                return _unlike(_named(name), _OTHER_PIECES)
         for name, first in heard[0].items():
             others = [
                 n
@@ -155,8 +162,20 @@ class Replicas:
             ]
             if others:
                 return _unlike(_named(name), f"other values on {_listed(others)} than on rank 0")
-        others = [n for n, one in enumerate(sketches) if not one.is_like(sketches[0])]
-        return _unlike("the model", f"other values on {_listed(others)} than on rank 0")
+        return _unlike_somewhere(sketches)
+
+    def _of_each(self) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Of each tensor and of the pieces; None: that cannot be told here, and is logged.
+
+        The other ranks wait for an answer, whatever goes wrong here.
+        """
+        try:
+            own = {name: _total([tensor]) for name, tensor in self._tensors().items()}
+            return own, self._balances()
+        except Exception as error:
+            # Memory, a driver: none of it may stop training.
+            _log.warning("which tensors are not alike cannot be told: %s", error)
+            return None
 
 
 def _total(tensors: Iterable[Tensor]) -> float:
@@ -188,6 +207,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _named(name: str) -> str:
     return f"the dense parameter or table {name!r}"
+
+
+def _unlike_somewhere(sketches: Sequence[Sketch]) -> SettingsError:
+    others = [n for n, one in enumerate(sketches) if not one.is_like(sketches[0])]
+    if not others:
+        return _unlike("the model", _OTHER_PIECES)
+    return _unlike("the model", f"other values on {_listed(others)} than on rank 0")
 
 
 def _unlike(

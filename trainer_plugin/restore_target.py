@@ -33,7 +33,10 @@ _NEXT_OF_RANKS = (
     "build model and optimizers as they were; parts of the checkpoint are loaded by name in a "
     "process without other ranks: restore(partial=...)"
 )
-_NEXT_PARTS = "name other parts, or build the model to fit; recpoint seed URL lists what is there"
+_NEXT_PARTS = (
+    "name other parts, or build the model to fit; recpoint seed URL lists what is there, and "
+    "recpoint.restore_parts reads rows of a table that has got another size into tensors"
+)
 
 
 class ModelTarget:

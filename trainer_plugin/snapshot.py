@@ -17,6 +17,7 @@ from recpoint.format.history import History
 from recpoint.format.job import QuantizerName, StagedTable
 from recpoint.format.manifest import ChosenMethod, TableSpec
 from recpoint.format.records import CheckpointRef
+from recpoint.format.state_values import booleans
 from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.policy import Link, PolicyName
@@ -277,10 +278,14 @@ def fill(
 def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
     """Write the sample into the slot, behind the snapshot; where it is, and the end of it all.
 
-    For the background thread: everything on a device has been drained.
+    For the background thread: everything on a device has been drained. Booleans are settled first:
+    the sample, its digests and the chunk are of the same bytes.
     """
     data = snapshot.slot.data
     views = {spot.name: spot.view(data) for spot in snapshot.placed}
+    for spot in snapshot.placed:
+        if spot.dtype == "BOOL":
+            views[spot.name].copy_(booleans(views[spot.name]))
     staged: list[StagedRows | None] = []
     for index, table in enumerate(snapshot.tables):
         names = [f"t{index}.values"]
@@ -293,6 +298,7 @@ def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
     placed: list[Placed] = []
     end = snapshot.slot_bytes
     for name, array in snapshot.sample.parts(staged):
+        array = booleans(array) if array.dtype == torch.bool else array
         spot = _placed(name, dtype_name(array.dtype), tuple(array.shape), end)
         spot.view(data).copy_(array)
         placed.append(spot)

@@ -330,20 +330,22 @@ class StagingArea:
             return None  # creating the area will say what is wrong with it
 
     def warn_if_small(self, share: HostShare) -> None:
-        """Warn when the slots of a host do not fit: before training, while it is easy to change.
+        """Warn of a `shortage`: before training, while it is easy to change."""
+        shortage = self.shortage(share)
+        if shortage is not None:
+            warnings.warn(shortage, SmallStagingArea, stacklevel=3)
 
-        The first of its ranks does.
-        """
+    def shortage(self, share: HostShare) -> str | None:
+        """What is wrong when the slots of a host do not fit; the first of its ranks says it."""
         free = self.free_bytes(all_ranks=True)
-        if free is not None and free < share.bound_bytes and self.rank == share.ranks[0]:
-            several = f" of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
-            warnings.warn(
-                f"staging area {self.root}: {free} bytes are free, and staged checkpoints{several} "
-                f"may take {share.bound_bytes} bytes; those that do not fit are left out. "
-                "Next: staging= or RECPOINT_STAGING with a larger directory",
-                SmallStagingArea,
-                stacklevel=3,
-            )
+        if free is None or free >= share.bound_bytes or self.rank != share.ranks[0]:
+            return None
+        several = f" of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
+        return (
+            f"staging area {self.root}: {free} bytes are free, and staged checkpoints{several} "
+            f"may take {share.bound_bytes} bytes; those that do not fit are left out. "
+            "Next: staging= or RECPOINT_STAGING with a larger directory"
+        )
 
     def _note(self, state: NoteState) -> None:
         try:

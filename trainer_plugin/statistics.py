@@ -39,7 +39,10 @@ class Stats:
         stalls_ms: how long training waited for each, the last 1,000.
         lag_batches: batches that would be lost if the host died now.
         lag_seconds: age of the newest committed checkpoint, or of training when there is none.
-        last_error: the newest error, None when there was none.
+        last_error: the newest error of those that failed, None when there was none.
+        agent_error: why the agent of this host cannot store what is staged, as it said when a due
+            checkpoint was last skipped, or training ended; it tries again, so nothing has failed.
+            None: it said nothing, or has stored one since.
         precision: with `bits="auto"`: the width of the newest checkpoint, and why.
         interval: with `interval_seconds="auto"`: the interval now, and why.
     """
@@ -54,6 +57,7 @@ class Stats:
     lag_batches: int
     lag_seconds: float
     last_error: str | None
+    agent_error: str | None
     precision: Precision | None
     interval: Interval | None
 
@@ -82,6 +86,7 @@ class Statistics:
         self.interval_seconds: float | None = None
         self._interval_began: float | None = None
         self.last_error: str | None = None
+        self.agent_error: str | None = None
         self.precision: Precision | None = None
         self.interval: Interval | None = None
         self._stalls_ms: deque[float] = deque(maxlen=_KEPT_STALLS)
@@ -133,6 +138,7 @@ class Statistics:
                 earlier one to finish after the cut; None: the cut.
         """
         self.committed += 1
+        self.agent_error = None
         self.stored_bytes[kind] += stored_bytes
         self.last_commit_ms = committed_ms
         began_seconds = cut_seconds if turn_seconds is None else turn_seconds
@@ -180,6 +186,7 @@ class Statistics:
             lag_batches=batches_done - self._safe_batches,
             lag_seconds=self.lag_seconds,
             last_error=self.last_error,
+            agent_error=self.agent_error,
             precision=self.precision,
             interval=self.interval,
         )

@@ -250,7 +250,7 @@ def start(
         if wanted.step is None:
             line_to_go_on(run, partial=True)
         target = PartialTarget(tables, state, parts_of(wanted.partial))
-        with reading(run, purpose="restore"):
+        with reading(run, purpose="restore") as lease:
             report = restore(
                 run,
                 target,
@@ -258,6 +258,7 @@ def start(
                 generation=wanted.generation,
                 validated_only=wanted.validated_only,
                 validated_within=wanted.validated_within,
+                leased=lease is not None,
             )
         tell_restored(run, report)
         return _begun_with(target, report, run.claim(None, above=job.staged).generation)
@@ -281,30 +282,35 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
     """
     last: list[tuple[ModelTarget, RestoreReport, dict[str, Any]]] = []
 
-    def restore_into_model(
-        before: int | None, name: ManifestName | None = None
-    ) -> CheckpointRef | None:
-        if name is None and wanted.step is None and not line_to_go_on(run, before=before):
-            return None
-        target = job.target(since_full=policy.cumulative)
-        if name is None:
-            report = restore(
-                run,
-                target,
-                step=wanted.step,
-                generation=wanted.generation,
-                before=before,
-                validated_only=wanted.validated_only,
-                validated_within=wanted.validated_within,
-            )
-        else:
-            report = restore(run, target, step=name.step, generation=name.generation)
-        last[:] = [(target, report, rng_state.capture())]
-        return report.restored
-
     # At least until the claim: from then on what was restored is the newest of the live line, and
     # stays.
-    with reading(run, purpose="restore") if job.ranks.rank == 0 else nullcontext():
+    with reading(run, purpose="restore") if job.ranks.rank == 0 else nullcontext() as lease:
+        leased = lease is not None
+
+        def restore_into_model(
+            before: int | None, name: ManifestName | None = None
+        ) -> CheckpointRef | None:
+            if name is None and wanted.step is None and not line_to_go_on(run, before=before):
+                return None
+            target = job.target(since_full=policy.cumulative)
+            if name is None:
+                report = restore(
+                    run,
+                    target,
+                    step=wanted.step,
+                    generation=wanted.generation,
+                    before=before,
+                    validated_only=wanted.validated_only,
+                    validated_within=wanted.validated_within,
+                    leased=leased,
+                )
+            else:
+                report = restore(
+                    run, target, step=name.step, generation=name.generation, leased=leased
+                )
+            last[:] = [(target, report, rng_state.capture())]
+            return report.restored
+
         if job.ranks.several:
             record = restore_together(
                 job.ranks,
@@ -405,7 +411,7 @@ def _start_seeded(
     store = open_store(seed.url)
     with naming_errors(store.url):  # the source, not the run that begins
         source = Run.open(store)
-    with reading(source, purpose="restore"):
+    with reading(source, purpose="restore") as lease:
         report = restore(
             source,
             target,
@@ -413,6 +419,7 @@ def _start_seeded(
             generation=seed.generation,
             validated_only=seed.validated_only,
             validated_within=seed.validated_within,
+            leased=lease is not None,
         )
     tell_restored(source, report)
     return _begun_with(target, report, generation)

@@ -35,7 +35,9 @@ class TerminationNotice:
                 "thread. Next: call restore() in the main thread, or handle_sigterm=False"
             )
             return
-        self._previous = signal.signal(signal.SIGTERM, self._received)
+        before = signal.signal(signal.SIGTERM, self._received)
+        if before != self._received:  # it is there already
+            self._previous = before
         self._installed = True
         self._process = os.getpid()
 
@@ -44,11 +46,9 @@ class TerminationNotice:
         if not self._installed or threading.current_thread() is not threading.main_thread():
             return
         self._installed = False
-        # None: the handler before was not python's, and cannot be put back by python.
-        previous = signal.SIG_DFL if self._previous is None else self._previous
         # Somebody may have replaced ours meanwhile: theirs stays.
         if signal.getsignal(signal.SIGTERM) == self._received:
-            signal.signal(signal.SIGTERM, previous)
+            signal.signal(signal.SIGTERM, self._handler_before())
 
     def redeliver(self) -> None:
         """Send the signal again, to the handler before ours; by default that ends the process."""
@@ -57,9 +57,26 @@ class TerminationNotice:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _received(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._installed:
+            self._received_afterwards()
         # A forked child, of a reader for instance, has this handler too and nothing to checkpoint:
         # it must end when it is told to.
-        if self.requested or os.getpid() != self._process:
+        elif self.requested or os.getpid() != self._process:
             self.redeliver()
         else:
             self.requested = True
+
+    def _received_afterwards(self) -> None:
+        """Training is over, and somebody has put this handler back, or calls it beside his own.
+
+        Two Checkpointers do that where the first of them is closed first.
+        """
+        if signal.getsignal(signal.SIGTERM) != self._received:
+            return  # whoever called it answers the signal
+        signal.signal(signal.SIGTERM, self._handler_before())
+        self._previous = None  # once: it may lead back to here
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _handler_before(self) -> Any:
+        # None: the handler before was not python's, and cannot be put back by python.
+        return signal.SIG_DFL if self._previous is None else self._previous

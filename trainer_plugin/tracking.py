@@ -11,7 +11,8 @@ A row is marked where it is cheapest to know that nothing is missed:
   marked after the step too, which takes passes over it, as making and applying it did.
 
 Marked is what could change, never less. Every in-place change counts up the weight's version: a
-count that neither steps nor lookups explain makes the whole table dirty.
+count that neither steps nor lookups explain makes the whole table dirty. What is written through
+`weight.data` is not counted: such rows are to be marked by hand.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = ["Dirty", "Tracker"]
 _log = logging.getLogger("recpoint")
 
 _gradients_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +51,9 @@ class _LookupHook:
     """What a module calls before a lookup. In copies and pickles of the model it does nothing."""
 
     __slots__ = ("_tracker",)
+
+    #: For who would refuse a model whose hooks change what is looked up.
+    reads_only = True
 
     def __init__(self, tracker: Tracker | None = None) -> None:
         self._tracker = tracker
@@ -76,24 +81,26 @@ class Tracker:
         bitmap: the one that is marked now.
         version: the weight's, as far as what changed it is known.
         changes: of the weight in steps, since the row states were looked at.
+        rewrites: lookups since `version` that were marked and change the weight once each.
         quick: for `step_marks`, of a table on the CPU that is marked by gradient: weight, what
             marks (`dirty_bitmap.compiled_mark`), address of the bitmap, rows.
     """
 
     # One compact object: between two steps its memory has left the caches.
     __slots__ = (
-        "_address",
         "_hook",
         "_installed",
         "_known",
         "_mark",
         "_spare",
         "_states",
+        "_storage",
         "all_rows",
         "bitmap",
         "by_gradient",
         "changes",
         "quick",
+        "rewrites",
         "rows",
         "surprise",
         "table",
@@ -110,7 +117,8 @@ class Tracker:
         self.by_gradient = False
         self.unapplied = False
         self.surprise: str | None = None
-        self.version, self._address = self._version(), self.weight.data_ptr()
+        self.version = self.rewrites = 0
+        self._know_weight()
         self.quick: tuple[Tensor, Callable[..., int], int, int] | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
@@ -177,12 +185,16 @@ class Tracker:
 
     def before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Mark the ids of a lookup that can change their rows. Runs at each lookup."""
+        trains = module.training and _gradients_enabled() and self.weight.requires_grad
         # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
         # without gradients.
-        if module.max_norm is None and not (
-            module.training and _gradients_enabled() and self.weight.requires_grad
-        ):
-            return
+        if module.max_norm is None:
+            if not trains:
+                return
+            if self._known and _is_compiling():
+                # Marking would cut the graph in two, which fullgraph=True refuses. What a known
+                # optimizer changes is in the gradient, of which rows are marked after its step.
+                return
         try:
             self._mark(args[0] if args else kwargs["input"])
         except IndexError:
@@ -190,7 +202,9 @@ class Tracker:
         except Exception as error:
             # Whatever it is, it must not stop training, and not knowing the rows has a safe form.
             self._unexplained(f"a lookup could not be marked ({error})")
-        self.unapplied = True
+        if module.max_norm is not None:
+            self.rewrites += 1
+        self.unapplied = self.unapplied or trains
 
     def looked_up(self, ids: Tensor) -> None:
         """Rows that are about to be changed; see `table_source.Marker`."""
@@ -207,12 +221,19 @@ class Tracker:
 
     def _check_version(self) -> None:
         """Whatever changed the weight until now was no step of its optimizer."""
+        if self._count() > self._rewritten():
+            self._unexplained("its weight was changed outside the steps of its optimizer")
+
+    def _count(self) -> int:
+        """How often the weight was changed in place since this was last asked."""
         version = self._version()
-        if version != self.version:
-            self.version = version
-            # Lookups that were marked may have done it.
-            if not self.unapplied or not self.table.changed_by_lookup:
-                self._unexplained("its weight was changed outside the steps of its optimizer")
+        count, self.version = version - self.version, version
+        return count
+
+    def _rewritten(self) -> int:
+        """How many of those changes, at most, were lookups that are marked."""
+        rewrites, self.rewrites = self.rewrites, 0
+        return rewrites
 
     def after_step(self) -> Tensor | None:
         """A step of the table's optimizer is over.
@@ -253,11 +274,10 @@ class Tracker:
         return None
 
     def _after_lookups(self, has_gradient: bool) -> None:
-        version = self._version()
-        count, self.version = version - self.version, version
+        count = self._count()
         self.changes += count
         looked_up, self.unapplied = self.unapplied, False
-        if count > 1 and self._known and not self.table.changed_by_lookup:
+        if count > 1 + self._rewritten() and self._known:
             # In hooks of the step or in its closure: known optimizers change a weight once.
             self._unexplained("more than its optimizer has changed its weight during a step")
         elif count and not (has_gradient or looked_up):
@@ -297,7 +317,7 @@ class Tracker:
 
     def _announced(self) -> None:
         """What has changed until now is marked."""
-        self.version = self._version()
+        self.version, self.rewrites = self._version(), 0
         self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
 
     def take(self) -> Dirty:
@@ -354,13 +374,23 @@ class Tracker:
             dirty_bitmap.merge(self.bitmap, changed.to(self.bitmap.device))
         self.all_rows = self.unapplied = False
         self.surprise = None
-        self.version, self._address = self._version(), self.weight.data_ptr()
+        self._know_weight()
+
+    def _know_weight(self) -> None:
+        """Whatever has changed the weight until now is known."""
+        self.version, self.rewrites = self._version(), 0
+        # Weakly. Its address alone does not tell it: memory that is let go of is used again.
+        self._storage = weakref.ref(self.weight.untyped_storage()), self.weight.data_ptr()
+
+    def _lies_elsewhere(self) -> bool:
+        storage, address = self._storage
+        return storage() is not self.weight.untyped_storage() or self.weight.data_ptr() != address
 
     def follow_weight(self) -> None:
         """Notice that the module got another weight, or its weight another place or length."""
-        if self.table.weight is not self.weight or self.weight.data_ptr() != self._address:
+        if self.table.weight is not self.weight or self._lies_elsewhere():
             self.weight = self.table.weight
-            self.version, self._address = self._version(), self.weight.data_ptr()
+            self._know_weight()
             self._prepare_quick()
             self._unexplained("its weight was replaced")
         if self.weight.device != self.bitmap.device or self.table.rows != self.rows:

@@ -16,8 +16,9 @@ from tests.agent_process import AgentProcess
 from tests.browser.conftest import PATIENCE_SECONDS
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage
-from tests.polling import until
+from tests.polling import SERVER_SECONDS, until
 from tests.prefect_api import ask
+from tests.prefect_database import place_database
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -26,11 +27,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def server(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """The API of a local Prefect server, as an agent starts one."""
     for name in [name for name in os.environ if name.startswith("PREFECT_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RECPOINT_HOME", str(tmp_path / "home"))
+    place_database(tmp_path / "home" / "prefect" / "prefect.db", tmp_path_factory)
     # The usual port is for tests that need it to stay.
     port = int(os.environ["RECPOINT_SERVER_PORT"]) + 1000
     monkeypatch.setenv("RECPOINT_SERVER_PORT", str(port))
@@ -75,7 +79,11 @@ def test_a_checkpoint_and_the_lag_are_seen(
             job = stage(run, staging, tables(bits=4), step=step, generation=1)
             until(lambda: not job.exists(), seconds=PATIENCE_SECONDS)
             try:
-                until(lambda: is_completed(server, step), seconds=20)
+                until(
+                    lambda: is_completed(server, step),
+                    longest_pause=SERVER_SECONDS,
+                    seconds=20,
+                )
             except TimeoutError:
                 return False
             return True

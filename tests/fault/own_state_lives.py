@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import Checkpointer
 from recpoint.errors import RecpointError
+from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.replicas import Replicas
 from tests.polling import until
 
-__all__ = ["Unlike", "failing_rank", "own_state_life"]
+__all__ = ["Unlike", "exhausted_rank", "failing_rank", "own_state_life"]
 
 #: What a rank has that others have not; the first two no rank has to have alike.
 Unlike = Literal["buffers", "tables", "parameters", "a table", "names", "buffer names"]
@@ -121,6 +123,24 @@ def own_state_life(place: str, job: int, rank: int, ranks: int, unlike: Unlike, 
     except RecpointError as error:
         found["error"] = str(error)
     Path(told).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def exhausted_rank(place: str, rank: int, told: str) -> None:
+    """One of two ranks of which tensors are not alike; rank 1 has no memory to tell which."""
+    dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=2)
+    ranks = Ranks(wait_seconds=240.0)
+    more = torch.empty(0)
+
+    def tensors() -> dict[str, Tensor]:
+        return {"top": torch.full((8,), 1.0 + rank), "more": more.new_empty(more.numel())}
+
+    replicas = Replicas(ranks, tensors, {}, {})
+    sketches = ranks.gather(replicas.sketch())
+    if rank == 1:
+        more = torch.empty(1).expand(1 << 50)
+    error = replicas.differences(sketches)
+    Path(told).write_text(json.dumps([str(error), ranks.gather("in step")]))
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.restored_model import dense_tensors, extra_states
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
-from tests.fault.own_state_lives import Unlike, failing_rank, own_state_life
+from tests.fault.own_state_lives import Unlike, exhausted_rank, failing_rank, own_state_life
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import InlineAgent
@@ -80,6 +80,24 @@ def test_no_checkpoint_is_cut_of_what_is_stored_once_and_not_alike(
     for count, error in (one["failed"] for one in told):
         assert count == 1 and f"{name!r}: found other values on rank 1 than on rank 0" in error
     assert Run.open(open_store(str(tmp_path / "run"))).manifest_names() == []
+
+
+def test_a_rank_without_memory_to_tell_what_is_unlike_answers_all_the_same(
+    tmp_path: Path,
+) -> None:
+    told = [tmp_path / f"told-{rank}" for rank in range(2)]
+    lives = [
+        ForkedProcess(target=exhausted_rank, args=(str(tmp_path), rank, str(told[rank])))
+        for rank in range(2)
+    ]
+    for life in lives:
+        life.start()
+    for life in lives:
+        life.join(PATIENCE_SECONDS)
+        assert life.exitcode == 0
+    for error, heard in (json.loads(path.read_text()) for path in told):
+        assert "the model: found other values on rank 1 than on rank 0" in error
+        assert heard == ["in step", "in step"]
 
 
 @pytest.mark.parametrize(

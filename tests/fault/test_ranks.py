@@ -28,6 +28,8 @@ def test_each_rank_stages_its_part_of_the_same_checkpoints(job: RankJob) -> None
     bounds = [life.told["bound"] for life in lives]
     assert [life.told["host_bound"] for life in lives] == [sum(bounds), sum(bounds)]
     jobs = job.staged_jobs()
+    # With the state that Adam has made, which is in none of them at the start.
+    assert all(3 * one.slot_bytes <= bounds[one.rank] for one in jobs)
     assert [(one.step, one.rank, one.ranks) for one in jobs] == [
         (2, 0, 2),
         (2, 1, 2),

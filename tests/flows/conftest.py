@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -15,6 +16,7 @@ from prefect.testing import utilities
 
 from recpoint.catalog.run import Run
 from tests.catalog_builder import new_run
+from tests.prefect_database import place_database
 
 
 def _port_of_this_worker() -> int:
@@ -28,11 +30,18 @@ def _port_of_this_worker() -> int:
 
 
 @pytest.fixture(scope="session")
-def prefect_api() -> Iterator[None]:
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Prefect server with an empty database."""
+
+    def prepared() -> str:
+        place = Path(mkdtemp())  # the harness removes it
+        place_database(place / "prefect-test.db", tmp_path_factory)
+        return str(place)
+
     with pytest.MonkeyPatch.context() as patch:
         # Its own choice is any port: taken by somebody before the server listens, some of the time.
         patch.setattr(utilities, "_find_available_port", _port_of_this_worker)
+        patch.setattr(utilities, "mkdtemp", prepared)
         with (
             utilities.prefect_test_harness(server_startup_timeout=400),
             temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),

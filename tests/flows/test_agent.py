@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from recpoint.catalog.check import check
 from recpoint.catalog.run import Run
 from recpoint.catalog.trainer_note import write_note
 from recpoint.errors import StagingError
-from recpoint.flows.agent import run_agent
+from recpoint.flows.agent import Agent, run_agent
+from recpoint.flows.prefect_gate import PrefectGate
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage, stage_chain
@@ -108,10 +111,49 @@ def test_a_run_that_cannot_be_read_stops_no_other(
     (odd / "jobs").write_text("no directory")
     (odd / "outcomes").write_text("no directory")
     (job,) = stage_chain(run, staging, count=1)
-    assert run_agent(staging, once=True, prefect="off") == 0
+    with pytest.raises(StagingError, match="Not a directory: .*0 checkpoints are still staged"):
+        run_agent(staging, once=True, prefect="off")
     assert outcome_of(job) == "committed"
     told = [record for record in caplog.records if "its jobs cannot be read" in record.message]
     assert len(told) == 1
+    shutil.rmtree(odd)
+    assert run_agent(staging, once=True, prefect="off") == 0
+
+
+def test_a_staging_area_that_cannot_be_read_is_told_of_once_until_it_can(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    staging, away = tmp_path / "staging", tmp_path / "away"
+    staging.mkdir()
+    agent = Agent(staging, gate=PrefectGate(enabled=False), consolidate="off")
+    for times in (1, 2):
+        staging.rename(away)
+        staging.write_text("no directory")
+        for _ in range(5):
+            agent._look()
+        assert caplog.text.count("cannot look into") == times
+        staging.unlink()
+        away.rename(staging)
+        agent._look()
+    (job,) = stage_chain(run, staging, count=1)
+    assert agent.serve(once=True) == 0 and outcome_of(job) == "committed"
+
+
+def test_a_run_that_was_quiet_for_long_is_served_within_seconds(run: Run, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staged.run_directory(staging, run.url).mkdir(parents=True)
+    agent = Agent(staging, gate=PrefectGate(enabled=False), consolidate="off")
+    assert agent._look() is False
+    (state,) = agent._runs.values()
+    state.jobs_seen -= 3600
+    assert agent._look() is False and not state.is_to_be_looked_at()
+    (job,) = stage_chain(run, staging, count=1)
+    serving = threading.Thread(target=agent.serve)
+    serving.start()
+    until(lambda: not job.exists())
+    agent.stop()
+    serving.join()
+    assert outcome_of(job) == "committed"
 
 
 def test_a_second_agent_is_refused(tmp_path: Path) -> None:

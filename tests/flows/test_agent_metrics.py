@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from tests.scraping import MetricsAgent, Samples, scrape, value
 from tests.unit.dashboards.test_trainer_metrics import exposed
 
 runner = CliRunner()
+
+
+_LOST = "recpoint_agent_trainer_lost"
 
 
 def of_run(samples: Samples, run: str, name: str, **labels: str) -> float | None:
@@ -157,6 +161,20 @@ def test_trainers_that_live_end_or_get_lost(tmp_path: Path) -> None:
         assert state(agent) == (0, 1)
         write_note(run_dir, run.url, "ended")
         assert state(agent) == (0, 0)
+
+
+def test_a_run_whose_name_is_not_text_costs_no_other_its_metrics(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    for url in (str(tmp_path / "run"), str(tmp_path / os.fsdecode(b"mod\xe8le"))):
+        (run_dir := staged.run_directory(staging, url)).mkdir(parents=True)
+        write_note(run_dir, url, "training")  # as one of an earlier version did
+    with MetricsAgent(staging, tmp_path / "log") as agent:
+
+        def there() -> bool:
+            return of_run(scrape(agent.url), str(tmp_path / "run"), _LOST) == 1
+
+        until(there)
+        assert len({label for one in scrape(agent.url) for label in one[1] if "run" in label}) == 1
 
 
 def test_a_port_that_is_taken_is_wrong_usage(tmp_path: Path) -> None:

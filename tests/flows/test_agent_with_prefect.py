@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from tests.catalog_builder import tables
 from tests.job_builder import stage
 from tests.polling import until
 from tests.prefect_api import ask
+from tests.prefect_database import place_database
 
 #: From staged to answered: the bound that a hanging API must not break. Prefect's client would wait
 #: for minutes.
@@ -45,7 +49,10 @@ def flow_run_states(url: str) -> dict[str, str]:
     return {run["name"]: run["state_type"] for run in ask(f"{url}/flow_runs/filter", {})}
 
 
-def test_jobs_are_committed_whatever_the_server_does(run: Run, tmp_path: Path, home: Path) -> None:
+def test_jobs_are_committed_whatever_the_server_does(
+    run: Run, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, home: Path
+) -> None:
+    place_database(home / "prefect" / "prefect.db", tmp_path_factory)
     staging = tmp_path / "staging"
     step = 0
 
@@ -115,6 +122,50 @@ def test_jobs_are_committed_whatever_the_server_does(run: Run, tmp_path: Path, h
         assert agent.terminate() == 0
         assert time.monotonic() - stopped < _BOUND_SECONDS
     assert len(run.live_line()) == step
+
+
+def test_an_api_that_wants_the_key_in_its_url_is_used(
+    run: Run,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    database = home / "prefect" / "prefect.db"
+    place_database(database, tmp_path_factory)
+    with monkeypatch.context() as patch:
+        patch.setenv("PREFECT_SERVER_API_AUTH_STRING", "me:S3cret-word")
+        server = prefect_server.start_server()
+    until(lambda: prefect_server.is_healthy(server.url), seconds=_SHOWN_SECONDS)
+    with_key = server.url.replace("://", "://me:S3cret-word@")
+    (tmp_path / "prefect").mkdir()
+    (tmp_path / "prefect" / "profiles.toml").write_text(
+        f'active = "team"\n[profiles.team]\nPREFECT_API_URL = "{with_key}"\n'
+    )
+    steps = itertools.count(1)
+
+    def persisted_by_a_flow() -> bool:
+        step = next(steps)
+        path = stage(run, tmp_path / "staging", tables(), step=step, generation=1, slot=step)
+        until(lambda: not path.exists(), seconds=_BOUND_SECONDS)
+        with closing(sqlite3.connect(database, timeout=_BOUND_SECONDS)) as connection:
+            (seen,) = connection.execute(
+                "SELECT count(*) FROM events WHERE event = 'recpoint.checkpoint.committed'"
+            ).fetchone()
+        return bool(seen)
+
+    with AgentProcess(tmp_path / "staging", tmp_path / "log", prefect="auto") as agent:
+        until(lambda: agent.logged("Prefect is at") > 0, seconds=_SHOWN_SECONDS)
+        until(persisted_by_a_flow, seconds=_SHOWN_SECONDS)
+
+        # Away while nobody asks for it.
+        opened = agent.logged("Prefect is at")
+        os.killpg(server.pid, signal.SIGSTOP)
+        until(lambda: agent.logged(f"back: {server.url} does not answer") > 0)
+        os.killpg(server.pid, signal.SIGCONT)
+        until(lambda: agent.logged("Prefect is at") > opened, seconds=_SHOWN_SECONDS)
+        assert agent.terminate() == 0
+        assert agent.logged("S3cret") == agent.logged("Unable to connect") == 0
 
 
 def test_a_server_that_cannot_start_is_told_of_and_left_alone(

@@ -26,7 +26,7 @@ from recpoint.tasks.events import emit
 from tests.catalog_builder import new_run, tables
 from tests.forked_program import run_module
 from tests.job_builder import stage
-from tests.polling import PATIENCE_SECONDS, until
+from tests.polling import PATIENCE_SECONDS, SERVER_SECONDS, until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -241,7 +241,7 @@ def alarms_of_named_runs(place: Path, interval: float) -> tuple[Run, set[str]]:
         names = {one["resource"]["prefect.resource.name"] for one in events}
         return names if of_run + silent.id in names else None
 
-    names = until(fired, seconds=PATIENCE_SECONDS + 3 * interval)
+    names = until(fired, longest_pause=SERVER_SECONDS, seconds=PATIENCE_SECONDS + 3 * interval)
     assert time.monotonic() - began > 3 * interval and len(told) > 1
     assert not names & {"recpoint: no commit", of_run + slow.id}
     assert len(remove()) == 7 and not there()

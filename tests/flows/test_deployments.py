@@ -36,8 +36,9 @@ from tests.agent_process import AgentProcess
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.forked_program import run_module
 from tests.job_builder import stage, stage_chain
-from tests.polling import until
+from tests.polling import SERVER_SECONDS, until
 from tests.prefect_api import ask
+from tests.prefect_database import place_database
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployments")]
 
@@ -94,7 +95,7 @@ class Server:
             now: dict[str, Any] = self.ask(f"/flow_runs/{flow_run['id']}")
             return now if now["end_time"] else None
 
-        return until(look, seconds=_SECONDS)
+        return until(look, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
 
     def worked_off(self, flow_run: dict[str, Any], *, on_host: bool = False) -> dict[str, Any]:
         """The state of a flow run, by a worker that looks once: one for anywhere, or of the host.
@@ -130,6 +131,7 @@ def worker_commands() -> list[list[str]]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server as the agent starts one, whose vacuum looks every second."""
     home = tmp_path_factory.mktemp("home")
+    place_database(home / "prefect" / "prefect.db", tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PREFECT_")]:
             patch.delenv(name)
@@ -185,7 +187,7 @@ def persist_until_told(
         step = next(steps)
         until(partial(gone, stage_one(step)), seconds=_SECONDS)
         with contextlib.suppress(TimeoutError):
-            return until(partial(told, step), seconds=20)
+            return until(partial(told, step), longest_pause=SERVER_SECONDS, seconds=20)
     raise TimeoutError(f"no {event} of {run.url} was told within {_SECONDS:.0f} s")
 
 
@@ -282,7 +284,9 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     assert server.ask(f"/flow_runs/{left['id']}")["state"]["type"] == "SCHEDULED"
     assert expired_key(manifest_key(1, 1)) in {info.key for info in run.store.list()}
     name = "recpoint.checkpoint.retained"
-    (event,) = until(lambda: server.events(name) or None, seconds=_SECONDS)
+    (event,) = until(
+        lambda: server.events(name) or None, longest_pause=SERVER_SECONDS, seconds=_SECONDS
+    )
     assert event["resource"]["prefect.resource.id"] == f"recpoint.run.{run.id}"
     assert event["payload"]["summary"].startswith("1 marked")
 
@@ -385,7 +389,7 @@ def test_silence_rejection_and_a_failed_validation_raise_alerts(
         }
         return found >= set(names) - {"recpoint: flow run without a process"}
 
-    until(fired, seconds=_SECONDS)
+    until(fired, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
     assert automations("remove")["removed"] == names
     assert server.ask("/automations/filter", {}) == []
 
@@ -425,7 +429,11 @@ def runs_of_alarms(server: Server, place: Path, seconds: int) -> tuple[Run, Run,
             until(lambda: agent.logged("Prefect is at") > 0, seconds=_SECONDS)
             for one in (run, dead):
                 persist_until_told(server, one, "committed", partial(job, one), steps)
-            until(lambda: server.events_of(run, "ended") or None, seconds=_SECONDS)
+            until(
+                lambda: server.events_of(run, "ended") or None,
+                longest_pause=SERVER_SECONDS,
+                seconds=_SECONDS,
+            )
             assert server.events_of(dead, "ended") == []
 
             def fired() -> set[str] | None:
@@ -437,7 +445,7 @@ def runs_of_alarms(server: Server, place: Path, seconds: int) -> tuple[Run, Run,
                 return runs if f"recpoint.run.{dead.id}" in runs else None
 
             # The run that ended had its last commit first: its time was up before this one's.
-            raised = until(fired, seconds=_SECONDS + seconds)
+            raised = until(fired, longest_pause=SERVER_SECONDS, seconds=_SECONDS + seconds)
     return run, dead, {name.removeprefix("recpoint.run.") for name in raised}
 
 
@@ -462,7 +470,7 @@ def test_a_flow_run_of_ours_whose_process_is_gone_is_called_crashed(server: Serv
             return None
 
         try:
-            found[tag] = until(beating, seconds=_SECONDS)
+            found[tag] = until(beating, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
         finally:
             process.kill()
             process.wait()
@@ -498,7 +506,7 @@ def test_old_flow_runs_go_with_their_artifacts(server: Server) -> None:
         )
         return not runs and not there
 
-    until(gone, seconds=_SECONDS)
+    until(gone, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
 
 
 def test_a_killed_server_still_knows_who_holds_a_slot(server: Server) -> None:
@@ -551,7 +559,7 @@ def test_what_is_committed_is_published(
         }
         ask(f"{server.url}/events", [event])
         with contextlib.suppress(TimeoutError):
-            return until(flow_runs, seconds=20)[0]
+            return until(flow_runs, longest_pause=SERVER_SECONDS, seconds=20)[0]
         return None
 
     made = until(made_by_an_event, seconds=_SECONDS)

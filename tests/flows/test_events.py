@@ -11,18 +11,22 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from recpoint.catalog import job_store, persist
+from recpoint.catalog import job_store, persist, staged
 from recpoint.catalog.run import Run
+from recpoint.catalog.trainer_note import write_note
 from recpoint.errors import StoreAccessDenied
+from recpoint.flows.agent_runs import RunState
 from recpoint.flows.consolidate import run_consolidate
 from recpoint.flows.persist import run_persist
+from recpoint.flows.training_ends import tell_ended_trainings
 from recpoint.flows.validate import validate
 from recpoint.format.naming import ValidationLevel
 from recpoint.tasks import events
 from recpoint.testing.faults import Fault, FaultStore
+from tests.agent_process import AgentProcess
 from tests.catalog_builder import build, publish, tables
 from tests.job_builder import stage
-from tests.polling import until
+from tests.polling import SERVER_SECONDS, until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -38,7 +42,7 @@ def told(run: Run, *, count: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = answer.json()["events"]
         return found if len(found) >= count else None
 
-    found = until(look)
+    found = until(look, longest_pause=SERVER_SECONDS)
     assert {one["resource"]["prefect.resource.name"] for one in found} == {run.url}
     return found
 
@@ -63,6 +67,37 @@ def test_a_job_that_lags_and_is_committed(
     assert lagging["payload"]["error_type"] == "StoreAccessDenied"
     assert committed["payload"]["kind"] == "full" and committed["payload"]["stored_bytes"] > 0
     assert 0 <= committed["payload"]["lag_seconds"]
+
+
+def test_an_end_is_told_once_also_by_an_agent_that_did_no_job_of_the_run(
+    run: Run, tmp_path: Path
+) -> None:
+    job = stage(run, tmp_path / "s", tables(), step=1, generation=1)
+    run_dir = job.parent.parent
+    write_note(run_dir, run.url, "training")
+    with AgentProcess(tmp_path / "s", tmp_path / "log") as agent:
+        until(lambda: not job.exists())
+        assert agent.terminate() == 0
+    tell_ended_trainings({run_dir: RunState()})
+    write_note(run_dir, run.url, "ended")
+    for _ in range(2):  # agents that were started after its last commit
+        tell_ended_trainings({run_dir: RunState()})
+    events.emit("published", run.id, run.url)  # told after all of theirs
+    assert names(told(run, count=2)) == ["ended", "published"]
+
+
+def test_nobody_is_told_of_the_end_of_a_run_that_no_agent_did_a_job_of(
+    run: Run, tmp_path: Path
+) -> None:
+    run_dir = staged.run_directory(tmp_path / "s", run.url)
+    run_dir.mkdir(parents=True)
+    write_note(run_dir, run.url, "ended")
+    for damaged in (None, "{", "[]", '{"run": 1, "run_url": "x"}', '{"run_url": "x"}'):
+        if damaged is not None:
+            (run_dir / "silence.json").write_text(damaged)
+        tell_ended_trainings({run_dir: RunState()})
+    events.emit("published", run.id, run.url)
+    assert names(told(run, count=1)) == ["published"]
 
 
 def test_validations_tell_their_result(run: Run, tmp_path: Path) -> None:

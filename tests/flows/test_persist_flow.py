@@ -24,6 +24,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import get_current_settings
 
 from recpoint.catalog import cancel, job_store, persist, persist_plan, staged
+from recpoint.catalog.agent_lock import AgentLock, at_work
 from recpoint.catalog.check import check
 from recpoint.catalog.memory_target import MemoryTarget
 from recpoint.catalog.restore import restore
@@ -36,18 +37,22 @@ from recpoint.tasks import progress
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import Links, stage
-from tests.polling import until
+from tests.polling import SERVER_SECONDS, until
 from tests.rank_jobs import RankJobs
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
-def flow_runs(*tags: str) -> list[FlowRun]:
-    """Those with all these tags, the newest first: of other tests too, where they have the tags."""
+def flow_runs(place: Path | str, *tags: str) -> list[FlowRun]:
+    """Those with all these tags, the newest first.
+
+    Other tests give their flows the same tags on the same server, and parameters of other places.
+    """
     with get_client(sync_client=True) as client:
         chosen = FlowRunFilter(tags=FlowRunFilterTags(all_=list(tags)))
         newest = FlowRunSort.EXPECTED_START_TIME_DESC
-        return client.read_flow_runs(flow_run_filter=chosen, sort=newest)
+        found = client.read_flow_runs(flow_run_filter=chosen, sort=newest)
+    return [one for one in found if str(place) in str(one.parameters)]
 
 
 def task_runs(flow_run: FlowRun, *, count: int = 1, last: str = "") -> list[TaskRun]:
@@ -66,7 +71,7 @@ def task_runs(flow_run: FlowRun, *, count: int = 1, last: str = "") -> list[Task
             there = len(found) >= count and any(run.name.startswith(last) for run in found)
             return found if there and len(done) == len(found) else None
 
-        return until(final)
+        return until(final, longest_pause=SERVER_SECONDS)
 
 
 def artifacts(prefix: str) -> list[Artifact]:
@@ -109,7 +114,7 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
         answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
     assert check(run, level="full").ok
-    (flow_run,) = flow_runs(f"run:{url_name}", "step:2", "rank:0")
+    (flow_run,) = flow_runs(tmp_path, f"run:{url_name}", "step:2", "rank:0")
     assert flow_run.name == f"persist {url_name} step 2 rank 0"
     assert flow_run.state is not None and flow_run.state.is_completed()
     names = {task_run.name for task_run in task_runs(flow_run, count=5)}
@@ -151,7 +156,7 @@ def test_groups_without_quantized_tables_have_no_quantize_task(
     groups = len(persist.groups_of(path))
     assert groups > 2
     assert run_persist(str(path)).is_completed()
-    (flow_run,) = flow_runs("step:3")
+    (flow_run,) = flow_runs(tmp_path, "step:3")
     count = 2 * groups + 2  # and the commit and the report
     names = [task_run.name.split(" ")[0] for task_run in task_runs(flow_run, count=count)]
     assert sorted(names) == ["commit", *["encode"] * groups, "report", *["upload"] * groups]
@@ -168,8 +173,11 @@ def test_a_long_persist_shows_how_far_it_is(
     assert run_persist(str(path)).is_completed()
     url_name = Path(run.url).name
     key = f"recpoint-{url_name}-{run.id[:12]}-g1-step-8-r0-persist-progress"
-    (bar,) = until(lambda: [one for one in artifacts(key) if float(str(one.data)) == 100.0] or None)
-    assert bar.type == "progress" and bar.flow_run_id == flow_runs("step:8")[0].id
+    (bar,) = until(
+        lambda: [one for one in artifacts(key) if float(str(one.data)) == 100.0] or None,
+        longest_pause=SERVER_SECONDS,
+    )
+    assert bar.type == "progress" and bar.flow_run_id == flow_runs(tmp_path, "step:8")[0].id
     assert len(artifacts(key)) == 1
 
 
@@ -180,7 +188,7 @@ def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) 
     assert not path.exists()
     answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
     assert (answer.result, answer.error_type) == ("rejected", "StaleWriter")
-    (flow_run,) = flow_runs("step:4")
+    (flow_run,) = flow_runs(tmp_path, "step:4")
     assert flow_run.state is not None and "StaleWriter" in str(flow_run.state.message)
 
 
@@ -221,7 +229,7 @@ def test_tasks_are_run_again_for_what_may_heal_only(
     path = stage(run, tmp_path / "retried", tables(), step=step, generation=1)
     state = run_persist(str(path))
     assert state.is_completed() is committed and path.exists() is not committed
-    (flow_run,) = flow_runs(f"step:{step}")
+    (flow_run,) = flow_runs(tmp_path, f"step:{step}")
     if not committed:
         assert isinstance(state.result(raise_on_failure=False), error)
         assert_nothing_is_stored_of(state, flow_run)
@@ -253,7 +261,7 @@ def test_with_several_ranks_the_last_flow_commits_and_no_flow_fails(
     target = MemoryTarget()
     restore(run, target)
     assert torch.equal(target.tables["items"].values, trained[0].values)
-    assert len(flow_runs("step:11")) == 3
+    assert len(flow_runs(tmp_path, "step:11")) == 3
 
 
 def test_what_is_no_job_file_is_a_failed_run_that_says_so() -> None:
@@ -268,5 +276,25 @@ def test_what_is_no_job_file_is_a_failed_run_that_says_so() -> None:
 
         state = asyncio.run(call())
         assert state.is_failed() and "expected the path of a staged job" in str(state.message)
-        (flow_run,) = flow_runs(f"no-job:{number}")
+        (flow_run,) = flow_runs(path[-200:], f"no-job:{number}")
         assert flow_run.name == f"persist {path[-200:]}"
+
+
+def test_asked_for_beside_an_agent_it_leaves_the_job_to_that_one(run: Run, tmp_path: Path) -> None:
+    """Each would truncate and remove what the other has encoded."""
+
+    async def asked_for(path: Path) -> State[Any]:
+        called: Any = persist_flow(str(path), return_state=True)
+        state: State[Any] = await called
+        return state
+
+    path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
+    (spooled := staged.spool_directory(path.parent.parent) / path.stem).mkdir(parents=True)
+    (spooled / "of the agent").write_text("encoded")
+    with AgentLock(tmp_path / "staging"):
+        refused = asyncio.run(asked_for(path))
+    assert refused.is_failed() and "an agent" in str(refused.message)
+    assert "use the agent that runs, or stop it first" in str(refused.message)
+    assert path.exists() and [one.name for one in spooled.iterdir()] == ["of the agent"]
+    assert asyncio.run(asked_for(path)).is_completed() and not path.exists()
+    assert at_work(tmp_path / "staging") is None

@@ -10,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog import going
+from recpoint.catalog.announcement import announce
 from recpoint.catalog.run import Run
 from recpoint.catalog.shard_plan import INDEX
 from recpoint.catalog.shards import restore_shards
 from recpoint.catalog.store import Store, open_store
-from recpoint.errors import DigestMismatch, RecpointError, RestoreError, SettingsError
+from recpoint.errors import (
+    DigestMismatch,
+    RecpointError,
+    RestoreError,
+    RetentionRefused,
+    SettingsError,
+)
 from recpoint.flows.restore import run_restore
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import manifest_key
 from recpoint.tasks import progress
 from tests.flows.test_consolidate_flow import chain
 from tests.flows.test_persist_flow import artifacts, flow_runs, task_runs
@@ -48,7 +57,7 @@ def test_the_same_files_as_bare_and_what_is_shown(
     assert state.message.startswith("restored: ") and "skipped" not in state.message
     assert files(target) == bare(run, tmp_path / "bare")
     assert len(files(target)) == 3
-    newest = flow_runs("run:run")[0]
+    newest = flow_runs(tmp_path, "run:run")[0]
     assert newest.name == "restore run"
     names = {task.name for task in task_runs(newest, count=5, last="report_restore")}
     assert names == {
@@ -119,6 +128,17 @@ def test_another_checkpoint_is_not_replaced(
     state = run_restore(run.url, str(target), shard_bytes=1)
     assert isinstance(state.result(raise_on_failure=False), SettingsError)
     assert files(target) == before
+
+
+def test_what_a_retention_is_deleting_is_refused_by_name(
+    run: Run, chain: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
+    announce(run, (manifest_key(2, chain[0].generation),))
+    target = tmp_path / "target"
+    state = run_restore(run.url, str(target), shard_bytes=1, step=2)
+    assert isinstance(state.result(raise_on_failure=False), RetentionRefused)
+    assert not target.exists() or not files(target)
 
 
 def test_a_run_that_vanishes_takes_no_finished_file_along(

@@ -292,7 +292,7 @@ class Histories(RuleBasedStateMachine):
         good = {committed.name for committed in self.expected()}
         live = {health.name: health.restorable for health in report.checkpoints if health.live}
         assert live == {committed.name: committed.name in good for committed in self.line}
-        nothing_counts = bool(self.superseded) and not self.line
+        nothing_counts = not self.line
         assert report.ok == (len(good) == len(self.line))
         assert report.nothing_counts == nothing_counts
 

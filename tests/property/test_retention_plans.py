@@ -37,12 +37,15 @@ def runs(draw: st.DrawFn) -> RunFacts:
         else:
             parent = draw(st.sampled_from(before[-3:]))
             made = increment(step, parent, generation=generation, hours_ago=hours, whole=whole)
-        made = made._replace(modified_ms=NOW_MS - int(stored * HOUR_MS))
+        made = made._replace(
+            modified_ms=NOW_MS - int(stored * HOUR_MS), state_whole=draw(st.integers(0, 9)) > 0
+        )
         own.append(made)
         there.append(made)
         if made.parent is not None and draw(st.integers(0, 2)) == 0:
             back = draw(st.sampled_from([None, *before]))
-            there.append(merged(made, back)._replace(whole=draw(st.integers(0, 9)) > 0))
+            short = merged(made, back)._replace(whole=draw(st.integers(0, 9)) > 0)
+            there.append(short._replace(state_whole=draw(st.integers(0, 9)) > 0))
     names = [m.name for m in own]
     live = [name for name in names if draw(st.integers(0, 5)) > 0]
     some = st.sets(st.sampled_from(names), max_size=2)

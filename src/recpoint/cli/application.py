@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib import metadata
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -93,6 +94,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"recpoint {metadata.version('recpoint')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_all_commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="The version, and no more."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 for name, function in (
     ("demo", host.demo),
     ("agent", host.agent),

@@ -184,6 +184,9 @@ def publish(
     json_output: JsonOption = False,
 ) -> Result:
     """Make a checkpoint the one that followers of --channel published serve."""
+    if step is not None and validated:
+        # Whoever asks for both may believe that a checkpoint without a validation is refused.
+        raise typer.BadParameter("goes without --step", param_hint="--validated")
     run = open_run(url)
     if step is not None:
         name = find_checkpoint(run, step, generation)

@@ -24,6 +24,7 @@ from recpoint.cli.sweep import StagingOption, seconds_of
 from recpoint.dashboards import terminal
 from recpoint.dashboards.metric_library import require_prometheus
 from recpoint.errors import RecpointError, SettingsError
+from recpoint.flows.repeated_lines import is_repeated
 
 __all__ = ["LogFormat", "agent", "demo", "require_flows", "server", "worth_showing"]
 
@@ -173,8 +174,11 @@ def worth_showing(record: logging.LogRecord) -> bool:
     """Whether the agent's log has it: ours, and what goes wrong elsewhere.
 
     A flow's own lines are in the Prefect UI; here a dozen a checkpoint would bury the one that
-    counts. A handler's filter: a logger's level would keep them from the UI as well.
+    counts, and so would what a flow run says of an error that we say. A handler's filter: a
+    logger's level would keep them from the UI as well.
     """
+    if is_repeated(record):
+        return False
     return record.levelno >= logging.WARNING or record.name.split(".")[0] == "recpoint"
 
 

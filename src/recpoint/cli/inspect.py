@@ -119,9 +119,11 @@ def list_checkpoints(
         "checkpoints": [documents.listed(entry) for entry in entries],
     }
     if not entries:
-        others = sorted(forms)
-        text = f"no checkpoint that counts; {superseded_text(others)}: --all lists them"
-        return Result(document, terminal.shown(f"{run.url}: {text if others else _NONE_YET}"))
+        text = _NONE_YET
+        if forms:
+            others = superseded_text(sorted(forms))
+            text = f"no checkpoint that counts; {others}: --all lists them"
+        return Result(document, terminal.shown(f"{run.url}: {text}"))
     table = terminal.checkpoints_table(entries, title=run.url)
     if unknown is None:
         return Result(document, table)

@@ -81,12 +81,13 @@ def restore_to_file(
             if in_shards
             else partial(restore, run, target)
         )
-        with reading(run, purpose="restore"):
+        with reading(run, purpose="restore") as lease:
             report = restoring(
                 step=step,
                 generation=generation,
                 validated_only=validated,
                 validated_within=validated_within,
+                leased=lease is not None,
                 on_progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
     if not in_shards:

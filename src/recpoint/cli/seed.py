@@ -51,8 +51,9 @@ def plan_seed(
     seed = _seed(url, table or [], dense or [], optimizer_states, step, generation)
     target = MemoryTarget([])
     run = open_run(url)
-    with reading(run, purpose="restore"):
-        report = restore(run, target, step=step, generation=generation)
+    with reading(run, purpose="restore") as lease:
+        leased = lease is not None
+        report = restore(run, target, step=step, generation=generation, leased=leased)
     parts = _parts(target, seed)
     views: list[Any] = [
         terminal.shown(f"skipped {naming_run(line, url)}", limit=2000, style="yellow")
@@ -101,7 +102,15 @@ def _seed(
         )
     if not tables and not dense:
         return None
-    named = {new or old: old for new, _, old in (one.rpartition("=") for one in tables)}
+    named: dict[str, str] = {}
+    for new, _, old in (one.rpartition("=") for one in tables):
+        if named.setdefault(new or old, old) != old:
+            raise SettingsError(
+                f"--table {new or old}",
+                found=f"taken from {named[new or old]!r} and from {old!r}",
+                expected="one table for each of the new model",
+                next_step="leave one out, or take it under another name: --table NEW=NAME",
+            )
     return Seed(
         url,
         tables=named,

@@ -64,13 +64,21 @@ def validate_checkpoint(
     run = open_run(url)
     name = _checkpoint(run, step, generation)
     metrics: dict[str, float] = {}
-    with reading(run, purpose="validate"):
+    with reading(run, purpose="validate") as lease:
+        leased = lease is not None
         with showing_bytes("validating", quiet=json_output) as on_progress:
-            found = validation.validate(run, name, level=chosen, on_progress=on_progress)
+            found = validation.validate(
+                run, name, level=chosen, leased=leased, on_progress=on_progress
+            )
         if function is not None and found.passed:
             with showing_bytes("restoring", quiet=json_output) as on_progress:
                 metrics = evaluation.evaluate(
-                    run, name, function, function_name=evaluate_with, on_progress=on_progress
+                    run,
+                    name,
+                    function,
+                    function_name=evaluate_with,
+                    leased=leased,
+                    on_progress=on_progress,
                 )
     number = None
     if record:

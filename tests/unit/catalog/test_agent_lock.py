@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,21 @@ def test_who_does_not_say_what_it_is_counts_as_an_agent(
         assert AgentLock(tmp_path).take() == AtWork("agent", process=process)
     with AgentLock(tmp_path, DRAIN):
         assert path.read_text() == f"{os.getpid()} drain\n"
+
+
+def test_that_no_more_files_may_be_opened_is_no_lock_nobody_holds(tmp_path: Path) -> None:
+    """A living trainer's staged checkpoints would be thrown away otherwise."""
+    kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with AgentLock(tmp_path):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, kept[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files") as found:
+                at_work(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, kept)
+        assert found.value.filename == str(agent_lock_path(tmp_path))
+
+
+def test_no_directory_has_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert at_work(tmp_path / "nothing") is None and at_work(tmp_path / "file") is None

@@ -163,8 +163,11 @@ class TestAnnouncement:
         plan = planned(run)
         assert len(plan.delete) == 10
         gone: list[str] = []
+        announced: list[int] = []  # so many deletions before each announcement
 
         def slow(call: str, key: str) -> None:
+            if (call, key) == ("create", DELETION_KEY):
+                announced.append(len(gone))
             if call == "delete" and key.startswith("manifests/"):
                 gone.append(key)
                 # The time for one announcement is over.
@@ -174,5 +177,6 @@ class TestAnnouncement:
                 pins.pin(run, ManifestName(10, 1))
 
         result = execute(Run.open(InterposedStore(run.store, before=slow)), plan)
+        assert announced == list(range(9))  # no second deletion under any of them
         assert len(gone) == 9 and named(run, 10) in dict(result.spared)
         assert steps(run) == [10, 110] and DELETION_KEY not in keys(run)

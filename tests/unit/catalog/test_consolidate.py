@@ -12,13 +12,14 @@ import torch
 
 from recpoint.catalog import consolidate_plan, row_moves, seen_rows
 from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import commit_consolidation, consolidate, merge_part
+from recpoint.catalog.consolidate import commit_consolidation, consolidate
 from recpoint.catalog.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
     read_sources,
 )
+from recpoint.catalog.consolidate_rows import merge_part
 from recpoint.catalog.lineage import ManifestName, Representation
 from recpoint.catalog.persist import persist_job
 from recpoint.catalog.run import Run
@@ -46,17 +47,10 @@ from recpoint.format.naming import (
     validation_key,
 )
 from recpoint.format.records import pack_record
-from tests.catalog_builder import Table, build, new_run, publish, single_rows, tables
+from tests.catalog_builder import Table, build, publish, single_rows, tables
 from tests.consolidation import chain_of, merge, name_of, require_same, restored, trained
 from tests.interposed_store import InterposedStore
 from tests.job_builder import Links, stage
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 @pytest.fixture
@@ -196,13 +190,14 @@ def test_what_retention_lets_go_of_is_not_missed(run: Run) -> None:
     links = trained(run, trainer, [1, 2, 3])
     merge(run, links[-1])
     truth, _ = restored(run, links[-1])
+    later = trained(run, trainer, [4], parent=links[-1], seed=3)
     for link in reversed(links):
         run.store.delete(manifest_key(link.step, 1))
     execute(run, plan_sweep(run, grace_seconds=0))
-    assert run.live_line() == [(3, 1)]
+    assert run.live_line() == [(4, 1), (3, 1)]
     assert not [key for link in links for key in chunks_of(run, link.attempt)]
     require_same(truth, restored(run, links[-1])[0])
-    later = trained(run, trainer, [4, 5], parent=links[-1], seed=3)
+    later = trained(run, trainer, [5], parent=later[-1], seed=4)
     assert check(run, level="full").findings == ()
     merge(run, later[-1])
     assert len(chain_of(run, later[-1])) == 1 and check(run, level="full").ok

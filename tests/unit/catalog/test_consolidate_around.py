@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -21,15 +20,8 @@ from recpoint.catalog.run import Run
 from recpoint.errors import CommitConflict, DigestMismatch, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_PREFIX
-from tests.catalog_builder import new_run, tables
+from tests.catalog_builder import tables
 from tests.consolidation import chain_of, merge, name_of, require_same, restored, trained
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 @pytest.fixture

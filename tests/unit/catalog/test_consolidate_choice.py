@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
 from recpoint.catalog.check import check
@@ -18,7 +15,7 @@ from recpoint.catalog.consolidate_plan import (
 from recpoint.catalog.lineage import Representation
 from recpoint.catalog.run import Run
 from recpoint.format.naming import manifest_key
-from tests.catalog_builder import build, new_run, publish, tables
+from tests.catalog_builder import build, publish, tables
 from tests.consolidation import chain_of, name_of, require_same, restored, trained
 
 
@@ -44,13 +41,6 @@ def chain_plan(
     name = newest_checkpoint(run)
     assert name is not None and name.step == 1 + increments
     return choose_consolidation(run, name, triggers=triggers)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 def test_nothing_is_chosen_before_a_trigger(run: Run) -> None:

@@ -23,7 +23,7 @@ from recpoint.catalog.run import Run
 from recpoint.catalog.run_end import tell_ended
 from recpoint.catalog.trainer_note import write_note
 from recpoint.format.job import Job
-from tests.catalog_builder import new_run, tables
+from tests.catalog_builder import tables
 from tests.job_builder import rewrite, stage
 
 HOUR = 3600.0
@@ -31,13 +31,6 @@ HOUR = 3600.0
 
 def slots(run_dir: Path) -> set[str]:
     return {path.name for path in staged.slots_directory(run_dir).iterdir()}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 @pytest.fixture

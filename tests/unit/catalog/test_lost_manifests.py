@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from recpoint.catalog import pins
+from recpoint.catalog import pins, publications
 from recpoint.catalog.check import CheckReport, check
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.run import Run
@@ -16,7 +17,13 @@ from recpoint.catalog.sweep import SweepPlan, SweepResult, execute, plan_sweep
 from recpoint.catalog.validate import record, validate
 from recpoint.catalog.validations import verdicts
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import attempt_prefix, consolidated_key, manifest_key, part_key
+from recpoint.format.naming import (
+    attempt_prefix,
+    consolidated_key,
+    generation_key,
+    manifest_key,
+    part_key,
+)
 from recpoint.format.records import pack_record
 from tests.catalog_builder import build, copy_run, new_run, publish, tables, upload
 from tests.retained_run import LAST, add, consolidated, keys, retain
@@ -209,6 +216,64 @@ def test_one_that_is_pinned(run: Run) -> None:
     lose(run, manifest_key(13, 1))
     pins.unpin(run, ManifestName(13, 1), label="best")
     assert len(swept(run)[1].removed) > 0
+
+
+SIGNS: dict[str, Callable[[Run], object]] = {
+    "validated": lambda run: record(run, validate(run, ManifestName(13, 1), level="metadata")),
+    "measured": lambda run: pins.record_metric(run, ManifestName(13, 1), "auc", 0.5),
+    "published": lambda run: publications.publish(run, ManifestName(13, 1)),
+    "consolidated": lambda run: consolidated(run, 12),
+    "marked": lambda run: (add(run, 14, None), add(run, 15, None), retain(run)),
+    "restored": lambda run: run.claim(run.manifest(13, 1).ref),
+    "damaged": lambda run: (run.claim(None), run.store.put(generation_key(2), b"damaged")),
+}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_all_manifests_gone_of_a_run_that_had_some(run: Run, sign: str) -> None:
+    """A mount of its own that is missing, or a copy that has not come to them yet."""
+    SIGNS[sign](run)
+    run = Run.open(run.store)  # which knows no record yet
+    before = keys(run)
+    lost = lose(run, *(key for key in before if key.startswith("manifests/")))
+    plan, result = swept(run)
+    assert result.removed == () and len(plan.kept) >= 4
+    (why,) = plan.lost
+    assert why.endswith(", and nothing is under manifests/ any more")
+    assert all(kept.reason == why for kept in plan.kept)
+    assert keys(run) == before - lost.keys()
+    found = texts(check(run), "warning")
+    assert len(found) == len(plan.kept) and all(why in text for text in found)
+    if sign == "damaged":
+        run.store.delete(generation_key(2))
+    put_back(run, lost)
+    assert check(run, level="full").ok
+
+
+def test_all_manifests_gone_between_plan_and_deed(run: Run) -> None:
+    run.claim(run.manifest(13, 1).ref)
+    upload(run.store, build(run, tables(), step=20, generation=1))
+    plan = plan_sweep(run, grace_seconds=0)
+    assert plan.objects != ()
+    before = keys(run)
+    lost = lose(run, *(manifest_key(step, 1) for step in STEPS))
+    result = execute(run, plan)
+    assert result.removed == () and keys(run) == before - lost.keys()
+    assert result.spared[0].reason == (
+        "generations/00000002.json goes on from step 13 (generation 1), and nothing is under "
+        "manifests/ any more"
+    )
+
+
+def test_a_run_whose_first_checkpoint_was_never_committed_is_swept(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "new")
+    for generation in (1, 2):
+        run.claim(None)
+        upload(run.store, build(run, tables(), step=10, generation=generation))
+    run.store.put("validations/copied.json", b"not ours")
+    plan, result = swept(run)
+    assert plan.kept == () and len(result.removed) > 0
+    assert not any(key.startswith("chunks/") for key in keys(run))
 
 
 def test_validations_stay_while_it_is_not_known_what_is_needed(run: Run) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from recpoint.catalog import seen_rows
@@ -12,15 +10,8 @@ from recpoint.catalog.consolidate_plan import plan_consolidation
 from recpoint.catalog.merge_sizes import merge_sizes
 from recpoint.catalog.run import Run
 from recpoint.format.manifest import Manifest
-from tests.catalog_builder import new_run, tables
+from tests.catalog_builder import tables
 from tests.consolidation import chain_of, name_of, trained
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 @pytest.fixture

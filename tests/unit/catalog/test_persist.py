@@ -41,13 +41,6 @@ from tests.persist_process import persist_in_process
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
-
-
-@pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and groups out of small jobs."""
     monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)

@@ -17,7 +17,7 @@ from recpoint.catalog.restore import restore
 from recpoint.catalog.run import Run
 from recpoint.errors import FormatError
 from recpoint.format.manifest import ChosenMethod
-from tests.catalog_builder import Table, copy_run, new_run
+from tests.catalog_builder import Table, copy_run
 from tests.job_builder import Links, rewrite, stage
 
 ROWS, DIM = 500, 5
@@ -40,13 +40,6 @@ METHODS = (
     method("refit", bins=5, refits=2),
     method("greedy", bins=25, ratio_permille=400),
 )
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 @pytest.fixture

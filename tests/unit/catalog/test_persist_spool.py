@@ -14,17 +14,10 @@ from recpoint.catalog.persist_upload import encoded_entries
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import open_job
 from recpoint.format.manifest import ChunkEntry
-from tests.catalog_builder import Table, new_run
+from tests.catalog_builder import Table
 from tests.job_builder import stage
 
 _ROWS = 60_000
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 def _job(run: Run, tmp_path: Path, bits: int, dirty: bool, rounded: bool) -> Path:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from recpoint.catalog import leases, pins
+from recpoint.catalog.announcement import announce
 from recpoint.catalog.check import check
 from recpoint.catalog.consolidate import consolidate
 from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.elapsed import Clocks
+from recpoint.catalog.elapsed import Clocks, store_ms
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.prune import PruneResult, execute
+from recpoint.catalog.publications import publish
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_facts import gather
 from recpoint.catalog.store import open_store
-from recpoint.catalog.store_contract import Store
+from recpoint.catalog.store_contract import PROBE_PREFIX, ObjectInfo, Store
 from recpoint.errors import (
     ChainError,
     ForeignObject,
@@ -27,24 +31,29 @@ from recpoint.errors import (
     RetentionRefused,
     SettingsError,
     StoreAccessDenied,
+    StoreUnavailable,
 )
 from recpoint.format.naming import (
     CHUNKS_PREFIX,
     DELETION_KEY,
+    consolidated_key,
     expired_key,
+    is_probe_key,
     lease_key,
     manifest_key,
     metric_key,
     pin_key,
 )
 from recpoint.format.records import pack_record
-from recpoint.format.retention_records import Stamp
+from recpoint.format.retention_records import Pin, Stamp
 from recpoint.testing.faults import Fault, FaultStore
 from tests.interposed_store import InterposedStore, unavailable
 from tests.polling import until
 from tests.retained_run import (
     HOUR,
+    add,
     age_file,
+    consolidated,
     filled,
     keys,
     make_old,
@@ -55,6 +64,7 @@ from tests.retained_run import (
     retain,
     rewrite_lease,
     steps,
+    values,
 )
 
 
@@ -186,6 +196,67 @@ class TestPins:
         with pytest.raises((ObjectNotFound, ChainError)):
             pins.pin(Run.open(InterposedStore(run.store, before=delete)), ManifestName(10, 1))
         require_tidy(run, [40, 50])
+
+    def test_a_holder_that_loses_the_store_leaves_the_pin_to_who_has_found_it(
+        self, run: Run
+    ) -> None:
+        key = pin_key(30, 1, "release")
+        others: list[Pin] = []
+
+        def lose(call: str, at: str) -> None:
+            if at.startswith("manifests/") and key in keys(run):
+                if not others:
+                    others.append(pins.pin(run, ManifestName(30, 1), label="release"))
+                raise unavailable(at)
+
+        losing = Run.open(InterposedStore(run.store, before=lose))
+        with pytest.raises(StoreUnavailable):
+            pins.pin(losing, ManifestName(30, 1), label="release", who="ana")
+        assert [one.who for one in others] == ["ana"]
+        assert pins.pinned(run) == {ManifestName(30, 1): ("release",)}
+
+    def test_what_restores_without_what_is_being_deleted_is_pinned(self, store: Store) -> None:
+        run = Run.create(store)
+        run.claim(None)
+        parent = None
+        for step in (10, 20, 30):
+            parent = add(run, step, parent)
+        consolidated(run, 30)
+        add(run, 40, parent)
+        retain(run)
+
+        def die(call: str, key: str) -> None:
+            if (call, key) == ("delete", named(run, 20)):
+                raise unavailable(key)
+
+        with pytest.raises(StoreUnavailable):
+            execute(Run.open(InterposedStore(run.store, before=die)), planned(run))
+        doomed = pins.read_deletion(run)
+        assert doomed is not None and set(doomed.manifests) == {
+            named(run, step) for step in (10, 20, 30)
+        }
+        was = values(run, 40)
+        pins.pin(run, ManifestName(30, 1))
+        assert publish(run, ManifestName(40, 1)).created
+        for step in (10, 20):
+            with pytest.raises(RetentionRefused, match="is being deleted"):
+                pins.pin(run, ManifestName(step, 1))
+        result = execute(run, planned(run), take_over_seconds=0)
+        assert set(result.deleted) == {named(run, 10), named(run, 20)} and steps(run) == [30, 40]
+        assert check(run, level="full").ok
+        assert all(map(torch.equal, was, values(run, 40)))
+
+    def test_another_chain_at_the_second_look_is_looked_up_too(self, run: Run) -> None:
+        mine = announce(run, (consolidated_key(30, 1, None),))
+
+        def merge(call: str, key: str) -> None:
+            if (call, key) == ("get", DELETION_KEY) and not run.consolidated():
+                consolidated(run, 30)
+
+        with pytest.raises(RetentionRefused, match="consolidated/000000000030"):
+            pins.pin(Run.open(InterposedStore(run.store, before=merge)), ManifestName(30, 1))
+        assert pins.pinned(run) == {}
+        mine.withdraw()
 
 
 class TestMetrics:
@@ -415,3 +486,16 @@ class TestAge:
         assert planned(marked, grace=HOUR).remark == ()
         make_old(marked, 2 * HOUR)
         assert len(retain(marked, grace=HOUR).deleted) == 3
+
+
+def test_a_store_that_does_not_list_what_was_written_is_unavailable(run: Run) -> None:
+    """Its time cannot be told; nothing is left behind."""
+
+    class Hidden(InterposedStore):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            return (one for one in super().list(prefix) if not is_probe_key(one.key))
+
+    with pytest.raises(StoreUnavailable, match="no such object in a listing"):
+        store_ms(Hidden(run.store))
+    assert not list(run.store.list(PROBE_PREFIX))
+    assert abs(store_ms(run.store) - now_ms()) < 3_600_000

@@ -25,15 +25,8 @@ from recpoint.catalog.sweep import execute, plan_sweep
 from recpoint.catalog.validate import validate
 from recpoint.errors import ObjectNotFound, RanksMissing
 from recpoint.format.naming import ValidationLevel, part_key
-from tests.catalog_builder import Table, new_run, tables
+from tests.catalog_builder import Table, tables
 from tests.rank_jobs import RankJobs
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 def two_hosts(run: Run, tmp_path: Path, trained: list[Table]) -> RankJobs:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
 import logging
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -27,6 +30,7 @@ from recpoint.errors import (
 )
 from recpoint.testing.seaweed import SeaweedServer
 from recpoint.testing.store_suite import StoreSuite
+from tests.polling import until
 
 
 class TestS3StoreContract(StoreSuite):
@@ -61,6 +65,37 @@ def _request(store: S3Store, method: str, **arguments: object) -> Any:
 
 def _prefix(store: S3Store) -> str:
     return store.url.partition("//")[2].partition("/")[2] + "/"
+
+
+@pytest.mark.parametrize("within_a_loop", [False, True])
+def test_a_client_that_nobody_holds_closes_its_connections_on_their_loop(
+    s3_run_url: str, caplog: pytest.LogCaptureFixture, within_a_loop: bool
+) -> None:
+    store = open_store(s3_run_url)
+    assert isinstance(store, S3Store)
+    store.put("k", b"1")
+    sdk = store._client.get()._file_system._s3  # type: ignore[attr-defined]
+    (session,) = sdk._endpoint.http_session._sessions.values()
+    assert not session.closed
+    gone = weakref.ref(store._client.get())
+
+    def let_go() -> None:
+        nonlocal store
+        del store
+        gc.collect()
+        assert gone() is None
+
+    async def let_go_in_a_flow() -> None:
+        let_go()
+        await asyncio.sleep(0.2)
+
+    if within_a_loop:
+        asyncio.run(let_go_in_a_flow())
+    else:
+        let_go()
+    gc.collect()  # a task that failed tells when it goes
+    until(lambda: session.closed)
+    assert [one.getMessage() for one in caplog.records if one.name == "asyncio"] == []
 
 
 def test_an_upload_that_was_left_behind_is_listed_and_aborted(store: S3Store) -> None:

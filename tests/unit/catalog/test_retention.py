@@ -75,8 +75,6 @@ def test_the_best_by_a_metric_and_the_newest_of_equals() -> None:
         best_by=(BestBy("auc", "max", 2), BestBy("auc", "min")), require_validated=False
     )
     assert kept_steps(plan(there, both)) == [1, 3, 4, 5]
-    none = RetentionPolicy(best_by=(BestBy("loss", "min"),), require_validated=False)
-    assert kept_steps(plan(there, none)) == [5]
 
 
 def test_a_kept_increment_keeps_its_whole_chain_and_no_more() -> None:
@@ -168,6 +166,19 @@ class TestDamage:
         made = plan(facts([*good, *bad]), LAST)
         assert kept_steps(made) == [2, 4]
 
+    def test_a_link_without_its_state_still_leads_to_what_stands_on_it(self) -> None:
+        first, second, third, fourth = chain(1, 2, 3, 4)
+        second = second._replace(state_whole=False)
+        made = plan(facts([full(0), first, second, third, fourth]), LAST)
+        assert kept_steps(made) == [4] and [d.manifest.name.step for d in made.dropped] == [0]
+        # Of the two forms of a link, the one that restores it leads on too.
+        short = merged(third)._replace(state_whole=False)
+        made = plan(facts([first, second, third, fourth, short]), LAST)
+        assert [d.manifest for d in made.dropped] == [short]
+        bare = fourth._replace(state_whole=False)
+        made = plan(facts([first, second, third, bare]), LAST)
+        assert kept_steps(made) == [3, 4]
+
     def test_a_link_of_another_attempt_is_no_link(self) -> None:
         first, second, third = chain(1, 2, 3)
         third = third._replace(parent_attempt="f" * 32)
@@ -252,8 +263,21 @@ class TestRefusals:
         )
         assert kept_steps(plan(validated, policy)) == [2, 3]
 
+    def test_a_metric_that_nothing_of_the_live_line_has(self) -> None:
+        live, superseded = ManifestName(3, 2), ManifestName(2, 1)
+        there = facts([full(1), full(2), full(3, generation=2)], live=[live, ManifestName(1, 1)])
+        there = replace(there, metrics={"auc": {live: 0.7}, "loss": {superseded: 0.1}})
+        by_auc = RetentionPolicy(best_by=(BestBy("auc", "max"),), require_validated=False)
+        assert kept_steps(plan(there, by_auc)) == [3]
+        for metric in ("acu", "loss"):
+            misnamed = replace(LAST, best_by=(BestBy(metric, "max"),))
+            with pytest.raises(RetentionRefused, match=f"a metric called '{metric}'"):
+                plan(there, misnamed)
+
     def test_nothing_to_drop_is_no_reason_to_refuse(self) -> None:
         assert plan(facts([]), LAST).decisions == ()
+        unmeasured = replace(LAST, best_by=(BestBy("auc", "max"),))
+        assert plan(facts([full(1)]), unmeasured).dropped == ()
         assert plan(facts([full(1, whole=False)]), LAST).dropped == ()
 
     @pytest.mark.parametrize(

@@ -29,15 +29,8 @@ from recpoint.errors import (
 )
 from recpoint.format.job import Job, Segment
 from recpoint.format.naming import rejections_key
-from tests.catalog_builder import new_run, tables
+from tests.catalog_builder import tables
 from tests.job_builder import rewrite, stage
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 @pytest.fixture

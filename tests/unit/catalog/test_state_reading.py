@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from recpoint.catalog.chunk_pool import ChunkPool
 from recpoint.catalog.run import Run
 from recpoint.catalog.state_reading import StateReading
 from recpoint.format.manifest import ChunkEntry, Manifest
-from tests.catalog_builder import build, new_run, publish, tables
+from tests.catalog_builder import build, publish, tables
 
 #: Elements of the largest tensor that the builder leaves in the first chunk.
 SMALL = 4
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = new_run(tmp_path / "run")
-    run.claim(None)
-    return run
 
 
 def stored(run: Run, *states: object) -> Manifest:

@@ -33,6 +33,8 @@ from recpoint.errors import SettingsError
         "/",
         "a\0b",
         "s3://[bucket/run",
+        os.fsdecode(b"/data/mod\xe8le"),
+        os.fsdecode(b"s3://bucket/mod\xe8le"),
     ],
 )
 def test_urls_that_cannot_work_are_refused(url: str) -> None:
@@ -97,6 +99,15 @@ def test_one_place_has_one_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert open_store("s3://bucket//a/b/").url == "s3://bucket/a/b"
     assert open_store("S3://bucket").url == "s3://bucket"
     assert open_store("memory://x/y/").url == "memory://x/y"
+
+
+def test_a_relative_path_begins_from_a_directory_that_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (unnamed := tmp_path / os.fsdecode(b"mod\xe8les")).mkdir()
+    monkeypatch.chdir(unnamed)
+    with pytest.raises(SettingsError, match="not UTF-8 .* the directory that it begins from"):
+        open_store("run")
 
 
 def test_the_home_directory_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import staged
+from recpoint.catalog import staged, sweep
 from recpoint.catalog.agent_lock import DRAIN, AgentLock, sweep_of
 from recpoint.catalog.check import check
+from recpoint.catalog.consolidate_plan import plan_consolidation
+from recpoint.catalog.consolidate_rows import merge_part
 from recpoint.catalog.run import Run
 from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
 from recpoint.catalog.sweep_beside import knows_what_is_staged
@@ -20,7 +22,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
-from tests.consolidation import merge, trained
+from tests.consolidation import chain_of, merge, name_of, trained
 from tests.interposed_store import InterposedStore, unavailable
 from tests.job_builder import stage
 
@@ -300,6 +302,30 @@ def test_many_attempts_go_one_by_one(run: Run, full: Manifest) -> None:
     assert [attempt.step for attempt in plan.prefixes] == [20, 30, 40]
     execute(run, plan)
     assert check(run).findings == ()
+
+
+def test_a_consolidation_that_goes_on_with_what_is_being_swept(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed before its manifest long ago, and is run again while its chunks go."""
+    newest = trained(run, tables(rows=200), [10, 20, 30])[-1]
+    plan = plan_consolidation(run, name_of(newest))
+    for part in plan.parts:
+        merge_part(run, plan, part)
+    for key in keys(run):
+        os.utime(Path(run.url) / key, (time.time() - 2 * HOUR,) * 2)
+    begun = plan_sweep(run, grace_seconds=HOUR)
+    assert len(begun.objects) > 1
+
+    def go_on(step: str, done: int, total: int) -> None:
+        if done == 1 and step == "removing objects":
+            assert merge(run, newest).outcome == "created"
+
+    monkeypatch.setattr(sweep, "_LOOK_AGAIN_SECONDS", 0.0)
+    result = execute(run, begun, on_step=go_on)
+    assert len(result.removed) == 1 and result.spared[0].reason == "a manifest names it now"
+    assert check(run, level="full").findings == ()
+    assert len(chain_of(run, newest)) == 1
 
 
 def test_only_the_directory_that_the_newest_trainer_uses_says_what_is_staged(

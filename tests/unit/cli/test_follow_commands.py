@@ -58,6 +58,7 @@ def test_publishes_and_goes_back(recpoint: Invoke, tmp_path: Path) -> None:
     assert "was published already" in recpoint("publish", run.url).stdout
     assert recpoint("publish", run.url, "--generation", 1).code == 2
     assert recpoint("publish", run.url, "--validated").code == 1
+    assert recpoint("publish", run.url, "--step", 3, "--validated", "--release").code == 2
 
 
 def test_a_failed_validation_is_told_by_who_publishes_and_who_follows(

@@ -101,6 +101,20 @@ def test_a_line_without_checkpoints_is_told_of_with_what_it_superseded(
     assert restored.code == 1 and told in flat(restored.stderr)
 
 
+def test_a_run_without_checkpoints(recpoint: Invoke, tmp_path: Path) -> None:
+    """As a trainer leaves it that nobody persists for yet."""
+    new_run(tmp_path / "run").claim(None)
+    for options in ((), ("--all",)):
+        listed = recpoint("list", tmp_path / "run", *options)
+        assert listed.code == 0 and "no checkpoint yet" in flat(listed.stdout)
+        assert recpoint("list", tmp_path / "run", *options, "--json").json["checkpoints"] == []
+    checked = recpoint("check", tmp_path / "run")
+    assert checked.code == 1
+    assert "nothing to restore: 0 of 0 checkpoints that count" in flat(checked.stdout)
+    document = recpoint("check", tmp_path / "run", "--json").json
+    assert document["ok"] and document["nothing_counts"] and not document["findings"]
+
+
 def test_list_cuts_no_figure_in_a_terminal_of_80_columns(
     recpoint: Invoke, saved_run: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,16 @@ def test_it_says_what_the_overview_says(recpoint: Invoke, saved_run: SavedRun) -
     assert "going on" in table.stdout and "never" in table.stdout
 
 
+def test_a_url_is_never_cut(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / ("of-a-long-name-" * 8)
+    new_run(directory)
+    monkeypatch.setenv("COLUMNS", "80")
+    column = [line[:40].split(" ")[0] for line in recpoint("lag", directory).stdout.splitlines()]
+    assert str(directory) in "".join(column)
+
+
 def test_above_the_limit_it_ends_with_1(recpoint: Invoke, saved_run: SavedRun) -> None:
     assert recpoint("lag", saved_run.directory, "--max-seconds", 1e9).code == 0
     above = recpoint("lag", saved_run.directory, "--max-seconds", 0, "--json")

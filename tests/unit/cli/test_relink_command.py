@@ -92,3 +92,19 @@ def test_what_cannot_be_is_refused(
     ended = recpoint("relink", url, "2", *options)
     assert ended.code == code and ended.stderr
     assert recpoint("check", url).code == 1
+
+
+def test_an_increment_tells_from_where_its_trainer_cannot_have_come(
+    recpoint: Invoke, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    publish(run, build(run, tables(), step=10, generation=1))
+    second = publish(run, build(run, tables(), step=20, generation=1))
+    run.claim(second.ref)
+    publish(run, build(run, tables(), step=30, generation=2, parent=second))
+    run.store.delete(generation_key(2))
+    for said in (["--from-nothing"], ["--step", "10"]):
+        ended = recpoint("relink", tmp_path / "run", 2, *said)
+        assert ended.code == 2 and "step 20 (generation 1)" in ended.stderr
+    assert recpoint("relink", tmp_path / "run", 2, "--step", "20").code == 0

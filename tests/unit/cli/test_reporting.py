@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -58,6 +59,11 @@ def test_help_lists_every_command_and_the_codes(recpoint: Invoke) -> None:
         assert name in text
         assert recpoint(name, "--help").code == 0
     assert "130 interrupted" in " ".join(text.split())
+
+
+def test_its_version(recpoint: Invoke) -> None:
+    ended = recpoint("--version")
+    assert ended.code == 0 and ended.stdout == f"recpoint {metadata.version('recpoint')}\n"
 
 
 def test_the_module_and_the_script_are_the_same_program() -> None:

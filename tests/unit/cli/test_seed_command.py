@@ -50,3 +50,11 @@ def test_wrong_names_are_told_with_those_near(recpoint: Invoke, saved_run: Saved
     assert ended.code == 4 and "'bottom.*'" in ended.stderr and "top.bias" in ended.stderr
     ended = recpoint("seed", saved_run.directory, "--table", "items", "--optimizer-states", "x")
     assert ended.code == 2 and "drop or carry" in ended.stderr
+
+
+def test_one_new_table_is_not_taken_from_two(recpoint: Invoke, saved_run: SavedRun) -> None:
+    asked = ["--table", "ads=items", "--table", "ads=users"]
+    ended = recpoint("seed", saved_run.directory, *asked)
+    assert ended.code == 2 and "from 'items' and from 'users'" in ended.stderr
+    twice = ["--table", "ads=items", "--table", "ads=items", "--json"]
+    assert "{'ads': 'items'}" in recpoint("seed", saved_run.directory, *twice).json["script"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from recpoint.errors import (
     SettingsError,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import consolidated_key, manifest_key
+from recpoint.format.naming import consolidated_key, consolidated_prefix, manifest_key
 from recpoint.format.records import pack_record
 from recpoint.format.validation import ValidationRecord
 from recpoint.serving.wanted import CHANNELS, Channel
@@ -320,6 +321,38 @@ def test_serves_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> 
     assert follower.poll()
     require(follower, trainer, 3)
     assert follower.status.skipped == ()
+
+
+def test_behind_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> None:
+    """Also where it began to follow when the checkpoint's own was gone, or nothing can be read."""
+    following = Follower(trainer.run.url, reader_wait_seconds=0.0)
+    late = Follower(trainer.run.url, reader_wait_seconds=0.0)
+    for follower in (following, late):
+        trainer.commit(len(trainer.made) + 1)
+        follower.poll()
+    following.poll()
+    with following.reading(), late.reading():
+        trainer.commit(3)
+        assert following.poll() and late.poll()  # their other copies are in use now, too
+        trainer.commit(4)
+        with pytest.raises(NotServing):
+            following.poll()
+        since = time.time() - (following.status.lag_seconds or 0)
+        merge(trainer.run, trainer.made[-1])
+        trainer.run.store.delete(manifest_key(4, 1))
+        for follower in (following, late):
+            for _ in range(2):
+                with pytest.raises(NotServing):
+                    follower.poll()
+                assert follower.status.lag_checkpoints == 1
+        assert time.time() - (following.status.lag_seconds or 0) == pytest.approx(since, abs=0.01)
+        assert late.status.lag_seconds
+        following._committed_ms.clear()  # as where it never knew
+        trainer.run.store.put(manifest_key(4, 1), b"damaged")
+        for one in trainer.run._consolidated(consolidated_prefix(4, 1)):
+            trainer.run.store.delete(one.key)
+        assert not following.poll()
+        assert time.time() - (following.status.lag_seconds or 0) == pytest.approx(since, abs=0.01)
 
 
 def test_starts_with_the_newest_that_is_good(trainer: Trainer) -> None:

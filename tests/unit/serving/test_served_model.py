@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,59 @@ def _without_norm() -> nn.Module:
     model = Recommender()
     model.norm = nn.Identity()  # type: ignore[assignment]
     return model
+
+
+class _Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return 100 * super().forward(input)
+
+
+def _hooked() -> nn.Module:
+    module = nn.Embedding(3, 3)
+    module.register_forward_hook(lambda _module, _args, rows: 100 * rows)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "text"), [(lambda: _Scaled(3, 3), "a _Scaled with"), (_hooked, "forward hooks")]
+)
+def test_what_lookups_of_codes_would_leave_out_is_refused(
+    tmp_path: Path, build: Any, text: str
+) -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), build())
+    with pytest.raises(IncompatibleModel, match=text):
+        Follower(str(tmp_path), model=model, quantized=True)
+    assert type(model[0]) is nn.Embedding, "nothing is replaced"
+
+
+class _Shared(Recommender):
+    """Looks rows up by torch's own names, through two names of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.users
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        rows = self.users(input=users) + self.again(users) / self.again.embedding_dim
+        scores: Tensor = self.top(torch.cat([rows, self.items(input=items)], dim=1))
+        return scores.squeeze(1)
+
+
+def test_lookups_by_keyword_and_through_a_second_name(place: Place) -> None:
+    training = simple_training()
+    training.model = _Shared()
+    training.optimizers = [torch.optim.SGD(training.model.parameters(), lr=0.1)]
+    with checkpointer(training, place, bits=8) as ckpt:
+        ckpt.restore()
+        copied = copy.deepcopy(training.model)  # with a hook of the checkpointer's
+        trained(training, ckpt, place)
+    scores = []
+    for quantized, model in ((False, _Shared()), (True, _Shared()), (True, copied)):
+        follower = Follower(place.run, model=model, quantized=quantized)
+        follower.poll()
+        with follower.reading() as version:
+            scores.append(scored(version))
+    assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
 
 
 def test_max_norm_cannot_be_kept_as_codes(tmp_path: Path) -> None:

@@ -131,3 +131,23 @@ def test_a_weight_that_is_replaced_for_its_optimizer_too_is_stored(place: Place)
     target = MemoryTarget()
     restore(Run.open(open_store(place.run)), target)
     assert torch.equal(target.tables["users"].values, training.model.users.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_table_that_comes_to_another_dtype_is_stored_in_it(
+    place: Place, dtype: torch.dtype
+) -> None:
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 1)
+        until(lambda: ckpt.stats.committed == 1)
+        training.model.users.to(dtype)
+        train(training, ckpt, 2)
+        ckpt.close()
+        assert (ckpt.stats.failed, ckpt.stats.last_error) == (0, None)
+    target = MemoryTarget()
+    restore(Run.open(open_store(place.run)), target)
+    stored = target.tables["users"].values
+    assert stored.dtype == dtype
+    assert torch.equal(stored, training.model.users.weight.detach())

@@ -167,7 +167,10 @@ def test_the_optimizer_state_comes_along_if_asked_for(
         ({"tables": {"peple": "users"}}, ["table 'peple' is not in the model", "'people'"]),
         (
             {"tables": {"cities": "users"}},
-            [f"table 'cities' (from 'users'): rows 7 in the model, {ROWS} in the checkpoint"],
+            [
+                f"table 'cities' (from 'users'): rows 7 in the model, {ROWS} in the checkpoint",
+                "recpoint.restore_parts",
+            ],
         ),
         (
             {"dense": ["top.*"]},

@@ -191,6 +191,34 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_run(place: Place) -> Non
             os.kill(child, signal.SIGKILL)
 
 
+UNCLOSED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.training_builder import Place, checkpointer, simple_training
+place = Place(sys.argv[2], Path(sys.argv[3]))
+training = simple_training()
+ckpt = checkpointer(training, place, interval_batches=1)
+ckpt.restore()
+training.batch()
+ckpt.step()
+"""
+
+
+def test_a_process_that_ends_without_close_ends_well_and_leaves_what_was_cut(place: Place) -> None:
+    root = Path(__file__).parents[3]
+    for _ in range(3):  # without the wait most of them abort
+        ended = subprocess.run(
+            [sys.executable, "-c", UNCLOSED, str(root), place.run, str(place.staging)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=PATIENCE_SECONDS,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert len(staged.staged_jobs(place.run_directory)) == 1
+
+
 def test_a_second_signal_does_not_wait(place: Place) -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
@@ -203,6 +231,49 @@ def test_a_second_signal_does_not_wait(place: Place) -> None:
         until(lambda: bool(received))
         ckpt.close(final=False)
         assert len(received) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_that_are_closed_in_any_order_leave_the_signal_as_it_was(
+    tmp_path: Path, first: int
+) -> None:
+    received: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        received.append(number)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        both = []
+        for name in ("a", "b"):
+            place = Place(str(tmp_path / name), tmp_path / f"staging-{name}")
+            both.append(checkpointer(simple_training(), place, handle_sigterm=True))
+            both[-1].restore()
+        both[first].close(final=False)
+        both[1 - first].close(final=False)
+        for count in (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: len(received) == count)  # noqa: B023
+        assert signal.getsignal(signal.SIGTERM) == handle
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_taken_twice_the_signal_goes_on_to_the_handler_before(place: Place) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
+    try:
+        training = simple_training()
+        ckpt = checkpointer(training, place, close_wait_seconds=0, handle_sigterm=True)
+        ckpt.restore()
+        ckpt.take_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: ckpt._end._notice.requested)
+        train(training, ckpt, 1)
+        assert received == [signal.SIGTERM]
+        ckpt.close(final=False)
     finally:
         signal.signal(signal.SIGTERM, before)
 

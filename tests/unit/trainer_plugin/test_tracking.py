@@ -96,6 +96,51 @@ def test_max_norm_marks_always_since_it_writes_always() -> None:
         assert changed == tracked.dirty() == [3, 4]
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_max_norm_explains_its_lookups_and_no_other_change(sparse: bool) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1, sparse=sparse))
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() == [1]
+    with torch.no_grad():
+        tracked.module.weight[33] = 0
+    tracked.train(torch.tensor([1]))
+    assert tracked.dirty() is None
+    tracked.model.eval()
+    tracked.module(torch.tensor([2]))
+    tracked.module.load_state_dict({"weight": torch.ones(ROWS, 4)})
+    assert tracked.dirty() is None
+    tracked.tracker.surprise = None
+    for row in (3, 4):
+        tracked.module(torch.tensor([row]))
+    with pytest.raises(IndexError):
+        tracked.module(torch.tensor([ROWS]))
+    tracked.model.train()
+    tracked.train(torch.tensor([5]))
+    assert tracked.dirty() == [3, 4, 5]
+    assert tracked.dirty() == [] and tracked.tracker.surprise is None
+
+
+def test_rows_that_max_norm_rewrites_are_not_awaited_where_nothing_trains_them() -> None:
+    module = nn.Embedding(ROWS, 4, max_norm=0.1)
+    tracked = Tracked(module.requires_grad_(False))
+    tracked.module(torch.tensor([3]))
+    assert tracked.dirty() == [3]
+    assert tracked.dirty() == []
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_a_model_that_must_compile_as_one_graph(make: Any) -> None:
+    tracked = Tracked(make(ROWS, 4))
+    compiled = torch.compile(tracked.module, backend="eager", fullgraph=True)
+    for row in (1, 2):
+        tracked.optimizers[0].zero_grad()
+        compiled(torch.tensor([[row, 9]])).sum().backward()
+        assert tracked.dirty() == []
+        tracked.optimizers[0].step()
+        assert tracked.dirty() == [row, 9]
+    assert tracked.tracker.surprise is None
+
+
 def test_a_frozen_table_is_never_dirty() -> None:
     module = nn.Embedding(ROWS, 4)
     module.weight.requires_grad_(False)
@@ -435,6 +480,26 @@ def test_a_step_of_any_implementation_is_one_change(kind: Any, how: str) -> None
 def test_a_weight_whose_memory_was_replaced_is_noticed(sparse: bool) -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse))
     tracked.module.weight.data = torch.zeros(ROWS, 4)
+    tracked.tracker.follow_weight()
+    assert tracked.dirty() is None
+    tracked.tracker.follow_weight()
+    assert tracked.dirty() == []
+
+
+def test_other_memory_at_the_same_address_is_noticed() -> None:
+    """As that of `weight.data = weight.data * 0.5`, done twice, often is."""
+    memory = bytearray(4 * 4 * ROWS)
+
+    def values() -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.float32).view(ROWS, 4)
+
+    tracked = Tracked(nn.Embedding(ROWS, 4, _weight=values()))
+    weight = tracked.module.weight
+    address = weight.data_ptr()
+    weight.data = torch.zeros(ROWS, 4)
+    memory[:] = torch.ones(ROWS, 4).numpy().tobytes()
+    weight.data = values()
+    assert weight.data_ptr() == address
     tracked.tracker.follow_weight()
     assert tracked.dirty() is None
     tracked.tracker.follow_weight()

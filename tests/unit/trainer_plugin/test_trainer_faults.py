@@ -122,6 +122,29 @@ def test_a_full_disk(place: Place, full_disk: tuple[Path | None, Callable[[], No
     assert_restores(place, training)
 
 
+def test_a_disk_that_optimizer_state_does_not_fit_on_is_told_before_a_checkpoint_fails(
+    place: Place, mount: Mount | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    if mount is None:
+        pytest.skip("needs to mount a tmpfs")
+    training = simple_training()
+    training.model.users = torch.nn.Embedding(16_000, 6, sparse=True)
+    training.optimizers = [torch.optim.SparseAdam([training.model.users.weight])]
+    for parameter in (*training.model.items.parameters(), *training.model.top.parameters()):
+        parameter.requires_grad_(False)
+    training.model.norm.requires_grad_(False)
+    place.staging = mount.path / "staging"
+    ckpt = checkpointer(training, place, interval_batches=10**6)  # a warning is an error here
+    ckpt.restore()
+    train(training, ckpt, 2)
+    (told,) = [text for text in caplog.messages if "bytes are free" in text]
+    assert f"may take {ckpt.memory_bound_bytes} bytes" in told and "RECPOINT_STAGING" in told
+    assert ckpt.stats.failed == 0
+    assert not ckpt.checkpoint()
+    assert (ckpt.stats.last_error or "").startswith("StagingFull")
+    ckpt.close(final=False)
+
+
 def test_a_disk_that_becomes_read_only(place: Place, mount: Mount | None) -> None:
     if mount is None:
         pytest.skip("needs the right to mount a file system")

@@ -1,4 +1,4 @@
-"""Buffers that few models have: what is committed of them is restored."""
+"""Buffers and row states that few models have: what is committed of them is restored."""
 
 from __future__ import annotations
 
@@ -80,6 +80,51 @@ def test_booleans_whatever_their_bytes(place: Place) -> None:
     life(place, torch.tensor([0, 1, 2], dtype=torch.uint8).view(torch.bool), 2)
     restored, found = life(place, torch.zeros(3, dtype=torch.bool), 0)
     assert restored and found.tolist() == [False, True, True]
+
+
+class Touched(torch.optim.SGD):
+    """Remembers which rows it has changed, in bytes that nobody made 0 and 1."""
+
+    def step(self, closure: Any = None) -> Any:
+        (weight,) = self.param_groups[0]["params"]
+        state = self.state[weight]
+        if "touched" not in state:
+            state["touched"] = torch.zeros(len(weight), dtype=torch.uint8).view(torch.bool)
+        state["touched"].view(torch.uint8)[weight.grad.abs().sum(1) > 0] += 2
+        return super().step(closure)
+
+
+def test_row_states_of_booleans_whatever_their_bytes(place: Place) -> None:
+    def training() -> tuple[nn.Embedding, Touched, Checkpointer]:
+        table = nn.Embedding(20, 4)
+        optimizer = Touched(table.parameters(), lr=0.1)
+        ckpt = Checkpointer(
+            nn.ModuleDict({"table": table}),
+            [optimizer],
+            run=place.run,
+            staging=place.staging,
+            interval_batches=2,
+            row_local_optimizers=(Touched,),
+            close_wait_seconds=120.0,
+            handle_sigterm=False,
+        )
+        return table, optimizer, ckpt
+
+    with place.agent():
+        table, optimizer, ckpt = training()
+        with ckpt:
+            assert ckpt.restore() is None
+            for batch in range(6):
+                optimizer.zero_grad()
+                table(torch.tensor([batch // 2])).sum().backward()
+                optimizer.step()
+                ckpt.step()
+        table, optimizer, ckpt = training()
+        with ckpt:
+            report = ckpt.restore()
+    assert report is not None
+    touched = optimizer.state[table.weight]["touched"]
+    assert touched.view(torch.uint8).tolist() == [1] * 3 + [0] * 17
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Whether all manifests are gone of a run that had some: moved away, or not copied yet (§6.5).
+
+A run whose first checkpoint was never committed has no manifest either, and what is there of it are
+orphans. What tells the two apart is written only once there is a manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final
+
+from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.run import Run
+from recpoint.errors import FormatError, ObjectNotFound
+from recpoint.format.naming import (
+    CONSOLIDATED_PREFIX,
+    EXPIRED_PREFIX,
+    MANIFESTS_PREFIX,
+    METRICS_PREFIX,
+    PINS_PREFIX,
+    PUBLISHED_PREFIX,
+    VALIDATIONS_PREFIX,
+    generation_in_key,
+    generation_key,
+    parse_publication_key,
+)
+
+__all__ = ["why_gone"]
+
+#: Where nothing is before the first manifest.
+_AFTER_THE_FIRST: Final = (
+    CONSOLIDATED_PREFIX,
+    VALIDATIONS_PREFIX,
+    PUBLISHED_PREFIX,
+    PINS_PREFIX,
+    METRICS_PREFIX,
+    EXPIRED_PREFIX,
+)
+
+
+def why_gone(run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -> str:
+    """What says that there were manifests, where no checkpoint has its own; else empty.
+
+    Costs nothing where there is one: retention leaves the newest checkpoint its own (format §6.6).
+
+    Args:
+        run: the run.
+        there: of `Run.representations`.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    if any(one.form == "own" for one in chain.from_iterable(there.values())):
+        return ""
+    sign = next(_signs(run), "")
+    return sign and f"{sign}, and nothing is under {MANIFESTS_PREFIX} any more"
+
+
+def _signs(run: Run) -> Iterator[str]:
+    for prefix in _AFTER_THE_FIRST:
+        for info in run.store.list(prefix):
+            if generation_in_key(info.key) or parse_publication_key(info.key):
+                yield f"{info.key} is there"
+    for number in run.generation_numbers():
+        key = generation_key(number)
+        try:
+            restored = run.generation(number).restored
+        except ObjectNotFound:
+            continue
+        except FormatError:
+            yield f"{key} cannot be read, and may go on from a checkpoint"
+            continue
+        if restored is not None:
+            yield f"{key} goes on from step {restored.step} (generation {restored.generation})"

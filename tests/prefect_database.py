@@ -1,0 +1,58 @@
+"""The database of a Prefect server that has been started once, for the servers of other tests.
+
+To make its tables takes a server as long as all the rest of its start, seconds of a processor, and
+tests start a dozen. The first of them makes what the others get a copy of; `test_demo` has none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from recpoint.flows import prefect_server
+from tests.polling import until
+
+__all__ = ["place_database"]
+
+_SECONDS = 400.0
+
+
+def place_database(place: Path, factory: pytest.TempPathFactory) -> None:
+    """Copy the database to the file `place`, for a server that is yet to be started.
+
+    Args:
+        factory: of this session; the workers of one have it from the same directory.
+    """
+    shared = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    made = shared / "prefect.db"
+    with (shared / "prefect.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            _make(shared / "prefect_home").replace(made)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(made, place)
+
+
+def _make(home: Path) -> Path:
+    """Start a server in `home`, end it, and have all that it wrote in the one file returned."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+            patch.delenv(name)
+        patch.setenv("RECPOINT_HOME", str(home))
+        try:
+            url = prefect_server.start_server().url
+            until(lambda: prefect_server.is_healthy(url), seconds=_SECONDS)
+        finally:
+            prefect_server.stop_server()
+        database = prefect_server.server_directory() / "prefect.db"
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return database

@@ -1,0 +1,39 @@
+"""An agent that gets SIGTERM while its main thread waits, at the moment that is worst for it.
+
+That is within an Event's own code where it waits for one, and right before a sleep elsewhere.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from recpoint.flows.agent import run_agent
+
+_HANGS_SECONDS = 20.0
+#: Where the main thread waits for something to do, and for its turn.
+_WAITING = ("recpoint.flows.agent", "recpoint.flows.agent_turn")
+_sent = False
+
+
+def _signal_once(frame: FrameType, event: str, called: object) -> None:
+    global _sent
+    sleeps = called is time.sleep and frame.f_globals["__name__"] in _WAITING
+    waits = sleeps or frame.f_code is threading.Condition.wait.__code__
+    obeyed = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if event == "c_call" and waits and obeyed and not _sent:
+        _sent = True
+        print("signalled", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True)
+    sys.setprofile(_signal_once)
+    sys.exit(run_agent(Path(sys.argv[1]), prefect="off", consolidate="off", sweep_every=None))

@@ -1,0 +1,74 @@
+"""What a trainer takes from the agent's status file, and what it does not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recpoint.catalog import staged
+from recpoint.catalog.agent_status import AgentTrouble, read_trouble
+from recpoint.errors import StoreAccessDenied
+from recpoint.flows.agent_runs import RunState
+
+URL = "s3://bucket/run"
+DENIED = StoreAccessDenied(
+    f"{URL}/chunks/x", found="401 NoCredentialsError", expected="a write", next_step="give a key"
+)
+
+
+def failing(*, tries: int = 3, age_seconds: float = 0.0, **other: object) -> dict[str, Any]:
+    """A status as the agent writes it, of a run that it cannot store."""
+    state = RunState(failures=tries, last_error=f"{type(DENIED).__name__}: {DENIED}")
+    alive_ms = int((time.time() - age_seconds) * 1000)
+    return {"pid": 1, "alive_ms": alive_ms, **state.status(), **other}
+
+
+def test_the_error_is_taken_apart(tmp_path: Path) -> None:
+    staged.write_status(tmp_path, failing())
+    found = read_trouble(tmp_path, URL)
+    assert found is not None and str(found) == f"StoreAccessDenied: {DENIED}"
+    assert found.tries == 3 and found.next_step == "give a key"
+    assert found.error.endswith("found 401 NoCredentialsError; expected a write")
+    assert found.cause == ("StoreAccessDenied", "give a key")
+
+
+def test_what_has_no_advice_is_told_as_it_is(tmp_path: Path) -> None:
+    staged.write_status(tmp_path, failing(last_error="OSError: no\nroom"))
+    assert read_trouble(tmp_path, URL) == AgentTrouble("OSError: no room", "", 3)
+
+
+def test_a_command_that_is_proposed_names_the_run(tmp_path: Path) -> None:
+    staged.write_status(tmp_path, failing(last_error="X: bad. Next: recpoint check URL"))
+    found = read_trouble(tmp_path, URL)
+    assert found is not None and found.next_step == f"recpoint check {URL}"
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        failing(age_seconds=60),  # of an agent that is gone
+        failing(tries=0),  # a job that was rejected: its trainer is told
+        failing(last_error=None),
+        failing(last_error=["no", "text"]),
+        failing(alive_ms="now"),
+        {"pid": 1},
+    ],
+)
+def test_what_says_nothing_of_now_is_passed_over(status: dict[str, Any], tmp_path: Path) -> None:
+    staged.write_status(tmp_path, failing())
+    assert read_trouble(tmp_path, URL) is not None
+    staged.write_status(tmp_path, status)
+    assert read_trouble(tmp_path, URL) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"[" * 60_000, b"[]", b"\xff", b'{"a": 1', b" " * 70_000])
+def test_a_damaged_file_says_nothing(data: bytes, tmp_path: Path) -> None:
+    assert read_trouble(tmp_path, URL) is None  # there is none
+    staged.status_path(tmp_path).write_bytes(data)
+    assert read_trouble(tmp_path, URL) is None
+    staged.status_path(tmp_path).unlink()
+    staged.status_path(tmp_path).mkdir()
+    assert read_trouble(tmp_path, URL) is None
