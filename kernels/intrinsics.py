@@ -52,6 +52,9 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     `error_model="numpy"` turns Python's check for division by zero off; it changes no result
     here. Fast-math stays off and no multiply-add is fused: format §3.2 fixes each operation.
+
+    Compiled code lets go of an array after the last line that names it, and an address is no name:
+    an array made in a kernel is given to another one, which takes the address of its argument.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba.np.numpy_support import carray
 from torch import Tensor
@@ -32,6 +33,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 #: How far ahead a row's place is asked for, and at most how much of it (`row_gather`).
 _ROWS_AHEAD = np.uint64(32)
 _REACH_BYTES = 256
+_NO_PAIRS = np.empty((0, 2), np.float32)
 
 
 @compiled(nogil=True)
@@ -91,30 +93,46 @@ def _encode(
         quantize_plain(n, rows.data_ptr(), dim, bits, symmetric, half_parameters, *to)
         return PackedRows(packed, scale, offset, exact, wide)
 
+    pairs = search.pairs.ctypes.data, len(search.pairs)
+    given = rows.data_ptr(), dim, bits, half_parameters, *pairs, *search.arguments, *to
+
     def part(start: int, stop: int) -> None:
-        search_rows(rows.data_ptr(), dim, bits, half_parameters, *search, *to, start, stop)
+        search_rows(*given, start, stop)
 
     # A search takes as long as reading some thirty times as much.
     over_rows(part, n, row_bytes=32 * (4 * dim + width))
     return PackedRows(packed, scale, offset, exact, wide)
 
 
-def _search(dim: int, bits: int, method: Method) -> tuple[Any, ...] | None:
-    """What a search takes beside rows and outputs; None if there is to be none."""
+class _Search(NamedTuple):
+    """What a search takes beside rows and outputs.
+
+    Attributes:
+        pairs: f32 [n, 2], what it tries; kept here for as long as its address is in use, since two
+            threads that make the first one of a kind have one each, and only one of the two stays.
+        arguments: those behind the pairs.
+    """
+
+    pairs: npt.NDArray[Any]
+    arguments: tuple[Any, ...]
+
+
+def _search(dim: int, bits: int, method: Method) -> _Search | None:
+    """None if there is to be none."""
     if not method.searches:
         return None
     limits = np.float32(grid.error_unit(dim)), np.float32(grid.largest_error(dim))
     none = np.float32(0.0)
     if method.name == "greedy" and dim <= grid.LARGEST_DIM:
         steps = grid.greedy_steps(method.bins, method.ratio_permille)
-        return 0, 0, none, 0, none, method.bins, steps, *limits
+        return _Search(_NO_PAIRS, (none, 0, none, method.bins, steps, *limits))
     places = grid.fraction_bits(dim, bits) if method.name == "refit" else 0
     if not places:
         return None
-    table = grid.candidates(dim, bits, method.bins)
+    pairs = grid.candidates(dim, bits, method.bins)
     nearby = np.float32(grid.half_spacing(dim, bits, method.bins))
     fraction = np.float32(1 << places)
-    return table.ctypes.data, len(table), nearby, method.refits, fraction, 0, 0, *limits
+    return _Search(pairs, (nearby, method.refits, fraction, 0, 0, *limits))
 
 
 def _decode(packed: Tensor, scale: Tensor, offset: Tensor, dim: int, bits: int) -> Tensor:

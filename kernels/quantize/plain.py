@@ -7,6 +7,8 @@ The minimum and maximum are taken of integer keys that order binary32 values as 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba.np.numpy_support import carray
 
@@ -81,7 +83,7 @@ def plain_parameters(
 @compiled(nogil=True)
 def write_row(
     row: int, dim: int, bits: int, code_bits: int, scale: np.float32, offset: np.float32,
-    buffer: int, to: int, width: int, room: int,
+    buffer: Any, to: int, width: int, room: int,
 ) -> None:  # fmt: skip
     """Code a row and pack it at address `to`; zeros if the scale is 0.
 
@@ -92,7 +94,7 @@ def write_row(
         code_bits: width of a code as it is stored, `bits` or 8.
         scale: of the row; 0 for a row without codes.
         offset: of the row.
-        buffer: address of at least dim + CODES_AT_ONCE bytes.
+        buffer: u8 [dim + CODES_AT_ONCE] or longer.
         to: address of the packed row.
         width: bytes of the packed row.
         room: bytes at `to` that may be written: those behind the row are written later.
@@ -112,8 +114,9 @@ def write_row(
         else:
             quarter_bytes_of_row(row, dim, inverse, offset, top, to)
         return
-    codes_of_row(row, dim, inverse, offset, top, buffer)
+    codes = buffer.ctypes.data
+    codes_of_row(row, dim, inverse, offset, top, codes)
     if code_bits == 8:
-        copy_row(to, buffer, dim)
+        copy_row(to, codes, dim)
     else:
-        pack_codes(buffer, to, dim, code_bits)
+        pack_codes(codes, to, dim, code_bits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numba.np.numpy_support import carray
@@ -35,17 +35,15 @@ _FIELDS: Final = 16
 
 
 @compiled(nogil=True)
-def quantize_rows(
+def quantize_in_blocks(
     rows: int, dim: int, bits: int, symmetric: bool, half: bool, in_blocks: bool,
     packed: int, code_bits: int, width: int,
     scales: int, offsets: int, exacts: int, wides: int, start: int, stop: int,
+    keys: Any, inverses: Any, codes: Any,
 ) -> None:  # fmt: skip
-    """Quantize rows start … stop; the arguments are those of `quantize_plain`."""
-    codes = np.empty(dim + CODES_AT_ONCE, np.uint8)
-    keys = np.empty((2, ROWS), np.int32)
-    inverses = np.empty(ROWS, np.float32)
+    """`quantize_rows`, in the room of the last three arguments."""
     inverse_of_row = inverses.ctypes.data
-    low_keys, high_keys = keys[0].ctypes.data, keys[1].ctypes.data
+    low_keys, high_keys = keys.ctypes.data, keys.ctypes.data + keys.strides[0]
     levels = np.float32((1 << bits) - 1)
     for block in range((stop - start + ROWS - 1) // ROWS):
         first = start + block * ROWS
@@ -86,8 +84,23 @@ def quantize_rows(
                 room = (stop - first - lane) * width
                 write_row(
                     row + 4 * dim * lane, dim, bits, code_bits, scale_of[lane], offset_of[lane],
-                    codes.ctypes.data, to + width * lane, width, room,
+                    codes, to + width * lane, width, room,
                 )  # fmt: skip
+
+
+@compiled(nogil=True)
+def quantize_rows(
+    rows: int, dim: int, bits: int, symmetric: bool, half: bool, in_blocks: bool,
+    packed: int, code_bits: int, width: int,
+    scales: int, offsets: int, exacts: int, wides: int, start: int, stop: int,
+) -> None:  # fmt: skip
+    """Quantize rows start … stop; the arguments are those of `quantize_plain`."""
+    quantize_in_blocks(
+        rows, dim, bits, symmetric, half, in_blocks, packed, code_bits, width,
+        scales, offsets, exacts, wides, start, stop,
+        np.empty((2, ROWS), np.int32), np.empty(ROWS, np.float32),
+        np.empty(dim + CODES_AT_ONCE, np.uint8),
+    )  # fmt: skip
 
 
 @compiled_team_work

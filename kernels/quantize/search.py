@@ -130,11 +130,11 @@ def refitted(
 
 
 @compiled(nogil=True)
-def cost(block: int, dim: int, lanes: Any, line: int, levels: np.float32, limits: Any) -> None:
+def cost(values: Any, dim: int, lanes: Any, line: int, levels: np.float32, limits: Any) -> None:
     """Fill line + 2 with what the scale and offset of `line` and line + 1 cost."""
     to = lanes.ctypes.data
     total = error_sums(
-        block, dim, load(to + _LINE * line), load(to + _LINE * (line + 1)),
+        values.ctypes.data, dim, load(to + _LINE * line), load(to + _LINE * (line + 1)),
         load(to + _LINE * _PER_STEP), spread(levels), spread(limits[0]), spread(limits[1]),
     )  # fmt: skip
     store(to + _LINE * (line + 2), total)
@@ -156,11 +156,11 @@ def keep_representable(lanes: Any, line: int, halves: Any) -> None:
 
 @compiled(nogil=True)
 def refit_block(
-    block: int, units: int, dim: int, levels: np.float32, fraction: np.float32,
+    values: Any, in_units: Any, dim: int, levels: np.float32, fraction: np.float32,
     grid: int, candidates: int, nearby: np.float32, refits: int,
     lanes: Any, halves: Any, limits: Any,
 ) -> None:  # fmt: skip
-    to = lanes.ctypes.data
+    block, units, to = values.ctypes.data, in_units.ctypes.data, lanes.ctypes.data
     step, low = load(to + _LINE * _STEP), load(to + _LINE * _LOW)
     per_step = load(to + _LINE * _PER_STEP)
     unit = spread(fraction)
@@ -174,12 +174,12 @@ def refit_block(
     store(to + _LINE * _SCALE, step * (unit_steps / slope))
     store(to + _LINE * _OFFSET, low + step * (half_levels - shift / slope * unit_steps))
     keep_representable(lanes, _SCALE, halves)
-    cost(block, dim, lanes, _SCALE, levels, limits)
+    cost(values, dim, lanes, _SCALE, levels, limits)
 
 
 @compiled(nogil=True)
 def greedy_block(
-    block: int, dim: int, levels: np.float32, bins: int, steps: int,
+    values: Any, dim: int, levels: np.float32, bins: int, steps: int,
     lanes: Any, halves: Any, limits: Any,
 ) -> None:  # fmt: skip
     """Move in the end that costs less, step by step, and keep the best pair of ends seen."""
@@ -200,7 +200,7 @@ def greedy_block(
             lanes[_LOWERED + 1, lane] = low
         for line in (_RAISED, _LOWERED):
             keep_representable(lanes, line, halves)
-            cost(block, dim, lanes, line, levels, limits)
+            cost(values, dim, lanes, line, levels, limits)
         for lane in range(LANES):
             low, high = lanes[_END_LOW, lane], lanes[_END_HIGH, lane]
             move = np.float32(np.float32(lanes[_STEP, lane] * levels) / np.float32(bins))
@@ -256,7 +256,6 @@ def search_rows(
     lanes, halves = np.empty((_LINES, LANES), np.float32), np.empty(LANES, np.bool_)
     limits = np.array([unit, largest], np.float32)
     codes = np.empty(dim + CODES_AT_ONCE, np.uint8)
-    block, units = values.ctypes.data, in_units.ctypes.data
 
     for first in range(start, stop, LANES):
         for lane in range(LANES):
@@ -265,12 +264,12 @@ def search_rows(
             found = load_row(row, dim, lane, levels, half, values, lanes, halves)
             scale_of[i], offset_of[i] = found[0], found[1]
             exact_of[i], wide_of[i] = np.uint8(found[2]), np.uint8(found[3])
-        cost(block, dim, lanes, _PLAIN_SCALE, levels, limits)
+        cost(values, dim, lanes, _PLAIN_SCALE, levels, limits)
         if bins:
-            greedy_block(block, dim, levels, bins, steps, lanes, halves, limits)
+            greedy_block(values, dim, levels, bins, steps, lanes, halves, limits)
         else:
             refit_block(
-                block, units, dim, levels, fraction, grid, candidates, nearby, refits,
+                values, in_units, dim, levels, fraction, grid, candidates, nearby, refits,
                 lanes, halves, limits,
             )  # fmt: skip
         for lane in range(min(LANES, stop - first)):
@@ -280,5 +279,5 @@ def search_rows(
                 scale_of[i], offset_of[i] = lanes[_SCALE, lane], lanes[_OFFSET, lane]
             write_row(
                 rows + 4 * dim * i, dim, bits, code_bits, scale_of[i], offset_of[i],
-                codes.ctypes.data, packed + i * width, width, (stop - i) * width,
+                codes, packed + i * width, width, (stop - i) * width,
             )  # fmt: skip

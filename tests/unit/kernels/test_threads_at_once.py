@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -83,3 +87,60 @@ def test_each_has_the_result_that_one_alone_has(threads: int) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         assert [wrong for some in pool.map(rounds, range(THREADS)) for wrong in some] == []
+
+
+_SEARCHES = """
+import sys
+from threading import Barrier, Thread
+
+import torch
+from recpoint.kernels import quantize
+from recpoint.kernels.quantize import grid, reference
+
+threads, keeps_grids = int(sys.argv[1]), sys.argv[2] == "kept"
+torch.set_num_threads(1)
+together, wrong = Barrier(threads, timeout=60), []
+if not keeps_grids:
+    grid.candidates = grid.candidates.__wrapped__
+
+def search(rows, method, expected):
+    for _ in range(20):
+        together.wait()
+        found = quantize.quantize(rows, 2, method)
+        if not all(torch.equal(*pair) for pair in zip(found, expected)):
+            wrong.append(method)
+
+refit = quantize.Method(name="refit", bins=25, refits=1)
+greedy = quantize.Method(name="greedy", bins=8, ratio_permille=500)
+for dim in (16, 64):
+    rows = torch.randn(1000, dim, generator=torch.Generator().manual_seed(dim))
+    for method in (refit, greedy):
+        work = rows, method, reference.quantize(rows, 2, method)
+        team = [Thread(target=search, args=work) for _ in range(threads)]
+        for thread in team:
+            thread.start()
+        for thread in team:
+            thread.join()
+print(len(wrong), "wrong")
+"""
+
+
+@pytest.mark.parametrize(
+    ("threads", "grids"),
+    [
+        # What a kernel has let go of too early is another thread's then.
+        (6, "kept"),
+        # Two threads that make a grid at once have one each, and only one of them is kept.
+        (1, "not kept"),
+    ],
+)
+def test_a_search_uses_no_memory_that_was_given_back(threads: int, grids: str) -> None:
+    one_heap = {"MALLOC_ARENA_MAX": "1", "MALLOC_PERTURB_": "91"}  # and nothing stays as it was
+    ran = subprocess.run(
+        [sys.executable, "-c", _SEARCHES, str(threads), grids],
+        env={**os.environ, **one_heap},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0 wrong\n", "")
