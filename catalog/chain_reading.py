@@ -10,6 +10,7 @@ from recpoint.catalog.chain import Chain
 from recpoint.catalog.chain_rows import TableRows
 from recpoint.catalog.chunk_pool import SMALL_BYTES, ChunkPool
 from recpoint.catalog.chunk_reader import read_rows
+from recpoint.catalog.read_buffers import ReadBuffers
 from recpoint.catalog.restore_target import RestoreTarget, StateCheckingTarget, check_targets
 from recpoint.catalog.run import Run
 from recpoint.catalog.state_reading import StateReading
@@ -94,9 +95,15 @@ class ChainReading:
     def _write_rows(self, pool: ChunkPool, tables: Sequence[TableRows]) -> None:
         """Read and check in threads, decode here: from the newest checkpoint to the full."""
         chunks = (chunk for table in tables for chunk in table.chunks())
+        buffers = ReadBuffers()
         for chunk, outcome in pool.in_order(
             chunks,
-            lambda chunk: read_rows(self._store, chunk.manifest, chunk.entry),
+            lambda chunk: read_rows(
+                self._store,
+                chunk.manifest,
+                chunk.entry,
+                buffers=buffers if chunk.entry.bytes > SMALL_BYTES else None,
+            ),
             is_small=lambda chunk: chunk.is_needed and chunk.memory_bytes <= SMALL_BYTES,
         ):
             if chunk.table.leaves_out(chunk):  # as was not known when it was to be read

@@ -8,8 +8,9 @@ from typing import TypeVar
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import FormatError
 
-__all__ = ["read_checked"]
+__all__ = ["parsed_twice", "read_checked"]
 
+_Read = TypeVar("_Read")
 _Parsed = TypeVar("_Parsed")
 
 
@@ -28,8 +29,13 @@ def read_checked(
         FormatError: what `parse` raised for the bytes of the second read.
         StoreError: it could not be read.
     """
+    return parsed_twice(lambda: store.get(key, max_bytes=max_bytes), parse)
+
+
+def parsed_twice(read: Callable[[], _Read], parse: Callable[[_Read], _Parsed]) -> _Parsed:
+    """As `read_checked`, of whatever `read` brings."""
     try:
-        return parse(store.get(key, max_bytes=max_bytes))
+        return parse(read())
     except FormatError:
         pass  # and with it the first bytes go, before the second ones come
-    return parse(store.get(key, max_bytes=max_bytes))
+    return parse(read())

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recpoint.catalog.checked_read import read_checked
+from recpoint.catalog.checked_read import parsed_twice, read_checked
+from recpoint.catalog.read_buffers import ReadBuffers
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import DigestMismatch, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
@@ -156,8 +157,16 @@ def check_stored(manifest: Manifest, entry: ChunkEntry, sizes: Mapping[str, int]
 # --- chunks --------------------------------------------------------------------------------------
 
 
-def read_chunk(store: Store, manifest: Manifest, entry: ChunkEntry) -> Chunk:
+def read_chunk(
+    store: Store, manifest: Manifest, entry: ChunkEntry, *, buffers: ReadBuffers | None = None
+) -> Chunk:
     """Read one chunk and check its length, digest, header and origin.
+
+    Args:
+        store: where it is.
+        manifest: the checkpoint that names it.
+        entry: the chunk.
+        buffers: whose memory it may be in as long as the chunk lives; None: memory of its own.
 
     Raises:
         ObjectNotFound: it is not there.
@@ -165,18 +174,23 @@ def read_chunk(store: Store, manifest: Manifest, entry: ChunkEntry) -> Chunk:
         StoreError: it could not be read.
     """
 
-    def parse(data: bytes) -> Chunk:
+    def parse(data: bytes | memoryview) -> Chunk:
         return parse_chunk(data, key=entry.key, entry=entry, manifest=manifest)
 
-    return read_checked(store, entry.key, max_bytes=entry.bytes, parse=parse)
+    if buffers is None:
+        return read_checked(store, entry.key, max_bytes=entry.bytes, parse=parse)
+    lend = buffers.lend
+    return parsed_twice(lambda: store.get_lent(entry.key, max_bytes=entry.bytes, lend=lend), parse)
 
 
-def read_rows(store: Store, manifest: Manifest, entry: ChunkEntry) -> StoredRows:
+def read_rows(
+    store: Store, manifest: Manifest, entry: ChunkEntry, *, buffers: ReadBuffers | None = None
+) -> StoredRows:
     """Read one row chunk and check all of it; `row_placement.place` decodes what is wanted.
 
-    Errors as for `read_chunk`.
+    Arguments and errors as for `read_chunk`.
     """
-    chunk = read_chunk(store, manifest, entry)
+    chunk = read_chunk(store, manifest, entry, buffers=buffers)
     if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")
     spec = manifest.tables[entry.table]

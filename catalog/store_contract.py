@@ -6,7 +6,7 @@ import re
 import secrets
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,12 @@ class Store(ABC):
             ObjectNotFound: there is none.
             MalformedObject: it is larger than `max_bytes`; nothing was allocated for it.
         """
+
+    def get_lent(
+        self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview]
+    ) -> bytes | memoryview:
+        """As `get`; where a store can choose, in memory that `lend` gives for so many bytes."""
+        return self.get(key, max_bytes=max_bytes)
 
     @abstractmethod
     def get_range(self, key: str, *, start: int, end: int) -> bytes:

@@ -70,6 +70,8 @@ class StoreSuite:
         data = secrets.token_bytes(65 * _MIB + 3)
         store.create("big", data)
         assert store.get("big", max_bytes=len(data)) == data
+        lent = store.get_lent("big", max_bytes=len(data), lend=lambda n: memoryview(bytearray(n)))
+        assert bytes(lent) == data
         for start, end in [(0, len(data)), (1, 17 * _MIB), (16 * _MIB - 1, 48 * _MIB + 1)]:
             assert store.get_range("big", start=start, end=end) == data[start:end]
         with pytest.raises(ObjectExists):
