@@ -32,28 +32,30 @@ class Holder(NamedTuple):
     words: str
 
 
-def acquire(path: Path, *, expected: str, next_step: str) -> int:
+def acquire(path: Path, *, expected: str, next_step: str, here: str | None = None) -> int:
     """Take the lock, or say who has it.
 
     Args:
         path: the lock file, made if it is not there; a link in its place is refused.
         expected: for the error: what should have been.
         next_step: for the error: what to do.
+        here: what to do instead where this process itself has it.
 
     Returns:
         A descriptor for `release`.
 
     Raises:
-        StagingError: another process has it.
+        StagingError: another process has it, or this one.
         OSError: the file cannot be opened.
     """
     taken = take(path)
     if isinstance(taken, Holder):
+        held_here = here is not None and _is_held_here(path)
         raise StagingError(
             str(path),
-            found=f"a lock held by process {taken.process}",
+            found=f"a lock held by process {taken.process}{', this one' if held_here else ''}",
             expected=expected,
-            next_step=next_step,
+            next_step=here if here is not None and held_here else next_step,
         )
     return taken
 
@@ -93,6 +95,12 @@ def release(descriptor: int) -> None:
     """Give back what `acquire` returned."""
     _held.discard(descriptor)
     os.close(descriptor)
+
+
+def _is_held_here(path: Path) -> bool:
+    # By the file: of several containers that share a directory each may have a process 1.
+    there = path.lstat()
+    return any(os.path.samestat(os.fstat(descriptor), there) for descriptor in list(_held))
 
 
 def is_held(path: Path) -> bool:

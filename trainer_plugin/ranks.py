@@ -8,8 +8,10 @@ ranks did not answer: one that is gone must not hold up the others for ever.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import pickle
 import secrets
 import threading
@@ -262,6 +264,20 @@ class Ranks:
             return
         self._watch = threading.Thread(target=self._look, name="recpoint-ranks", daemon=True)
         self._watch.start()
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        # As of `Handoff`: a daemon thread that Python ends within torch takes the process with it.
+        if os.getpid() == self._process:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        atexit.unregister(self._at_exit)
+        self._ended.set()
+        if self._watch is not None:
+            self._watch.join(_ROLL_CALL_SECONDS)  # it may wait for a store that hangs
+            self._watch = None
 
     def _look(self) -> None:
         while not self._ended.wait(_POLL_SECONDS):
@@ -309,10 +325,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave; not collective."""
-        self._ended.set()
-        if self._watch is not None:
-            self._watch.join(_ROLL_CALL_SECONDS)  # it may wait for a store that hangs
-            self._watch = None
+        self._end_watch()
         group, self._group = self._group, None
         if group not in (None, _DISCONNECTED) and dist.is_initialized():
             # ValueError: the job has destroyed all groups already, and begun anew.

@@ -93,6 +93,8 @@ class StagingArea:
                 staged.trainer_lock_path(self.run_directory, self.rank),
                 expected="no other trainer of this run on this staging area",
                 next_step="stop that process, or train under another run URL",
+                here="call close() of the other Checkpointer in this process first, or train "
+                "under another run URL",
             )
         except OSError as error:
             raise self._unusable(error) from error

@@ -262,8 +262,12 @@ def test_one_trainer_per_run_and_staging_area(place: Place) -> None:
     first = checkpointer(simple_training(), place)
     first.restore()
     second = checkpointer(simple_training(), place)
-    with pytest.raises(StagingError, match=f"process {os.getpid()}"):
+    with pytest.raises(StagingError, match=f"process {os.getpid()}, this one") as refused:
         second.restore()
+    # The process itself is not to be stopped.
+    assert refused.value.next_step.startswith(
+        "call close() of the other Checkpointer in this process first, or"
+    )
     first.close(final=False)
     second.restore()
     second.close(final=False)

@@ -1,0 +1,42 @@
+"""A rank of several that ends without `close()`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_PROGRAM = """
+import atexit, sys, threading
+
+def say():
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("recpoint")])
+
+atexit.register(say)  # called last
+import torch.distributed as dist
+from recpoint.trainer_plugin.ranks import Ranks
+
+dist.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2
+)
+ranks = Ranks(wait_seconds=60)
+ranks.watch()
+say()
+dist.barrier()
+"""
+
+
+def test_nobody_looks_for_a_signal_of_others_when_the_interpreter_ends(tmp_path: Path) -> None:
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(tmp_path / "met"), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [one.communicate(timeout=120) for one in both]
+    for one, (out, err) in zip(both, said, strict=True):
+        assert one.returncode == 0, err
+        assert out.splitlines() == ["['recpoint-ranks']", "[]"]
