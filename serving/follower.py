@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
@@ -15,14 +15,17 @@ from torch import nn
 
 from recpoint.catalog.chain import PassedOver
 from recpoint.catalog.leases import reading as lease
-from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.restore_order import Skipped
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
 from recpoint.errors import ForeignObject, RecpointError, SettingsError, UnsupportedVersion
+from recpoint.format.manifest import Manifest
 from recpoint.format.naming import RUN_KEY
+from recpoint.format.records import CheckpointRef
 from recpoint.serving.coded_modules import replace_lookups
 from recpoint.serving.copies import Copies
+from recpoint.serving.standing import Standing, Standings
 from recpoint.serving.status import Status
 from recpoint.serving.updater import DAMAGE, OnProgress, Updater
 from recpoint.serving.version import Version
@@ -93,12 +96,9 @@ class Follower:
         self._run: Run | None = None
         self._pinned: tuple[int, int | None] | None = None
         self._failed: dict[ManifestName, tuple[float, str]] = {}
-        self._wanted: Wanted | None = None
-        self._waiting_since_ms: int | None = None
-        self._committed_ms: dict[ManifestName, int] = {}
+        self._standings = Standings()
         self._looked_at: float | None = None
         self._passed_over: tuple[PassedOver, ...] = ()
-        self._doubt: str | None = None
         self._versions = 0
         self._error: str | None = None
         self._stop = threading.Event()
@@ -126,15 +126,14 @@ class Follower:
     @property
     def lag_seconds(self) -> float | None:
         """See `Status.lag_seconds`."""
-        if self._wanted is None:
-            return None
-        since = self._waiting_since_ms
-        return 0.0 if since is None else max(0.0, time.time() - since / 1000)
+        _, standing = self._at_once()
+        return None if standing is None else standing.lag_seconds
 
     @property
     def status(self) -> Status:
         """What is served, how far behind that is, and what went wrong."""
-        version, updater, wanted = self._copies.version, self._updater, self._wanted
+        version, standing = self._at_once()
+        updater, wanted = self._updater, None if standing is None else standing.wanted
         newest = None if wanted is None or wanted.newest is None else wanted.newest.step
         failed = [Skipped(name, text) for name, (_, text) in list(self._failed.items())]
         doubted = () if wanted is None else wanted.skipped
@@ -147,7 +146,7 @@ class Follower:
             committed_ms=0 if version is None else version.committed_ms,
             served_ms=0 if version is None else version.served_ms,
             newest=newest,
-            lag_seconds=self.lag_seconds,
+            lag_seconds=None if standing is None else standing.lag_seconds,
             lag_checkpoints=0 if wanted is None else len(wanted.names),
             lag_batches=None if version is None or newest is None else newest - version.step,
             pinned=None if self._pinned is None else self._pinned[0],
@@ -157,11 +156,19 @@ class Follower:
             bytes_read=0 if updater is None else updater.bytes_read,
             skipped=(*failed, *doubted),
             passed_over=self._passed_over,
-            doubt=self._doubt,
+            doubt=None if standing is None else standing.doubt,
             error=self._error,
             looked_seconds_ago=None if looked is None else time.monotonic() - looked,
             memory_bytes=self._copies.nbytes,
         )
+
+    def _at_once(self) -> tuple[Version | None, Standing | None]:
+        """What is served, and what is known of that very version, whatever moves meanwhile."""
+        while True:
+            version = self._copies.version
+            standing = self._standings.of(None if version is None else _name(version.checkpoint))
+            if self._copies.version is version:
+                return version, standing
 
     def wait(self, *, seconds: float, step: int | None = None) -> bool:
         """Wait until something is served, or step `step` or a later one; whether it is."""
@@ -275,26 +282,34 @@ class Follower:
         name = find_pinned(run, *pinned)
         if name == _served(updater):
             return False
-        self._move(run, updater, name, on_progress)
-        self._look(run, updater)  # from there: what it has been taken back behind is ahead now
+        # From there: what it is taken back behind is ahead then.
+        self._move(run, updater, name, self._wanted_from(run, name), on_progress)
         return True
 
     def _look(self, run: Run, updater: Updater) -> None:
         served = _served(updater)
+        wanted = self._wanted_from(run, served)
+        self._looked_at = time.monotonic()
+        self._note_failed(wanted)
+        self._standings.note(served, wanted, run, updater)
+
+    def _wanted_from(self, run: Run, served: ManifestName | None) -> Wanted:
         wanted = look(run, self._channel, served)
         if self._pinned is not None and served is not None and self._channel != "published":
-            wanted = wanted.after(served)
-        self._looked_at = time.monotonic()
-        self._note(wanted, run, updater)
+            return wanted.after(served)
+        return wanted
 
     def _follow_channel(self, run: Run, updater: Updater, on_progress: OnProgress | None) -> bool:
         now = time.monotonic()
-        for name in self._wanted.names if self._wanted is not None else ():
+        wanted = self._wanted
+        for place, name in enumerate(wanted.names):
             at, _ = self._failed.get(name, (None, ""))
             if at is not None and now - at < _RETRY_SECONDS:
                 continue
             try:
-                self._move(run, updater, name, on_progress)
+                since = wanted.published_ms if place else None
+                ahead = replace(wanted, names=wanted.names[:place], published_ms=since)
+                self._move(run, updater, name, ahead, on_progress)
             except UnsupportedVersion:
                 raise
             except DAMAGE as error:
@@ -305,57 +320,37 @@ class Follower:
         return False
 
     def _move(
-        self, run: Run, updater: Updater, name: ManifestName, on_progress: OnProgress | None
+        self,
+        run: Run,
+        updater: Updater,
+        name: ManifestName,
+        ahead: Wanted,
+        on_progress: OnProgress | None,
     ) -> None:
+        """Serve a checkpoint; `ahead` is what is wanted from there."""
         manifest = run.manifest(*name)
-        wanted = self._wanted
-        assert wanted is not None  # what to move to comes of a look
+        line = self._wanted.names
+        well = False
         with lease(run, purpose="follow", covers=[manifest.ref]):
-            self._passed_over = updater.move(
-                name,
-                committed_ms=manifest.committed_ms,
-                line=wanted.names,
-                on_progress=on_progress,
-            )
+            self._standings.moving(name, ahead, run, updater)
+            try:
+                self._passed_over = updater.move(
+                    name, committed_ms=manifest.committed_ms, line=line, on_progress=on_progress
+                )
+                well = True
+            finally:
+                self._standings.moved(well=well)
         self._versions += 1
-        better = wanted.names[: wanted.names.index(name)] if name in wanted.names else wanted.names
-        since = wanted.published_ms if better else None
-        self._note(replace(wanted, names=better, published_ms=since), run, updater)
+        self._note_failed(ahead)
 
-    def _note(self, wanted: Wanted, run: Run, updater: Updater) -> None:
-        """Take over what a look has found, as it is from what is served now."""
-        served = _served(updater)
-        self._wanted = wanted
+    @property
+    def _wanted(self) -> Wanted:
+        standing = self._standings.last
+        assert standing is not None  # what to move to comes of a look
+        return standing.wanted
+
+    def _note_failed(self, wanted: Wanted) -> None:
         self._failed = {one: why for one, why in self._failed.items() if one in wanted.names}
-        self._doubt = None if served is None else wanted.doubts.against(served)
-        self._note_lag(run, updater)
-
-    def _note_lag(self, run: Run, updater: Updater) -> None:
-        """Since when something better than what is served has been there."""
-        since = None if self._wanted is None else self._wanted.published_ms
-        if since is not None:
-            self._waiting_since_ms = since
-            return
-        names = () if self._wanted is None else self._wanted.names
-        self._committed_ms = {one: at for one, at in self._committed_ms.items() if one in names}
-        for name in reversed(names):
-            if (since := self._committed(name, run, updater)) is not None:
-                break
-        # Where none can be read, it is no less far behind than before.
-        self._waiting_since_ms = since if since is not None or not names else self._waiting_since_ms
-
-    def _committed(self, name: ManifestName, run: Run, updater: Updater) -> int | None:
-        """When a checkpoint was committed, at the latest; None: none of its manifests is good."""
-        known = self._committed_ms.get(name)
-        if known is None:
-            with suppress(*DAMAGE):
-                known = updater.read(Representation(name)).committed_ms
-        if known is None:  # retention let go of its own: a merged one is of a later time
-            with suppress(*DAMAGE):
-                known = run.manifest(*name).committed_ms
-        if known is not None:
-            self._committed_ms[name] = known
-        return known
 
     def _opened(self) -> tuple[Run, Updater]:
         # At each look: a local store whose mount is gone lists as empty, as one without news does.
@@ -381,8 +376,11 @@ class Follower:
 
 
 def _served(updater: Updater) -> ManifestName | None:
-    manifest = updater.served
-    return None if manifest is None else ManifestName(manifest.step, manifest.generation)
+    return None if updater.served is None else _name(updater.served)
+
+
+def _name(checkpoint: CheckpointRef | Manifest) -> ManifestName:
+    return ManifestName(checkpoint.step, checkpoint.generation)
 
 
 def _check(

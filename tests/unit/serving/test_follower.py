@@ -24,12 +24,18 @@ from recpoint.errors import (
     SettingsError,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import consolidated_key, consolidated_prefix, manifest_key
+from recpoint.format.naming import (
+    LEASES_PREFIX,
+    consolidated_key,
+    consolidated_prefix,
+    manifest_key,
+)
 from recpoint.format.records import pack_record
 from recpoint.format.validation import ValidationRecord
 from recpoint.serving.wanted import CHANNELS, Channel
 from tests.catalog_builder import Table, build, new_run, publish, tables
 from tests.consolidation import chain_of, merge
+from tests.interposed_store import InterposedStore
 
 
 @dataclass
@@ -347,7 +353,7 @@ def test_behind_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> 
                 assert follower.status.lag_checkpoints == 1
         assert time.time() - (following.status.lag_seconds or 0) == pytest.approx(since, abs=0.01)
         assert late.status.lag_seconds
-        following._committed_ms.clear()  # as where it never knew
+        following._standings._committed_ms.clear()  # as where it never knew
         trainer.run.store.put(manifest_key(4, 1), b"damaged")
         for one in trainer.run._consolidated(consolidated_prefix(4, 1)):
             trainer.run.store.delete(one.key)
@@ -633,3 +639,25 @@ def test_settings_are_checked(tmp_path: Path) -> None:
             Follower(url, **wrong)
     with pytest.raises(SettingsError, match="tables"):
         Follower(url, model=torch.nn.Embedding(3, 3), tables=["weight"])
+
+
+def test_a_version_is_never_seen_with_the_lag_of_another(trainer: Trainer) -> None:
+    """Requests are given a version before the lease of the move to it is released."""
+    seen: list[tuple[int | None, int, bool]] = []
+
+    def called(call: str, key: str) -> None:
+        if call == "delete" and key.startswith(LEASES_PREFIX):
+            status = follower.status
+            assert bool(status.lag_seconds) == bool(follower.lag_seconds)
+            seen.append((follower.version, status.lag_checkpoints, bool(status.lag_seconds)))
+
+    follower = Follower(trainer.run.url)
+    follower._store = InterposedStore(follower._store, before=called)
+    for step in (1, 2):
+        trainer.commit(step)
+        assert follower.poll()
+    follower.pin(1)
+    assert follower.poll()
+    follower.unpin()
+    assert follower.poll()
+    assert seen == [(1, 0, False), (2, 0, False), (1, 1, True), (2, 0, False)]
