@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor, nn
 
+from recpoint.errors import UnknownRow, UnknownTable
 from recpoint.format.records import CheckpointRef
 from recpoint.serving.tables import ServedTable
 
 __all__ = ["Version"]
+
+_MOST_NAMES: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,10 +50,37 @@ class Version:
         """Rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
 
         Raises:
-            KeyError: there is no such table, or it is not followed.
-            IndexError: an id is out of range.
+            UnknownTable: there is no such table, or it is not followed; a KeyError.
+            UnknownRow: an id is out of range, in memory of the CPU; an IndexError.
+            TypeError: ids that are no integers.
         """
-        return self.tables[table].lookup(ids)
+        there = self.tables.get(table)
+        if there is None:
+            names = sorted(self.tables)
+            more = len(names) - _MOST_NAMES
+            raise UnknownTable(
+                f"table {table!r}",
+                found=f"no such table at step {self.step}",
+                expected=f"one of {', '.join(map(repr, names[:_MOST_NAMES]))}"
+                + (f" and {more} more" if more > 0 else "")
+                if names
+                else "a table; none is followed",
+                next_step="look up one of these; if it is in the checkpoint (recpoint show URL), "
+                "name it in Follower(tables=...)",
+            )
+        try:
+            return there.lookup(ids)
+        except IndexError:
+            outside = ids[(ids < 0) | (ids >= there.rows)]
+            if not outside.numel():
+                raise
+            raise UnknownRow(
+                f"table {table!r}",
+                found=f"row {int(outside[0])} among {ids.numel()} ids",
+                expected=f"rows 0 … {there.rows - 1}, of {there.rows} at step {self.step}",
+                next_step="look up rows that the table has; ids that came into use later need a "
+                "larger table in training",
+            ) from None
 
     def __call__(self, *inputs: object) -> object:
         """What the model makes of `inputs`, without gradients."""

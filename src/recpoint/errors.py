@@ -42,6 +42,8 @@ __all__ = [
     "StoreThrottled",
     "StoreUnavailable",
     "StoreUnsupported",
+    "UnknownRow",
+    "UnknownTable",
     "UnsupportedVersion",
 ]
 
@@ -237,6 +239,14 @@ class EvaluationFailed(RestoreError):
 
 class NotServing(RestoreError):
     """A follower has nothing to serve yet."""
+
+
+class UnknownTable(RecpointError, KeyError):
+    """A table that is not served was looked up."""
+
+
+class UnknownRow(RecpointError, IndexError):
+    """A row that its table does not have was looked up."""
 
 
 # --- staging -------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from recpoint.errors import (
     NothingToRestore,
     NotServing,
     SettingsError,
+    UnknownRow,
+    UnknownTable,
 )
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
@@ -620,6 +622,33 @@ def test_ids_that_are_no_integers_are_refused(trainer: Trainer, quantized: bool)
     follower.poll()
     with follower.reading() as version, pytest.raises((TypeError, RuntimeError), match="(?i)int"):
         version.lookup(trainer.tables[0].name, torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("row", [-1, 20])
+def test_a_row_that_is_not_there_is_named(trainer: Trainer, quantized: bool, row: int) -> None:
+    trainer.commit(7)
+    follower = Follower(trainer.run.url, quantized=quantized)
+    follower.poll()
+    assert trainer.tables[1].rows == 20
+    with follower.reading() as version, pytest.raises(IndexError) as refused:
+        version.lookup("users", torch.tensor([[3, row], [0, 19]]))
+    assert isinstance(refused.value, UnknownRow)
+    assert str(refused.value).startswith(
+        f"table 'users': found row {row} among 4 ids; expected rows 0 … 19, of 20 at step 7. Next: "
+    )
+
+
+def test_a_table_that_is_not_served_is_named(trainer: Trainer) -> None:
+    trainer.commit(7)
+    follower = Follower(trainer.run.url, tables=["users"])
+    follower.poll()
+    with follower.reading() as version, pytest.raises(KeyError) as refused:
+        version.lookup("items", torch.tensor([0]))
+    assert isinstance(refused.value, UnknownTable)
+    assert str(refused.value).startswith(
+        "table 'items': found no such table at step 7; expected one of 'users'. Next: "
+    )
 
 
 def test_a_pin_to_what_is_not_there_is_named(trainer: Trainer) -> None:
