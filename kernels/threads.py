@@ -12,8 +12,9 @@ import ctypes
 import itertools
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import cache
+from threading import Lock
 from typing import Final, TypeVar, cast
 
 import torch
@@ -111,24 +112,47 @@ def _together(work: Callable[[], T], *, threads: int) -> list[T]:
         threads: 1 or more.
     """
     waiting: list[Future[T]] = []
-    if threads > 1:
-        try:
-            pool = _workers(threads - 1)
-            waiting.extend(pool.submit(work) for _ in range(threads - 1))
-        except RuntimeError:
-            # The interpreter is shutting down and starts no threads any more (a final checkpoint
-            # on the way out): what was not handed over is done here.
-            pass
+    busy: list[Lock] = []  # one of each other thread that has begun; it holds it until its end
+    over: list[bool] = []
+
+    def join() -> T:
+        own = Lock()
+        with own:
+            busy.append(own)
+            # After that: whoever says that it is over looks for the busy ones then.
+            if over:
+                raise CancelledError
+            return work()
+
     try:
+        if threads > 1:
+            try:
+                pool = _workers(threads - 1)
+                for _ in range(threads - 1):
+                    waiting.append(pool.submit(join))
+            except RuntimeError:
+                # The interpreter is shutting down and starts no threads any more (a final
+                # checkpoint on the way out): what was not handed over is done here.
+                pass
         results = [work()]
-    finally:
-        # Also after an error: the caller's buffers must outlive every thread that writes to them.
         started = [future for future in waiting if not future.cancel()]
-        errors = [future.exception() for future in started]
-    for error in errors:
-        if error is not None:
-            raise error
-    return results + [future.result() for future in started]
+        for error in [future.exception() for future in started]:
+            if error is not None:
+                raise error
+        return results + [future.result() for future in started]
+    except BaseException:
+        # The caller's buffers must outlive every thread that writes to them: also after an error,
+        # and after Ctrl-C, at whichever of these lines it comes and however often.
+        while True:
+            try:
+                over.append(True)
+                for other in list(busy):
+                    with other:
+                        pass
+                break
+            except BaseException:
+                continue
+        raise
 
 
 def over_rows(part: Callable[[int, int], T], rows: int, *, row_bytes: int) -> list[T]:

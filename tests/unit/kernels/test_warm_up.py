@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +85,65 @@ def test_a_part_that_fails_is_reported_after_all_have_ended(
         with pytest.raises(ArithmeticError, match="this part"):
             kernel_threads.over_rows(part, 100, row_bytes=8)
         assert running == set()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_interrupt_waits_for_the_threads_that_write_to_the_callers_memory() -> None:
+    code = (
+        "import signal, threading, time, torch\n"
+        "from recpoint.kernels import threads\n"
+        "torch.set_num_threads(2)\n"
+        "threads.SPLIT_BYTES = 1\n"
+        "begun, ended = threading.Event(), threading.Event()\n"
+        "main = threading.main_thread()\n"
+        "def part(start, stop):\n"
+        "    if threading.current_thread() is main:\n"
+        "        begun.wait(60)\n"
+        "    elif not begun.is_set():\n"
+        "        begun.set()\n"
+        "        for _ in range(3):\n"
+        "            time.sleep(0.2)\n"
+        "            signal.pthread_kill(main.ident, signal.SIGINT)\n"
+        "        time.sleep(0.2)\n"
+        "        ended.set()\n"
+        "try:\n"
+        "    threads.over_rows(part, 100, row_bytes=8)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', ended.is_set())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert ran.stdout == "interrupted True\n"
+
+
+def test_an_interrupt_while_work_is_handed_over_waits_for_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            super().submit(*args, **kwargs)
+            begun.wait(60)
+            raise KeyboardInterrupt
+
+    def part(start: int, stop: int) -> None:
+        begun.set()
+        time.sleep(0.01)
+        if stop == 100:
+            ended.set()
+
+    monkeypatch.setattr(kernel_threads, "SPLIT_BYTES", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Interrupted(1) as pool:
+            monkeypatch.setattr(kernel_threads, "_pool", (1, pool))
+            with pytest.raises(KeyboardInterrupt):
+                kernel_threads.over_rows(part, 100, row_bytes=8)
+            assert ended.is_set()
     finally:
         torch.set_num_threads(before)
 
