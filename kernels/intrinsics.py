@@ -7,20 +7,18 @@ Whoever calls a kernel has checked dtype, contiguity and bounds, because the ker
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.caching import FunctionCache, NullCache
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
+
+from recpoint.kernels.code_cache import cache_of
 
 __all__ = [
     "ask_for",
@@ -40,8 +38,6 @@ __all__ = [
     "take_turn",
 ]
 
-_log = logging.getLogger("recpoint")
-
 
 def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile with numba on the first call, and keep the result on disk where that is possible.
@@ -59,68 +55,10 @@ def compiled(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         kernel: Any = numba.njit(nogil=nogil, error_model="numpy")(function)
-        kernel._cache = _cache_of(function)
+        kernel._cache = cache_of(function)
         return cast("Callable[..., Any]", kernel)
 
     return decorate
-
-
-@cache
-def _sources() -> str:
-    """A digest of all files that kernels are made of."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-@cache
-def _tell_compiling(kept: str) -> None:
-    """Say once in a process that it compiles, before it does: who starts it would see it hang."""
-    _log.info(
-        "compiling kernels for this machine: all of them take some 15 s of a core, longer where it "
-        "is busy; %s",
-        kept,
-    )
-
-
-class _Cache(FunctionCache):
-    """Machine code has other kernels' code in it, and numba looks at the kernel's own file only.
-
-    Without this an update of the package would go on running what it had compiled before.
-    """
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        numbas: Any = super()
-        return (*numbas._index_key(sig, codegen), _sources())
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        numbas: Any = super()
-        found = numbas.load_overload(sig, target_context)
-        if found is None:
-            _tell_compiling("they are kept on disk, and loaded by later starts")
-        return found
-
-
-class _NoCache(NullCache):
-    """Neither the package's folder nor one for caches can be written: compile in each process."""
-
-    def load_overload(self, sig: Any, target_context: Any) -> None:
-        _tell_compiling(
-            "each process does so, since there is no folder to keep them in. Next: set "
-            "NUMBA_CACHE_DIR to one that it can write"
-        )
-
-
-def _cache_of(function: Callable[..., Any]) -> Any:
-    make: Any = _Cache
-    if not hasattr(FunctionCache, "_index_key"):
-        return NullCache()  # a numba with another key: rather slow at the start than stale
-    try:
-        return make(function)
-    except RuntimeError:
-        return _NoCache()
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +90,7 @@ def compiled_team_work(function: Callable[[int], None]) -> Callable[[], int]:
     @cache
     def address() -> int:
         work: Any = CFunc(function, ((types.intp,), types.void), {}, {})
-        work._cache = _cache_of(function)
+        work._cache = cache_of(function)
         work.compile()
         _team_work.append(work)  # owns the machine code
         return cast(int, work.address)
