@@ -405,7 +405,10 @@ class Tracker:
         Those that come to be with the first step are new in the table's spec: nothing is known of
         them here.
         """
-        for (ref, version), tensor in zip(self._states, tensors, strict=False):
+        # Of a table that is dirty as a whole there is nothing to find out: momentum, for one,
+        # changes its buffer twice for each change of the weight.
+        known = () if self.all_rows else self._states
+        for (ref, version), tensor in zip(known, tensors, strict=False):
             if ref() is not tensor:
                 self._unexplained("its optimizer has other row states")
             # A step of a known optimizer changes them as often as the weight, or not at all.

@@ -656,6 +656,17 @@ def test_row_states_that_change_outside_the_steps_are_noticed(make: Any, sparse:
     assert dirty() is None and tracked.tracker.surprise is None
 
 
+def test_momentum_is_no_change_outside_the_steps() -> None:
+    """It changes its buffer twice a step, and the weight once."""
+    tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: SGD(p, lr=0.1, momentum=0.9))
+    for row in range(4):
+        tracked.train(torch.tensor([row]))
+        buffer = tracked.optimizers[0].state[tracked.module.weight]["momentum_buffer"]
+        tracked.tracker.follow_row_states([buffer])
+        assert tracked.dirty() is None
+        assert tracked.tracker.surprise is None
+
+
 def test_a_failed_step_of_an_optimizer_that_changes_all_rows() -> None:
     """Adam's moments move before its weights do."""
     tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: Adam(p, lr=0.1))
