@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from recpoint import Checkpointer
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
 from recpoint.catalog.store import open_store
@@ -22,6 +24,16 @@ from tests.training_builder import (
     train,
     until,
 )
+
+
+@contextmanager
+def after_a_commit(training: Training, place: Place) -> Iterator[Checkpointer]:
+    """Training with an agent, of which one batch is trained and committed."""
+    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
+        ckpt.restore()
+        train(training, ckpt, 1)
+        until(lambda: ckpt.stats.committed == 1)
+        yield ckpt
 
 
 def add_a_table(training: Training) -> None:
@@ -100,10 +112,7 @@ def test_a_model_that_has_changed_is_refused_by_name_and_training_goes_on(
     change: Callable[[Training], None], said: str, place: Place
 ) -> None:
     training = simple_training()
-    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
-        ckpt.restore()
-        train(training, ckpt, 1)
-        until(lambda: ckpt.stats.committed == 1)
+    with after_a_commit(training, place) as ckpt:
         change(training)
         ckpt.step()
         ckpt.step()
@@ -119,10 +128,7 @@ def test_a_model_that_has_changed_is_refused_by_name_and_training_goes_on(
 
 def test_a_weight_that_is_replaced_for_its_optimizer_too_is_stored(place: Place) -> None:
     training = simple_training()
-    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
-        ckpt.restore()
-        train(training, ckpt, 1)
-        until(lambda: ckpt.stats.committed == 1)
+    with after_a_commit(training, place) as ckpt:
         (optimizer,) = training.optimizers
         replace_a_weight(training)
         optimizer.param_groups[0]["params"][0] = training.model.users.weight
@@ -138,10 +144,7 @@ def test_a_table_that_comes_to_another_dtype_is_stored_in_it(
     place: Place, dtype: torch.dtype
 ) -> None:
     training = simple_training()
-    with place.agent(), checkpointer(training, place, interval_batches=1) as ckpt:
-        ckpt.restore()
-        train(training, ckpt, 1)
-        until(lambda: ckpt.stats.committed == 1)
+    with after_a_commit(training, place) as ckpt:
         training.model.users.to(dtype)
         train(training, ckpt, 2)
         ckpt.close()
