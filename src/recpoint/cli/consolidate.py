@@ -34,7 +34,11 @@ def consolidate_run(
     generation: GenerationOption = None,
     links: Annotated[
         int | None,
-        typer.Option(help="Merge only so many of its newest links, into one increment.", min=2),
+        typer.Option(
+            help="Merge only so many of its newest links, into one increment; where there are no "
+            "more, all of them into a full.",
+            min=2,
+        ),
     ] = None,
     dry_run: Annotated[
         bool,

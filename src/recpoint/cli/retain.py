@@ -20,7 +20,7 @@ from recpoint.cli.sweep import StagingOption, seconds_of, staged_here
 from recpoint.dashboards import terminal
 from recpoint.dashboards.retention import retention_table
 from recpoint.errors import SettingsError
-from recpoint.format.naming import MAX_STEP
+from recpoint.format.naming import MAX_STEP, is_label
 
 __all__ = ["pin", "record_metric", "retain", "unpin"]
 
@@ -149,6 +149,7 @@ def pin(
     json_output: JsonOption = False,
 ) -> Result:
     """Keep a checkpoint, and all it needs, whatever retention's rules say."""
+    _require_label(name, "--name")
     run = open_run(url)
     made = pins.pin(run, find_checkpoint(run, step, generation), label=name, why=why)
     document = {**_named(made.checkpoint.step, made.checkpoint.generation), "name": made.name}
@@ -165,6 +166,7 @@ def unpin(
     json_output: JsonOption = False,
 ) -> Result:
     """Remove a pin; retention's rules decide from then on."""
+    _require_label(name, "--name")
     run = open_run(url)
     at = _pinned_at(run, step, generation, name)
     pins.unpin(run, at, label=name)
@@ -199,11 +201,22 @@ def record_metric(
         raise typer.BadParameter(
             f"{metric!r} is not NAME=NUMBER, with a finite number", param_hint="METRIC"
         )
+    _require_label(name, "METRIC")
     run = open_run(url)
     at = find_checkpoint(run, step, generation)
     pins.record_metric(run, at, name, value)
     document = {**_named(*at), "name": name, "value": value}
     return Result(document, terminal.shown(f"{name} of {at} is {value:g}"))
+
+
+def _require_label(name: str, option: str) -> None:
+    """That a key can hold a name; `option` is how it was given."""
+    if not is_label(name):
+        raise typer.BadParameter(
+            f"{name[:80]!r} is no name of 1 to 64 of a-z, 0-9, _, ., -, "
+            "the first a letter or digit",
+            param_hint=option,
+        )
 
 
 def _named(step: int, generation: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,14 +46,18 @@ def plan_seed(
 
     Nothing is written: the new run's trainer takes the parts, since only its model has the rest.
     """
+    from recpoint.catalog.logical_tables import logical_tables
     from recpoint.catalog.restore import MemoryTarget, restore
 
-    seed = _seed(url, table or [], dense or [], optimizer_states, step, generation)
+    _require_known(optimizer_states)
     target = MemoryTarget([])
     run = open_run(url)
     with reading(run, purpose="restore") as lease:
         leased = lease is not None
         report = restore(run, target, step=step, generation=generation, leased=leased)
+    assert target.manifest is not None  # it was restored
+    named = _tables(table or [], logical_tables(target.manifest.tables))
+    seed = _seed(url, named, dense or [], optimizer_states, step, generation)
     parts = _parts(target, seed)
     views: list[Any] = [
         terminal.shown(f"skipped {naming_run(line, url)}", limit=2000, style="yellow")
@@ -82,9 +86,54 @@ def plan_seed(
     return Result(document, *views)
 
 
+def _require_known(optimizer_states: str) -> None:
+    if optimizer_states not in ("drop", "carry"):
+        raise SettingsError(
+            "--optimizer-states",
+            found=optimizer_states,
+            expected="drop or carry",
+            next_step="choose one of the two",
+        )
+
+
+def _tables(asked: list[str], there: Collection[str]) -> dict[str, str]:
+    """Tables of the new model, and which ones of the checkpoint they are taken from.
+
+    Names may have `=` in them, so NEW=NAME ends in the name of a table that is there.
+
+    Raises:
+        SettingsError: that is so of several names, or one table is taken from two.
+    """
+    named: dict[str, str] = {}
+    for one in asked:
+        ends = [at for at, sign in enumerate(one) if sign == "="]
+        read = {one: one} if one in there else {}
+        read |= {one[:at] or one[1:]: one[at + 1 :] for at in ends if one[at + 1 :] in there}
+        if len(read) > 1:
+            raise SettingsError(
+                f"--table {one}",
+                found="; ".join(f"{old!r} taken as {new!r}" for new, old in read.items()),
+                expected="one way to read it",
+                next_step="ask for the other parts, and write this table into the script's "
+                "Seed(tables={NEW: NAME})",
+            )
+        if not read:
+            new, _, old = one.rpartition("=")
+            read = {new or old: old}
+        for new, old in read.items():
+            if named.setdefault(new, old) != old:
+                raise SettingsError(
+                    f"--table {new}",
+                    found=f"taken from {named[new]!r} and from {old!r}",
+                    expected="one table for each of the new model",
+                    next_step="leave one out, or take it under another name: --table NEW=NAME",
+                )
+    return named
+
+
 def _seed(
     url: str,
-    tables: list[str],
+    tables: dict[str, str],
     dense: list[str],
     optimizer_states: str,
     step: int | None,
@@ -93,27 +142,11 @@ def _seed(
     """What was asked for; None: nothing, so that everything is listed as left out."""
     from recpoint.trainer_plugin.parts import Seed
 
-    if optimizer_states not in ("drop", "carry"):
-        raise SettingsError(
-            "--optimizer-states",
-            found=optimizer_states,
-            expected="drop or carry",
-            next_step="choose one of the two",
-        )
     if not tables and not dense:
         return None
-    named: dict[str, str] = {}
-    for new, _, old in (one.rpartition("=") for one in tables):
-        if named.setdefault(new or old, old) != old:
-            raise SettingsError(
-                f"--table {new or old}",
-                found=f"taken from {named[new or old]!r} and from {old!r}",
-                expected="one table for each of the new model",
-                next_step="leave one out, or take it under another name: --table NEW=NAME",
-            )
     return Seed(
         url,
-        tables=named,
+        tables=tables,
         dense=dense,
         optimizer_states="carry" if optimizer_states == "carry" else "drop",
         step=step,

@@ -143,3 +143,13 @@ def test_wrong_usage(recpoint: Invoke, run: Run) -> None:
     assert recpoint("consolidate", run.url).code == 1
     assert recpoint("consolidate", run.url, "--generation", 1).code == 2
     assert recpoint("consolidate", run.url, "--links", 1).code == 2
+
+
+def test_all_links_of_a_chain_that_has_no_more_go_into_a_full(
+    recpoint: Invoke, run: Run, links: list[Manifest]
+) -> None:
+    for most in (len(links), len(links) + 5):
+        plan = recpoint("consolidate", run.url, "--links", most, "--dry-run", "--json").json
+        assert plan["links_after"] == 1
+    said = " ".join(recpoint("consolidate", "--help").stdout.replace("│", "").split())
+    assert "into one increment; where there are no more, all of them into a full" in said

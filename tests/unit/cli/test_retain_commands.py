@@ -121,6 +121,18 @@ def test_the_best_by_a_metric(recpoint: Invoke, saved_run: SavedRun) -> None:
         assert recpoint("metric", saved_run.directory, 10, wrong).code == 2
 
 
+def test_a_name_that_no_key_can_hold_is_refused_by_what_was_typed(
+    recpoint: Invoke, saved_run: SavedRun
+) -> None:
+    for command in ("pin", "unpin"):
+        ended = recpoint(command, saved_run.directory, 30, "--name", "A b")
+        assert ended.code == 2
+        assert "--name" in ended.stderr and "'A b' is no name of 1 to 64 of" in ended.stderr
+    ended = recpoint("metric", saved_run.directory, 30, "AUC=0.5")
+    assert ended.code == 2
+    assert "METRIC" in ended.stderr and "'AUC' is no name of 1 to 64 of" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

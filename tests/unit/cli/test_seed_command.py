@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+
+from tests.catalog_builder import Table, build, new_run, publish
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -58,3 +63,22 @@ def test_one_new_table_is_not_taken_from_two(recpoint: Invoke, saved_run: SavedR
     assert ended.code == 2 and "from 'items' and from 'users'" in ended.stderr
     twice = ["--table", "ads=items", "--table", "ads=items", "--json"]
     assert "{'ads': 'items'}" in recpoint("seed", saved_run.directory, *twice).json["script"]
+
+
+def test_tables_with_an_equals_sign_in_their_names(recpoint: Invoke, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    made = [Table(name, torch.zeros(4, 2)) for name in ("a=b", "b", "x=y")]
+    publish(run, build(run, made, step=1, generation=1, state={}))
+
+    def taken(*asked: str) -> dict[str, list[str]]:
+        options = [word for one in asked for word in ("--table", one)]
+        document = recpoint("seed", run.url, *options, "--json").json
+        return {part["name"]: part["as"] for part in document["parts"] if part["as"]}
+
+    assert taken("x=y") == {"x=y": ["x=y"]}
+    assert taken("new=x=y", "n=e=w=b") == {"x=y": ["new"], "b": ["n=e=w"]}
+    ended = recpoint("seed", run.url, "--table", "a=b")
+    assert ended.code == 2
+    assert "'a=b' taken as 'a=b'; 'b' taken as 'a'" in ended.stderr
+    assert "Seed(tables={NEW: NAME})" in ended.stderr
