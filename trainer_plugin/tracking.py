@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.lookup_hook import LookupHook
 from recpoint.trainer_plugin.table import Table
 
 __all__ = ["Dirty", "Tracker"]
@@ -45,25 +46,6 @@ class Dirty:
     bitmap: Tensor
     all_rows: bool
     rows: int
-
-
-class _LookupHook:
-    """What a module calls before a lookup. In copies and pickles of the model it does nothing."""
-
-    __slots__ = ("_tracker",)
-
-    #: For who would refuse a model whose hooks change what is looked up.
-    reads_only = True
-
-    def __init__(self, tracker: Tracker | None = None) -> None:
-        self._tracker = tracker
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._tracker is not None:
-            self._tracker.before_lookup(module, args, kwargs)
-
-    def __reduce__(self) -> tuple[type[_LookupHook], tuple[()]]:
-        return _LookupHook, ()
 
 
 class Tracker:
@@ -149,7 +131,7 @@ class Tracker:
         """Hook into the module, if lookups are to be marked; `remove` undoes it."""
         self._installed = True
         if not self.by_gradient and self._hook is None:
-            self._hook = self.table.before_lookup(_LookupHook(self))
+            self._hook = self.table.before_lookup(LookupHook(self))
 
     def remove(self) -> None:
         """Take the hook out of the module."""

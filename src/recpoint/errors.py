@@ -32,6 +32,7 @@ __all__ = [
     "RestoreError",
     "RetentionRefused",
     "RunRecordLost",
+    "ScriptingRefused",
     "SettingsError",
     "StaleWriter",
     "StagingError",
@@ -85,6 +86,10 @@ def _rebuild(
 
 class SettingsError(RecpointError, ValueError):
     """A setting that cannot work, refused when it is given; `subject` names the setting."""
+
+
+class ScriptingRefused(SettingsError, AttributeError):
+    """A model whose lookups are being marked was given to torch.jit.script."""
 
 
 class NonFiniteValue(RecpointError, ValueError):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
+from recpoint.errors import ScriptingRefused
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
@@ -139,6 +140,18 @@ def test_a_model_that_must_compile_as_one_graph(make: Any) -> None:
         tracked.optimizers[0].step()
         assert tracked.dirty() == [row, 9]
     assert tracked.tracker.surprise is None
+
+
+def test_a_model_that_is_scripted_is_refused_by_name_while_its_lookups_are_marked() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4))
+    with pytest.raises(ScriptingRefused, match=f"table {tracked.tracker.table.key!r}") as refused:
+        torch.jit.script(tracked.module)
+    assert "another instance of the model" in refused.value.next_step
+    with pytest.raises(ScriptingRefused, match="a copy of a model"):
+        torch.jit.script(copy.deepcopy(tracked.module))
+    tracked.tracker.remove()
+    ids = torch.tensor([3])
+    assert torch.equal(torch.jit.script(tracked.module)(ids), tracked.module(ids))
 
 
 def test_a_frozen_table_is_never_dirty() -> None:

@@ -1,0 +1,45 @@
+"""What tells a table's tracker of its lookups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Never
+
+from recpoint.errors import ScriptingRefused
+
+if TYPE_CHECKING:
+    from recpoint.trainer_plugin.tracking import Tracker
+
+__all__ = ["LookupHook"]
+
+
+class LookupHook:
+    """What a module calls before a lookup. In copies and pickles of the model it does nothing."""
+
+    __slots__ = ("_tracker",)
+
+    #: For who would refuse a model whose hooks change what is looked up.
+    reads_only = True
+
+    def __init__(self, tracker: Tracker | None = None) -> None:
+        self._tracker = tracker
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Tracker.before_lookup`."""
+        if self._tracker is not None:
+            self._tracker.before_lookup(module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Never:
+        # torch.jit.script asks each hook for its name, in order to compile it.
+        if name != "__name__":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        tracker = self._tracker
+        raise ScriptingRefused(
+            "a copy of a model" if tracker is None else f"table {tracker.table.key!r}",
+            found="torch.jit.script, which cannot compile what marks the rows of its lookups",
+            expected="scripting before restore() or after close() of its Checkpointer",
+            next_step="script another instance of the model, with load_state_dict() of this one's "
+            "state_dict()",
+        )
+
+    def __reduce__(self) -> tuple[type[LookupHook], tuple[()]]:
+        return LookupHook, ()
