@@ -92,9 +92,10 @@ def take(path: Path, words: str = "") -> int | Holder:
 
 
 def release(descriptor: int) -> None:
-    """Give back what `acquire` returned."""
-    _held.discard(descriptor)
-    os.close(descriptor)
+    """Give back what `acquire` or `take` returned; nothing in a forked child, which has no lock."""
+    if descriptor in _held:  # else the number may be that of another file of the child by now
+        _held.discard(descriptor)
+        os.close(descriptor)
 
 
 def _is_held_here(path: Path) -> bool:

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+IN_A_CHILD = """
+import os, sys
+from pathlib import Path
+from recpoint.catalog import host_lock
+
+path = Path(sys.argv[1])
+lock = host_lock.acquire(path, expected="a free lock", next_step="wait")
+child = os.fork()
+if child == 0:
+    own = os.open(path.with_name("own"), os.O_CREAT | os.O_RDWR)
+    assert own == lock, "another number than that of the lock's file"
+    host_lock.release(lock)  # as a child does that leaves the trainer's `with Checkpointer`
+    os.write(own, b"mine")
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert host_lock.is_held(path)
+host_lock.release(lock)
+assert not host_lock.is_held(path)
+"""
+
+
+def test_a_forked_child_that_releases_closes_no_file_of_its_own(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", IN_A_CHILD, str(tmp_path / "lock")]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (tmp_path / "own").read_bytes() == b"mine"
