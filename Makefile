@@ -35,8 +35,10 @@ test: style ## everything that has to pass: linters, types, all tests
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
 
 # The kernels are compiled once and not by each worker, and so are the modules, which dozens of
-# processes import: a caller's PYTHONDONTWRITEBYTECODE would keep that from lasting.
+# processes import: a caller's PYTHONDONTWRITEBYTECODE would keep that from lasting. Threads of OpenMP
+# that look for work while they have none would take the cores from the tests of other workers.
 unit: export PYTHONDONTWRITEBYTECODE =
+unit: export OMP_WAIT_POLICY = passive
 unit: $(INSTALLED)
 	$(BIN)/python -c 'from recpoint import kernels; kernels.warm_up()'
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
