@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -222,6 +223,7 @@ class Checkpointer:
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
         self._closed = False
+        self._process = os.getpid()
         self.batches_done = 0
         try:
             if self._replicas.stored_elsewhere:
@@ -439,14 +441,22 @@ class Checkpointer:
         Raises:
             RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
         """
-        if not final and self._pipeline is not None and not self._closed:
+        if not final and self._pipeline is not None and not self._is_over():
             self._pipeline.say_ended()  # else once the last one is cut
         self._stop(final=final)
         if self._pipeline is not None:
             self._pipeline.outcomes.raise_noted()
 
+    def _is_over(self) -> bool:
+        """Whether there is nothing to end any more, or nothing of this process.
+
+        A forked child may leave the `with` block too: slots, threads and ranks are its parent's,
+        and memory that a checkpoint is staged in both would write to.
+        """
+        return self._closed or os.getpid() != self._process
+
     def _stop(self, *, final: bool) -> None:
-        if self._closed:
+        if self._is_over():
             return
         pipeline = self._pipeline
         try:

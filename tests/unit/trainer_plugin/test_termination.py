@@ -191,6 +191,45 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_run(place: Place) -> Non
             os.kill(child, signal.SIGKILL)
 
 
+LEAVING = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.training_builder import Place, checkpointer, simple_training
+place = Place(sys.argv[2], Path(sys.argv[3]))
+training = simple_training()
+with checkpointer(training, place, interval_batches=10**6) as ckpt:
+    ckpt.restore()
+    training.batch()
+    ckpt.step()
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not ckpt._area.jobs(), "the child has staged something"
+        training.batch()
+        ckpt.step()
+        ckpt.close()
+        print([path.stem for path in ckpt._area.jobs()])
+    elif sys.argv[4] == "exits":
+        sys.exit()
+    elif sys.argv[4] == "closes":
+        ckpt.close(final=False)
+"""
+
+
+@pytest.mark.parametrize("how", ["goes on", "exits", "closes"])
+def test_a_forked_child_that_leaves_the_block_takes_no_checkpoint(place: Place, how: str) -> None:
+    root = Path(__file__).parents[3]
+    ran = subprocess.run(
+        [sys.executable, "-c", LEAVING, str(root), place.run, str(place.staging), how],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (ran.returncode, ran.stdout) == (0, "['00000001-000000000002-r00000']\n"), ran.stderr
+
+
 UNCLOSED = """
 import sys
 sys.path.insert(0, sys.argv[1])
