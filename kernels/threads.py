@@ -140,7 +140,8 @@ def _together(work: Callable[[], T], *, threads: int) -> list[T]:
             if error is not None:
                 raise error
         return results + [future.result() for future in started]
-    except BaseException:
+    except BaseException as error:
+        interrupt: BaseException | None = None
         # The caller's buffers must outlive every thread that writes to them: also after an error,
         # and after Ctrl-C, at whichever of these lines it comes and however often.
         while True:
@@ -150,8 +151,10 @@ def _together(work: Callable[[], T], *, threads: int) -> list[T]:
                     with other:
                         pass
                 break
-            except BaseException:
-                continue
+            except BaseException as another:
+                interrupt = another
+        if interrupt is not None:
+            raise interrupt from error
         raise
 
 

@@ -89,7 +89,8 @@ def test_a_part_that_fails_is_reported_after_all_have_ended(
         torch.set_num_threads(before)
 
 
-def test_an_interrupt_waits_for_the_threads_that_write_to_the_callers_memory() -> None:
+@pytest.mark.parametrize("then", ["pass", "raise ArithmeticError"])
+def test_an_interrupt_waits_for_the_threads_that_write_to_the_callers_memory(then: str) -> None:
     code = (
         "import signal, threading, time, torch\n"
         "from recpoint.kernels import threads\n"
@@ -100,6 +101,7 @@ def test_an_interrupt_waits_for_the_threads_that_write_to_the_callers_memory() -
         "def part(start, stop):\n"
         "    if threading.current_thread() is main:\n"
         "        begun.wait(60)\n"
+        f"        {then}\n"
         "    elif not begun.is_set():\n"
         "        begun.set()\n"
         "        for _ in range(3):\n"
