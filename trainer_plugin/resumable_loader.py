@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin import rng_state
@@ -176,6 +177,7 @@ class ResumableLoader:
 
     def _skip(self, loaded: dict[str, Any]) -> Iterator[Any]:
         """Begin the epoch as it was begun then, and drop the batches that were trained."""
+        self._keep_workers(loaded["began"].get("kept_workers"))
         rng_state.restore(loaded["began"]["global"])
         generator = self._own_generator()
         if generator is not None and loaded["began"]["own"] is not None:
@@ -197,7 +199,29 @@ class ResumableLoader:
         return {
             "global": rng_state.capture(),
             "own": None if generator is None else generator.get_state(),
+            "kept_workers": self._keeps_workers,
         }
+
+    @property
+    def _keeps_workers(self) -> bool:
+        """Whether the next epoch is for workers that are there already (`persistent_workers`).
+
+        torch's DataLoader draws a seed for the workers that it starts, and none for those it kept:
+        from the same generators the one epoch is shuffled otherwise than the other.
+        """
+        return isinstance(self.loader, DataLoader) and self.loader._iterator is not None
+
+    def _keep_workers(self, kept: bool | None) -> None:
+        """Have the next epoch begin with workers that are there already, or with new ones.
+
+        None: a checkpoint that does not say which it was.
+        """
+        if kept is None or kept == self._keeps_workers or not isinstance(self.loader, DataLoader):
+            return
+        if kept:
+            iter(self.loader)  # starts them; the epoch that this begins is given up by the next
+        else:
+            self.loader._iterator = None
 
     def _own_generator(self) -> torch.Generator | None:
         found = getattr(self.loader, "generator", None)

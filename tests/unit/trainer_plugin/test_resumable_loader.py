@@ -35,8 +35,9 @@ def _loader(kind: str) -> ResumableLoader:
     settings: dict[str, Any] = {"shuffle": True}
     if kind == "generator":
         settings["generator"] = torch.Generator().manual_seed(4)
-    if kind == "workers":
+    if "workers" in kind:
         settings["num_workers"] = 1
+        settings["persistent_workers"] = kind == "kept workers"
     if kind == "distributed":
         sampler: DistributedSampler[Any] = DistributedSampler(_SAMPLES, num_replicas=2, rank=1)
         settings = {"sampler": sampler}
@@ -55,8 +56,10 @@ def _epochs(loader: ResumableLoader, first: int, taken: list[Any], most: int) ->
     return taken
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "generator", "workers", "distributed"])
-@pytest.mark.parametrize("at", [1, 7, 10])
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "generator", "workers", "kept workers", "distributed"]
+)
+@pytest.mark.parametrize("at", [1, 7, 10, 13])
 def test_it_goes_on_with_the_next_batch(kind: str, at: int) -> None:
     seed_everything(3)
     batches = _epochs(_loader(kind), 0, [], 1000)
@@ -72,6 +75,24 @@ def test_it_goes_on_with_the_next_batch(kind: str, at: int) -> None:
     rng_state.restore(drawn)
     epoch = at // len(resumed) if at % len(resumed) else at // len(resumed) - 1
     assert _epochs(resumed, epoch, done, 1000) == batches
+
+
+@pytest.mark.parametrize("at", [1, 13])
+def test_workers_that_are_there_already_shuffle_nothing_otherwise(at: int) -> None:
+    seed_everything(3)
+    batches = _epochs(_loader("kept workers"), 0, [], 1000)
+    seed_everything(3)
+    loader = _loader("kept workers")
+    done = _epochs(loader, 0, [], at)
+    state = _through_a_checkpoint(loader.state_dict())
+    drawn = rng_state.capture()
+
+    seed_everything(99)
+    resumed = _loader("kept workers")
+    _epochs(resumed, 0, [], 3)  # somebody has looked at some batches before the restore
+    resumed.load_state_dict(state)
+    rng_state.restore(drawn)
+    assert _epochs(resumed, at // len(resumed), done, 1000) == batches
 
 
 def test_a_loader_with_a_position_is_asked_for_it(place: Place) -> None:
