@@ -134,7 +134,8 @@ class ResumableLoader:
     def _place(self) -> dict[str, Any]:
         # Copied: the loader goes on before this is stored.
         own = deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
-        return {"own": own, "began": self._began, "then": None}
+        keeps = self._keeps_workers  # of a position between epochs, which has not begun
+        return {"own": own, "began": self._began, "then": None, "keeps_workers": keeps}
 
     def _epoch(self) -> Iterator[Any]:
         """Begins when its first batch is asked for: a framework may call `iter` much earlier."""
@@ -171,6 +172,7 @@ class ResumableLoader:
         if loaded is not None and loaded["began"] is not None:
             return self._skip(loaded), loaded
         if loaded is not None:
+            self._keep_workers(loaded.get("keeps_workers"))
             rng_state.restore(loaded["fetch"])
         self._began = self._generators()
         return iter(self.loader), None

@@ -95,6 +95,30 @@ def test_workers_that_are_there_already_shuffle_nothing_otherwise(at: int) -> No
     assert _epochs(resumed, at // len(resumed), done, 1000) == batches
 
 
+def test_an_epoch_that_has_not_begun_begins_with_the_workers_there_were() -> None:
+    """A framework takes its checkpoint where it asks for the first batch of an epoch."""
+    seed_everything(3)
+    batches = _epochs(_loader("kept workers"), 0, [], 1000)
+    for epoch in range(3):
+        seed_everything(3)
+        loader = _loader("kept workers")
+        done: list[Any] = []
+        for _ in range(epoch):
+            done += _epochs(loader, 2, [], 1000)  # one epoch
+        found: list[Any] = []
+
+        def before_fetch(loader: ResumableLoader = loader, found: list[Any] = found) -> None:
+            found.append(_through_a_checkpoint(loader.state_dict()))
+
+        loader.before_fetch = before_fetch
+        next(iter(loader))
+
+        seed_everything(99)
+        resumed = _loader("kept workers")
+        resumed.load_state_dict(found[0])
+        assert _epochs(resumed, epoch, done, 1000) == batches
+
+
 def test_a_loader_with_a_position_is_asked_for_it(place: Place) -> None:
     def run(seed: int, batches: int) -> list[object]:
         training = simple_training(seed)
