@@ -116,11 +116,13 @@ class Outcomes:
             self._handoff.wait_for_event(min(_WAIT_SLICE_SECONDS, deadline - now))
 
     def wait_until_staged(self) -> None:
-        """Wait until all that was cut is in the staging area, or was given up."""
+        """Wait until all that was cut is in the staging area, or was given up; which is noted."""
         while self._handoff.is_staging():
             if not self._handoff.ensure_alive():
                 self._handoff.wait_for_event(_WAIT_SLICE_SECONDS)
             self.fetch()
+        # What came of the last one is there with the end of its staging, and maybe not fetched yet.
+        self.fetch()
 
     def note_failure(self, error: BaseException) -> None:
         """Count and log what went wrong; with `on_error="raise"` keep it for `raise_noted`."""

@@ -120,6 +120,7 @@ def rank_life(
     idle_after: int | None = None,
     outlive_signals: bool = False,
     unstaged: int | None = None,
+    end_once_staged: bool = False,
     divisible: bool = True,
     hosted: bool | None = None,
     settings: dict[str, Any] | None = None,
@@ -143,6 +144,7 @@ def rank_life(
         idle_after: train on after this batch only when the process is to end.
         outlive_signals: have a handler of SIGTERM that counts, and does not end the process.
         unstaged: the first time, a checkpoint of this step cannot be staged.
+        end_once_staged: end when all that was cut is staged, or could not be.
         divisible: whether the reader goes on with another number of ranks.
         hosted: rank 0 keeps what ranks meet with, as where nobody else does; else a file does.
         settings: of the Checkpointer.
@@ -228,6 +230,10 @@ def rank_life(
                 os._exit(0)
             if idle_after == c.batches_done:
                 until(lambda: c._end.is_due)
+        if end_once_staged:
+            assert c._pipeline is not None
+            handoff = c._pipeline._handoff
+            until(lambda: not handoff.is_staging())
         c.close()
         found.update(
             world=ranks,

@@ -77,9 +77,12 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_batch(job: RankJob) -> Non
     assert name.step >= 3
 
 
-def test_the_last_batch_is_stored_when_one_rank_loses_its_part_of_it(job: RankJob) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_the_last_batch_is_stored_when_one_rank_loses_its_part_of_it(
+    job: RankJob, known: bool
+) -> None:
     with InlineAgent(job.staging):
-        lives = job.train(2, 4, only=1, unstaged=4, settings=WAITING)
+        lives = job.train(2, 4, only=1, unstaged=4, end_once_staged=known, settings=WAITING)
     assert [life.exit_code for life in lives] == [0, 0]
     newest = Run.open(open_store(job.url)).live_line()[0]
     assert newest.step == 4 and lives[1].told["failed"] == 1
