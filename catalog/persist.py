@@ -47,6 +47,7 @@ from recpoint.errors import (
     RanksMissing,
     RecpointError,
     RunRecordLost,
+    StagingFull,
     StaleWriter,
     StoreError,
 )
@@ -86,7 +87,8 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
     Raises:
         FileNotFoundError: there is no such job (any more).
         RanksMissing: its part is stored, those of other ranks are not; the job stays staged.
-        StoreError, OSError: not now; the job stays staged and nothing is lost. Call again later.
+        StoreError, StagingFull, OSError: not now; the job stays staged and nothing is lost. Call
+            again later.
     """
     job_file = Path(job_file)
     try:
@@ -113,7 +115,7 @@ def classify(error: BaseException) -> Literal["rejected", "deferred"]:
     is lost be brought back: the job then stays staged. What is wrong with the job itself, or was
     decided by another writer, stays so.
     """
-    later = (StoreError, NothingToRestore, RanksMissing, GenerationRecordLost)
+    later = (StoreError, StagingFull, NothingToRestore, RanksMissing, GenerationRecordLost)
     if isinstance(error, RecpointError) and not isinstance(error, later):
         return "rejected"
     return "deferred"

@@ -6,10 +6,12 @@ once its JSON file has its final name; a step that finds its result there has no
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -17,6 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from recpoint.catalog.staged_job import Extent, StagedJob
+from recpoint.errors import StagingFull
 
 __all__ = [
     "SpoolFile",
@@ -31,15 +34,38 @@ __all__ = [
 #: Of what steps leave for each other, and of how a job is cut into groups. Changed with either: a
 #: job that was begun by another release is begun anew.
 _FORM: Final = 2
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the file where there is no room for it; the job stays staged, and is tried again."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise StagingFull(
+            str(path),
+            found=error.strerror or str(error),
+            expected="room for what is encoded beside the staged checkpoints",
+            next_step="free space there; the checkpoint is tried again by itself. Or give trainer "
+            "and agent a larger directory: RECPOINT_STAGING",
+        ) from error
 
 
 class SpoolFile:
-    """A file that grows by arrays; each `append` says where its bytes went."""
+    """A file that grows by arrays; each `append` says where its bytes went.
+
+    Raises:
+        StagingFull: there is no room for it, when it is opened, added to, flushed or closed.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("wb")
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb")
         self._end = 0
 
     def append(self, data: bytes | np.ndarray[Any, Any]) -> Extent:
@@ -48,14 +74,16 @@ class SpoolFile:
             view = memoryview(data)
         else:
             view = data.data.cast("B") if data.size else memoryview(b"")
-        self._file.write(view)
+        with _writing(self.path):
+            self._file.write(view)
         extent = Extent(str(self.path), self._end, len(view))
         self._end += len(view)
         return extent
 
     def flush(self) -> None:
         """Let what was appended be read."""
-        self._file.flush()
+        with _writing(self.path):
+            self._file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +94,8 @@ class SpoolFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        with _writing(self.path):
+            self._file.close()
 
 
 def result_path(staged: StagedJob, group: int, step: str) -> Path:
@@ -85,12 +114,17 @@ def empty_spool(staged: StagedJob) -> None:
 
 
 def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
-    """Write a step's result; it is there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    """Write a step's result; it is there as a whole or not at all.
+
+    Raises:
+        StagingFull: there is no room for it.
+    """
     whole = {"form": _FORM, "attempt": staged.job.attempt, **value}
-    temporary.write_text(json.dumps(whole, separators=(",", ":")), encoding="utf-8")
-    os.replace(temporary, path)
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(whole, separators=(",", ":")), encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:

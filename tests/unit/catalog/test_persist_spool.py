@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from recpoint.catalog.persist_spool import empty_spool
 from recpoint.catalog.persist_upload import encoded_entries
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import open_job
+from recpoint.errors import StagingFull
 from recpoint.format.manifest import ChunkEntry
 from tests.catalog_builder import Table
 from tests.job_builder import stage
@@ -77,3 +81,29 @@ def test_what_another_release_has_left_is_done_again(run: Run, tmp_path: Path) -
         result.write_text(json.dumps(left))
     again, _, _ = _encoded(job)
     assert again == whole
+
+
+@contextmanager
+def _files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """What grows beyond meets the error of a disk that is full, of another number."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 4096])
+def test_a_spool_without_room_is_named_and_the_job_waits(
+    run: Run, tmp_path: Path, size_bytes: int
+) -> None:
+    job = _job(run, tmp_path, 8, dirty=False, rounded=False)
+    spool = open_job(job).spool
+    with (
+        _files_of_at_most(size_bytes),
+        pytest.raises(StagingFull, match=rf"{spool}.*room for.*RECPOINT_STAGING"),
+    ):
+        persist.persist_job(job, store=run.store)
+    outcome = persist.persist_job(job, store=run.store)
+    assert outcome.result == "committed", outcome.error
