@@ -107,6 +107,7 @@ def test_a_model_that_must_compile_as_one_graph(make: Any) -> None:
     assert tracked.tracker.surprise is None
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_model_that_is_scripted_is_refused_by_name_while_its_lookups_are_marked() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     with pytest.raises(ScriptingRefused, match=f"table {tracked.tracker.table.key!r}") as refused:
