@@ -134,10 +134,11 @@ def _require_whole(place: _Place, url: str, truth: dict[str, Any]) -> None:
     run = Run.open(open_store(url))
     _require_sound(run, truth)
     directory = run_directory(place.staging, run.url)
+    # What the agent is writing at this moment has such a name for as long as that takes.
+    until(lambda: not [path for path in directory.rglob(".tmp-*") if path.is_file()])
     left = [path for path in directory.rglob("*") if path.is_file()]
     names = [str(path.relative_to(directory)) for path in left]
     assert {path.parent.name for path in left} <= {directory.name, "slots"}, names
-    assert not [path for path in left if path.name.startswith(".tmp-")]
 
 
 def _require_sound(run: Run, truth: dict[str, Any]) -> None:

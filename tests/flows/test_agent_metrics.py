@@ -135,8 +135,9 @@ def test_a_scrape_waits_for_no_store(tmp_path: Path, black_hole: str) -> None:
         assert of_run(found, url, "recpoint_agent_staged_jobs") == 0
         assert of_run(found, url, "recpoint_catalog_checkpoints") is None
         # What the alert for a store that says nothing goes by.
-        began = of_run(found, url, "recpoint_catalog_watch_start_timestamp_seconds")
-        assert began is not None and 0 <= time.time() - began < PATIENCE_SECONDS
+        watch = "recpoint_catalog_watch_start_timestamp_seconds"
+        began = until(lambda: of_run(scrape(agent.url), url, watch))
+        assert 0 <= time.time() - began < PATIENCE_SECONDS
         agent.process.terminate()
         assert agent.process.wait(PATIENCE_SECONDS) == 0
 
