@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recpoint.kernels.intrinsics import compiled_team_work, pointer, take_turn
 from recpoint.kernels.row_gather.cpu import copy_rows
-from recpoint.kernels.threads import as_team
+from recpoint.kernels.threads import as_team, team_size
 
 __all__ = ["perfect_gather"]
 
@@ -63,6 +63,6 @@ def perfect_gather(source: Tensor, out: Tensor) -> Callable[[Tensor], None]:
             [source.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), 0], dtype=np.int64
         )
         pieces = -(-len(ids) // _PIECE_ROWS)
-        as_team(call, fields.ctypes.data, pieces=pieces, traffic_bytes=2 * out.nbytes)
+        as_team(call, fields.ctypes.data, threads=team_size(pieces, 2 * out.nbytes))
 
     return gather

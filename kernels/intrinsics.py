@@ -83,6 +83,9 @@ def entry_point(kernel: Any, arguments: int) -> Callable[..., Any]:
 def compiled_team_work(function: Callable[[int], None]) -> Callable[[], int]:
     """A C function `void (*)(void *)` that each thread of a team runs, see `threads.as_team`.
 
+    It must not make arrays, nor call what does: numba tells nobody of an error in a C function, so
+    that what a failed allocation kept it from writing would pass for written.
+
     Returns:
         What gives its address; compiles it on the first call. It never takes the GIL.
     """

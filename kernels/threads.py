@@ -19,7 +19,7 @@ from typing import Final, TypeVar, cast
 
 import torch
 
-__all__ = ["as_team", "over_rows"]
+__all__ = ["as_team", "over_rows", "team_size"]
 
 #: Below this many bytes of traffic handing a part to another thread costs more than it saves.
 SPLIT_BYTES: Final = 1 << 20
@@ -53,13 +53,13 @@ def _workers(count: int) -> ThreadPoolExecutor:
     return _pool[1]
 
 
-def _threads(pieces: int, traffic_bytes: int) -> int:
-    """How many threads pay for so much work, 1 or more."""
+def team_size(pieces: int, traffic_bytes: int) -> int:
+    """How many threads pay for so many pieces of work, 1 or more."""
     return max(1, min(torch.get_num_threads(), traffic_bytes // SPLIT_BYTES + 1, pieces))
 
 
-def as_team(work: int, data: int, *, pieces: int, traffic_bytes: int) -> None:
-    """Call the C function `void work(void *data)` in as many threads at once as pay.
+def as_team(work: int, data: int, *, threads: int) -> None:
+    """Call the C function `void work(void *data)` in so many threads at once, or fewer.
 
     Uses the OpenMP threads of torch where there are any. After each operation of torch they go on
     looking for work for milliseconds, which keeps other threads from the cores and makes these the
@@ -69,10 +69,8 @@ def as_team(work: int, data: int, *, pieces: int, traffic_bytes: int) -> None:
         work: address of a compiled function that takes what is to be done piece by piece. All is
             done when those calls have returned that were begun, however many there are.
         data: address of what it works on.
-        pieces: how many there are.
-        traffic_bytes: bytes read and written in all.
+        threads: `team_size` of it.
     """
-    threads = _threads(pieces, traffic_bytes)
     if threads > 1 and (parallel := _openmp()) is not None:
         parallel(work, data, threads, 0)
         return
@@ -168,7 +166,7 @@ def over_rows(part: Callable[[int, int], T], rows: int, *, row_bytes: int) -> li
         rows: how many rows there are.
         row_bytes: bytes read and written for one row, to judge whether a split pays.
     """
-    threads = _threads(rows, rows * row_bytes)
+    threads = team_size(rows, rows * row_bytes)
     if threads <= 1:
         return [part(0, rows)]
     # More parts than threads: one that is late, or slow, holds the others up by a part at most.

@@ -20,7 +20,7 @@ from recpoint.kernels.dirty_bitmap.shapes import require_fit
 from recpoint.kernels.dirty_rows.destination import Destination, row_bytes
 from recpoint.kernels.intrinsics import compiled, compiled_team_work, pointer, take_turn
 from recpoint.kernels.row_gather.cpu import copy_rows, lines_to_stream
-from recpoint.kernels.threads import as_team
+from recpoint.kernels.threads import as_team, team_size
 
 __all__ = ["Tally", "count"]
 
@@ -216,7 +216,7 @@ def _join(
 def _run(work: int, parts_at: int, parts: int, arrays: _Table, traffic_bytes: int) -> int:
     """Compiled work on all parts, in as many threads as pay; how many parts had changed."""
     data = np.array([parts_at, parts, arrays.ctypes.data, len(arrays), 0, 0], dtype=np.int64)
-    as_team(work, data.ctypes.data, pieces=parts, traffic_bytes=traffic_bytes)
+    as_team(work, data.ctypes.data, threads=team_size(parts, traffic_bytes))
     return int(data[_CHANGED])
 
 

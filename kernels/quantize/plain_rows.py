@@ -17,21 +17,28 @@ from recpoint.kernels.quantize.blocks import (
 )
 from recpoint.kernels.quantize.plain import plain_parameters, write_row
 from recpoint.kernels.quantize.vectors import CODES_AT_ONCE, ends_of_row
-from recpoint.kernels.threads import as_team
+from recpoint.kernels.threads import as_team, team_size
 
-__all__ = ["quantize_plain", "quantize_rows"]
+__all__ = ["quantize_plain"]
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 #: Rows and codes that a thread takes at a time: few enough to share, many enough not to matter.
 _PART_BYTES: Final = 1 << 19
 
-# Fields of what the threads work on; the others are arguments of `quantize_rows`, in their order.
+# Fields of what the threads work on; those from 3 on are arguments of `quantize_plain`.
 _TURN: Final = 0  # the next part to take
 _PART_ROWS: Final = 1
 _COUNT: Final = 2  # of rows
-_FIRST_ARGUMENT: Final = 3
-_FIELDS: Final = 16
+_ROOM_AT: Final = 16  # address of room for each thread
+_ROOM_BYTES: Final = 17  # of one of them
+_ROOM_TURN: Final = 18  # the next room to take
+_FIELDS: Final = 19
+
+# What a thread has room for, at these bytes of it.
+_KEYS_AT: Final = 0  # i32 [2, ROWS]
+_INVERSES_AT: Final = 8 * ROWS  # f32 [ROWS]
+_CODES_AT: Final = 12 * ROWS  # u8 [dim + CODES_AT_ONCE]
 
 
 @compiled(nogil=True)
@@ -41,7 +48,7 @@ def quantize_in_blocks(
     scales: int, offsets: int, exacts: int, wides: int, start: int, stop: int,
     keys: Any, inverses: Any, codes: Any,
 ) -> None:  # fmt: skip
-    """`quantize_rows`, in the room of the last three arguments."""
+    """Quantize rows start … stop in the room of the last three arguments, else as the caller."""
     inverse_of_row = inverses.ctypes.data
     low_keys, high_keys = keys.ctypes.data, keys.ctypes.data + keys.strides[0]
     levels = np.float32((1 << bits) - 1)
@@ -88,21 +95,6 @@ def quantize_in_blocks(
                 )  # fmt: skip
 
 
-@compiled(nogil=True)
-def quantize_rows(
-    rows: int, dim: int, bits: int, symmetric: bool, half: bool, in_blocks: bool,
-    packed: int, code_bits: int, width: int,
-    scales: int, offsets: int, exacts: int, wides: int, start: int, stop: int,
-) -> None:  # fmt: skip
-    """Quantize rows start … stop; the arguments are those of `quantize_plain`."""
-    quantize_in_blocks(
-        rows, dim, bits, symmetric, half, in_blocks, packed, code_bits, width,
-        scales, offsets, exacts, wides, start, stop,
-        np.empty((2, ROWS), np.int32), np.empty(ROWS, np.float32),
-        np.empty(dim + CODES_AT_ONCE, np.uint8),
-    )  # fmt: skip
-
-
 @compiled_team_work
 def _quantize_parts(data: int) -> None:
     work = carray(pointer(data), _FIELDS, np.int64)
@@ -111,11 +103,16 @@ def _quantize_parts(data: int) -> None:
     packed, code_bits, width = work[9], work[10], work[11]
     scales, offsets, exacts, wides = work[12], work[13], work[14], work[15]
     size, count, turn = work[_PART_ROWS], work[_COUNT], data + 8 * _TURN
+    room = work[_ROOM_AT] + take_turn(data + 8 * _ROOM_TURN) * work[_ROOM_BYTES]
+    keys = carray(pointer(room + _KEYS_AT), (2, ROWS), np.int32)
+    inverses = carray(pointer(room + _INVERSES_AT), ROWS, np.float32)
+    codes = carray(pointer(room + _CODES_AT), dim + CODES_AT_ONCE, np.uint8)
     start = take_turn(turn) * size
     while start < count:
-        quantize_rows(
+        quantize_in_blocks(
             rows, dim, bits, symmetric, half, in_blocks, packed, code_bits, width,
             scales, offsets, exacts, wides, start, min(start + size, count),
+            keys, inverses, codes,
         )  # fmt: skip
         start = take_turn(turn) * size
 
@@ -142,14 +139,16 @@ def quantize_plain(
     row_bytes = 4 * dim + width
     part_rows = max(1, _PART_BYTES // row_bytes // ROWS) * ROWS
     in_blocks = fits_block(dim, code_bits)
+    threads = team_size(-(-count // part_rows), count * row_bytes)
+    # Whole lines, and one more, so that no two threads write to the same one.
+    room_bytes = (_CODES_AT + dim + CODES_AT_ONCE + 127) // 64 * 64
+    room = np.empty((threads, room_bytes), np.uint8)
     data = np.array(
         [
             0, part_rows, count,
             rows, dim, bits, symmetric, half, in_blocks, packed, code_bits, width,
-            scales, offsets, exacts, wides,
+            scales, offsets, exacts, wides, room.ctypes.data, room_bytes, 0,
         ],
         dtype=np.int64,
     )  # fmt: skip
-    pieces = -(-count // part_rows)
-    work = _quantize_parts()
-    as_team(work, data.ctypes.data, pieces=pieces, traffic_bytes=count * row_bytes)
+    as_team(_quantize_parts(), data.ctypes.data, threads=threads)
