@@ -31,7 +31,7 @@ def main() -> None:
     drawn = [torch.randint(500, (4096,)), torch.randint(200, (4096,)), torch.rand(4096)]
     model = nn.ModuleDict({"user": nn.Embedding(500, 8), "item": nn.Embedding(200, 8)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    # A loader that was prepared reads a batch ahead and tells nobody: it is not, and a job of
+    # A loader that was prepared has no position that could be restored: it is not, and a job of
     # several processes gives its DataLoader a DistributedSampler.
     loader = ResumableLoader(DataLoader(TensorDataset(*drawn), batch_size=64, shuffle=True))
     prepared, stepper = accelerator.prepare(model, optimizer)

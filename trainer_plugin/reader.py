@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["BatchBudget", "Divisible", "Stateful", "announce"]
+from recpoint.errors import SettingsError
+
+__all__ = ["BatchBudget", "Divisible", "Stateful", "announce", "refuse_prepared"]
 
 
 @runtime_checkable
@@ -64,3 +66,25 @@ def announce(reader: object, n: int) -> bool:
         return False
     reader.batches_until_checkpoint(n)
     return True
+
+
+def refuse_prepared(subject: str, loader: object) -> None:
+    """Refuse a loader whose `state_dict` is Accelerate's: that is no position.
+
+    Over torch's DataLoader there is none to ask. Over a `StatefulDataLoader` neither the order of a
+    shuffled epoch nor which epoch it is are in it: after a restore other samples come, unnoticed.
+
+    Raises:
+        SettingsError: it is one.
+    """
+    asked = getattr(type(loader), "state_dict", None)
+    if getattr(asked, "__module__", "").partition(".")[0] == "accelerate":
+        raise SettingsError(
+            subject,
+            found=f"a {type(loader).__name__} of Accelerate's prepare(), whose state_dict() does "
+            "not say which samples come next",
+            expected="the loader that prepare() was given",
+            next_step="give ResumableLoader(loader) as reader and leave prepare() out for it: move "
+            "batches to accelerator.device, and of several processes give each a "
+            "DistributedSampler, as examples/accelerate_loop.py says",
+        )

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin import rng_state
-from recpoint.trainer_plugin.reader import Stateful
+from recpoint.trainer_plugin.reader import Stateful, refuse_prepared
 
 __all__ = ["ResumableLoader"]
 
@@ -44,6 +44,7 @@ class ResumableLoader:
                 expected="an iterable of batches, such as a DataLoader",
                 next_step="wrap the loader itself, not one of its batches or its iterator",
             )
+        refuse_prepared("ResumableLoader(loader)", loader)
         self.loader = loader
         self.before_fetch: Callable[[], None] | None = None
         self.resumed_from: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.piece_layout import without_pieces
 from recpoint.trainer_plugin.rank_trees import own_part
-from recpoint.trainer_plugin.reader import Divisible, Stateful
+from recpoint.trainer_plugin.reader import Divisible, Stateful, refuse_prepared
 from recpoint.trainer_plugin.settings import several
 from recpoint.trainer_plugin.table_source import TableSource
 from recpoint.trainer_plugin.table_trainers import Trainers, adopt, lacks
@@ -74,6 +74,7 @@ class TrainingState:
                     expected="something whose state can be saved",
                     next_step=f"give {subject} the two methods, or leave it out",
                 )
+        refuse_prepared("reader", reader)
 
     def leave_to_others(self, names: frozenset[str]) -> None:
         """Dense tensors of which other ranks store the pieces that are here."""

@@ -186,3 +186,19 @@ def test_a_loader_that_cannot_say_where_it_is_goes_on() -> None:
         else:
             assert loader.state_dict()["own"]["position"] == number - 1
         loader.count_consumed()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_loader_that_accelerate_prepared_is_refused(place: Place, stateful: bool) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="prepares a loader")
+    settings = accelerate.DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+    prepared = accelerator.prepare(DataLoader(_SAMPLES, batch_size=4, shuffle=True))
+    with pytest.raises(SettingsError, match=r"ResumableLoader\(loader\): .*prepare\(\)") as caught:
+        ResumableLoader(prepared)
+    assert "leave prepare() out" in str(caught.value)
+    training = simple_training()
+    training.reader = prepared
+    with pytest.raises(SettingsError, match="^reader: found a DataLoaderShard of Accelerate's"):
+        checkpointer(training, place)
