@@ -1,7 +1,9 @@
 """Whether all manifests are gone of a run that had some: moved away, or not copied yet (§6.5).
 
 A run whose first checkpoint was never committed has no manifest either, and what is there of it are
-orphans. What tells the two apart is written only once there is a manifest.
+orphans. What tells the two apart is written only once there is a manifest; or it is chunks of a
+second checkpoint of the newest trainer, since an agent stores its jobs one after another: what was
+stored of the first was committed, unless it was rejected, or waits for other ranks.
 """
 
 from __future__ import annotations
@@ -11,18 +13,24 @@ from itertools import chain
 from typing import Final
 
 from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.rejections import RejectionWatch
 from recpoint.catalog.run import Run
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.naming import (
+    CHUNKS_PREFIX,
     CONSOLIDATED_PREFIX,
     EXPIRED_PREFIX,
     MANIFESTS_PREFIX,
     METRICS_PREFIX,
+    PARTS_PREFIX,
     PINS_PREFIX,
     PUBLISHED_PREFIX,
     VALIDATIONS_PREFIX,
+    AttemptName,
     generation_in_key,
     generation_key,
+    parse_chunk_key,
+    parse_part_key,
     parse_publication_key,
 )
 
@@ -73,3 +81,33 @@ def _signs(run: Run) -> Iterator[str]:
             continue
         if restored is not None:
             yield f"{key} goes on from step {restored.step} (generation {restored.generation})"
+    yield from _followed(run)
+
+
+def _followed(run: Run) -> Iterator[str]:
+    """The newest generation, if an agent has stored of a later step after one of it.
+
+    What is of an earlier one alone may have been stored in vain: its trainer had been replaced.
+    """
+    generation = max(run.generation_numbers(), default=0)
+    stored: set[AttemptName] = set()
+    for info in run.store.list(CHUNKS_PREFIX):
+        attempt = parse_chunk_key(info.key)
+        if attempt is not None and attempt.generation >= generation:
+            stored.add(attempt)
+    if len(stored) < 2:
+        return
+    for info in run.store.list(PARTS_PREFIX):
+        part = parse_part_key(info.key)
+        if part is not None:
+            stored.discard(part.checkpoint)
+    for of_rank in RejectionWatch(run).look():
+        for one in of_rank.newest:
+            ref = one.checkpoint
+            stored.discard(AttemptName(ref.step, ref.generation, ref.attempt))
+    steps = sorted({attempt.step for attempt in stored})
+    if len(steps) > 1:
+        yield (
+            f"chunks of {len(steps)} checkpoints of the newest generation are there, of steps "
+            f"{steps[0]} … {steps[-1]}"
+        )

@@ -20,7 +20,7 @@ from recpoint.catalog.restore_target import (
 )
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_errors, naming_run
-from recpoint.catalog.superseded import superseded_alone, superseded_text
+from recpoint.catalog.superseded import manifests_gone, superseded_alone, superseded_text
 from recpoint.catalog.validations import Doubts, Verdict, verdict_of
 from recpoint.errors import (
     ChainError,
@@ -197,6 +197,8 @@ def _restore_first(
     if order.skipped:
         raise order.nothing_good(run, expected="one checkpoint whose chain is good")
     superseded = superseded_alone(run)
+    if not superseded and (gone := manifests_gone(run)):
+        raise gone
     others = f"; {superseded_text(superseded)}" if superseded else ""
     raise NothingToRestore(
         run.url,

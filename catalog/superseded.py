@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.manifests_gone import why_gone
 from recpoint.catalog.run import Run
 from recpoint.errors import NothingToRestore
+from recpoint.format.naming import MANIFESTS_PREFIX
 from recpoint.format.records import GenerationRecord
 
-__all__ = ["left_by_going_back", "line_to_go_on", "superseded_alone", "superseded_text"]
+__all__ = [
+    "left_by_going_back",
+    "line_to_go_on",
+    "manifests_gone",
+    "superseded_alone",
+    "superseded_text",
+]
 
 
 def line_to_go_on(
@@ -19,6 +27,7 @@ def line_to_go_on(
 
     A start that was to begin anew, and ended before its first checkpoint, leaves a line without
     any: beginning from nothing once more would leave all training behind, and nobody would know.
+    So would it where all manifests are gone: a mount that is missing, a copy that has not ended.
 
     Args:
         run: that is to be taken over.
@@ -26,12 +35,17 @@ def line_to_go_on(
         partial: only parts of a checkpoint are wanted, for what the error proposes.
 
     Raises:
-        NothingToRestore: none counts, but there are superseded ones.
+        NothingToRestore: none counts, but there are superseded ones, or there have been some.
         FormatError, GenerationRecordLost: see `Run.live_line`.
+        StoreError: the store cannot be read.
     """
     line = run.live_line(before=before)
-    superseded = [] if line else superseded_alone(run, before=before)
+    if line:
+        return line
+    superseded = superseded_alone(run, before=before)
     if not superseded:
+        if gone := manifests_gone(run):
+            raise gone
         return line
     newest = _newest(superseded)
     named = f"step={newest.step}, generation={newest.generation}"
@@ -43,6 +57,25 @@ def line_to_go_on(
         expected="one to go on from, or word that training begins from nothing",
         next_step=f"{call} in one start {'loads parts of' if partial else 'goes on from'} that "
         f"one, restore(fresh=True) begins from nothing; recpoint list {run.url} --all lists them",
+    )
+
+
+def manifests_gone(run: Run) -> NothingToRestore | None:
+    """The error where something says that a run had checkpoints, and all its manifests are gone.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    why = why_gone(run, run.representations())
+    if not why:
+        return None
+    return NothingToRestore(
+        run.url,
+        found=f"no checkpoint, but {why}",
+        expected=f"the manifests of what was stored here, under {MANIFESTS_PREFIX}",
+        next_step="put them back from a replica or an older version of the bucket, or let the copy "
+        "that brings them end; where nothing of it is wanted, restore(fresh=True) of a trainer "
+        f"begins from nothing; recpoint check {run.url} lists what is there",
     )
 
 

@@ -18,7 +18,7 @@ from recpoint.catalog.pins import pinned
 from recpoint.catalog.run import Run
 from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.store import open_store
-from recpoint.catalog.superseded import superseded_text
+from recpoint.catalog.superseded import manifests_gone, superseded_text
 from recpoint.catalog.validations import records_of, verdict, verdicts
 from recpoint.cli import documents
 from recpoint.cli.reporting import (
@@ -119,6 +119,9 @@ def list_checkpoints(
         "checkpoints": [documents.listed(entry) for entry in entries],
     }
     if not entries:
+        if not forms and (gone := manifests_gone(run)):
+            document.update(error=type(gone).__name__, message=str(gone))
+            return Result(document, terminal.error_text(gone), code=exit_code(gone))
         text = _NONE_YET
         if forms:
             others = superseded_text(sorted(forms))

@@ -12,10 +12,14 @@ import torch
 from recpoint.catalog import pins, publications
 from recpoint.catalog.check import CheckReport, check
 from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.rejections import leave_rejection
+from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
+from recpoint.catalog.superseded import line_to_go_on
 from recpoint.catalog.sweep import SweepPlan, SweepResult, execute, plan_sweep
 from recpoint.catalog.validate import record, validate
 from recpoint.catalog.validations import verdicts
+from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     attempt_prefix,
@@ -25,7 +29,8 @@ from recpoint.format.naming import (
     part_key,
 )
 from recpoint.format.records import pack_record
-from tests.catalog_builder import build, copy_run, new_run, publish, tables, upload
+from recpoint.format.rejections import Rejection
+from tests.catalog_builder import Checkpoint, build, copy_run, new_run, publish, tables, upload
 from tests.retained_run import LAST, add, consolidated, keys, retain
 
 STEPS = (10, 11, 12, 13)
@@ -170,6 +175,7 @@ def test_what_retention_let_go_of_is_swept(run: Run) -> None:
 def test_a_chain_of_which_retention_has_deleted_the_newest(
     run: Run, deleted: tuple[int, ...]
 ) -> None:
+    add(run, 20, None)  # the newest of the run, which retention leaves
     gone = set.union(*(chunks(run, step) for step in deleted))
     lose(run, *(manifest_key(step, 1) for step in deleted))
     plan, result = swept(run)
@@ -248,6 +254,56 @@ def test_all_manifests_gone_of_a_run_that_had_some(run: Run, sign: str) -> None:
         run.store.delete(generation_key(2))
     put_back(run, lost)
     assert check(run, level="full").ok
+
+
+def test_all_manifests_gone_of_a_run_of_which_nothing_else_tells(run: Run) -> None:
+    """One trainer that was killed: its chunks alone say that an agent went on from them."""
+    before = keys(run)
+    lost = lose(run, *(manifest_key(step, 1) for step in STEPS))
+    plan, result = swept(run)
+    assert result.removed == () and len(plan.kept) == len(STEPS)
+    (why,) = plan.lost
+    assert why == (
+        "chunks of 4 checkpoints of the newest generation are there, of steps 10 … 13, and nothing "
+        "is under manifests/ any more"
+    )
+    assert before - keys(run) == lost.keys()
+    with pytest.raises(NothingToRestore, match="no checkpoint, but chunks of 4 checkpoints"):
+        line_to_go_on(run)
+    with pytest.raises(NothingToRestore, match="no checkpoint, but chunks of 4 checkpoints"):
+        restore(run, MemoryTarget())
+    put_back(run, lost)
+    assert check(run, level="full").ok
+
+
+def rejected(run: Run, checkpoint: Checkpoint) -> None:
+    why = Rejection(checkpoint=checkpoint.ref, error_type="E", error="", rejected_ms=1)
+    leave_rejection(run, 0, why)
+
+
+def part_there(run: Run, checkpoint: Checkpoint) -> None:
+    ref = checkpoint.ref
+    run.store.put(part_key(ref.step, ref.generation, ref.attempt, rank=0), b"a part")
+
+
+def replaced(run: Run, checkpoint: Checkpoint) -> None:
+    run.claim(None)
+
+
+@pytest.mark.parametrize("answer", [rejected, part_there, replaced])
+def test_what_was_stored_and_not_committed_is_no_sign_of_a_manifest(
+    answer: Callable[[Run, Checkpoint], None], tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "new")
+    run.claim(None)
+    for step in (10, 20):
+        checkpoint = build(run, tables(), step=step, generation=1)
+        upload(run.store, checkpoint)
+        if step == 10:
+            answer(run, checkpoint)
+    assert line_to_go_on(run) == []
+    plan, result = swept(run)
+    assert plan.lost == () and len(result.removed) > 0
 
 
 def test_all_manifests_gone_between_plan_and_deed(run: Run) -> None:

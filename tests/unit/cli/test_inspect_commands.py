@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,21 @@ def test_a_run_without_checkpoints(recpoint: Invoke, tmp_path: Path) -> None:
     assert "nothing to restore: 0 of 0 checkpoints that count" in flat(checked.stdout)
     document = recpoint("check", tmp_path / "run", "--json").json
     assert document["ok"] and document["nothing_counts"] and not document["findings"]
+
+
+def test_a_run_whose_manifests_are_gone(recpoint: Invoke, saved_run: SavedRun) -> None:
+    """It is not taken for a new one: somebody may have them."""
+    shutil.rmtree(Path(saved_run.directory) / "manifests")
+    told = "and nothing is under manifests/ any more"
+    for options in ((), ("--all",)):
+        listed = recpoint("list", saved_run.directory, *options)
+        assert listed.code == 1 and told in flat(listed.stdout)
+        document = recpoint("list", saved_run.directory, *options, "--json").json
+        assert document["checkpoints"] == [] and told in document["message"]
+    checked = recpoint("check", saved_run.directory)
+    assert checked.code == 1 and told in flat(checked.stdout)
+    restored = recpoint("restore", saved_run.directory, "--to", saved_run.directory / "x.pt")
+    assert restored.code == 1 and told in flat(restored.stderr)
 
 
 def test_list_cuts_no_figure_in_a_terminal_of_80_columns(

@@ -251,6 +251,24 @@ def test_a_new_line_without_a_checkpoint_is_never_a_silent_fresh_start(
         assert ckpt.restore(fresh=True) is None
 
 
+def test_manifests_that_are_gone_are_never_a_silent_fresh_start(
+    place: Place, trained: Training
+) -> None:
+    """A directory that was not copied, or not mounted: training goes on once it is there."""
+    manifests = Path(place.run) / "manifests"
+    moved = manifests.rename(manifests.with_name("moved"))
+    run = Run.open(open_store(place.run))
+    for _ in range(2):
+        with pytest.raises(NothingToRestore, match="nothing is under manifests/ any") as refused:
+            checkpointer(simple_training(9), place).restore()
+    assert run.generation_numbers() == [1]
+    assert "restore(fresh=True)" in refused.value.next_step
+    moved.rename(manifests)
+    with checkpointer(simple_training(9), place) as ckpt:
+        report = ckpt.restore()
+        assert report is not None and report.restored.step == 5
+
+
 def test_parts_of_a_superseded_checkpoint(place: Place, trained: Training) -> None:
     with checkpointer(simple_training(9), place) as ended:
         ended.restore(fresh=True)
