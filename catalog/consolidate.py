@@ -42,6 +42,11 @@ __all__ = ["Consolidated", "commit_consolidation", "consolidate"]
 _LOOK_AGAIN_SECONDS: Final = 60.0
 _LOOKS: Final = 3
 
+#: A chunk that was so old as the manifest was created may have been too old for a sweep that began
+#: before; that removes nothing more half of the other time after it has looked.
+_OLD_MS: Final = 30 * 60 * 1000
+_SWEEPS_END_SECONDS: Final = 20.0
+
 Progress = Callable[[int, int], None]
 
 
@@ -180,12 +185,22 @@ def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[Ch
 
 def _make_sure(run: Run, plan: ConsolidationPlan, there: Manifest) -> None:
     """Write what a sweep has removed since it was looked at: from now on none does (C6)."""
+    if _may_be_swept(run, plan, there):
+        time.sleep(_SWEEPS_END_SECONDS)
     if not _has_gap(run, plan, there):
         return
     for part in plan.parts:
         merge_part(run, plan, part)
     _copy_state(run, plan, read_sources(run, plan, tables=())[-1])
     _check_all_there(run, there, attempt_prefix(*plan.target.name, plan.attempt))
+
+
+def _may_be_swept(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
+    """Whether a sweep that looked before the manifest was there may have found chunks too old."""
+    prefix, _, _ = there.chunks[0].key.rpartition("/")
+    created = [info.modified_ms for info in run.store.list(plan.target.key)]
+    chunks = [info.modified_ms for info in run.store.list(f"{prefix}/")]
+    return bool(created and chunks) and max(created) - min(chunks) >= _OLD_MS
 
 
 def _has_gap(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:

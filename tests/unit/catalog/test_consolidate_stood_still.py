@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from recpoint.catalog import consolidate as consolidating
+from recpoint.catalog import sweep as sweeping_module
 from recpoint.catalog.check import check
 from recpoint.catalog.consolidate import commit_consolidation, consolidate
 from recpoint.catalog.consolidate_plan import plan_consolidation
@@ -17,6 +25,8 @@ from recpoint.format.naming import CONSOLIDATED_PREFIX, attempt_prefix, manifest
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, merge, name_of, require_same, restored, trained
 from tests.interposed_store import InterposedStore
+from tests.polling import PATIENCE_SECONDS
+from tests.retained_run import HOUR
 
 
 @pytest.fixture
@@ -75,6 +85,65 @@ def test_what_was_seen_long_ago_is_looked_at_again(
     with pytest.raises(MissingLink):
         commit_consolidation(Run.open(InterposedStore(run.store, after=let_go)), plan, entries)
     assert len(looked) == 2 and not run.consolidated()
+
+
+def test_what_a_sweep_that_stood_still_takes_after_the_commit_is_written_again(
+    run: Run, links: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had looked before a killed consolidation went on, and removes when that has committed."""
+    monkeypatch.setattr(consolidating, "_SWEEPS_END_SECONDS", 2.0)
+    plan = plan_consolidation(run, name_of(links[-1]))
+    prefix = attempt_prefix(*plan.target.name, plan.attempt)
+    for part in plan.parts:
+        merge_part(run, plan, part)
+    killed_at = time.time() - 2 * HOUR
+    for path in Path(run.url, prefix).iterdir():
+        os.utime(path, (killed_at, killed_at))
+    looked, committed = threading.Event(), threading.Event()
+
+    def stand_still(call: str, key: str) -> None:
+        if call == "delete" and key.startswith(prefix):
+            first = not looked.is_set()
+            looked.set()
+            assert committed.wait(PATIENCE_SECONDS)
+            time.sleep(0.5 if first else 0.0)  # so that it comes after a look right after that
+
+    def go_on(call: str, key: str) -> None:
+        if call == "create" and key == plan.target.key:
+            committed.set()
+
+    sweeping = Run.open(InterposedStore(run.store, before=stand_still))
+    with ThreadPoolExecutor(1) as pool:
+        swept = pool.submit(lambda: execute(sweeping, plan_sweep(sweeping, grace_seconds=HOUR)))
+        assert looked.wait(PATIENCE_SECONDS)
+        merging = Run.open(InterposedStore(run.store, after=go_on))
+        assert merge(merging, links[-1]).outcome == "created"
+        assert len(swept.result().removed) > 0
+    assert check(run, level="full").findings == ()
+    assert restored(run, links[-1])[1].passed_over == ()
+
+
+def test_a_sweep_that_stood_still_looks_again_before_it_removes(
+    run: Run, links: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a look is good for: the consolidation is through with its last look."""
+    monkeypatch.setattr(sweeping_module, "_LOOK_AGAIN_SECONDS", 0.5)
+    plan = plan_consolidation(run, name_of(links[-1]))
+    for part in plan.parts:
+        merge_part(run, plan, part)
+    planned = plan_sweep(run, grace_seconds=0)
+    stood: list[str] = []
+
+    def stand_still() -> set[str]:
+        if not stood:  # as it asks what is staged, right before it removes
+            stood.append(merge(run, links[-1]).outcome)
+            time.sleep(0.6)
+        return set()
+
+    result = execute(run, replace(planned, keep=stand_still))
+    assert stood == ["created"] and result.removed == ()
+    assert "a manifest names it now" in result.spared[0].reason
+    assert check(run, level="full").findings == ()
 
 
 def test_one_that_is_there_with_a_gap_is_mended(run: Run, links: list[Manifest]) -> None:
