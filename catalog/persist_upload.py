@@ -6,6 +6,7 @@ import base64
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
             except BaseException:
                 stop.set()
                 raise
-        with lock, marker.open("a", encoding="ascii") as file:
+        # Without room for this line the chunk is stored all the same: a later try would write it
+        # once more, and half a line names no key.
+        with lock, suppress(OSError), marker.open("a", encoding="ascii") as file:
             file.write(f"{staged.job.attempt} {chunk['entry']['key']}\n")
 
     with ThreadPoolExecutor(UPLOADS_AT_ONCE, thread_name_prefix="upload") as pool:

@@ -16,6 +16,7 @@ from recpoint.catalog.persist_spool import empty_spool
 from recpoint.catalog.persist_upload import encoded_entries
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import open_job
+from recpoint.catalog.store import open_store
 from recpoint.errors import StagingFull
 from recpoint.format.manifest import ChunkEntry
 from tests.catalog_builder import Table
@@ -107,3 +108,17 @@ def test_a_spool_without_room_is_named_and_the_job_waits(
         persist.persist_job(job, store=run.store)
     outcome = persist.persist_job(job, store=run.store)
     assert outcome.result == "committed", outcome.error
+
+
+def test_chunks_are_uploaded_where_nothing_more_can_be_noted_in_the_spool(tmp_path: Path) -> None:
+    store = open_store(f"memory://{tmp_path.name}")  # a directory would be short of room, too
+    run = Run.create(store)
+    run.claim(None)
+    job = _job(run, tmp_path, 8, dirty=False, rounded=False)
+    _encoded(job)
+    with _files_of_at_most(0):
+        sizes = [
+            persist.upload_step(job, group.index, store=store) for group in persist.groups_of(job)
+        ]
+    assert sum(sizes) > 0
+    assert persist.commit_job(job, store=store).stored_bytes == sum(sizes)
