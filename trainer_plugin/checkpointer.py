@@ -280,7 +280,9 @@ class Checkpointer:
             step, generation, fresh, partial, seed, validated_only, validated_within
         )
         with naming_errors(self._store.url):
-            return self._restore(wanted.checked())
+            wanted = wanted.checked()
+            self._state.warn_of_schedulers()
+            return self._restore(wanted)
 
     def _restore(self, wanted: takeover.Wanted) -> RestoreReport | None:
         generators = rng_state.capture()
@@ -342,6 +344,7 @@ class Checkpointer:
         pipeline.prepare()
         if self._settings.handle_sigterm:
             self.take_sigterm()
+        self._state.warn_of_batches(start.batches_done)
         self._pace = Pace(self._reader, pipeline)
         self._pace.restart()
 

@@ -41,7 +41,7 @@ class OptimizerState:
         self, model: nn.Module, optimizers: Sequence[Optimizer], tables: Sequence[Table]
     ) -> None:
         self._model = model
-        self._optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         self._tables = tuple(tables)
 
     def row_states(self, table: Table) -> RowState:
@@ -49,7 +49,7 @@ class OptimizerState:
         own = table.row_states
         if own is not None:
             return RowState(None, own)
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             state = optimizer.state.get(table.weight)
             if state:
                 return RowState(number, row_states(state, table.rows))
@@ -61,7 +61,7 @@ class OptimizerState:
 
     def classes(self) -> str:
         """Of which classes they are."""
-        return ", ".join(map(_class_name, self._optimizers))
+        return ", ".join(map(_class_name, self.optimizers))
 
     def capture(self) -> list[dict[str, Any]]:
         """Hyperparameters and all state that is not row state; the tensors are the live ones.
@@ -89,7 +89,7 @@ class OptimizerState:
                     if not isinstance(key, Tensor)
                 },
             }
-            for number, optimizer in enumerate(self._optimizers)
+            for number, optimizer in enumerate(self.optimizers)
         ]
 
     def lacks(self, saved: Sequence[Mapping[str, Any]]) -> bool:
@@ -105,11 +105,11 @@ class OptimizerState:
 
     def differences(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
         """What does not fit, one sentence each."""
-        if len(saved) != len(self._optimizers):
-            return [f"{len(self._optimizers)} optimizers here, {len(saved)} in the checkpoint"]
+        if len(saved) != len(self.optimizers):
+            return [f"{len(self.optimizers)} optimizers here, {len(saved)} in the checkpoint"]
         names = parameter_names(self._model)
         found = []
-        for number, (optimizer, there) in enumerate(zip(self._optimizers, saved, strict=True)):
+        for number, (optimizer, there) in enumerate(zip(self.optimizers, saved, strict=True)):
             here_name, there_name = _class_name(optimizer), there["class"]
             if here_name != there_name:
                 found.append(
@@ -138,7 +138,7 @@ class OptimizerState:
         """
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
-        for optimizer, there in zip(self._optimizers, saved, strict=True):
+        for optimizer, there in zip(self.optimizers, saved, strict=True):
             for group, stored in zip(optimizer.param_groups, there["groups"], strict=True):
                 _restore_group(group, stored)
             optimizer.state.clear()
@@ -187,7 +187,7 @@ class OptimizerState:
         names = parameter_names(self._model)
         return {
             name: optimizer
-            for number, optimizer in enumerate(self._optimizers)
+            for number, optimizer in enumerate(self.optimizers)
             for position, group in enumerate(optimizer.param_groups)
             for name in group_names(names, group, number, position)
         }

@@ -34,6 +34,7 @@ class ResumableLoader:
         before_fetch: called each time before the next batch is asked of the loader, when set.
         resumed_from: the state that was loaded last.
         begun: whether a batch has been asked for since `iter`.
+        used: whether one was ever asked for.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -48,7 +49,7 @@ class ResumableLoader:
         self.loader = loader
         self.before_fetch: Callable[[], None] | None = None
         self.resumed_from: dict[str, Any] | None = None
-        self.begun = False
+        self.begun = self.used = False
         self._given = self._given_before = 0
         self._consumed: int | None = None
         self._began: dict[str, Any] | None = None
@@ -141,7 +142,7 @@ class ResumableLoader:
     def _epoch(self) -> Iterator[Any]:
         """Begins when its first batch is asked for: a framework may call `iter` much earlier."""
         self._tell()
-        self.begun = True
+        self.begun = self.used = True
         batches, resumed = self._begin()
         while True:
             if resumed is not None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin import left_out, rng_state
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.piece_layout import without_pieces
@@ -53,6 +53,7 @@ class TrainingState:
         self._rank = rank
         self._copies = frozenset(copies)
         self._stored_elsewhere: frozenset[str] = frozenset()
+        self._told_unused = False
         self.model = model
         self.optimizers = optimizers
         if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -72,9 +73,21 @@ class TrainingState:
                     subject,
                     found=f"a {type(thing).__name__} without state_dict and load_state_dict",
                     expected="something whose state can be saved",
-                    next_step=f"give {subject} the two methods, or leave it out",
+                    next_step=f"give {subject} the two methods, or leave it out"
+                    if thing is not self._reader
+                    else "reader=recpoint.ResumableLoader(loader), and take the batches from it; "
+                    "or give it the two methods",
                 )
         refuse_prepared("reader", reader)
+
+    def warn_of_schedulers(self) -> None:
+        """Call before a restore; see `left_out`."""
+        extras = self._extras.values()
+        left_out.warn_of_schedulers(self.optimizers.optimizers, self._schedulers, extras)
+
+    def warn_of_batches(self, batches_done: int) -> None:
+        """Call after a restore; see `left_out`."""
+        left_out.warn_of_batches(self._reader, tuple(self._extras), batches_done)
 
     def leave_to_others(self, names: frozenset[str]) -> None:
         """Dense tensors of which other ranks store the pieces that are here."""
@@ -90,6 +103,8 @@ class TrainingState:
 
     def capture(self, batches_done: int) -> dict[str, Any]:
         """The tree right now; its tensors are the live ones: copy them before training goes on."""
+        if not self._told_unused:
+            self._told_unused = left_out.warn_of_unused(self._reader, batches_done)
         tree = {
             "batches_done": batches_done,
             "reader": None if self._reader is None else self._reader.state_dict(),

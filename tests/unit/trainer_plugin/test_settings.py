@@ -296,7 +296,7 @@ def test_a_run_url_that_cannot_work(run: str, place: Place) -> None:
 def test_things_without_a_state_are_refused(place: Place) -> None:
     model = Recommender()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SettingsError, match="reader"):
+    with pytest.raises(SettingsError, match=r"reader: .*recpoint\.ResumableLoader\(loader\)"):
         build(place, model, optimizer, reader=iter([1]))
     with pytest.raises(SettingsError, match=r"extras\['scaler'\]"):
         build(place, model, optimizer, extras={"scaler": object()})
