@@ -116,7 +116,7 @@ def remake_run_record(store: Store) -> tuple[RunRecord, int]:
             store.url,
             found="no generation record or manifest that can be read, and tells the run's id",
             expected="one at least",
-            next_step="put run.json back from a backup",
+            next_step="correct the URL; or put run.json back from a backup",
         )
     return _created(store, ids[0]), len(ids)
 

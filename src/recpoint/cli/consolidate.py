@@ -36,7 +36,8 @@ def consolidate_run(
         int | None,
         typer.Option(
             help="Merge only so many of its newest links, into one increment; where there are no "
-            "more, all of them into a full.",
+            "more, all of them into a full. Default: all into a full, also where an agent, or the "
+            "flow, which weigh all merges, would choose another.",
             min=2,
         ),
     ] = None,

@@ -54,6 +54,10 @@ def restore_to_file(
     Newest first; a failed validation rules one out; with --validated-within a validated one within
     so many batches goes first.
     """
+    if step is not None and (validated or validated_within is not None):
+        # Whoever asks for both may believe that a checkpoint without a validation is refused.
+        option = "--validated" if validated else "--validated-within"
+        raise typer.BadParameter("goes without --step", param_hint=option)
     from recpoint.catalog.local_store import LocalStore
     from recpoint.catalog.restore import MemoryTarget, restore
     from recpoint.catalog.shards import restore_shards

@@ -139,6 +139,11 @@ def test_a_damaged_merge_is_passed_over_and_said(
     assert run.url in document["passed_over"][0]["error"]
 
 
+def test_its_help_says_that_all_is_merged_unless_told_otherwise(recpoint: Invoke) -> None:
+    shown = " ".join(recpoint("consolidate", "--help").stdout.split())
+    assert "Default: all into a full, also where an agent, or the flow," in shown
+
+
 def test_wrong_usage(recpoint: Invoke, run: Run) -> None:
     assert recpoint("consolidate", run.url).code == 1
     assert recpoint("consolidate", run.url, "--generation", 1).code == 2

@@ -160,6 +160,18 @@ def test_restore_an_older_step_and_a_superseded_one(
     assert recpoint(*arguments, "--generation", "1", "--json").json["step"] == 25
 
 
+@pytest.mark.parametrize("option", [("--validated",), ("--validated-within", "10")])
+def test_restore_of_a_step_does_not_ask_for_a_validation(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path, option: tuple[str, ...]
+) -> None:
+    """It would be restored without one, whatever whoever asks for both believes."""
+    found = recpoint(
+        "restore", saved_run.directory, "--to", tmp_path / "x.pt", "--step", "10", *option
+    )
+    assert found.code == 2 and "goes without --step" in found.stderr
+    assert not (tmp_path / "x.pt").exists()
+
+
 def test_restore_falls_back_and_says_so(
     recpoint: Invoke, saved_run: SavedRun, tmp_path: Path
 ) -> None:
