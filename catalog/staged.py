@@ -11,6 +11,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -335,11 +336,29 @@ def _consolidated_path(run_dir: Path | str) -> Path:
 
 
 def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
-    """Replace the run's status file; whole at every moment, but not made durable: it is news."""
+    """Replace the run's status file; whole at every moment, but not made durable: it is news.
+
+    Where there is no room for a second file it is written over, since it says just then what is
+    wrong: who reads it in that moment may find it half written.
+
+    Raises:
+        OSError: that could not be done either.
+    """
     path = status_path(run_dir)
     temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}status-{threading.get_ident()}")
-    temporary.write_text(json.dumps(status, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    data = (json.dumps(status, indent=1, sort_keys=True) + "\n").encode()
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        if not path.is_file():
+            raise
+        # It has its pages in a file system in memory, and no more are needed.
+        with path.open("rb+", buffering=0) as file:
+            file.write(data)
+            file.truncate(len(data))
 
 
 def _listed(directory: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from recpoint.catalog import staged
 from recpoint.catalog.agent_status import AgentTrouble, read_trouble
+from recpoint.catalog.durable import TEMPORARY_PREFIX
 from recpoint.errors import StoreAccessDenied
 from recpoint.flows.agent_runs import RunState
 
@@ -62,6 +64,18 @@ def test_what_says_nothing_of_now_is_passed_over(status: dict[str, Any], tmp_pat
     assert read_trouble(tmp_path, URL) is not None
     staged.write_status(tmp_path, status)
     assert read_trouble(tmp_path, URL) is None
+
+
+def test_what_is_wrong_is_told_where_no_second_file_can_be_written(tmp_path: Path) -> None:
+    staged.write_status(tmp_path, failing(last_error="StoreFull: " + "x" * 500))
+    temporary = tmp_path / f"{TEMPORARY_PREFIX}status-{threading.get_ident()}"
+    temporary.mkdir()  # what is in its way, as a disk that is full is
+    staged.write_status(tmp_path, failing(last_error="StagingFull: no room"))
+    found = read_trouble(tmp_path, URL)
+    assert found is not None and str(found) == "StagingFull: no room"
+    staged.status_path(tmp_path).unlink()
+    with pytest.raises(OSError, match="status"):
+        staged.write_status(tmp_path, failing())
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 60_000, b"[]", b"\xff", b'{"a": 1', b" " * 70_000])
