@@ -24,7 +24,7 @@ from recpoint.trainer_plugin.ranks import Ranks
 
 __all__ = ["NOTHING", "Replicas", "Sketch", "are_alike"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("recpoint")
 
 #: So many values of each tensor are summed, evenly drawn.
 _SAMPLE: Final = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recpoint import errors
+from recpoint import errors, loggers
 
 if TYPE_CHECKING:
     from recpoint.catalog.reshard import TablePart
@@ -29,6 +29,8 @@ __all__ = [
     "export_metrics",
     "restore_parts",
 ]
+
+loggers.guard()
 
 
 def __getattr__(name: str) -> Any:
