@@ -6,7 +6,6 @@ import base64
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
     """Write the chunks of an encoded group, several at once; all are durable when it returns.
 
     A call after one that failed in the middle goes on where that one stopped. The group's part of
-    the spool is emptied, but for the entries that the manifest will need.
+    the spool is emptied, but for the entries that the manifest will need; it stays where the spool
+    has no room to note what was written.
 
     Returns:
         Bytes of the group's chunks.
@@ -47,7 +47,7 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
     marker = result_path(staged, group.index, "uploaded")
     done = _uploaded(marker, staged)
     left = [chunk for chunk in chunks if chunk["entry"]["key"] not in done]
-    stop = threading.Event()
+    stop, unnoted = threading.Event(), threading.Event()
     lock = threading.Lock()
 
     def upload(chunk: dict[str, Any]) -> None:
@@ -60,17 +60,22 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
             except BaseException:
                 stop.set()
                 raise
-        # Without room for this line the chunk is stored all the same: a later try would write it
-        # once more, and half a line names no key.
-        with lock, suppress(OSError), marker.open("a", encoding="ascii") as file:
-            file.write(f"{staged.job.attempt} {chunk['entry']['key']}\n")
+        try:
+            with lock, marker.open("a", encoding="ascii") as file:
+                # After a line break: half a line may be there, of one that there was no room for.
+                file.write(f"\n{staged.job.attempt} {chunk['entry']['key']}\n")
+        except OSError:
+            # Without room for this line the chunk is stored all the same, and a later try writes it
+            # once more.
+            unnoted.set()
 
     with ThreadPoolExecutor(UPLOADS_AT_ONCE, thread_name_prefix="upload") as pool:
         uploads = [pool.submit(upload, chunk) for chunk in left]
     for failed in uploads:
         failed.result()
-    for name in ("quantized", "encoded"):
-        result_path(staged, group.index, name).with_suffix(".bin").unlink(missing_ok=True)
+    if not unnoted.is_set():  # else a later try reads them again
+        for name in ("quantized", "encoded"):
+            result_path(staged, group.index, name).with_suffix(".bin").unlink(missing_ok=True)
     return sum(int(chunk["entry"]["bytes"]) for chunk in chunks)
 
 

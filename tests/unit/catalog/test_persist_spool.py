@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recpoint.catalog import persist, persist_plan
-from recpoint.catalog.persist_spool import empty_spool
+from recpoint.catalog.persist_spool import empty_spool, result_path
 from recpoint.catalog.persist_upload import encoded_entries
 from recpoint.catalog.run import Run
 from recpoint.catalog.staged_job import open_job
@@ -121,4 +121,16 @@ def test_chunks_are_uploaded_where_nothing_more_can_be_noted_in_the_spool(tmp_pa
             persist.upload_step(job, group.index, store=store) for group in persist.groups_of(job)
         ]
     assert sum(sizes) > 0
+    staged = open_job(job)
+    for group in persist.groups_of(job):
+        # All but one, and of that half a line, which there was room for.
+        *others, largest = sorted(encoded_entries(staged, group), key=lambda entry: entry.bytes)
+        lines = [f"{staged.job.attempt} {entry.key}\n" for entry in others]
+        lines.append(f"{staged.job.attempt} {largest.key[:20]}")
+        result_path(staged, group.index, "uploaded").write_text("".join(lines))
+    for _ in range(2):  # as after a failure elsewhere: all that is needed is there once more
+        again = [
+            persist.upload_step(job, group.index, store=store) for group in persist.groups_of(job)
+        ]
+        assert again == sizes
     assert persist.commit_job(job, store=store).stored_bytes == sum(sizes)
