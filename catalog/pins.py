@@ -293,15 +293,18 @@ def _chain_that_stays(run: Run, key: str, name: ManifestName) -> set[str]:
 
 def _refuse_doomed(run: Run, key: str, chain: set[str]) -> None:
     deletion = read_deletion(run)
-    doomed = [] if deletion is None else deletion.manifests
-    for manifest in doomed:
+    if deletion is None:
+        return
+    for manifest in deletion.manifests:
         if manifest in chain:
             raise RetentionRefused(
                 key,
-                found=f"{manifest} in {DELETION_KEY}: it is being deleted",
+                found=f"{manifest} in {DELETION_KEY}, announced by process {deletion.pid} of "
+                f"{deletion.host}: it is being deleted",
                 expected="a checkpoint that no retention has begun to delete",
-                next_step=f"recpoint retain {run.url} finishes a deletion that was interrupted "
-                "half an hour ago; then see what is left: recpoint list",
+                next_step=f"choose another: recpoint list {run.url}; if that retention was killed, "
+                f"recpoint retain {run.url} finishes what it began, half an hour after it was "
+                "announced, and what is left then can be pinned",
             )
 
 

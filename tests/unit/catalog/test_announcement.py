@@ -78,8 +78,11 @@ class TestAnnouncement:
                 with leases.reading(run, purpose="seed", covers=[run.manifest(10, 1).ref]):
                     with suppress(RetentionRefused):
                         execute(run, made)
-                with pytest.raises(RetentionRefused, match="it is being deleted"):
+                with pytest.raises(RetentionRefused, match="it is being deleted") as refused:
                     pins.pin(run, ManifestName(10, 1))
+                who = f"announced by process {os.getpid()} of {socket.gethostname()}"
+                assert who in refused.value.found
+                assert "half an hour after it was announced" in refused.value.next_step
 
         execute(Run.open(InterposedStore(run.store, before=other)), plan)
         assert struck
