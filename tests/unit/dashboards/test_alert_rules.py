@@ -84,7 +84,8 @@ def test_each_parameter_is_where_its_name_is_and_nowhere_else() -> None:
         assert lines, name
         for line in lines:
             assert line.partition(" # ")[0].count(default) == 1, line
-        changed = alert_rules({name: "77"})
+        value = "77m" if default[-1] in "smhd" and default[0].isdecimal() else "77"
+        changed = alert_rules({name: value})
         assert parameters()[name] == default
         differing = [
             (old, new)
@@ -92,7 +93,7 @@ def test_each_parameter_is_where_its_name_is_and_nowhere_else() -> None:
             if old != new
         ]
         assert len(differing) == len(lines) + 1, name  # and the head
-        assert all(old.replace(default, "77", 1) == new for old, new in differing), name
+        assert all(old.replace(default, value, 1) == new for old, new in differing), name
     marked = set(re.findall(r"(?m)(?<=\S) # (\w+)$", text))
     assert marked == set(parameters())
 
@@ -103,6 +104,14 @@ def test_wrong_parameters_are_refused() -> None:
     for value in ("", "1m\nx: y", "1 # y", '"', "$(x)"):
         with pytest.raises(SettingsError, match="parameter patience"):
             alert_rules({"patience": value})
+    for value in ("abc", "5", "5min", "5m1h", "-5m", "m"):  # Prometheus would refuse the file
+        with pytest.raises(SettingsError, match="which Prometheus would load"):
+            alert_rules({"patience": value})
+    for value in ("abc", "5m", "-3", "1e", "."):
+        with pytest.raises(SettingsError, match="which Prometheus would load"):
+            alert_rules({"no_commit_intervals": value})
+    assert "for: 1h30m # patience" in alert_rules({"patience": "1h30m"})
+    assert "> 2.5 * " in alert_rules({"no_commit_intervals": "2.5"})
 
 
 def test_the_command_prints_both_files_as_they_are() -> None:
