@@ -7,6 +7,7 @@ of all runs sooner or later, and a sweep those of one run alone.
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
@@ -18,6 +19,7 @@ from recpoint.errors import StagingError
 
 __all__ = ["AGENT", "DRAIN", "AgentLock", "AtWork", "agent_lock_path", "at_work", "sweep_of"]
 
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SWEEP = re.compile(r"sweep ([A-Za-z0-9._-]+)\Z")
 
 
@@ -109,7 +111,10 @@ class AgentLock:
                 str(self._path.parent),
                 found=error.strerror or str(error),
                 expected="a directory that the agent can create and write",
-                next_step="give another directory: --staging or RECPOINT_STAGING",
+                next_step="free space there, or give another directory, to trainer and agent: "
+                "RECPOINT_STAGING"
+                if error.errno in _FULL
+                else "give another directory: --staging or RECPOINT_STAGING",
             ) from error
         if isinstance(taken, Holder):
             return _said_by(taken)

@@ -82,8 +82,9 @@ class Checkpointer:
         model: holds every parameter that the optimizers train.
         optimizers: one, or several.
         run: the run URL: a local path, `file://`, `s3://bucket/prefix`.
-        reader: where batches come from, with `state_dict` and `load_state_dict`.
-        schedulers: learning-rate schedulers.
+        reader: where batches come from, with `state_dict` and `load_state_dict`; `ResumableLoader`
+            makes one of a DataLoader. None: the script knows which batches to go on with.
+        schedulers: learning-rate schedulers; one that is left out begins anew with each restart.
         extras: name -> anything else with a state: gradient scalers, metrics. Of several ranks each
             has its own, which the rank of the same number gets back; those of ranks that are gone
             are dropped, and a rank that was not there gets those of rank 0, with generators that

@@ -97,3 +97,16 @@ def test_that_no_more_files_may_be_opened_is_no_lock_nobody_holds(tmp_path: Path
 def test_no_directory_has_no_lock(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert at_work(tmp_path / "nothing") is None and at_work(tmp_path / "file") is None
+
+
+def test_a_full_staging_area_is_no_reason_to_leave_it(tmp_path: Path) -> None:
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, kept[1]))  # a full disk, of another number
+    try:
+        with pytest.raises(StagingError) as refused:
+            AgentLock(tmp_path).take()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert refused.value.next_step.startswith("free space there")
+    with AgentLock(tmp_path):
+        pass  # nothing is left of it
