@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Never
+
+import torch
 
 from recpoint.errors import ScriptingRefused
 
 if TYPE_CHECKING:
     from recpoint.trainer_plugin.tracking import Tracker
 
-__all__ = ["LookupHook"]
+__all__ = ["LookupHook", "outside_graphs"]
+
+#: Since when `torch.compiler.disable` takes a reason.
+_SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
 class LookupHook:
@@ -43,3 +49,26 @@ class LookupHook:
 
     def __reduce__(self) -> tuple[type[LookupHook], tuple[()]]:
         return LookupHook, ()
+
+
+def outside_graphs(
+    mark: Callable[..., None], table: str, *, rewritten: bool
+) -> Callable[..., None]:
+    """`mark`, for lookups that are compiled: the graph ends before it, and another begins after it.
+
+    With fullgraph=True torch refuses that, at the first batch, and says this as its reason.
+    """
+    if rewritten:
+        why, remedy = "max_norm rewrites the rows it reads", "build the module without max_norm"
+    else:
+        why = "what its optimizer changes need not be in the gradient"
+        remedy = "train it with SGD, Adagrad or SparseAdam of torch.optim"
+    reason = (
+        f"recpoint marks each lookup of table {table!r}, which no graph can hold: {why}. Next: "
+        f"compile without fullgraph=True, or {remedy}"
+    )
+    # Of any torch.compiler that can say it; any optimizer of torch has imported the compiler.
+    found: Callable[..., None] = torch.compiler.disable(
+        mark, **({"reason": reason} if _SAYS_WHY else {})
+    )
+    return found

@@ -23,6 +23,7 @@ __all__ = [
     "FullyDirtyTables",
     "Watched",
     "all_rows_changed",
+    "always_changes_all_rows",
     "changes_gradient_rows",
     "counts_one_change",
     "row_states",
@@ -90,12 +91,12 @@ def all_rows_changed(
     """
     if isinstance(optimizer, row_local):
         return None
+    if always_changes_all_rows(optimizer, row_local):
+        return _unknown(type(optimizer))
     kind = type(optimizer)
     if kind is SparseAdam:
         return None  # its update is masked to the rows of the sparse gradient
-    rowwise = f"{kind.__module__}.{kind.__qualname__}" == _ROWWISE_ADAGRAD
-    if kind not in _KNOWN and not rowwise:
-        return _unknown(kind)
+    rowwise = _is_rowwise(kind)
     if _active(group.get("weight_decay", 0)):
         return AllRows("weight_decay pulls on every row", "set weight_decay=0 for its group")
     if kind is SGD and _active(group.get("momentum", 0)):
@@ -118,6 +119,16 @@ def all_rows_changed(
             "use a larger eps",
         )
     return None
+
+
+def always_changes_all_rows(optimizer: Optimizer, row_local: tuple[type, ...]) -> bool:
+    """Whether each step changes rows that were not looked up, whatever the hyperparameters are."""
+    kind = type(optimizer)
+    return not (isinstance(optimizer, row_local) or kind in _KNOWN or _is_rowwise(kind))
+
+
+def _is_rowwise(kind: type) -> bool:
+    return f"{kind.__module__}.{kind.__qualname__}" == _ROWWISE_ADAGRAD
 
 
 def changes_gradient_rows(optimizer: Optimizer) -> bool:

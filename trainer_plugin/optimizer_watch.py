@@ -15,6 +15,7 @@ from recpoint.trainer_plugin.optimizer_rows import (
     FullyDirtyTables,
     Watched,
     all_rows_changed,
+    always_changes_all_rows,
     changes_gradient_rows,
     counts_one_change,
 )
@@ -197,9 +198,13 @@ class OptimizerWatch:
                     self._groups[number].append(group)
         for name, tracker in self._trackers.items():
             found = self._owners.get(name)
+            if found is None:
+                tracker.choose(by_gradient=False)
+                continue
+            its = self._optimizers[found.optimizer]
             tracker.choose(
-                by_gradient=found is not None
-                and changes_gradient_rows(self._optimizers[found.optimizer])
+                by_gradient=changes_gradient_rows(its),
+                whole=always_changes_all_rows(its, self._row_local),
             )
         for number, optimizer in enumerate(self._optimizers):
             exact = counts_one_change(optimizer)

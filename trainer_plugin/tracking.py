@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.lookup_hook import LookupHook
+from recpoint.trainer_plugin.lookup_hook import LookupHook, outside_graphs
 from recpoint.trainer_plugin.table import Table
 
 __all__ = ["Dirty", "Tracker"]
@@ -70,6 +70,7 @@ class Tracker:
 
     # One compact object: between two steps its memory has left the caches.
     __slots__ = (
+        "_before_compiled_lookup",
         "_hook",
         "_installed",
         "_known",
@@ -77,6 +78,7 @@ class Tracker:
         "_spare",
         "_states",
         "_storage",
+        "_whole",
         "all_rows",
         "bitmap",
         "by_gradient",
@@ -108,7 +110,8 @@ class Tracker:
         self._installed = False
         self.changes = 0
         self._states: list[tuple[weakref.ref[Tensor], int]] = []
-        self._known = False  # by `choose`: its optimizer is one of those that are known
+        # By `choose`: its optimizer is one of those that are known, or one that changes all rows.
+        self._known = self._whole = False
 
     def _use(self, bitmap: Tensor) -> None:
         self.bitmap = bitmap
@@ -131,6 +134,9 @@ class Tracker:
         """Hook into the module, if lookups are to be marked; `remove` undoes it."""
         self._installed = True
         if not self.by_gradient and self._hook is None:
+            self._before_compiled_lookup = outside_graphs(
+                self._before_lookup, self.table.key, rewritten=self.table.changed_by_lookup
+            )
             self._hook = self.table.before_lookup(LookupHook(self))
 
     def remove(self) -> None:
@@ -140,13 +146,15 @@ class Tracker:
             self._hook.remove()
             self._hook = None
 
-    def choose(self, *, by_gradient: bool) -> None:
+    def choose(self, *, by_gradient: bool, whole: bool = False) -> None:
         """Mark after steps, or at lookups.
 
         Args:
             by_gradient: the table's optimizer is watched, and with a sparse gradient changes the
                 rows of the gradient only.
+            whole: each of its steps makes the table dirty as a whole.
         """
+        self._whole = whole
         self._known = by_gradient and self.table.counts_changes
         wanted = (
             by_gradient
@@ -170,13 +178,20 @@ class Tracker:
         trains = module.training and _gradients_enabled() and self.weight.requires_grad
         # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
         # without gradients.
-        if module.max_norm is None:
-            if not trains:
-                return
-            if self._known and _is_compiling():
-                # Marking would cut the graph in two, which fullgraph=True refuses. What a known
-                # optimizer changes is in the gradient, of which rows are marked after its step.
-                return
+        rewritten = module.max_norm is not None
+        if not (trains or rewritten):
+            return
+        if not _is_compiling():
+            self._before_lookup(args, kwargs, trains, rewritten)
+        # This cuts the graph in two, which fullgraph=True refuses. What a known optimizer changes
+        # is in the gradient, of which rows are marked after its step; after that of one that
+        # changes all rows they all are.
+        elif rewritten or not (self._known or self._whole):
+            self._before_compiled_lookup(args, kwargs, trains, rewritten)
+
+    def _before_lookup(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool, rewritten: bool
+    ) -> None:
         try:
             self._mark(args[0] if args else kwargs["input"])
         except IndexError:
@@ -184,7 +199,7 @@ class Tracker:
         except Exception as error:
             # Whatever it is, it must not stop training, and not knowing the rows has a safe form.
             self._unexplained(f"a lookup could not be marked ({error})")
-        if module.max_norm is not None:
+        if rewritten:
             self.rewrites += 1
         self.unapplied = self.unapplied or trains
 
@@ -257,7 +272,9 @@ class Tracker:
 
     def _after_lookups(self, has_gradient: bool) -> None:
         count = self._count()
-        self.changes += count
+        # A known optimizer has changed it once: lookups of a module with max_norm the other times,
+        # and those change no row states.
+        self.changes += min(count, 1)
         looked_up, self.unapplied = self.unapplied, False
         if count > 1 + self._rewritten() and self._known:
             # In hooks of the step or in its closure: known optimizers change a weight once.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.optim import SGD, Adam
 
 from recpoint.errors import ScriptingRefused
@@ -18,6 +20,10 @@ from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.tables import find_tables
 from recpoint.trainer_plugin.tracking import Tracker
 from tests.tracked import ROWS, Tracked, sparse_table
+
+
+class OwnSGD(SGD):
+    """Known to nobody."""
 
 
 def test_training_lookups_mark_their_rows() -> None:
@@ -105,6 +111,38 @@ def test_a_model_that_must_compile_as_one_graph(make: Any) -> None:
         tracked.optimizers[0].step()
         assert tracked.dirty() == [row, 9]
     assert tracked.tracker.surprise is None
+
+
+@pytest.mark.parametrize("kind", [Adam, OwnSGD])
+def test_one_graph_with_an_optimizer_that_changes_all_rows(kind: Any) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4), partial(kind, lr=0.1))
+    compiled = torch.compile(tracked.module, backend="eager", fullgraph=True)
+    for row in (1, 2):
+        tracked.optimizers[0].zero_grad()
+        compiled(torch.tensor([row, 9])).sum().backward()
+        assert tracked.dirty() == []
+        tracked.optimizers[0].step()
+        assert tracked.dirty() is None
+    assert tracked.tracker.surprise is None
+
+
+def test_a_lookup_that_no_graph_can_hold_says_so_and_what_to_do() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1))
+    local = Tracked(nn.Embedding(ROWS, 4), partial(OwnSGD, lr=0.1), row_local=(OwnSGD,))
+    for one, remedy in ((tracked, "without max_norm"), (local, "SGD, Adagrad or SparseAdam")):
+        torch._dynamo.reset()  # it remembers that it has refused one
+        module = one.module
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        with pytest.raises(Unsupported, match=f"table {one.tracker.table.key!r}.*{remedy}") as told:
+            compiled(torch.tensor([1]))
+        assert "compile without fullgraph=True" in str(told.value)
+        torch._dynamo.reset()
+        in_parts = torch.compile(module, backend="eager")
+        for row in (1, 2):
+            in_parts(torch.tensor([row])).sum().backward()
+            one.optimizers[0].step()
+            one.optimizers[0].zero_grad()
+            assert one.dirty() == [row] and one.tracker.surprise is None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

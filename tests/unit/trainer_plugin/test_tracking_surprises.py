@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,9 +192,12 @@ STATEFUL = [
 ]
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize(("make", "sparse"), STATEFUL)
-def test_row_states_that_change_outside_the_steps_are_noticed(make: Any, sparse: bool) -> None:
-    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse), make)
+def test_row_states_that_change_outside_the_steps_are_noticed(
+    make: Any, sparse: bool, max_norm: float | None
+) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, sparse=sparse, max_norm=max_norm), make)
 
     def dirty() -> list[int] | None:
         tracked.tracker.follow_row_states(states())
@@ -222,6 +226,29 @@ def test_row_states_that_change_outside_the_steps_are_noticed(make: Any, sparse:
     states()[0].zero_()
     tracked.tracker.mark_all()
     assert dirty() is None and tracked.tracker.surprise is None
+
+
+def test_lookups_in_a_closure_explain_no_change_of_row_states() -> None:
+    """With max_norm they change the weight, during the step."""
+    tracked = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1), partial(Adagrad, lr=0.1))
+    (optimizer,) = tracked.optimizers
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = tracked.module(torch.tensor([1])).pow(2).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    def dirty() -> list[int] | None:
+        tracked.tracker.follow_row_states([optimizer.state[tracked.module.weight]["sum"]])
+        return tracked.dirty()
+
+    optimizer.step(closure)
+    assert dirty() == [1]
+    optimizer.step(closure)
+    optimizer.state[tracked.module.weight]["sum"].mul_(0.5)
+    assert dirty() is None
+    assert "row states" in str(tracked.tracker.surprise)
 
 
 def test_momentum_is_no_change_outside_the_steps() -> None:
