@@ -273,8 +273,9 @@ class Checkpointer:
                 anew ended before its first; or all are damaged, and tables may hold their rows:
                 build the model anew before you start `fresh`.
             StagingError, StoreError: area or store cannot be used; or another process trains here.
-            SettingsError: called twice, or options exclude each other.
+            SettingsError: called twice, or in a forked child, or options exclude each other.
         """
+        self._refuse_child("restore()")
         if self._pipeline is not None or self._closed:
             raise _misuse("restore()", "a second call", "one call before training")
         wanted = takeover.Wanted(
@@ -371,7 +372,8 @@ class Checkpointer:
         """One more batch is done; take a checkpoint when one is due. Call after the optimizers.
 
         Raises:
-            SettingsError: `restore` was not called.
+            SettingsError: `restore` was not called; or this is a forked child of the process that
+                built this.
             RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
         """
         pipeline, pace = self._running("step()")
@@ -431,7 +433,7 @@ class Checkpointer:
         """What happened to the checkpoints so far."""
         if self._pipeline is None:
             return Statistics().read(self.batches_done)
-        if not self._closed:
+        if not self._is_over():
             self._pipeline.outcomes.fetch()
         return self._pipeline.statistics.read(self.batches_done)
 
@@ -502,7 +504,20 @@ class Checkpointer:
                 expected="one that restore() has started",
                 next_step="call restore() once before training; it is fine when there is nothing",
             )
+        self._refuse_child(call)
         return self._pipeline, self._pace
+
+    def _refuse_child(self, call: str) -> None:
+        if os.getpid() != self._process:
+            raise SettingsError(
+                call,
+                found=f"a forked child (process {os.getpid()}) of the one that built this "
+                f"Checkpointer (process {self._process})",
+                expected="the process that built it: a child would stage its own state as that "
+                "one's, in its slots",
+                next_step="train and checkpoint in one process, and build the Checkpointer after "
+                "it was forked",
+            )
 
     def _named(self, table: str) -> list[tuple[Table, Tracker]]:
         """The pieces of a table that this process holds."""

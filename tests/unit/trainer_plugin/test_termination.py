@@ -195,6 +195,7 @@ LEAVING = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
+from recpoint.errors import SettingsError
 from tests.training_builder import Place, checkpointer, simple_training
 place = Place(sys.argv[2], Path(sys.argv[3]))
 training = simple_training()
@@ -214,11 +215,18 @@ with checkpointer(training, place, interval_batches=10**6) as ckpt:
         sys.exit()
     elif sys.argv[4] == "closes":
         ckpt.close(final=False)
+    elif sys.argv[4] in ("step", "checkpoint", "restore"):
+        try:
+            getattr(ckpt, sys.argv[4])()
+        except SettingsError as refused:
+            assert f"{sys.argv[4]}(): found a forked child (process {os.getpid()})" in str(refused)
+        else:
+            raise AssertionError("it was not refused")
 """
 
 
-@pytest.mark.parametrize("how", ["goes on", "exits", "closes"])
-def test_a_forked_child_that_leaves_the_block_takes_no_checkpoint(place: Place, how: str) -> None:
+@pytest.mark.parametrize("how", ["goes on", "exits", "closes", "step", "checkpoint", "restore"])
+def test_a_forked_child_takes_no_checkpoint(place: Place, how: str) -> None:
     root = Path(__file__).parents[3]
     ran = subprocess.run(
         [sys.executable, "-c", LEAVING, str(root), place.run, str(place.staging), how],
