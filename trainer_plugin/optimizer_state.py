@@ -138,12 +138,15 @@ class OptimizerState:
         """
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
+        groups = self._torch_groups()
         for optimizer, there in zip(self.optimizers, saved, strict=True):
             for group, stored in zip(optimizer.param_groups, there["groups"], strict=True):
                 _restore_group(group, stored)
             optimizer.state.clear()
             for name, entry in there["state"].items():
-                optimizer.state[by_name[name]] = _restored(by_name[name], entry, rows.get(name, {}))
+                mine = by_name[name]
+                own = _for_device(entry, groups.get(id(mine)))
+                optimizer.state[mine] = _restored(mine, own, rows.get(name, {}))
             optimizer.state.update(there["other"])
 
     def carry_differences(
@@ -173,6 +176,7 @@ class OptimizerState:
             rows: parameter name here -> its row states, restored already.
         """
         here, there = self._trained_by(), _trained_by(saved)
+        groups = self._torch_groups()
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
         for new, old in parameters.items():
@@ -180,8 +184,19 @@ class OptimizerState:
             if entry is not None:
                 # Two parameters may come from one, and never share what they train.
                 values = {key: _copied(value) for key, value in entry["values"].items()}
-                own = {**entry, "values": values}
-                here[new].state[by_name[new]] = _restored(by_name[new], own, rows.get(new, {}))
+                mine = by_name[new]
+                own = _for_device({**entry, "values": values}, groups.get(id(mine)))
+                here[new].state[mine] = _restored(mine, own, rows.get(new, {}))
+
+    def _torch_groups(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter that an optimizer of torch trains, by its id."""
+        return {
+            id(parameter): group
+            for optimizer in self.optimizers
+            if type(optimizer).__module__.startswith("torch.optim")
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
 
     def _trained_by(self) -> dict[str, Optimizer]:
         names = parameter_names(self._model)
@@ -239,6 +254,23 @@ def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dic
             if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu
         ],
     }
+
+
+def _for_device(entry: Mapping[str, Any], group: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """`entry` with a step count on the host or not, as torch has it.
+
+    A state from a CPU does not say so: there all is on the host. On a GPU each step would wait for
+    it, for each parameter.
+
+    Args:
+        entry: as `_entry` made it.
+        group: of the parameter, if an optimizer of torch trains it.
+    """
+    if group is None:
+        return entry
+    others = [key for key in entry["on_host"] if key != "step"]
+    on_device = group.get("capturable") or group.get("fused")
+    return {**entry, "on_host": others if on_device else [*others, "step"]}
 
 
 def _restored(
