@@ -15,7 +15,7 @@ __all__ = ["AgentTrouble", "read_trouble"]
 _MOST_BYTES: Final = 65_536
 _MOST_CHARACTERS: Final = 2_000
 #: An agent writes it every five seconds: what is older is of one that is gone, or hangs.
-_FRESH_SECONDS: Final = 30.0
+_FRESH_MS: Final = 30_000
 _NEXT: Final = ". Next: "
 
 
@@ -60,7 +60,8 @@ def read_trouble(run_dir: Path, run_url: str) -> AgentTrouble | None:
         return None
     if type(alive_ms) is not int or type(tries) is not int or not isinstance(text, str):
         return None
-    if not text or tries < 1 or time.time() - alive_ms / 1000 > _FRESH_SECONDS:
+    # Of the future it is, where the clock has been put back: one that lives writes it anew.
+    if not text or tries < 1 or abs(int(time.time() * 1000) - alive_ms) > _FRESH_MS:
         return None
     line = naming_run(" ".join(text.split()), run_url)[:_MOST_CHARACTERS]
     error, _, next_step = line.rpartition(_NEXT)

@@ -100,8 +100,14 @@ def release(descriptor: int) -> None:
 
 def _is_held_here(path: Path) -> bool:
     # By the file: of several containers that share a directory each may have a process 1.
-    there = path.lstat()
-    return any(os.path.samestat(os.fstat(descriptor), there) for descriptor in list(_held))
+    return any(_is_file(descriptor, path) for descriptor in list(_held))
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False  # another thread has given it back meanwhile, or the file is gone
 
 
 def is_held(path: Path) -> bool:

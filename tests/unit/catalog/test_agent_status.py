@@ -52,6 +52,8 @@ def test_a_command_that_is_proposed_names_the_run(tmp_path: Path) -> None:
     "status",
     [
         failing(age_seconds=60),  # of an agent that is gone
+        failing(age_seconds=-3600),  # the same, and then the clock was put back
+        failing(alive_ms=10**400),
         failing(tries=0),  # a job that was rejected: its trainer is told
         failing(last_error=None),
         failing(last_error=["no", "text"]),

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from recpoint.catalog import host_lock
+from recpoint.errors import StagingError
 
 IN_A_CHILD = """
 import os, sys
@@ -30,3 +36,16 @@ def test_a_forked_child_that_releases_closes_no_file_of_its_own(tmp_path: Path) 
     ran = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert (tmp_path / "own").read_bytes() == b"mine"
+
+
+def test_a_lock_that_another_thread_gives_back_meanwhile_hides_none(tmp_path: Path) -> None:
+    other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
+    lock = host_lock.acquire(tmp_path / "lock", expected="a free lock", next_step="wait")
+    os.close(other)
+    host_lock._held.add(other)  # as a thread sees it that has listed the locks before
+    try:
+        with pytest.raises(StagingError, match="this one"):
+            host_lock.acquire(tmp_path / "lock", expected="none", next_step="wait", here="close it")
+    finally:
+        host_lock._held.discard(other)
+        host_lock.release(lock)
