@@ -145,6 +145,7 @@ class Tracker:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            del self._before_compiled_lookup  # it keeps this, and with it the bitmaps
 
     def choose(self, *, by_gradient: bool, whole: bool = False) -> None:
         """Mark after steps, or at lookups.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from functools import partial
 from typing import Any
 
@@ -346,3 +348,16 @@ def test_copies_of_a_tracked_model_track_nothing(sparse: bool) -> None:
         table(torch.tensor([1])).sum().backward()
     assert tracked.dirty() == []
     assert list(tracked.model.state_dict()) == ["table.weight"]
+
+
+def test_a_tracker_that_was_removed_is_freed_with_its_last_reference() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4), lambda p: Adam(p, lr=0.1))
+    bitmap = weakref.ref(tracked.tracker.bitmap)
+    tracked.watch.remove()
+    tracked.tracker.remove()
+    gc.disable()
+    try:
+        del tracked
+        assert bitmap() is None
+    finally:
+        gc.enable()
