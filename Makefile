@@ -7,6 +7,9 @@ INSTALLED := $(VENV)/.installed
 # They go in the order of tests/conftest.py: xdist would put all groups first.
 TEST_WORKERS ?= 4
 PYTEST_ARGS ?=
+# Where tests write. They sync what they write, thousands of times, which in memory costs nothing: it is
+# taken where there is plenty. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
+TEST_FILES ?= $(shell awk '/^MemAvailable:/ && $$2 > 20e6 {print "/dev/shm"}' /proc/meminfo 2>/dev/null)
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
@@ -41,7 +44,11 @@ unit: export PYTHONDONTWRITEBYTECODE =
 unit: export OMP_WAIT_POLICY = passive
 unit: $(INSTALLED)
 	$(BIN)/python -c 'from recpoint import kernels; kernels.warm_up()'
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	@files=$$(mktemp -d "$(or $(TEST_FILES),$${TMPDIR:-/tmp})/recpoint-tests.XXXXXX") || exit 1; \
+	trap 'rm -rf "$$files"' INT TERM; \
+	TMPDIR=$$files $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
+		--basetemp="$$files/tests" $(PYTEST_ARGS); code=$$?; \
+	if [ $$code = 0 ]; then rm -rf "$$files"; else echo "what the tests wrote: $$files"; fi; exit $$code
 
 lint: style types ## ruff, mypy --strict, import-linter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -87,3 +88,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (uses_prefect, grouped is None, slow is None)
 
     items.sort(key=order)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected by now out of each later collection of garbage."""
+    gc.collect()
+    gc.freeze()
