@@ -194,7 +194,7 @@ class Statistics:
 
 def _told(error: BaseException) -> str:
     try:
-        text = str(error)
+        text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
     except Exception as broken:  # its class may be a user's, as that of a reader's error
         text = f"its text cannot be made ({type(broken).__name__})"
     return f"{type(error).__name__}: {text}"

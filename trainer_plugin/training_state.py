@@ -107,7 +107,7 @@ class TrainingState:
             self._told_unused = left_out.warn_of_unused(self._reader, batches_done)
         tree = {
             "batches_done": batches_done,
-            "reader": None if self._reader is None else self._reader.state_dict(),
+            "reader": None if self._reader is None else _state_of("reader", self._reader),
             **self.capture_fixed(),
         }
         # What is the same everywhere is stored once.
@@ -124,8 +124,14 @@ class TrainingState:
         tree = {
             "model": self.model.capture(),
             "optimizers": self.optimizers.capture(),
-            "schedulers": [_plain(scheduler.state_dict()) for scheduler in self._schedulers],
-            "extras": {name: _plain(extra.state_dict()) for name, extra in self._extras.items()},
+            "schedulers": [
+                _plain(_state_of(f"schedulers[{i}]", scheduler))
+                for i, scheduler in enumerate(self._schedulers)
+            ],
+            "extras": {
+                name: _plain(_state_of(f"extras[{name!r}]", extra))
+                for name, extra in self._extras.items()
+            },
             "sources": {name: source.state_dict() for name, source in self._sources.items()},
             "rng": rng_state.capture(),
         }
@@ -280,6 +286,17 @@ def _rates(state: object) -> int:
     """How many groups a scheduler of torch is for; 0: it does not say."""
     rates = state.get("base_lrs") if isinstance(state, Mapping) else None
     return len(rates) if isinstance(rates, list | tuple) else 0
+
+
+def _state_of(subject: str, thing: Stateful) -> Any:
+    """Its `state_dict()`, whose errors are a user's: they are told whose, at each checkpoint."""
+    try:
+        return thing.state_dict()
+    except Exception as error:
+        note = f"from state_dict() of {subject}"
+        if note not in getattr(error, "__notes__", ()):  # one error may be raised many times
+            error.add_note(note)
+        raise
 
 
 def _plain(value: Any) -> Any:

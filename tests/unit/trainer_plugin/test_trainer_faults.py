@@ -372,6 +372,28 @@ def test_a_thread_that_dies_during_a_cut_and_cannot_be_started(place: Place) -> 
     assert_restores(place, training)
 
 
+@pytest.mark.parametrize("of", ["reader", "schedulers[0]", "extras['metric']"])
+def test_an_error_of_a_state_dict_says_of_which(place: Place, of: str) -> None:
+    error = ValueError("no state today")
+
+    def broken() -> Any:
+        raise error
+
+    training = simple_training()
+    metric = torch.nn.Linear(1, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizers[0], 5)
+    things = {"reader": training.reader, "schedulers[0]": scheduler, "extras['metric']": metric}
+    ckpt = checkpointer(
+        training, place, interval_batches=1, schedulers=[scheduler], extras={"metric": metric}
+    )
+    ckpt.restore()
+    vars(things[of])["state_dict"] = broken
+    train(training, ckpt, 2)
+    assert ckpt.stats.failed == 2
+    assert ckpt.stats.last_error == f"ValueError: no state today (from state_dict() of {of})"
+    ckpt.close(final=False)
+
+
 def test_a_reader_that_fails_is_noted(place: Place) -> None:
     training = simple_training()
 
