@@ -15,7 +15,7 @@ from recpoint.catalog.staged import finish, read_job
 from recpoint.catalog.store_contract import Store
 from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.format.job import Job, Outcome
-from recpoint.format.naming import parse_job_stem
+from recpoint.format.naming import MANIFESTS_PREFIX, attempt_prefix, parse_job_stem
 from recpoint.format.rejections import Rejection
 
 __all__ = ["finish_committed", "reject_job"]
@@ -86,7 +86,7 @@ def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> 
         # expects. A sweep removes what is left.
         with suppress(RecpointError):
             remove_parts(run, job.ref, rank=job.rank)
-    if isinstance(error, CheckpointCancelled):
+    if isinstance(error, CheckpointCancelled) and not _looks_committed(run, job):
         return  # as its trainer wished: a newer one takes its place
     rejection = Rejection(
         checkpoint=job.ref,
@@ -95,6 +95,12 @@ def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> 
         rejected_ms=outcome.finished_ms,
     )
     leave_rejection(run, job.rank, rejection)
+
+
+def _looks_committed(run: Run, job: Job) -> bool:
+    """Whether what is stored of it would pass for a checkpoint whose manifest is gone (§6.5)."""
+    prefix = attempt_prefix(job.step, job.generation, job.attempt)
+    return not any(run.store.list(MANIFESTS_PREFIX)) and any(run.store.list(prefix))
 
 
 def _now_ms() -> int:

@@ -102,9 +102,12 @@ def _followed(run: Run) -> Iterator[str]:
         if part is not None:
             stored.discard(part.checkpoint)
     for of_rank in RejectionWatch(run).look():
-        for one in of_rank.newest:
-            ref = one.checkpoint
-            stored.discard(AttemptName(ref.step, ref.generation, ref.attempt))
+        refs = [one.checkpoint for one in of_rank.newest]
+        stored.difference_update(AttemptName(ref.step, ref.generation, ref.attempt) for ref in refs)
+        if of_rank.count > len(refs) and all(ref.generation >= generation for ref in refs):
+            # Those before them may have been rejected, too.
+            first = min(ref.step for ref in refs)
+            stored = {attempt for attempt in stored if attempt.step > first}
     steps = sorted({attempt.step for attempt in stored})
     if len(steps) > 1:
         yield (

@@ -21,7 +21,7 @@ from recpoint.catalog.run_end import read_end
 from recpoint.catalog.run_url import naming_run
 from recpoint.catalog.store_contract import ObjectInfo
 from recpoint.catalog.validations import Verdict, read_record
-from recpoint.errors import FormatError, ObjectNotFound, RecpointError
+from recpoint.errors import CheckpointCancelled, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.naming import (
     DELETION_KEY,
     EXPIRED_PREFIX,
@@ -250,6 +250,7 @@ class Troubles:
             )
             for record in self._rejections.look()
             for one in record.newest
+            if one.error_type != CheckpointCancelled.__name__  # as its trainer wished
         ]
         return sorted(found, key=lambda one: -(one.when_ms or 0))[:_TOLD]
 

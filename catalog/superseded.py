@@ -66,7 +66,8 @@ def manifests_gone(run: Run) -> NothingToRestore | None:
     Raises:
         StoreError: the store cannot be read.
     """
-    why = why_gone(run, run.representations())
+    # Looked at twice: the first of a run may be committed right after the manifests were listed.
+    why = why_gone(run, run.representations()) and why_gone(run, run.representations())
     if not why:
         return None
     return NothingToRestore(

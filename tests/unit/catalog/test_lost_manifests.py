@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import pins, publications
+from recpoint.catalog import cancel, persist, pins, publications
 from recpoint.catalog.check import CheckReport, check
 from recpoint.catalog.lineage import ManifestName
 from recpoint.catalog.rejections import leave_rejection
 from recpoint.catalog.restore import MemoryTarget, restore
 from recpoint.catalog.run import Run
+from recpoint.catalog.run_watch import RunWatch
+from recpoint.catalog.staged import read_job
 from recpoint.catalog.superseded import line_to_go_on
 from recpoint.catalog.sweep import SweepPlan, SweepResult, execute, plan_sweep
 from recpoint.catalog.validate import record, validate
@@ -22,6 +24,7 @@ from recpoint.catalog.validations import verdicts
 from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
+    CHUNKS_PREFIX,
     attempt_prefix,
     consolidated_key,
     generation_key,
@@ -29,8 +32,10 @@ from recpoint.format.naming import (
     part_key,
 )
 from recpoint.format.records import pack_record
-from recpoint.format.rejections import Rejection
+from recpoint.format.rejections import MAX_REJECTIONS, Rejection
 from tests.catalog_builder import Checkpoint, build, copy_run, new_run, publish, tables, upload
+from tests.interposed_store import InterposedStore
+from tests.job_builder import stage
 from tests.retained_run import LAST, add, consolidated, keys, retain
 
 STEPS = (10, 11, 12, 13)
@@ -290,7 +295,14 @@ def replaced(run: Run, checkpoint: Checkpoint) -> None:
     run.claim(None)
 
 
-@pytest.mark.parametrize("answer", [rejected, part_there, replaced])
+def many_rejected(run: Run, checkpoint: Checkpoint) -> None:
+    """More than their record has room for."""
+    rejected(run, checkpoint)
+    for step in range(11, 11 + MAX_REJECTIONS):
+        rejected(run, build(run, tables(), step=step, generation=1))
+
+
+@pytest.mark.parametrize("answer", [rejected, part_there, replaced, many_rejected])
 def test_what_was_stored_and_not_committed_is_no_sign_of_a_manifest(
     answer: Callable[[Run, Checkpoint], None], tmp_path: Path
 ) -> None:
@@ -304,6 +316,40 @@ def test_what_was_stored_and_not_committed_is_no_sign_of_a_manifest(
     assert line_to_go_on(run) == []
     plan, result = swept(run)
     assert plan.lost == () and len(result.removed) > 0
+
+
+def test_what_a_trainer_wished_dropped_is_no_sign_of_a_manifest(tmp_path: Path) -> None:
+    """All its chunks were there: a newer one was to take its place, and was cut short."""
+    run = new_run(tmp_path / "new")
+    run.claim(None)
+    job_file = stage(run, tmp_path / "s", tables(), step=10, generation=1)
+    for group in persist.groups_of(job_file):
+        if group.quantized:
+            persist.quantize_step(job_file, group.index)
+        persist.encode_step(job_file, group.index)
+        persist.upload_step(job_file, group.index)
+    cancel.write_mark(job_file.parent.parent, read_job(job_file).ref, 0)
+    assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
+    upload(run.store, build(run, tables(), step=20, generation=1))
+    assert len(list(run.store.list(CHUNKS_PREFIX))) > 2
+    assert line_to_go_on(run) == []
+    assert RunWatch(run).refresh().failures == ()
+
+
+def test_a_first_checkpoint_that_is_committed_meanwhile(tmp_path: Path) -> None:
+    """And chunks of a second one, between two looks of a start."""
+    run = new_run(tmp_path / "new")
+    run.claim(None)
+    struck: list[str] = []
+
+    def commit(call: str, key: str) -> None:
+        if call == "list" and key == CHUNKS_PREFIX and not struck:
+            struck.append(key)
+            publish(run, build(run, tables(), step=10, generation=1))
+            upload(run.store, build(run, tables(), step=20, generation=1))
+
+    assert line_to_go_on(Run.open(InterposedStore(run.store, before=commit))) == []
+    assert struck
 
 
 def test_all_manifests_gone_between_plan_and_deed(run: Run) -> None:
