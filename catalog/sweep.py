@@ -273,11 +273,10 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
     reasons = {swept.key: swept for swept in plan.objects}
     named = NamedChunks(run, spare_newest=plan.spare_newest)
     for attempt in plan.prefixes:
-        looks = 0
+        vain_looks = 0
         while True:
             began_seconds = host_seconds()
             infos, reason = _still_doomed(run, plan, named, attempt, reasons)
-            looks += 1
             if reason:
                 spared.append(KeptPrefix(attempt_prefix(*attempt), reason))
                 break
@@ -285,7 +284,8 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
             for info in infos:
                 # Before each: this process may have stood still since it has looked.
                 long_ago = host_seconds() - began_seconds >= _LOOK_AGAIN_SECONDS
-                if long_ago and (gone or looks <= _SLOW_LOOKS):
+                if long_ago and (gone or vain_looks < _SLOW_LOOKS):
+                    vain_looks += not gone
                     break
                 run.store.delete(info.key)
                 note(reasons[info.key])

@@ -146,6 +146,35 @@ def test_a_sweep_that_stood_still_looks_again_before_it_removes(
     assert check(run, level="full").findings == ()
 
 
+def test_a_sweep_that_has_looked_often_still_looks_again(
+    run: Run, links: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where removing takes long it looks often, and each look is good for no longer."""
+    monkeypatch.setattr(sweeping_module, "_LOOK_AGAIN_SECONDS", 0.5)
+    monkeypatch.setattr(sweeping_module, "_SLOW_LOOKS", 1)
+    plan = plan_consolidation(run, name_of(links[-1]))
+    for part in plan.parts:
+        merge_part(run, plan, part)
+    planned = plan_sweep(run, grace_seconds=0)
+    assert len(planned.objects) > 1
+    looks: list[str] = []
+
+    def stand_still() -> set[str]:
+        looks.append(merge(run, links[-1]).outcome if len(looks) == 1 else "")
+        time.sleep(0.6 if looks[-1] else 0.0)
+        return set()
+
+    def slowly(call: str, key: str) -> None:
+        if call == "delete":
+            time.sleep(0.6)
+
+    sweeping = Run.open(InterposedStore(run.store, after=slowly))
+    result = execute(sweeping, replace(planned, keep=stand_still))
+    assert looks == ["", "created"] and len(result.removed) == 1
+    assert "a manifest names it now" in result.spared[0].reason
+    assert check(run, level="full").findings == ()
+
+
 def test_one_that_is_there_with_a_gap_is_mended(run: Run, links: list[Manifest]) -> None:
     """Killed after it had created its manifest, and before it looked once more."""
     before, _ = restored(run, links[-1])
