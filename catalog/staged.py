@@ -355,10 +355,18 @@ def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
             temporary.unlink()
         if not path.is_file():
             raise
-        # It has its pages in a file system in memory, and no more are needed.
+        # It has its pages in a file system in memory. Where it needs more of them it stays as it
+        # is: half of it would say nothing at all. One that is shorter ends in blanks, and not in
+        # what was there before.
         with path.open("rb+", buffering=0) as file:
-            file.write(data)
-            file.truncate(len(data))
+            before = os.fstat(file.fileno()).st_size
+            if before < len(data):
+                try:
+                    os.posix_fallocate(file.fileno(), 0, len(data))
+                except OSError:
+                    file.truncate(before)
+                    raise
+            file.write(data.ljust(before))
 
 
 def _listed(directory: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_what_is_wrong_is_told_where_no_second_file_can_be_written(tmp_path: Pat
     staged.status_path(tmp_path).unlink()
     with pytest.raises(OSError, match="status"):
         staged.write_status(tmp_path, failing())
+
+
+def test_what_there_is_no_room_for_leaves_what_was_told_before(tmp_path: Path) -> None:
+    staged.write_status(tmp_path, failing(last_error="StagingFull: no room"))
+    before = staged.status_path(tmp_path).read_bytes()
+    (tmp_path / f"{TEMPORARY_PREFIX}status-{threading.get_ident()}").mkdir()
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, kept[1]))  # a page, of a full disk
+    try:
+        with pytest.raises(OSError, match="too large"):
+            staged.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 5000))
+        assert staged.status_path(tmp_path).read_bytes() == before
+        staged.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 500))
+        staged.write_status(tmp_path, failing(last_error="StagingFull: still"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert str(read_trouble(tmp_path, URL)) == "StagingFull: still"
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 60_000, b"[]", b"\xff", b'{"a": 1', b" " * 70_000])
