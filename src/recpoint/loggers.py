@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from contextlib import suppress
 from typing import Final
 
 __all__ = ["NAMES", "guard"]
@@ -40,9 +41,12 @@ class _Guarded(logging.Logger):
         try:
             super().handle(record)
         except Exception:
-            if logging.raiseExceptions and sys.stderr:
-                sys.stderr.write(f"a handler failed at {record.msg!r:.500} of {self.name}:\n")
-                traceback.print_exc()
+            # Nor may what keeps it from being printed: where standard error was a pipe that nobody
+            # reads any more, the handler that writes to it has just failed.
+            with suppress(Exception):
+                if logging.raiseExceptions and sys.stderr:
+                    sys.stderr.write(f"a handler failed at {record.msg!r:.500} of {self.name}:\n")
+                    traceback.print_exc()
 
 
 def guard() -> None:

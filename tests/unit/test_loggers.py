@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -59,6 +60,30 @@ def test_what_a_handler_raises_is_printed(fails: Fails, capsys: pytest.CaptureFi
     fails.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         logging.getLogger("recpoint").warning("a signal came meanwhile")
+
+
+@pytest.mark.parametrize("how", ["closed", "a pipe that nobody reads"])
+def test_nothing_is_raised_where_standard_error_is_gone(how: str) -> None:
+    """The handler that writes to it fails then, and so does printing that."""
+    program = (
+        "import logging, os, sys\n"
+        "import recpoint\n"
+        "class Fails(logging.Handler):\n"
+        "    def emit(self, record): raise ConnectionError\n"
+        "logging.getLogger('recpoint').addHandler(Fails())\n"
+        "if sys.argv[1] == 'closed': sys.stderr.close()\n"
+        "logging.getLogger('recpoint').error('anything')\n"
+        "print('went on', flush=True)\n"
+        "os._exit(0)\n"  # python itself fails where it flushes to such a pipe at its end
+    )
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        arguments = [sys.executable, "-c", program, how]
+        ran = subprocess.run(arguments, check=False, stdout=subprocess.PIPE, stderr=writes)
+    finally:
+        os.close(writes)
+    assert ran.stdout == b"went on\n"
 
 
 def test_loggers_of_a_users_class_stay_theirs() -> None:
