@@ -30,14 +30,12 @@ def warn_of_schedulers(
         schedulers: as given; one that does not say which optimizer it is for may be for any.
         extras: as given; they are, or hold, schedulers too.
     """
-    if not all(hasattr(scheduler, "optimizer") for scheduler in schedulers):
+    try:
+        held = _held(schedulers, extras)
+    except Exception:
+        return  # attributes are the user's, and asking for one may raise whatever it likes
+    if held is None:
         return
-    # By their groups: a wrapped optimizer is another object and has the same ones.
-    held = {
-        id(getattr(thing.optimizer, "param_groups", None))
-        for thing in (*schedulers, *_within(extras))
-        if hasattr(thing, "optimizer")
-    }
     for number, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
         # torch's schedulers leave what they began with in each group.
@@ -69,23 +67,39 @@ def warn_of_batches(reader: object, extras: Collection[str], batches_done: int) 
         )
 
 
-def warn_of_unused(reader: object, batches_done: int) -> bool:
+def warn_of_unused(reader: object, batches: int) -> bool:
     """Warn at a cut where the reader is a `ResumableLoader` that was never asked for a batch.
+
+    Args:
+        reader: as given.
+        batches: trained in this process.
 
     Returns:
         Whether it warned.
     """
     if not isinstance(reader, ResumableLoader) or isinstance(reader.loader, Stateful):
         return False  # the loader in it has the position, whoever asks it for batches
-    unused = batches_done > 0 and not reader.used
+    unused = batches > 0 and not reader.used
     if unused:
         _log.warning(
-            "%d batches are done, and the reader gave none of them: after a restart they would be "
-            "trained again. Next: take the batches from the ResumableLoader that is the reader, "
+            "%d batches were trained, and the reader gave none of them: after a restart they would "
+            "be trained again. Next: take the batches from the ResumableLoader that is the reader, "
             "not from the loader in it",
-            batches_done,
+            batches,
         )
     return unused
+
+
+def _held(schedulers: Sequence[object], extras: Iterable[object]) -> set[int] | None:
+    """Of which optimizers a scheduler is given; None: one does not say of which."""
+    if not all(hasattr(scheduler, "optimizer") for scheduler in schedulers):
+        return None
+    # By their groups: a wrapped optimizer is another object and has the same ones.
+    return {
+        id(getattr(thing.optimizer, "param_groups", None))
+        for thing in (*schedulers, *_within(extras))
+        if hasattr(thing, "optimizer")
+    }
 
 
 def _within(things: Iterable[object]) -> Iterator[object]:

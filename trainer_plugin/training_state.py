@@ -54,6 +54,7 @@ class TrainingState:
         self._copies = frozenset(copies)
         self._stored_elsewhere: frozenset[str] = frozenset()
         self._told_unused = False
+        self._batches_before = 0
         self.model = model
         self.optimizers = optimizers
         if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -88,6 +89,7 @@ class TrainingState:
     def warn_of_batches(self, batches_done: int) -> None:
         """Call after a restore; see `left_out`."""
         left_out.warn_of_batches(self._reader, tuple(self._extras), batches_done)
+        self._batches_before = batches_done
 
     def leave_to_others(self, names: frozenset[str]) -> None:
         """Dense tensors of which other ranks store the pieces that are here."""
@@ -104,7 +106,8 @@ class TrainingState:
     def capture(self, batches_done: int) -> dict[str, Any]:
         """The tree right now; its tensors are the live ones: copy them before training goes on."""
         if not self._told_unused:
-            self._told_unused = left_out.warn_of_unused(self._reader, batches_done)
+            trained = batches_done - self._batches_before
+            self._told_unused = left_out.warn_of_unused(self._reader, trained)
         tree = {
             "batches_done": batches_done,
             "reader": None if self._reader is None else _state_of("reader", self._reader),

@@ -69,6 +69,25 @@ def test_a_scheduler_that_is_in_the_checkpoint_is_not_named(
     assert not _warned(caplog, "learning-rate scheduler")
 
 
+class NotReady(Schedulers):
+    """It has an optimizer, later."""
+
+    @property
+    def optimizer(self) -> object:
+        raise RuntimeError("fit() was not called")
+
+
+@pytest.mark.parametrize("given", ["schedulers", "extras"])
+def test_what_an_attribute_of_the_users_raises_is_passed_over(given: str, place: Place) -> None:
+    training, _ = _two_scheduled()
+    thing = NotReady()
+    what: dict[str, Any] = {"schedulers": [thing]}
+    if given == "extras":
+        what = {"extras": {"it": thing}}
+    with checkpointer(training, place, close_wait_seconds=0.0, **what) as ckpt:
+        assert ckpt.restore() is None
+
+
 @pytest.mark.parametrize("extras", [{}, {"position": Schedulers()}])
 def test_a_restore_without_a_reader_says_that_batches_may_be_others(
     extras: dict[str, Any], place: Place, caplog: pytest.LogCaptureFixture
@@ -100,3 +119,17 @@ def test_batches_taken_past_the_reader_are_noticed_once(
     assert ckpt.stats.staged > 1
     found = _warned(caplog, "the reader gave none of them")
     assert len(found) == (0 if wrapped else 1)
+
+
+def test_a_cut_right_after_a_restore_is_no_batch_past_the_reader(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        training = simple_training()
+        reader = ResumableLoader(DataLoader(TensorDataset(torch.arange(8))))
+        with place.agent(), checkpointer(training, place, reader=reader) as ckpt:
+            if ckpt.restore() is not None:
+                ckpt.checkpoint()
+            for _, _ in zip(range(4), reader, strict=False):
+                train(training, ckpt, 1)
+    assert ckpt.batches_done == 8 and not _warned(caplog, "the reader gave none of them")
