@@ -78,7 +78,8 @@ def refuse_prepared(subject: str, loader: object) -> None:
         SettingsError: it is one.
     """
     asked = getattr(type(loader), "state_dict", None)
-    if getattr(asked, "__module__", "").partition(".")[0] == "accelerate":
+    where = getattr(asked, "__module__", None) or ""  # what is compiled may have none
+    if where.partition(".")[0] == "accelerate":
         raise SettingsError(
             subject,
             found=f"a {type(loader).__name__} of Accelerate's prepare(), whose state_dict() does "

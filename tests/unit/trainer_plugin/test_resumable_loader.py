@@ -202,3 +202,13 @@ def test_a_loader_that_accelerate_prepared_is_refused(place: Place, stateful: bo
     training.reader = prepared
     with pytest.raises(SettingsError, match="^reader: found a DataLoaderShard of Accelerate's"):
         checkpointer(training, place)
+
+
+def test_a_loader_whose_state_dict_is_compiled_is_no_reason_to_fail() -> None:
+    """What is compiled need not say where it is from."""
+
+    class Compiled(DataLoader[Any]):
+        state_dict = dict.fromkeys
+
+    assert Compiled.state_dict.__module__ is None
+    assert list(ResumableLoader(Compiled(_SAMPLES, batch_size=64)))
