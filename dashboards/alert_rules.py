@@ -15,10 +15,10 @@ _HERE: Final = Path(__file__).parent
 _PARAMETER: Final = re.compile(r"^#   (\w+) +(\S+)", re.MULTILINE)
 #: A number, a duration of Prometheus', or a URL or path: nothing that could end the line it is on.
 _VALUE: Final = re.compile(r"[A-Za-z0-9._~:/@%+-]+\Z")
-_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?\Z")
+_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?\Z")
 #: Units at most once each, the largest first, as Prometheus wants them.
 _DURATION: Final = re.compile(
-    r"(?=[0-9])([0-9]+y)?([0-9]+w)?([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?([0-9]+ms)?\Z"
+    r"(?=[0-9])(0|([0-9]+y)?([0-9]+w)?([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?([0-9]+ms)?)\Z"
 )
 _NEXT_STEP: Final = "recpoint prometheus rules: the parameters are at its top"
 
@@ -47,7 +47,7 @@ def alert_rules(values: Mapping[str, str]) -> str:
                 expected=f"one of {', '.join(known)}",
                 next_step=_NEXT_STEP,
             )
-        if not (_VALUE.match(value) and _kind(known[name]).match(value)):
+        if not (_VALUE.match(value) and _would_load(name, known[name], value)):
             raise SettingsError(
                 f"parameter {name}",
                 found=repr(value),
@@ -67,9 +67,11 @@ def _rules() -> str:
     return (_HERE / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
 
 
-def _kind(default: str) -> re.Pattern[str]:
-    """What a value has to be in place of this one: else Prometheus refuses the whole file."""
-    return next((kind for kind in (_NUMBER, _DURATION) if kind.match(default)), _VALUE)
+def _would_load(name: str, default: str, value: str) -> bool:
+    """Whether a value can be in place of this one: else Prometheus refuses the whole file."""
+    kind = next((kind for kind in (_NUMBER, _DURATION) if kind.match(default)), _VALUE)
+    nothing = name.endswith("_window") and not value.strip("0ywdhms")
+    return bool(kind.match(value)) and not nothing
 
 
 def _with(line: str, name: str, default: str, value: str) -> str:

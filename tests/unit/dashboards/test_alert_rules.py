@@ -107,11 +107,16 @@ def test_wrong_parameters_are_refused() -> None:
     for value in ("abc", "5", "5min", "5m1h", "-5m", "m"):  # Prometheus would refuse the file
         with pytest.raises(SettingsError, match="which Prometheus would load"):
             alert_rules({"patience": value})
+    for value in ("0", "0s", "0h0m"):  # no window, but a patience
+        with pytest.raises(SettingsError, match="which Prometheus would load"):
+            alert_rules({"stall_window": value})
+        assert f"for: {value} # patience" in alert_rules({"patience": value})
     for value in ("abc", "5m", "-3", "1e", "."):
         with pytest.raises(SettingsError, match="which Prometheus would load"):
             alert_rules({"no_commit_intervals": value})
     assert "for: 1h30m # patience" in alert_rules({"patience": "1h30m"})
-    assert "> 2.5 * " in alert_rules({"no_commit_intervals": "2.5"})
+    for value in ("2.5", "1e3", "2.5e-1"):
+        assert f"> {value} * " in alert_rules({"no_commit_intervals": value})
 
 
 def test_the_command_prints_both_files_as_they_are() -> None:
