@@ -267,9 +267,10 @@ def finish(job_file: Path | str, outcome: Outcome) -> None:
     """Answer a job (format §7, S6): outcome first, so that a slot is never free unanswered."""
     job_file = Path(job_file)
     answer = outcomes_directory(job_file.parent.parent) / job_file.name
+    # Before the answer, which may need its room; a later try answers the same without it.
+    shutil.rmtree(spool_directory(job_file.parent.parent) / job_file.stem, ignore_errors=True)
     durable.make_directory(answer.parent)
     durable.write_atomically(answer, pack_record(outcome))
-    shutil.rmtree(spool_directory(job_file.parent.parent) / job_file.stem, ignore_errors=True)
     _note_answer(job_file, outcome)
     durable.remove(job_file)
 

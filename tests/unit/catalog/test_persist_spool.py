@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import persist, persist_plan
+from recpoint.catalog import durable, persist, persist_plan
 from recpoint.catalog.persist_spool import empty_spool, result_path
 from recpoint.catalog.persist_upload import encoded_entries
 from recpoint.catalog.run import Run
+from recpoint.catalog.staged import spool_directory
 from recpoint.catalog.staged_job import open_job
 from recpoint.catalog.store import open_store
 from recpoint.errors import StagingFull
 from recpoint.format.manifest import ChunkEntry
-from tests.catalog_builder import Table
+from tests.catalog_builder import Table, new_run
 from tests.job_builder import stage
 
 _ROWS = 60_000
@@ -108,6 +109,21 @@ def test_a_spool_without_room_is_named_and_the_job_waits(
         persist.persist_job(job, store=run.store)
     outcome = persist.persist_job(job, store=run.store)
     assert outcome.result == "committed", outcome.error
+
+
+def test_the_answer_has_the_room_of_what_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a staging area that is full it is what frees the slot."""
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    job = _job(run, tmp_path, 8, dirty=False, rounded=False)
+    _encoded(job)
+    spool = spool_directory(job.parent.parent) / job.stem
+    there: dict[str, bool] = {}
+    monkeypatch.setattr(durable, "step", lambda name: there.update({name: spool.exists()}))
+    assert persist.persist_job(job).result == "committed"
+    assert not there[f"rename {job.name}"] and any(there.values())
 
 
 def test_chunks_are_uploaded_where_nothing_more_can_be_noted_in_the_spool(tmp_path: Path) -> None:
