@@ -135,7 +135,7 @@ class Tracker:
         self._installed = True
         if not self.by_gradient and self._hook is None:
             self._before_compiled_lookup = outside_graphs(
-                self._before_lookup, self.table.key, rewritten=self.table.changed_by_lookup
+                self.before_lookup, self.table.key, rewritten=self.table.changed_by_lookup
             )
             self._hook = self.table.before_lookup(LookupHook(self))
 
@@ -174,25 +174,31 @@ class Tracker:
             self.all_rows = True
             self.unapplied = not wanted
 
-    def before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the ids of a lookup that can change their rows. Runs at each lookup."""
+    def before_lookup(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outside_graph: bool = False,
+    ) -> None:
+        """Mark the ids of a lookup that can change their rows. Runs at each lookup.
+
+        Args:
+            outside_graph: a graph was ended for this, though all is still said to be compiled.
+        """
         trains = module.training and _gradients_enabled() and self.weight.requires_grad
         # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
         # without gradients.
         rewritten = module.max_norm is not None
         if not (trains or rewritten):
             return
-        if not _is_compiling():
-            self._before_lookup(args, kwargs, trains, rewritten)
-        # This cuts the graph in two, which fullgraph=True refuses. What a known optimizer changes
-        # is in the gradient, of which rows are marked after its step; after that of one that
-        # changes all rows they all are.
-        elif rewritten or not (self._known or self._whole):
-            self._before_compiled_lookup(args, kwargs, trains, rewritten)
-
-    def _before_lookup(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool, rewritten: bool
-    ) -> None:
+        if not outside_graph and _is_compiling():
+            # This cuts the graph in two, which fullgraph=True refuses. What a known optimizer
+            # changes is in the gradient, of which rows are marked after its step; after that of
+            # one that changes all rows they all are.
+            if rewritten or not (self._known or self._whole):
+                self._before_compiled_lookup(module, args, kwargs, True)  # is here again
+            return
         try:
             self._mark(args[0] if args else kwargs["input"])
         except IndexError:
