@@ -9,7 +9,7 @@ TEST_WORKERS ?= 4
 PYTEST_ARGS ?=
 # Where tests write. They sync what they write, thousands of times, which in memory costs nothing: it is
 # taken where there is plenty. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
-TEST_FILES ?= $(shell awk '/^MemAvailable:/ && $$2 > 20e6 {print "/dev/shm"}' /proc/meminfo 2>/dev/null)
+TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
