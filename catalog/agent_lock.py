@@ -7,19 +7,17 @@ of all runs sooner or later, and a sweep those of one run alone.
 
 from __future__ import annotations
 
-import errno
 import re
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
 
-from recpoint.catalog import host_lock
+from recpoint.catalog import durable, host_lock
 from recpoint.catalog.host_lock import Holder
 from recpoint.catalog.staged import make_root
 from recpoint.errors import StagingError
 
 __all__ = ["AGENT", "DRAIN", "AgentLock", "AtWork", "agent_lock_path", "at_work", "sweep_of"]
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SWEEP = re.compile(r"sweep ([A-Za-z0-9._-]+)\Z")
 
 
@@ -113,7 +111,7 @@ class AgentLock:
                 expected="a directory that the agent can create and write",
                 next_step="free space there, or give another directory, to trainer and agent: "
                 "RECPOINT_STAGING"
-                if error.errno in _FULL
+                if error.errno in durable.NO_ROOM
                 else "give another directory: --staging or RECPOINT_STAGING",
             ) from error
         if isinstance(taken, Holder):

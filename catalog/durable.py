@@ -11,8 +11,10 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 __all__ = [
+    "NO_ROOM",
     "TEMPORARY_PREFIX",
     "Observer",
     "create_exclusively",
@@ -27,6 +29,9 @@ __all__ = [
 
 #: Names of files that are being written start so; what a killed writer left keeps such a name.
 TEMPORARY_PREFIX = ".tmp-"
+
+#: The numbers of errors where a file system, a quota or a limit has no room for what is written.
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 #: Is told the name of each step right before it is taken; what it raises stops the step.
 Observer = Callable[[str], None]

@@ -6,7 +6,6 @@ once its JSON file has its final name; a step that finds its result there has no
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from recpoint.catalog import durable
 from recpoint.catalog.staged_job import Extent, StagedJob
 from recpoint.errors import StagingFull
 
@@ -34,7 +34,6 @@ __all__ = [
 #: Of what steps leave for each other, and of how a job is cut into groups. Changed with either: a
 #: job that was begun by another release is begun anew.
 _FORM: Final = 2
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in durable.NO_ROOM:
             raise
         raise StagingFull(
             str(path),

@@ -264,7 +264,7 @@ def read_outcome(path: Path | str) -> Outcome:
 
 
 def finish(job_file: Path | str, outcome: Outcome) -> None:
-    """Answer a job (format §7, S6): outcome first, so that a slot is never free unanswered."""
+    """Answer a job (format §7, S6): the job file goes last, so that no slot is free unanswered."""
     job_file = Path(job_file)
     answer = outcomes_directory(job_file.parent.parent) / job_file.name
     # Before the answer, which may need its room; a later try answers the same without it.

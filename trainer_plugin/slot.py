@@ -7,7 +7,6 @@ page that has no block is no error but a SIGBUS, which kills the trainer.
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
@@ -25,8 +24,6 @@ _log = logging.getLogger("recpoint")
 
 #: Segments start at multiples of this (format §7).
 ALIGNMENT_BYTES = 64
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def array_view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -133,7 +130,7 @@ class Slot:
         self._data = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def _error(self, error: OSError, size_bytes: int) -> StagingError:
-        kind = StagingFull if error.errno in _FULL else StagingError
+        kind = StagingFull if error.errno in durable.NO_ROOM else StagingError
         return kind(
             str(self.path),
             found=error.strerror or str(error),

@@ -103,6 +103,7 @@ def _quantize_parts(data: int) -> None:
     packed, code_bits, width = work[9], work[10], work[11]
     scales, offsets, exacts, wides = work[12], work[13], work[14], work[15]
     size, count, turn = work[_PART_ROWS], work[_COUNT], data + 8 * _TURN
+    # Each call is one of `threads` at most, which is how many rooms there are: see `as_team`.
     room = work[_ROOM_AT] + take_turn(data + 8 * _ROOM_TURN) * work[_ROOM_BYTES]
     keys = carray(pointer(room + _KEYS_AT), (2, ROWS), np.int32)
     inverses = carray(pointer(room + _INVERSES_AT), ROWS, np.float32)
