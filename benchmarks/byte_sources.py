@@ -18,12 +18,12 @@ from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.stored_sizes import Form, MergedFull, check, form_of
 from benchmarks.trained_rows import trained_rows
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.staged_job import Extent, ids_name, open_job, read_into, values_name
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging.staged_job import Extent, ids_name, open_job, read_into, values_name
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.manifest import Kind, Manifest, TableSpec
 from recpoint.trainer_plugin.settings import FixedBits

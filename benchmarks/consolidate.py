@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.report import Report, median_ratio
 from benchmarks.workload import ROOT, StagedRun, Tables, scratch, staged_run
-from recpoint.catalog.consolidate import Consolidated, consolidate
-from recpoint.catalog.consolidate_choice import newest_checkpoint
-from recpoint.catalog.consolidate_plan import ConsolidationPlan, plan_consolidation
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate import Consolidated, consolidate
+from recpoint.catalog.consolidation.consolidate_choice import newest_checkpoint
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, plan_consolidation
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.naming import attempt_prefix
 from recpoint.format.state_tree import flatten
 from recpoint.testing.seaweed import SeaweedServer
@@ -43,11 +43,11 @@ _THREADS = 2  # chunks read at once: as many as a consolidation reads
 _CHILD = """
 import sys
 from recpoint import kernels
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_choice import newest_checkpoint
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_choice import newest_checkpoint
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 kernels.warm_up()
 run = Run.open(open_store(sys.argv[1]))
 plan = plan_consolidation(run, newest_checkpoint(run))

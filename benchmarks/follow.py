@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
 from tests.agent_process import AgentProcess
 from tests.polling import until

@@ -22,9 +22,9 @@ import psutil
 from benchmarks.report import Report
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint import kernels
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.staged import read_job, spool_directory
-from recpoint.catalog.store import Store, open_store
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.staging.staged import read_job, spool_directory
+from recpoint.catalog.stores.store import Store, open_store
 from recpoint.testing.seaweed import SeaweedServer
 from recpoint.trainer_plugin.settings import FixedBits
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from benchmarks.report import Report
 from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
 from recpoint import kernels
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.staged import read_job
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.staging.staged import read_job
 from recpoint.testing.seaweed import SeaweedServer
 
 __all__ = ["run"]
@@ -94,7 +94,7 @@ class _AtWork:
 
     def watch(self) -> None:
         """Take the times of these functions wherever they were imported by their names."""
-        from recpoint.catalog import persist
+        from recpoint.catalog.persisting import persist
 
         found: dict[Callable[..., Any], str] = {getattr(persist, n): n for n in self._NAMES}
         for module in [m for n, m in sys.modules.items() if n.startswith("recpoint.")]:

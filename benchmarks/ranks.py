@@ -24,7 +24,8 @@ from torch import nn
 
 from benchmarks.report import Report
 from recpoint import Checkpointer
-from recpoint.catalog import persist, staged
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.staging import staged
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.cutter import Cut, Cutter
 

@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.report import Report, alternate
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.representations import Representations, RunFacts
-from recpoint.catalog.retention import plan
-from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_facts import gather
+from recpoint.catalog.records.run_facts import gather
+from recpoint.catalog.retention.retention import plan
+from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.representations import Representations, RunFacts
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import attempt_prefix, metric_key
 from recpoint.format.records import pack_record

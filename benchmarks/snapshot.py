@@ -30,7 +30,7 @@ import torch
 from benchmarks.perfect_gather import perfect_gather
 from benchmarks.report import Report, median_ratio
 from benchmarks.workload import Tables, scratch, staged_run
-from recpoint.catalog import staged
+from recpoint.catalog.staging import staged
 from recpoint.format.job import Job
 
 __all__ = ["run"]

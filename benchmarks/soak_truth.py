@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soak_training import Training
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store_contract import ObjectInfo
+from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ObjectNotFound, RecpointError, StoreError
 from recpoint.format.naming import (
     MANIFESTS_PREFIX,

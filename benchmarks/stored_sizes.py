@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persist_plan import (
+from recpoint.catalog.persisting.persist_plan import (
     CHUNK_BYTES,
     PARAMETER_DTYPES,
     RowBlock,
     StateBlock,
     plan_groups,
 )
-from recpoint.catalog.staged_job import StagedJob
+from recpoint.catalog.staging.staged_job import StagedJob
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Job

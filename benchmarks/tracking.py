@@ -24,7 +24,7 @@ from benchmarks.criteo_dlrm import KAGGLE, MLPERF, CriteoDLRM
 from benchmarks.report import Report, alternate
 from benchmarks.torchrec_tracker import INSTALL, TorchRecTracker, installed
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
-from recpoint.catalog import staged
+from recpoint.catalog.staging import staged
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.step_marks import after_steps

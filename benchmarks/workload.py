@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from recpoint.catalog import staged
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job, Outcome, QuantizerName
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 from recpoint.trainer_plugin.settings import FixedBits, StateBits

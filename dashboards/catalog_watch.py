@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from recpoint.catalog.failure_causes import CAUSES, cause_of
-from recpoint.catalog.overview import RunOverview
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.store import open_store
+from recpoint.catalog.overview.failure_causes import CAUSES, cause_of
+from recpoint.catalog.overview.overview import RunOverview
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import RecpointError
 from recpoint.format.naming import VALIDATIONS_PREFIX, parse_validation_key
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from recpoint.catalog.overview import CheckpointFacts
+from recpoint.catalog.overview.overview import CheckpointFacts
 from recpoint.dashboards.run_texts import duration_text
 from recpoint.dashboards.terminal import bytes_text
 

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 import recpoint
-from recpoint.catalog.check import CheckReport, check
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import CheckReport, check
 from recpoint.dashboards.demo_prefect import PrefectUI, persisted_by_prefect, wait_for_prefect
 from recpoint.dashboards.demo_processes import Child, ChildFailed, Trainer, ended
 from recpoint.dashboards.demo_progress import DemoProgress

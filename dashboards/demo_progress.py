@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.dashboards.demo_processes import Trainer
 
 __all__ = ["DemoProgress"]

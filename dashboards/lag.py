@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from recpoint.catalog.overview import RunOverview, alarms
+from recpoint.catalog.overview.overview import RunOverview, alarms
 from recpoint.dashboards.terminal import plain_table, shown, verdict_text
 from recpoint.errors import RecpointError
 

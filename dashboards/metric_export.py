@@ -22,7 +22,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from recpoint.catalog.histogram import HistogramReading
+from recpoint.catalog.overview.histogram import HistogramReading
 from recpoint.dashboards import metric_table
 from recpoint.dashboards.metric_samples import Sample, Samples
 from recpoint.errors import SettingsError

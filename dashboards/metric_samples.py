@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from recpoint.catalog.histogram import HistogramReading
+from recpoint.catalog.overview.histogram import HistogramReading
 
 __all__ = ["Sample", "Samples"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from recpoint.catalog.prune_plan import PrunePlan
+from recpoint.catalog.retention.prune_plan import PrunePlan
 from recpoint.dashboards.terminal import bytes_text, plain_table, shown
 from recpoint.format.naming import parse_consolidated_key
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from recpoint.catalog.overview import CheckpointFacts, ExpiringManifest, Failure, RunOverview
+from recpoint.catalog.overview.overview import (
+    CheckpointFacts,
+    ExpiringManifest,
+    Failure,
+    RunOverview,
+)
 from recpoint.dashboards.terminal import bytes_text, shown, time_text
 from recpoint.dashboards.watched_runs import Seen, WatchedRun
 from recpoint.format.retention_records import Plan

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from recpoint.catalog.discard_staged import StagedLoss
-from recpoint.catalog.free_slots import FreeSlot
-from recpoint.catalog.run_url import naming_run
-from recpoint.catalog.staged_work import Fate, StagedWork
+from recpoint.catalog.staging.free_slots import FreeSlot
+from recpoint.catalog.stores.run_url import naming_run
+from recpoint.catalog.sweeping.discard_staged import StagedLoss
+from recpoint.catalog.sweeping.staged_work import Fate, StagedWork
 from recpoint.dashboards.terminal import bytes_text, plain_table, shown, time_text
 
 __all__ = ["discard_table", "slots_views", "staged_views"]

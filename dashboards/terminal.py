@@ -15,8 +15,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.validations import Verdict
+from recpoint.catalog.records.validations import Verdict
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.errors import RecpointError
 from recpoint.format.history import History, Precision
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
@@ -24,8 +24,8 @@ from recpoint.format.naming import ValidationResult
 from recpoint.format.validation import ValidationFinding
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
-    from recpoint.catalog.check import CheckReport, Severity
-    from recpoint.catalog.sweep import SweepPlan
+    from recpoint.catalog.sweeping.sweep import SweepPlan
+    from recpoint.catalog.validation.check import CheckReport, Severity
 
 __all__ = [
     "Listed",

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from recpoint.catalog.overview import Alarm, RunOverview, alarms
-from recpoint.catalog.run_url import naming_run, parse_run_url
-from recpoint.catalog.run_watch import RunWatch
+from recpoint.catalog.overview.overview import Alarm, RunOverview, alarms
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.stores.run_url import naming_run, parse_run_url
 from recpoint.dashboards.catalog_watch import current_watch
 from recpoint.errors import (
     ChainError,

@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
-from recpoint.catalog import persist, staged
-from recpoint.catalog.agent_lock import AGENT, DRAIN
-from recpoint.catalog.cancel import is_cancelled
-from recpoint.catalog.consolidate_plan import ConsolidationTriggers
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AGENT, DRAIN
+from recpoint.catalog.staging.cancel import is_cancelled
 from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingError
 from recpoint.flows.agent_end import leave_soon, stopped_by_signals
 from recpoint.flows.agent_failures import postpone, postpone_or_reject

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog import answers
+from recpoint.catalog.persisting import answers
 from recpoint.errors import RecpointError, StagingError, StoreThrottled
 from recpoint.flows.agent_runs import SHORTEST_SHARE, RunState
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recpoint.catalog import staged
-from recpoint.catalog.run_url import parse_run_url
-from recpoint.catalog.trainer_note import TrainerState, read_note, trainer_state
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.trainer_note import TrainerState, read_note, trainer_state
+from recpoint.catalog.stores.run_url import parse_run_url
 from recpoint.errors import SettingsError
 from recpoint.flows.agent_runs import RunFacts, RunState
 

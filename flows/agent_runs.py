@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from recpoint.catalog import staged
-from recpoint.catalog.failure_causes import CAUSES, cause_of, cause_of_name
-from recpoint.catalog.histogram import Histogram
+from recpoint.catalog.overview.failure_causes import CAUSES, cause_of, cause_of_name
+from recpoint.catalog.overview.histogram import Histogram
+from recpoint.catalog.staging import staged
 from recpoint.errors import CheckpointCancelled
 from recpoint.flows.agent_waiting import WaitingJobs
 from recpoint.flows.pauses import growing_pause

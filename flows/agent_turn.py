@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recpoint.catalog.agent_lock import AgentLock, AtWork
+from recpoint.catalog.staging.agent_lock import AgentLock, AtWork
 from recpoint.flows.agent_end import stopped_by_signals
 
 __all__ = ["turn_of"]

@@ -21,7 +21,7 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
-from recpoint.catalog.overview import INTERVALS_OF_SILENCE
+from recpoint.catalog.overview.overview import INTERVALS_OF_SILENCE
 from recpoint.errors import SettingsError
 from recpoint.flows.notifications import kept_actions, notification, require_block_name, told
 from recpoint.flows.prefect_server import ui_url

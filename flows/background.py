@@ -20,11 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recpoint.catalog import staged
-from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
-from recpoint.catalog.consolidate_plan import ConsolidationTriggers
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate_choice import (
+    choose_consolidation,
+    newest_checkpoint,
+)
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
 from recpoint.flows.background_process import answer_of, environment_of
 from recpoint.flows.consolidate_process import READY, damage_of

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog import staged
-from recpoint.catalog.last_sweep import last_sweep, note_sweep, swept_ms
-from recpoint.catalog.trainer_note import read_note, trainer_state
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.trainer_note import read_note, trainer_state
+from recpoint.catalog.sweeping.last_sweep import last_sweep, note_sweep, swept_ms
 from recpoint.errors import FormatError, RecpointError, SettingsError
 from recpoint.flows.background_process import answer_of, environment_of
 from recpoint.flows.pauses import growing_pause

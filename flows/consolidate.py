@@ -1,7 +1,7 @@
 """Flow: merge a checkpoint's chain, a task for each group of tables, to be seen in Prefect's UI.
 
-It does what `recpoint.catalog.consolidate.consolidate` does, through the same functions. Killed or
-failed anywhere, the next one goes on under the same keys.
+It does what `catalog.consolidation.consolidate.consolidate` does, through the same functions.
+Killed or failed anywhere, the next one goes on under the same keys.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.chain import DAMAGE, PassedOver
-from recpoint.catalog.consolidate_around import blamed_source, passed_over_words
-from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
-from recpoint.catalog.leases import reading
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.consolidation.consolidate_around import blamed_source, passed_over_words
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
+from recpoint.catalog.records.leases import reading
+from recpoint.catalog.runs.chain import DAMAGE, PassedOver
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.consolidate_process import NOTHING_DONE
 from recpoint.flows.each_part import each_part
@@ -96,7 +96,7 @@ async def consolidate(
 
     Raises:
         SettingsError: a step without its generation, or the other way round.
-        RecpointError: of `recpoint.catalog.consolidate`; nothing was committed.
+        RecpointError: of `recpoint.catalog.consolidation.consolidate`; nothing was committed.
     """
     if (step is None) != (generation is None):
         raise SettingsError(

@@ -16,11 +16,17 @@ import logging
 import sys
 from typing import Any
 
-from recpoint.catalog.consolidate_around import consolidate_around_damage, passed_over_words
-from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
-from recpoint.catalog.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate_around import (
+    consolidate_around_damage,
+    passed_over_words,
+)
+from recpoint.catalog.consolidation.consolidate_choice import (
+    choose_consolidation,
+    newest_checkpoint,
+)
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import (
     ChainError,
     CommitConflict,

@@ -13,8 +13,8 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Completed
 
-from recpoint.catalog import staged
-from recpoint.catalog.agent_lock import AtWork, at_work
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AtWork, at_work
 from recpoint.errors import StagingError
 from recpoint.flows.agent import run_agent
 from recpoint.flows.no_results import NO_RESULTS

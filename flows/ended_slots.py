@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from recpoint.catalog.free_slots import free_slots_of_ended
+from recpoint.catalog.staging.free_slots import free_slots_of_ended
 from recpoint.flows.agent_runs import RunState
 
 __all__ = ["free_ended_slots"]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from recpoint.catalog.grace import GRACE_FLOOR_SECONDS
+from recpoint.catalog.retention.grace import GRACE_FLOOR_SECONDS
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 
 __all__ = [

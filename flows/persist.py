@@ -1,6 +1,6 @@
 """Flow: a staged job to a committed checkpoint, with every step to be seen in Prefect's UI.
 
-It does what `recpoint.catalog.persist.persist_job` does, through the same functions. It is async,
+It does what `catalog.persisting.persist.persist_job` does, through the same functions. It is async,
 because Prefect keeps a sync flow for a second after its end; what blocks runs in threads.
 """
 
@@ -19,12 +19,8 @@ from prefect.context import SyncClientContext, TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from recpoint.catalog.agent_lock import AgentLock, sweep_of
-from recpoint.catalog.answers import finish_committed, reject_job
-from recpoint.catalog.cancel import raise_if_cancelled
-from recpoint.catalog.committed import Committed
-from recpoint.catalog.job_store import forget_stores
-from recpoint.catalog.persist import (
+from recpoint.catalog.persisting.answers import finish_committed, reject_job
+from recpoint.catalog.persisting.persist import (
     already_committed,
     classify,
     encode_step,
@@ -34,8 +30,12 @@ from recpoint.catalog.persist import (
     quantize_step,
     verify_step,
 )
-from recpoint.catalog.persist_plan import Group
-from recpoint.catalog.staged import read_job
+from recpoint.catalog.persisting.persist_plan import Group
+from recpoint.catalog.runs.committed import Committed
+from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
+from recpoint.catalog.staging.cancel import raise_if_cancelled
+from recpoint.catalog.staging.job_store import forget_stores
+from recpoint.catalog.staging.staged import read_job
 from recpoint.errors import CheckpointCancelled, RecpointError, SettingsError
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import JobPath

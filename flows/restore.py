@@ -1,6 +1,6 @@
 """Flow: restore a checkpoint into files of safetensors, a task for each file.
 
-It does what `recpoint.catalog.shards.restore_shards` does, through the same functions. Killed or
+It does what `catalog.restoring.shards.restore_shards` does, through the same functions. Killed or
 failed anywhere, the next one goes on with the files that are missing, if it chooses the same
 checkpoint: of a run that trains meanwhile, name the step. An error that refuses says which.
 """
@@ -18,13 +18,13 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.chain import DAMAGE
-from recpoint.catalog.leases import reading
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import RestoreReport
-from recpoint.catalog.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
-from recpoint.catalog.shards import damaged_checkpoint, summary
-from recpoint.catalog.store import open_store
+from recpoint.catalog.records.leases import reading
+from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.restoring.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
+from recpoint.catalog.restoring.shards import damaged_checkpoint, summary
+from recpoint.catalog.runs.chain import DAMAGE
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.stores.store import open_store
 from recpoint.flows.each_part import each_part
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import (
@@ -91,7 +91,7 @@ async def restore(
 
     Raises:
         SettingsError: something else is in the target.
-        RecpointError: of `recpoint.catalog.shards.restore_shards`, which says what is left then.
+        RecpointError: of `catalog.restoring.shards.restore_shards`, which says what is left then.
     """
     # The tags of a task are names of concurrency limits, which the server would be asked for.
     with TagsContext(current_tags=set()):

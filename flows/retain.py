@@ -11,9 +11,9 @@ from prefect.artifacts import Artifact
 from prefect.runtime import flow_run
 from pydantic import BaseModel, Field
 
-from recpoint.catalog import staged
-from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.store import open_store
+from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key
@@ -119,7 +119,7 @@ async def retain(
         dry_run: only say what would be done.
 
     Raises:
-        RecpointError: of `recpoint.catalog.prune`.
+        RecpointError: of `recpoint.catalog.retention.prune`.
     """
     policy = keep.policy()
     root = staged.default_staging_root() if staging is None else Path(staging)

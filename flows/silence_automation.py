@@ -15,9 +15,9 @@ from typing import NamedTuple
 from prefect.events.actions import ActionTypes
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
 
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.store import open_store
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.tasks.events import EVENT_PREFIX, RESOURCE_PREFIX
 

@@ -13,13 +13,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog import staged
-from recpoint.catalog.free_slots import FreeSlot
-from recpoint.catalog.grace import require_grace
-from recpoint.catalog.staged_work import StagedWork
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import GRACE_NEEDED, SweepPlan
-from recpoint.catalog.sweep_here import sweep_here, swept_words
+from recpoint.catalog.retention.grace import require_grace
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.free_slots import FreeSlot
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.staged_work import StagedWork
+from recpoint.catalog.sweeping.sweep import GRACE_NEEDED, SweepPlan
+from recpoint.catalog.sweeping.sweep_here import sweep_here, swept_words
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.artifact_key import artifact_key, run_title
@@ -87,7 +87,7 @@ async def sweep(
         SettingsError: a grace of less than an hour.
         FormatError: a staged job cannot be read, so that it is unknown which chunks it needs, and
             an agent is there to reject it.
-        RecpointError: of `recpoint.catalog.sweep`.
+        RecpointError: of `recpoint.catalog.sweeping.sweep`.
     """
     require_grace(grace_seconds, why=GRACE_NEEDED)
     root = staged.default_staging_root() if staging is None else Path(staging)

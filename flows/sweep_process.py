@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep_here import NOTHING_LEFT, sweep_here, swept_words
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.sweep_here import NOTHING_LEFT, sweep_here, swept_words
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
 from recpoint.flows.background_process import give_way, log_to_stderr, run_flow
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpoint.catalog import durable, staged
-from recpoint.catalog.trainer_note import read_note, trainer_state
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.trainer_note import read_note, trainer_state
+from recpoint.catalog.stores import durable
 from recpoint.flows.agent_runs import RunState
 from recpoint.format.job import Job
 

@@ -11,13 +11,13 @@ from prefect.artifacts import Artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from recpoint.catalog import evaluate as evaluation
-from recpoint.catalog import validate as validation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.validate import Validation
-from recpoint.catalog.validations import LEVELS, verdict_of
+from recpoint.catalog.records.validations import LEVELS, verdict_of
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation import evaluate as evaluation
+from recpoint.catalog.validation import validate as validation
+from recpoint.catalog.validation.validate import Validation
 from recpoint.errors import NothingToRestore
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber

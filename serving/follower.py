@@ -13,12 +13,12 @@ from typing import Final, Self
 
 from torch import nn
 
-from recpoint.catalog.chain import PassedOver
-from recpoint.catalog.leases import reading as lease
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore_order import Skipped
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.records.leases import reading as lease
+from recpoint.catalog.restoring.restore_order import Skipped
+from recpoint.catalog.runs.chain import PassedOver
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import ForeignObject, RecpointError, SettingsError, UnsupportedVersion
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import RUN_KEY

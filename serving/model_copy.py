@@ -9,11 +9,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chain import Chain
-from recpoint.catalog.logical_tables import LogicalTable, logical_tables
-from recpoint.catalog.reshard import TablePart, map_parts
-from recpoint.catalog.restore_target import RowSink, TableTarget
-from recpoint.catalog.restored_model import dense_tensors
+from recpoint.catalog.chunks.logical_tables import LogicalTable, logical_tables
+from recpoint.catalog.restoring.reshard import TablePart, map_parts
+from recpoint.catalog.restoring.restore_target import RowSink, TableTarget
+from recpoint.catalog.restoring.restored_model import dense_tensors
+from recpoint.catalog.runs.chain import Chain
 from recpoint.errors import IncompatibleModel
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from recpoint.catalog.chain import Chain, PassedOver, check_link, check_with_own
-from recpoint.catalog.lineage import ManifestName, Representation
+from recpoint.catalog.runs.chain import Chain, PassedOver, check_link, check_with_own
+from recpoint.catalog.runs.lineage import ManifestName, Representation
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key

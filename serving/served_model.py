@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from recpoint.catalog.logical_tables import logical_tables
-from recpoint.catalog.restored_model import dense_tensors, extra_states
+from recpoint.catalog.chunks.logical_tables import logical_tables
+from recpoint.catalog.restoring.restored_model import dense_tensors, extra_states
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest

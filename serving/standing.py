@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.run import Run
 from recpoint.serving.updater import DAMAGE, Updater
 from recpoint.serving.wanted import Wanted
 

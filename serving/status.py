@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recpoint.catalog.chain import PassedOver
-from recpoint.catalog.restore_order import Skipped
+from recpoint.catalog.restoring.restore_order import Skipped
+from recpoint.catalog.runs.chain import PassedOver
 from recpoint.format.records import CheckpointRef
 
 __all__ = ["Status"]

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recpoint.catalog.chunk_reader import StoredRows
-from recpoint.catalog.logical_tables import LogicalTable
-from recpoint.catalog.restore_target import mark_rows
+from recpoint.catalog.chunks.chunk_reader import StoredRows
+from recpoint.catalog.chunks.logical_tables import LogicalTable
+from recpoint.catalog.restoring.restore_target import mark_rows
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
 from recpoint.kernels import bit_packing, quantize, row_gather
@@ -109,7 +109,7 @@ class CodedTable:
 
     @property
     def wanted(self) -> None:
-        """See `catalog.restore_target.RowSink`: all rows."""
+        """See `catalog.restoring.restore_target.RowSink`: all rows."""
         return None
 
     @property
@@ -146,7 +146,7 @@ class CodedTable:
         return self
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        """See `catalog.restore_target.RowSink.take`."""
+        """See `catalog.restoring.restore_target.RowSink.take`."""
         if positions is not None and positions.numel() == 0:
             return
         ids = _ids(stored.rows, positions)
@@ -167,7 +167,7 @@ class CodedTable:
             self._offset[at] = stored.offset[chosen]
 
     def mark(self, rows: range | Tensor) -> None:
-        """See `catalog.restore_target.RowSink.mark`."""
+        """See `catalog.restoring.restore_target.RowSink.mark`."""
         mark_rows(self.changed, rows, of=self._spec.rows)
 
     def finish(self) -> None:

@@ -9,11 +9,11 @@ from typing import Final
 
 from torch import Tensor
 
-from recpoint.catalog.chain import PassedOver, blamed
-from recpoint.catalog.chain_reading import ChainReading
-from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.manifests_ahead import ManifestsAhead
-from recpoint.catalog.run import Run
+from recpoint.catalog.restoring.chain_reading import ChainReading
+from recpoint.catalog.runs.chain import PassedOver, blamed
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.manifests_ahead import ManifestsAhead
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap

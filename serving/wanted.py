@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.publications import publication_numbers, read_publication
-from recpoint.catalog.restore_order import Skipped
-from recpoint.catalog.run import Run
-from recpoint.catalog.validations import Doubts
+from recpoint.catalog.records.publications import publication_numbers, read_publication
+from recpoint.catalog.records.validations import Doubts
+from recpoint.catalog.restoring.restore_order import Skipped
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound
 
 __all__ = ["CHANNELS", "Channel", "Wanted", "find_pinned", "look"]

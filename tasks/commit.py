@@ -8,9 +8,9 @@ from typing import NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.committed import Committed
-from recpoint.catalog.persist import commit_job
-from recpoint.catalog.ranks_text import ranks_text
+from recpoint.catalog.persisting.persist import commit_job
+from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.runs.committed import Committed
 from recpoint.errors import RanksMissing
 from recpoint.tasks.persist_task import RETRIES, may_heal, run_name
 

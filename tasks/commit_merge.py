@@ -8,8 +8,8 @@ from typing import Literal
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.consolidate import commit_consolidation
-from recpoint.catalog.consolidate_plan import ConsolidationPlan
+from recpoint.catalog.consolidation.consolidate import commit_consolidation
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.tasks.consolidation_task import open_run, task_name
 from recpoint.tasks.persist_task import RETRIES, may_heal

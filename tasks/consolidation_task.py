@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prefect.runtime import task_run
 
-from recpoint.catalog.consolidate_plan import ConsolidationPlan
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.tasks.artifact_key import run_title
 
 __all__ = ["open_run", "task_name"]

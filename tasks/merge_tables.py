@@ -7,8 +7,8 @@ import asyncio
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.consolidate_plan import ConsolidationPlan
-from recpoint.catalog.consolidate_rows import merge_part
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan
+from recpoint.catalog.consolidation.consolidate_rows import merge_part
 from recpoint.format.manifest import ChunkEntry
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.consolidation_task import open_run, task_name

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.chain import PassedOver
-from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
-from recpoint.catalog.consolidate_plan import (
+from recpoint.catalog.consolidation.consolidate_choice import (
+    choose_consolidation,
+    newest_checkpoint,
+)
+from recpoint.catalog.consolidation.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
 )
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.runs.chain import PassedOver
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.tasks.consolidation_task import open_run, task_name
 from recpoint.tasks.persist_task import RETRIES, may_heal
 

@@ -6,7 +6,7 @@ from prefect import task
 from prefect.artifacts import Artifact
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.consolidate_plan import ConsolidationPlan
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.consolidation_task import task_name
 

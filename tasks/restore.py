@@ -10,13 +10,18 @@ from prefect.artifacts import Artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import RestoreReport
-from recpoint.catalog.run import Run
-from recpoint.catalog.shard_place import check_place, finish_shards, remove_unfinished, take_back
-from recpoint.catalog.shard_plan import ShardPlan, plan_shards
-from recpoint.catalog.shards import write_shard
-from recpoint.catalog.store import open_store
+from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.restoring.shard_place import (
+    check_place,
+    finish_shards,
+    remove_unfinished,
+    take_back,
+)
+from recpoint.catalog.restoring.shard_plan import ShardPlan, plan_shards
+from recpoint.catalog.restoring.shards import write_shard
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.tasks.artifact_key import artifact_key, run_title
 from recpoint.tasks.consolidation_task import open_run
 from recpoint.tasks.persist_task import RETRIES, may_heal

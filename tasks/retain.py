@@ -8,11 +8,11 @@ from typing import NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.prune import execute
-from recpoint.catalog.prune_plan import PrunePlan, plan_prune
-from recpoint.catalog.retention_rules import RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.retention_rules import RetentionPolicy
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.tasks.persist_task import RETRIES, may_heal
 
 __all__ = ["Retained", "retain_store"]

@@ -7,7 +7,7 @@ import asyncio
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.persist import upload_step
+from recpoint.catalog.persisting.persist import upload_step
 from recpoint.tasks.persist_task import RETRIES, may_heal, run_name
 
 __all__ = ["upload"]

@@ -7,13 +7,13 @@ import asyncio
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog import evaluate as evaluation
-from recpoint.catalog import validate as validation
-from recpoint.catalog.leases import reading
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.validate import Validation
+from recpoint.catalog.records.leases import reading
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation import evaluate as evaluation
+from recpoint.catalog.validation import validate as validation
+from recpoint.catalog.validation.validate import Validation
 from recpoint.format.naming import ValidationLevel
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.persist_task import RETRIES, may_heal

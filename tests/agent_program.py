@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Literal
 
-from recpoint.catalog.consolidate_plan import ConsolidationTriggers
+from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
 from recpoint.flows.agent import run_agent
 from recpoint.testing.die_at import install_from_environment
 

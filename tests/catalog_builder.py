@@ -14,10 +14,10 @@ import crc32c
 import torch
 from torch import Tensor
 
-from recpoint.catalog.commit import commit
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store_contract import Store
+from recpoint.catalog.runs.commit import commit
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.stores.store_contract import Store
 from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from recpoint.catalog.chain import resolve_chain
-from recpoint.catalog.consolidate import Consolidated, consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.validate import record, validate
+from recpoint.catalog.consolidation.consolidate import Consolidated, consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.runs.chain import resolve_chain
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, publish
 

@@ -1,7 +1,7 @@
 """The last thing that the server of `tests.forked` imports: what each process would do again.
 
 To make its first S3 client the SDK imports some 190 modules and parses megabytes of JSON, which
-takes longer than all that a test has a process do. What was parsed is kept by `catalog.store`.
+takes longer than all that a test has a process do. `catalog.stores.store` keeps what was parsed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 
 import s3fs  # noqa: F401  (imported by the first S3 store otherwise)
 
-from recpoint.catalog import store
+from recpoint.catalog.stores import store
 
 
 async def _make_a_client() -> None:

@@ -12,8 +12,9 @@ import crc32c
 import torch
 from torch import Tensor
 
-from recpoint.catalog import durable, staged, staged_job
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged, staged_job
+from recpoint.catalog.stores import durable
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import Job, Segment, StagedTable

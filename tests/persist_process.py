@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recpoint.catalog import persist_plan
-from recpoint.catalog.persist import persist_job
+from recpoint.catalog.persisting import persist_plan
+from recpoint.catalog.persisting.persist import persist_job
 from recpoint.testing.die_at import install
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from recpoint.catalog import leases
-from recpoint.catalog.announcement import TAKE_OVER_SECONDS
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.elapsed import Clocks
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import PruneResult, execute
-from recpoint.catalog.prune_plan import PrunePlan, plan_prune
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.retention_rules import RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.store_contract import Store
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.records import leases
+from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.retention_rules import RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import Clocks
+from recpoint.catalog.stores.store_contract import Store
+from recpoint.catalog.validation.check import check
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     DELETION_KEY,

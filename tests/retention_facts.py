@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.representations import RunFacts, StoredManifest
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.representations import RunFacts, StoredManifest
 from recpoint.format.naming import manifest_key
 
 __all__ = ["HOUR_MS", "NOW_MS", "facts", "full", "increment", "merged"]

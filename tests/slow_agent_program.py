@@ -11,8 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recpoint.catalog import job_store
-from recpoint.catalog.store import S3Timeouts, Store, open_store
+from recpoint.catalog.staging import job_store
+from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
 from recpoint.flows import agent
 from tests.interposed_store import InterposedStore
 

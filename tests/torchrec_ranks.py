@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recpoint.catalog import persist, staged
-from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.policy import PolicyName
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Checkpointer
-from recpoint.catalog import persist, staged
-from recpoint.catalog.agent_lock import AgentLock
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.format import state_tree
 from tests.polling import PATIENCE_SECONDS

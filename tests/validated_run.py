@@ -9,11 +9,11 @@ from typing import Literal
 import crc32c
 import torch
 
-from recpoint.catalog import persist
-from recpoint.catalog.chunk_reader import read_chunk
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.validate import Validation, validate
+from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.validate import Validation, validate
 from recpoint.format.chunk import Section, build_chunk
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import manifest_key

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint import kernels
-from recpoint.catalog import staged
-from recpoint.catalog.restore import RestoreReport
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_url import naming_errors
-from recpoint.catalog.store import open_store
+from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.run_url import naming_errors
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin import rng_state, takeover

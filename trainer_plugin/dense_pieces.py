@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from recpoint.catalog.dense_shards import DenseShard, fill_part, has_part, join_shards
+from recpoint.catalog.chunks.dense_shards import DenseShard, fill_part, has_part, join_shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import crc32c
 
-from recpoint.catalog import durable, staged
-from recpoint.catalog.cancel import remove_mark, write_mark
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.cancel import remove_mark, write_mark
+from recpoint.catalog.stores import durable
 from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Job, Outcome, Segment
 from recpoint.format.manifest import check_quantizers

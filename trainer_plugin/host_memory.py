@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from recpoint.catalog.elapsed import Clocks
+from recpoint.catalog.stores.elapsed import Clocks
 from recpoint.trainer_plugin.ranks import Ranks
 
 __all__ = ["HostShare", "host_share", "share_of"]

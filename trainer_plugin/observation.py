@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recpoint.catalog.histogram import HistogramReading
+from recpoint.catalog.overview.histogram import HistogramReading
 from recpoint.format.manifest import Kind
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 from recpoint.trainer_plugin.statistics import Statistics
@@ -28,7 +28,7 @@ class Observation:
         interval_seconds: how long the last interval between due checkpoints took; None: not known.
         committed, skipped, cancelled, failed: checkpoints, by what became of them.
         pending: cut, and no outcome known yet.
-        failures: of the failed, how many by cause (`recpoint.catalog.failure_causes`).
+        failures: of the failed, how many by cause (`recpoint.catalog.overview.failure_causes`).
         stalls: how long training waited for each, in seconds.
         stored_bytes: bytes of chunks of the committed, by kind.
         restores: checkpoints that this process has restored and gone on from.

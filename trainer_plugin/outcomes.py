@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 import recpoint.errors
-from recpoint.catalog.run_url import name_run_in
+from recpoint.catalog.stores.run_url import name_run_in
 from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.cutter import Cutter

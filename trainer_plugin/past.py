@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import replace
 
-from recpoint.catalog.lineage import first_of_line
-from recpoint.catalog.restore import RestoreReport
-from recpoint.catalog.run import Run
+from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.runs.lineage import first_of_line
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import FormatError, ObjectNotFound, RecpointError
 from recpoint.format.history import MAX_COUNT, History, Precision
 from recpoint.format.records import GenerationRecord

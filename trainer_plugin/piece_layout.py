@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from recpoint.catalog.dense_shards import fault_of_boxes, is_shard
+from recpoint.catalog.chunks.dense_shards import fault_of_boxes, is_shard
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.dense_pieces import is_piece, piece_of
 

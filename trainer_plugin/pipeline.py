@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_end import tell_ended
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.run_end import tell_ended
 from recpoint.errors import StagingError
 from recpoint.format.manifest import TableSpec
 from recpoint.format.naming import shared_attempt

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable
 from typing import Final, Literal, NamedTuple, Protocol
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import candidates
-from recpoint.catalog.restore_order import RestoreOrder
-from recpoint.catalog.run import Run
-from recpoint.catalog.superseded import line_to_go_on
-from recpoint.catalog.validations import Doubts
+from recpoint.catalog.records.validations import Doubts
+from recpoint.catalog.restoring.restore import candidates
+from recpoint.catalog.restoring.restore_order import RestoreOrder
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.superseded import line_to_go_on
 from recpoint.errors import (
     ChainError,
     FormatError,
@@ -40,7 +40,7 @@ class RestoreOne(Protocol):
     """Restores one checkpoint into this rank."""
 
     def __call__(self, before: int | None, name: ManifestName) -> CheckpointRef | None:
-        """Raises what `catalog.restore.restore` does of a checkpoint that is named."""
+        """Raises what `catalog.restoring.restore.restore` does of a checkpoint that is named."""
 
 
 class _Order(NamedTuple):
@@ -92,14 +92,15 @@ def restore_together(
         restore_one: restores a checkpoint into this rank.
         step: this one and no other.
         generation: with `step`: also one that is not on the live line.
-        validated_only, validated_within: see `catalog.restore.restore`.
+        validated_only, validated_within: see `catalog.restoring.restore.restore`.
         above: see `Run.claim`.
 
     Returns:
         The record of the new generation; with `restored` None nothing was restored.
 
     Raises:
-        NothingToRestore, FormatError, ChainError: on rank 0, as `catalog.restore.restore`.
+        NothingToRestore, FormatError, ChainError: on rank 0, as
+            `catalog.restoring.restore.restore`.
         RankLost: on the others when another rank could not go on.
     """
     if ranks.rank != 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from recpoint.catalog.dense_shards import dense_shards, is_shard, parse_shard
+from recpoint.catalog.chunks.dense_shards import dense_shards, is_shard, parse_shard
 
 __all__ = ["nearest", "optimizers_for", "own_part", "tree_for"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recpoint.catalog.logical_tables import LogicalState, LogicalTable, logical_tables
-from recpoint.catalog.reshard import TablePart, map_parts
-from recpoint.catalog.restore_target import RowSink, StateWanted, TableTarget
-from recpoint.catalog.restored_model import dense_tensors, weight_name
+from recpoint.catalog.chunks.logical_tables import LogicalState, LogicalTable, logical_tables
+from recpoint.catalog.restoring.reshard import TablePart, map_parts
+from recpoint.catalog.restoring.restore_target import RowSink, StateWanted, TableTarget
+from recpoint.catalog.restoring.restored_model import dense_tensors, weight_name
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
@@ -76,7 +76,7 @@ class ModelTarget:
         self.batches_done = 0
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `catalog.restore.RestoreTarget.begin`."""
+        """See `catalog.restoring.restore_target.RestoreTarget.begin`."""
         there = logical_tables(manifest.tables)
         found = table_differences(self._tables, there, elsewhere=self._elsewhere)
         found += _row_state_differences(self._tables, there)
@@ -87,7 +87,7 @@ class ModelTarget:
         return map_parts(manifest, parts)
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
-        """See `catalog.restore_target.StateChoosingTarget.state_wanted`.
+        """See `catalog.restoring.restore_target.StateChoosingTarget.state_wanted`.
 
         What all ranks have alike is in the tree of rank 0. Of other ranks this one needs readers'
         states where they are to be divided anew, what trained tables that only they held, and the
@@ -110,12 +110,12 @@ class ModelTarget:
         return StateWanted(whole=own, briefly=briefly, keys=keys)
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.StateCheckingTarget.check_state`."""
+        """See `catalog.restoring.restore_target.StateCheckingTarget.check_state`."""
         saved, found = self._adopted(manifest, state)
         self._refuse(manifest, found + self._state.differences(saved))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.RestoreTarget.finish`."""
+        """See `catalog.restoring.restore_target.RestoreTarget.finish`."""
         saved, _ = self._adopted(manifest, state)
         assert saved is not None  # check_state has looked at it
         self.batches_done = self._state.restore(
@@ -182,7 +182,7 @@ class PartialTarget:
         self.manifest: Manifest | None = None
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `catalog.restore.RestoreTarget.begin`."""
+        """See `catalog.restoring.restore_target.RestoreTarget.begin`."""
         there = logical_tables(manifest.tables)
         found = []
         for new, old in self._parts.tables.items():
@@ -233,7 +233,7 @@ class PartialTarget:
         )
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.StateCheckingTarget.check_state`."""
+        """See `catalog.restoring.restore_target.StateCheckingTarget.check_state`."""
         here, there = self._state.model.tensors(), _dense(state)
         self._dense, found = resolve_dense(self._parts.dense, here, there)
         for new, old in self._dense.items():
@@ -249,7 +249,7 @@ class PartialTarget:
         _refuse(manifest, found, next_step=_NEXT_PARTS)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.RestoreTarget.finish`."""
+        """See `catalog.restoring.restore_target.RestoreTarget.finish`."""
         there = _dense(state)
         self._state.model.restore_some({new: there[old] for new, old in self._dense.items()})
         first: dict[str, Table] = {}

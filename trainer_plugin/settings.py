@@ -105,7 +105,7 @@ class Settings:
             first batch after that, if that is within `busy_wait_seconds`; training does not wait. A
             checkpoint taken so is not dropped itself. For `max_staged_jobs=1` only.
         busy_wait_seconds: see `when_busy`.
-        staging: the staging area; None: as `catalog.staged.default_staging_root` says.
+        staging: the staging area; None: as `catalog.staging.staged.default_staging_root` says.
         on_error: what an error of the checkpoint path does to training: nothing, or stop it.
         row_local_optimizers: optimizer classes that change no row but those looked up.
         close_wait_seconds: how long the end of training waits for the agent, also after SIGTERM.

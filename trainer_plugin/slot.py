@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from recpoint.catalog import durable
+from recpoint.catalog.stores import durable
 from recpoint.errors import StagingError, StagingFull
 
 __all__ = ["ALIGNMENT_BYTES", "Slot", "array_view"]

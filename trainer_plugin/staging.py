@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Collection
 from pathlib import Path
 
-from recpoint.catalog import durable, host_lock, staged
-from recpoint.catalog.agent_lock import agent_lock_path, at_work
-from recpoint.catalog.cancel import cancels_directory
-from recpoint.catalog.free_slots import read_rank_jobs, remove_unnamed, slots_by_rank
-from recpoint.catalog.trainer_note import NoteState, write_note
+from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.staging.agent_lock import agent_lock_path, at_work
+from recpoint.catalog.staging.cancel import cancels_directory
+from recpoint.catalog.staging.free_slots import read_rank_jobs, remove_unnamed, slots_by_rank
+from recpoint.catalog.staging.trainer_note import NoteState, write_note
+from recpoint.catalog.stores import durable
 from recpoint.errors import FormatError, StagingError
 from recpoint.format.naming import parse_job_stem
 from recpoint.trainer_plugin.host_memory import HostShare

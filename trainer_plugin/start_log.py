@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from recpoint.catalog.restore import RestoreReport
-from recpoint.catalog.run import Run
-from recpoint.catalog.superseded import left_by_going_back
+from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.superseded import left_by_going_back
 from recpoint.errors import RecpointError
 from recpoint.format.records import GenerationRecord
 

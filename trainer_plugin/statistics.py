@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median_low
 
-from recpoint.catalog.failure_causes import CAUSES, cause_of
-from recpoint.catalog.histogram import Histogram
+from recpoint.catalog.overview.failure_causes import CAUSES, cause_of
+from recpoint.catalog.overview.histogram import Histogram
 from recpoint.format.history import Precision
 from recpoint.format.manifest import Kind
 from recpoint.trainer_plugin.interval import Interval

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.catalog.staged_job import kernel_method
+from recpoint.catalog.staging.staged_job import kernel_method
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.manifest import CODE_BITS, ChosenMethod, Quantizer
 from recpoint.format.records import CheckpointRef

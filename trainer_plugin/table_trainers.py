@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.catalog.restored_model import weight_name
+from recpoint.catalog.restoring.restored_model import weight_name
 
 __all__ = ["Trainers", "adopt", "lacks", "same_rate"]
 

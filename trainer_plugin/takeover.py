@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, Self, SupportsInt
 
 from torch import Tensor
 
-from recpoint.catalog.leases import reading
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import RestoreReport, restore
-from recpoint.catalog.restore_order import check_validated_within
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_url import naming_errors
-from recpoint.catalog.store import open_store
-from recpoint.catalog.store_contract import Store
-from recpoint.catalog.superseded import line_to_go_on
+from recpoint.catalog.records.leases import reading
+from recpoint.catalog.restoring.restore import RestoreReport, restore
+from recpoint.catalog.restoring.restore_order import check_validated_within
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.superseded import line_to_go_on
+from recpoint.catalog.stores.run_url import naming_errors
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from recpoint.catalog.agent_status import AgentTrouble, read_trouble
+from recpoint.catalog.staging.agent_status import AgentTrouble, read_trouble
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics
 

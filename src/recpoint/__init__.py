@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from recpoint import errors, loggers
 
 if TYPE_CHECKING:
-    from recpoint.catalog.reshard import TablePart
-    from recpoint.catalog.restore_parts import restore_parts
+    from recpoint.catalog.restoring.reshard import TablePart
+    from recpoint.catalog.restoring.restore_parts import restore_parts
     from recpoint.dashboards.trainer_metrics import export_metrics
     from recpoint.serving.follower import Follower
     from recpoint.trainer_plugin.checkpointer import Checkpointer
@@ -64,11 +64,11 @@ def __getattr__(name: str) -> Any:
 
         return export_metrics
     if name == "TablePart":
-        from recpoint.catalog.reshard import TablePart
+        from recpoint.catalog.restoring.reshard import TablePart
 
         return TablePart
     if name == "restore_parts":
-        from recpoint.catalog.restore_parts import restore_parts
+        from recpoint.catalog.restoring.restore_parts import restore_parts
 
         return restore_parts
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

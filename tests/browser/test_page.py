@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import torch
 
-from recpoint.catalog import staged
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.pins import pin
-from recpoint.catalog.prune import execute
-from recpoint.catalog.prune_plan import plan_prune
-from recpoint.catalog.retention_rules import RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.validate import record, validate
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.records.pins import pin
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.prune_plan import plan_prune
+from recpoint.catalog.retention.retention_rules import RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.dashboards.terminal import bytes_text, time_text
 from recpoint.errors import RanksMissing
 from recpoint.format.history import History

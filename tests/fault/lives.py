@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import kernels
-from recpoint.catalog.cancel import is_cancelled
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.staged import run_directory, staged_jobs
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging.cancel import is_cancelled
+from recpoint.catalog.staging.staged import run_directory, staged_jobs
+from recpoint.catalog.stores.store import open_store
 from recpoint.testing import die_at
 from tests.forked import ForkedProcess
 
@@ -271,7 +271,7 @@ def consolidation_life(url: str, step: int, links: int | None, die: int | None) 
 
 def sweep_life(*, url: str, die: int | None = None) -> None:
     """Remove what no manifest names, however young."""
-    from recpoint.catalog.sweep import execute, plan_sweep
+    from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 
     die_at.install(die_at=die, besides=besides_of(url))
     run = Run.open(open_store(url))

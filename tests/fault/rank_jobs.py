@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recpoint.catalog import staged
+from recpoint.catalog.staging import staged
 from recpoint.format.job import Job
 from tests.fault.lives import begin
 from tests.fault.rank_lives import rank_life

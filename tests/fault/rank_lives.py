@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import Checkpointer
-from recpoint.catalog import durable
+from recpoint.catalog.stores import durable
 from recpoint.errors import IncompatibleModel, NothingToRestore, RankLost, SettingsError
 from recpoint.trainer_plugin import table_source
 from recpoint.trainer_plugin.handoff import Handoff

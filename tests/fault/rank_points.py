@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable, Container
 from typing import Any
 
-from recpoint.catalog import durable
-from recpoint.catalog.chain_reading import ChainReading
+from recpoint.catalog.restoring.chain_reading import ChainReading
+from recpoint.catalog.stores import durable
 from recpoint.testing import die_at as dying
 from recpoint.trainer_plugin.ranks import Occasion, Ranks
 from recpoint.trainer_plugin.restore_target import ModelTarget

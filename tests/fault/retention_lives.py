@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from recpoint.catalog import pins, publications
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.leases import reading
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import execute
-from recpoint.catalog.prune_plan import plan_prune
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.retention_rules import RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.records import pins, publications
+from recpoint.catalog.records.leases import reading
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.prune_plan import plan_prune
+from recpoint.catalog.retention.retention_rules import RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.manifest import Manifest
 from recpoint.testing import die_at
 from tests.catalog_builder import build, publish, tables

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.check import check
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CHUNKS_PREFIX, LEASES_PREFIX
 from recpoint.testing.seaweed import SeaweedServer

@@ -18,9 +18,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from recpoint import errors
-from recpoint.catalog.check import check
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import check
 from recpoint.cli import app
 from recpoint.errors import RecpointError, UnsupportedVersion
 from recpoint.format.manifest import ChunkEntry, Manifest

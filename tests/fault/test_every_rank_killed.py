@@ -25,11 +25,11 @@ import pytest
 import torch
 import torch.distributed
 
-from recpoint.catalog import staged
-from recpoint.catalog.check import check
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.testing.seaweed import SeaweedServer
 from tests.fault.kill_points import at_every_step
 from tests.fault.lives import serving

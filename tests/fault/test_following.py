@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from recpoint import Follower
-from recpoint.catalog import publications
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.records import publications
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.testing.faults import READS, Fault, FaultStore

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog import host_lock
-from recpoint.catalog.agent_lock import AgentLock, agent_lock_path
-from recpoint.catalog.check import check
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.staged import run_directory
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import host_lock
+from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path
+from recpoint.catalog.staging.staged import run_directory
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
 from tests.fault.kill_points import LONGEST_LIFE_SECONDS, at_every_step, ended

@@ -14,7 +14,7 @@ from typing import Self
 
 import pytest
 
-from recpoint.catalog import staged
+from recpoint.catalog.staging import staged
 from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
 from recpoint.dashboards.metric_table import METRICS
 from tests.forked_program import run_module

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpoint.catalog import persist_plan, staged
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting import persist_plan
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.trainer_plugin import rng_state
 from tests.fault.rank_jobs import WAITING, RankJob, require_same_end
 from tests.fault.rank_lives import BATCH, SAMPLES

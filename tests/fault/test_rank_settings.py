@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from recpoint.catalog.memory_target import MemoryTarget
-from recpoint.catalog.restore import restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.validate import record, validate
+from recpoint.catalog.restoring.memory_target import MemoryTarget
+from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import persist, staged
-from recpoint.catalog.check import check
-from recpoint.catalog.memory_target import MemoryTarget
-from recpoint.catalog.rank_parts import parts_there
-from recpoint.catalog.restore import restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.rank_parts import parts_there
+from recpoint.catalog.restoring.memory_target import MemoryTarget
+from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import RanksMissing
 from recpoint.testing import die_at
 from recpoint.testing.seaweed import SeaweedServer

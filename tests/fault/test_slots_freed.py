@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import persist, staged
-from recpoint.catalog.check import check
-from recpoint.catalog.finish_staged import finish_staged
-from recpoint.catalog.free_slots import free_slots, free_slots_of_ended
-from recpoint.catalog.run import Run
-from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.free_slots import free_slots, free_slots_of_ended
+from recpoint.catalog.staging.trainer_note import write_note
+from recpoint.catalog.sweeping.finish_staged import finish_staged
+from recpoint.catalog.validation.check import check
 from recpoint.flows.agent import run_agent
 from recpoint.testing import die_at
 from recpoint.trainer_plugin.staging import StagingArea

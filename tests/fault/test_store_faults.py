@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import s3_store
-from recpoint.catalog.store import S3Timeouts, Store, open_store
+from recpoint.catalog.stores import s3_store
+from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
 from recpoint.errors import (
     ObjectExists,
     StoreAccessDenied,
@@ -182,7 +182,7 @@ def test_a_writer_killed_in_mid_upload_leaves_an_upload_and_no_object(
 ) -> None:
     program = (
         "import sys\n"
-        "from recpoint.catalog.store import open_store\n"
+        "from recpoint.catalog.stores.store import open_store\n"
         "open_store(sys.argv[1]).create('new', bytes(80 << 20))\n"
     )
     proxy.plan = [Break(match="partNumber=2", silent=True)]

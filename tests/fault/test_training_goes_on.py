@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog import staged
-from recpoint.catalog.check import check
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import check
 from recpoint.errors import StoreAccessDenied
 from recpoint.format.naming import attempt_prefix
 from recpoint.testing.seaweed import SeaweedServer

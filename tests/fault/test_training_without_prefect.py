@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.check import check
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import check
 from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import (
     Place,

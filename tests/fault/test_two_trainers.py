@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from recpoint import Checkpointer
-from recpoint.catalog import durable, staged
-from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.check import check
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import check
 from recpoint.errors import StaleWriter
 from recpoint.format.naming import manifest_key
 from tests.fault.lives import serving

@@ -14,7 +14,7 @@ import pytest
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing import utilities
 
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.run import Run
 from tests.catalog_builder import new_run
 from tests.prefect_database import place_database
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import cancel, staged
-from recpoint.catalog.agent_lock import DRAIN, AgentLock, sweep_of
-from recpoint.catalog.check import check
-from recpoint.catalog.run import Run
-from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import cancel, staged
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.trainer_note import write_note
+from recpoint.catalog.validation.check import check
 from recpoint.errors import StagingError
 from recpoint.flows.agent import Agent, run_agent
 from recpoint.flows.prefect_gate import PrefectGate

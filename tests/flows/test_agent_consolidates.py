@@ -16,19 +16,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recpoint.catalog import staged
-from recpoint.catalog.chain import PassedOver, resolve_chain
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate_around import consolidate_around_damage
-from recpoint.catalog.consolidate_plan import (
+from recpoint.catalog.consolidation.consolidate_around import consolidate_around_damage
+from recpoint.catalog.consolidation.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
 )
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.validate import record, validate
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.chain import PassedOver, resolve_chain
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.validation.check import check
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.cli.application import app
 from recpoint.flows.agent import run_agent
 from recpoint.flows.background import BackgroundConsolidation, Which
@@ -155,7 +155,7 @@ def is_gone(process: psutil.Process) -> bool:
 STOPS_ITSELF = """
 import os, signal, sys
 if "recpoint.flows.consolidate_process" in sys.orig_argv:
-    from recpoint.catalog import durable
+    from recpoint.catalog.stores import durable
     durable.set_observer(lambda step: os.kill(os.getpid(), signal.SIGSTOP))
 """
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import job_store, staged
-from recpoint.catalog.agent_lock import DRAIN, AgentLock
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import job_store, staged
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock
 from recpoint.flows.agent import Agent, run_agent
 from recpoint.flows.prefect_gate import PrefectGate
 from tests.catalog_builder import new_run

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from recpoint.catalog import host_lock, staged
-from recpoint.catalog.run import Run
-from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.cli.application import app
 from recpoint.dashboards.metric_table import AGENT_METRICS
 from tests.catalog_builder import new_run, tables

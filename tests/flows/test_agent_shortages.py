@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import job_store, staged
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import job_store, staged
 from recpoint.flows.agent import Agent
 from recpoint.flows.prefect_gate import PrefectGate
 from tests.interposed_store import InterposedStore

@@ -16,12 +16,12 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_API_URL
 
-from recpoint.catalog import staged
-from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.check import check
-from recpoint.catalog.last_sweep import LastSweep, last_sweep, note_sweep, swept_ms
-from recpoint.catalog.run import Run
-from recpoint.catalog.trainer_note import read_note, write_note
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.staging.trainer_note import read_note, write_note
+from recpoint.catalog.sweeping.last_sweep import LastSweep, last_sweep, note_sweep, swept_ms
+from recpoint.catalog.validation.check import check
 from recpoint.errors import SettingsError
 from recpoint.flows.agent import Agent, run_agent
 from recpoint.flows.background_sweep import BackgroundSweep

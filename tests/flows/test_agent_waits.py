@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import persist, staged
-from recpoint.catalog.run import Run
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
 from recpoint.flows.agent import Agent
 from recpoint.flows.prefect_gate import PrefectGate
 from recpoint.format.naming import manifest_key

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
 from recpoint.flows import prefect_server
 from recpoint.flows.prefect_gate import PrefectGate
 from tests.agent_process import AgentProcess

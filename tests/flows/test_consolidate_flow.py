@@ -11,11 +11,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.sorting import FlowRunSort
 
-from recpoint.catalog.chain import resolve_chain
-from recpoint.catalog.check import check
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import Store
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.chain import resolve_chain
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import Store
+from recpoint.catalog.validation.check import check
 from recpoint.errors import DigestMismatch, SettingsError, StoreUnavailable
 from recpoint.flows.consolidate import consolidate, run_consolidate
 from recpoint.format.manifest import Manifest

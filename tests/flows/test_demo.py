@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.check import check
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import check
 
 
 @pytest.mark.slow

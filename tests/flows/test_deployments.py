@@ -21,15 +21,15 @@ from uuid import uuid4
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.chain import resolve_chain
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.publications import newest_publication
-from recpoint.catalog.run import Run
-from recpoint.catalog.shard_plan import INDEX
-from recpoint.catalog.trainer_note import write_note
-from recpoint.catalog.validations import read_record, records_of
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.records.publications import newest_publication
+from recpoint.catalog.records.validations import read_record, records_of
+from recpoint.catalog.restoring.shard_plan import INDEX
+from recpoint.catalog.runs.chain import resolve_chain
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.flows import prefect_server
 from recpoint.format.naming import expired_key, manifest_key, row_chunk_key
 from tests.agent_process import AgentProcess

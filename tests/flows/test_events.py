@@ -11,9 +11,10 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from recpoint.catalog import job_store, persist, staged
-from recpoint.catalog.run import Run
-from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import job_store, staged
+from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.errors import StoreAccessDenied
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.consolidate import run_consolidate

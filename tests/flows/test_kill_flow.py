@@ -9,12 +9,12 @@ import pytest
 import torch
 from prefect.settings import get_current_settings
 
-from recpoint.catalog.check import check
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
 from tests.catalog_builder import tables

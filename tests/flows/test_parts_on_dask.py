@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 from distributed import Client, LocalCluster
 
-from recpoint.catalog import consolidate_plan, durable
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.shards import restore_shards
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation import consolidate_plan
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.restoring.shards import restore_shards
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import check
 from recpoint.errors import DigestMismatch, SettingsError
 from recpoint.flows.consolidate import consolidate as flow
 from recpoint.flows.consolidate import run_consolidate

@@ -23,13 +23,14 @@ from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import get_current_settings
 
-from recpoint.catalog import cancel, job_store, persist, persist_plan, staged
-from recpoint.catalog.agent_lock import AgentLock, at_work
-from recpoint.catalog.check import check
-from recpoint.catalog.memory_target import MemoryTarget
-from recpoint.catalog.restore import restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import Store
+from recpoint.catalog.persisting import persist, persist_plan
+from recpoint.catalog.restoring.memory_target import MemoryTarget
+from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import cancel, job_store, staged
+from recpoint.catalog.staging.agent_lock import AgentLock, at_work
+from recpoint.catalog.stores.store import Store
+from recpoint.catalog.validation.check import check
 from recpoint.errors import StoreAccessDenied, StoreThrottled, StoreUnavailable
 from recpoint.flows.persist import persist as persist_flow
 from recpoint.flows.persist import run_persist

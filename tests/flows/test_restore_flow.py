@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import going
-from recpoint.catalog.announcement import announce
-from recpoint.catalog.run import Run
-from recpoint.catalog.shard_plan import INDEX
-from recpoint.catalog.shards import restore_shards
-from recpoint.catalog.store import Store, open_store
+from recpoint.catalog.records import going
+from recpoint.catalog.records.announcement import announce
+from recpoint.catalog.restoring.shard_plan import INDEX
+from recpoint.catalog.restoring.shards import restore_shards
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import Store, open_store
 from recpoint.errors import (
     DigestMismatch,
     RecpointError,

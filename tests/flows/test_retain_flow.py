@@ -13,10 +13,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ParameterTypeError
 from pydantic import ValidationError
 
-from recpoint.catalog import pins
-from recpoint.catalog.check import check
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
+from recpoint.catalog.records import pins
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.check import check
 from recpoint.errors import RetentionRefused, SettingsError
 from recpoint.flows.retain import Best, Keep, retain
 from recpoint.format.naming import PLAN_KEY, expired_key, manifest_key

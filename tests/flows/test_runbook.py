@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables

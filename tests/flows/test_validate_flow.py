@@ -10,10 +10,10 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-from recpoint.catalog import persist
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.validations import verdicts
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.records.validations import verdicts
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
 from recpoint.flows.validate import validate
 from recpoint.format.naming import metric_key
 from recpoint.tasks import progress

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from recpoint import Checkpointer
-from recpoint.catalog import persist, staged
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.manifest import ChosenMethod
 from tests.training_builder import until
 

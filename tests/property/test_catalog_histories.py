@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from recpoint.catalog.check import check
-from recpoint.catalog.commit import commit
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.relink import relink
-from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.superseded import line_to_go_on
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.runs.commit import commit
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.relink import relink
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.superseded import line_to_go_on
+from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import GenerationRecordLost, NothingToRestore, StaleWriter
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import generation_in_key, generation_key

@@ -13,11 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpoint.catalog import row_moves, seen_rows
-from recpoint.catalog.check import check
-from recpoint.catalog.restore import MemoryTarget
-from recpoint.catalog.run import Run
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.chunks import seen_rows
+from recpoint.catalog.consolidation import row_moves
+from recpoint.catalog.restoring.restore import MemoryTarget
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key
 from tests.catalog_builder import Table, new_run, tables

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint import Follower
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, new_run, publish, tables

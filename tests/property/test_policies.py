@@ -19,12 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor, nn
 
 from recpoint import Checkpointer
-from recpoint.catalog import persist, staged
-from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job, Outcome
 from recpoint.trainer_plugin.policy import POLICIES, PolicyName
 from recpoint.trainer_plugin.settings import WhenBusy

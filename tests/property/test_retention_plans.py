@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.representations import Opinion, Representations, RunFacts, StoredManifest
-from recpoint.catalog.retention import RetentionPlan, needed_manifests, plan
-from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.retention.retention import RetentionPlan, needed_manifests, plan
+from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.representations import Opinion, Representations, RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused
 from tests.retention_facts import HOUR_MS, NOW_MS, facts, full, increment, merged
 

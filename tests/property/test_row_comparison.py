@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recpoint.catalog.row_comparison import DecodedRows, ExactRows, compare
-from recpoint.catalog.row_state import to_bfloat16
+from recpoint.catalog.chunks.row_state import to_bfloat16
+from recpoint.catalog.validation.row_comparison import DecodedRows, ExactRows, compare
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.kernels import bit_packing, quantize

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recpoint.catalog.run_record import remake_run_record
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run_record import remake_run_record
+from recpoint.catalog.stores.store import open_store
 from recpoint.cli.inspect import UrlArgument
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal

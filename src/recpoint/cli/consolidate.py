@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.table import Table
 
-from recpoint.catalog.run_url import naming_run
+from recpoint.catalog.stores.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
 
 if TYPE_CHECKING:  # torch takes longer to import than a plan to make
-    from recpoint.catalog.consolidate import Consolidated
-    from recpoint.catalog.consolidate_choice import WeighedMerge
-    from recpoint.catalog.consolidate_plan import ConsolidationPlan
+    from recpoint.catalog.consolidation.consolidate import Consolidated
+    from recpoint.catalog.consolidation.consolidate_choice import WeighedMerge
+    from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan
 
 __all__ = ["consolidate_run"]
 
@@ -51,8 +51,8 @@ def consolidate_run(
     json_output: JsonOption = False,
 ) -> Result:
     """Merge a checkpoint's chain, so that a restore reads less and old links may go."""
-    from recpoint.catalog.consolidate_around import consolidate_around_damage
-    from recpoint.catalog.consolidate_plan import plan_consolidation
+    from recpoint.catalog.consolidation.consolidate_around import consolidate_around_damage
+    from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 
     run = open_run(url)
     if step is None:
@@ -126,8 +126,8 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
 
 def _weighed(plan: ConsolidationPlan) -> tuple[tuple[WeighedMerge, ...], WeighedMerge | None]:
     """All merges of the plan's chain, and the one that an agent of default triggers chooses."""
-    from recpoint.catalog.consolidate_choice import cheapest, weigh
-    from recpoint.catalog.consolidate_plan import ConsolidationTriggers
+    from recpoint.catalog.consolidation.consolidate_choice import cheapest, weigh
+    from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
 
     weighed = weigh(plan.merges, ConsolidationTriggers())
     return weighed, cheapest(weighed)

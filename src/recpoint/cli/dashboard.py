@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recpoint.catalog.overview import INTERVALS_OF_SILENCE
+from recpoint.catalog.overview.overview import INTERVALS_OF_SILENCE
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
 from recpoint.errors import SettingsError
 

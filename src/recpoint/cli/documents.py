@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.validations import Verdict
+from recpoint.catalog.records.validations import Verdict
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest

@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from recpoint.catalog import durable
-from recpoint.catalog.restore import MemoryTarget
-from recpoint.catalog.restored_model import model_tensors
-from recpoint.catalog.state_tensors import collect_tensors, without_model
+from recpoint.catalog.restoring.restore import MemoryTarget
+from recpoint.catalog.restoring.restored_model import model_tensors
+from recpoint.catalog.restoring.state_tensors import collect_tensors, without_model
+from recpoint.catalog.stores import durable
 from recpoint.errors import SettingsError
 
 __all__ = ["check_target", "is_for_shards", "replacing", "writer"]

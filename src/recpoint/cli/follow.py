@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recpoint.catalog import publications
-from recpoint.catalog.restore_order import skipped_lines, skipped_text
-from recpoint.catalog.run_url import naming_run, parse_run_url
+from recpoint.catalog.records import publications
+from recpoint.catalog.restoring.restore_order import skipped_lines, skipped_text
+from recpoint.catalog.stores.run_url import naming_run, parse_run_url
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import (
     JsonOption,

@@ -129,7 +129,7 @@ def agent(
         require_flows("recpoint agent", otherwise=", or --prefect off")
     if metrics_port is not None:
         require_prometheus("recpoint agent --metrics-port")
-    from recpoint.catalog.consolidate_plan import ConsolidationTriggers
+    from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
     from recpoint.flows.agent import run_agent
 
     shown = logging.StreamHandler()

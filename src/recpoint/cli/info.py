@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from recpoint.catalog import staged
+from recpoint.catalog.staging import staged
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
 from recpoint.format.version import FORMAT_VERSION

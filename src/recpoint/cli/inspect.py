@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
-from recpoint.catalog.chain import Chain, resolve_chain
-from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.marks import marked
-from recpoint.catalog.pins import pinned
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_url import naming_run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.superseded import manifests_gone, superseded_text
-from recpoint.catalog.validations import records_of, verdict, verdicts
+from recpoint.catalog.records.pins import pinned
+from recpoint.catalog.records.validations import records_of, verdict, verdicts
+from recpoint.catalog.retention.marks import marked
+from recpoint.catalog.runs.chain import Chain, resolve_chain
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.superseded import manifests_gone, superseded_text
+from recpoint.catalog.stores.run_url import naming_run
+from recpoint.catalog.stores.store import open_store
 from recpoint.cli import documents
 from recpoint.cli.reporting import (
     JsonOption,
@@ -42,7 +42,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
-    from recpoint.catalog.check import Level
+    from recpoint.catalog.validation.check import Level
 
 __all__ = [
     "GenerationOption",
@@ -250,7 +250,7 @@ def check_run(
     json_output: JsonOption = False,
 ) -> Result:
     """Whether what is stored restores; exit code 1 when it does not, or nothing counts yet."""
-    from recpoint.catalog.check import check
+    from recpoint.catalog.validation.check import check
 
     chosen, run = _level(level), open_run(url)
     with ExitStack() as bars:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.live import Live
 
-from recpoint.catalog.overview import RunOverview, alarms
-from recpoint.catalog.run_url import naming_run, parse_run_url
-from recpoint.catalog.run_watch import RunWatch
+from recpoint.catalog.overview.overview import RunOverview, alarms
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.stores.run_url import naming_run, parse_run_url
 from recpoint.cli.reporting import JsonOption, Result, command, exit_code, output_console
 from recpoint.dashboards.catalog_watch import current_watch
 from recpoint.dashboards.lag import RunLag, lag_table

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.relink import relink
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.relink import relink
+from recpoint.catalog.runs.run import Run
 from recpoint.cli.inspect import UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal

@@ -22,8 +22,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from recpoint.catalog.run_facts import OnStep
-from recpoint.catalog.run_url import naming_run
+from recpoint.catalog.records.run_facts import OnStep
+from recpoint.catalog.stores.run_url import naming_run
 from recpoint.dashboards.terminal import error_text
 from recpoint.errors import (
     EvaluationFailed,

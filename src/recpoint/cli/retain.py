@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from recpoint.catalog import pins, staged
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import PruneResult, execute
-from recpoint.catalog.prune_plan import PrunePlan, plan_prune
-from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.run import Run
+from recpoint.catalog.records import pins
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
 from recpoint.cli.sweep import StagingOption, seconds_of, staged_here

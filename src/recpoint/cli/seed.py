@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recpoint.catalog.leases import reading
-from recpoint.catalog.restore_order import skipped_lines
-from recpoint.catalog.run_url import naming_run
+from recpoint.catalog.records.leases import reading
+from recpoint.catalog.restoring.restore_order import skipped_lines
+from recpoint.catalog.stores.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
 from recpoint.errors import IncompatibleModel, SettingsError
 
 if TYPE_CHECKING:
-    from recpoint.catalog.restore import MemoryTarget
+    from recpoint.catalog.restoring.restore import MemoryTarget
     from recpoint.trainer_plugin.parts import Seed
 
 __all__ = ["plan_seed"]
@@ -46,8 +46,8 @@ def plan_seed(
 
     Nothing is written: the new run's trainer takes the parts, since only its model has the rest.
     """
-    from recpoint.catalog.logical_tables import logical_tables
-    from recpoint.catalog.restore import MemoryTarget, restore
+    from recpoint.catalog.chunks.logical_tables import logical_tables
+    from recpoint.catalog.restoring.restore import MemoryTarget, restore
 
     _require_known(optimizer_states)
     target = MemoryTarget([])
@@ -160,8 +160,8 @@ def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
     Raises:
         IncompatibleModel: it does not hold what was asked for.
     """
-    from recpoint.catalog.logical_tables import logical_tables
-    from recpoint.catalog.restored_model import model_tensors
+    from recpoint.catalog.chunks.logical_tables import logical_tables
+    from recpoint.catalog.restoring.restored_model import model_tensors
     from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
 
     assert target.manifest is not None  # it was restored

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from recpoint.catalog import staged
-from recpoint.catalog.discard_staged import discard_staged, staged_losses, there_is_a_run
-from recpoint.catalog.free_slots import free_slots
-from recpoint.catalog.grace import require_grace
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_url import naming_run
-from recpoint.catalog.store import Store, open_store
-from recpoint.catalog.sweep import GRACE_NEEDED
-from recpoint.catalog.sweep_here import SweptHere, sweep_here
+from recpoint.catalog.retention.grace import require_grace
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.free_slots import free_slots
+from recpoint.catalog.stores.run_url import naming_run
+from recpoint.catalog.stores.store import Store, open_store
+from recpoint.catalog.sweeping.discard_staged import discard_staged, staged_losses, there_is_a_run
+from recpoint.catalog.sweeping.sweep import GRACE_NEEDED
+from recpoint.catalog.sweeping.sweep_here import SweptHere, sweep_here
 from recpoint.cli.inspect import UrlArgument
 from recpoint.cli.reporting import JsonOption, Result, command, showing_steps
 from recpoint.dashboards import terminal

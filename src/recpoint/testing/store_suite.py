@@ -1,4 +1,4 @@
-"""The contract of `recpoint.catalog.store.Store`, as tests for every implementation.
+"""The contract of `recpoint.catalog.stores.store.Store`, as tests for every implementation.
 
     class TestMyStore(StoreSuite):
         @pytest.fixture
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from recpoint.catalog.store import Store
+from recpoint.catalog.stores.store import Store
 from recpoint.errors import MalformedObject, ObjectExists, ObjectNotFound, StoreError
 
 __all__ = ["StoreSuite"]

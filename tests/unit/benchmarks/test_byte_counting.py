@@ -20,12 +20,13 @@ from benchmarks.stored_sizes import (
     form_of,
     stored_parts,
 )
-from recpoint.catalog import persist_plan, row_moves
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.staged import read_job
+from recpoint.catalog.consolidation import row_moves
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.persisting import persist_plan
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.staging.staged import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import Policy, PolicyName

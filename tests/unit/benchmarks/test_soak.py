@@ -23,7 +23,7 @@ from benchmarks.soak_faults import (
 from benchmarks.soak_training import INTERVAL_BATCHES, Training
 from benchmarks.soak_truth import Ledger
 from benchmarks.workload import ROOT
-from recpoint.catalog.lineage import ManifestName
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.format.naming import manifest_key
 from tests.fault.retention_lives import filled, retain_once
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.agent_lock import (
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import (
     AGENT,
     DRAIN,
     AgentLock,

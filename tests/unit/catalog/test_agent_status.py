@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.agent_status import AgentTrouble, read_trouble
-from recpoint.catalog.durable import TEMPORARY_PREFIX
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_status import AgentTrouble, read_trouble
+from recpoint.catalog.stores.durable import TEMPORARY_PREFIX
 from recpoint.errors import StoreAccessDenied
 from recpoint.flows.agent_runs import RunState
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import announcement, leases, pins
-from recpoint.catalog.announcement import TAKE_OVER_SECONDS, announce, standing, take_over
-from recpoint.catalog.check import check
-from recpoint.catalog.elapsed import Clocks
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import execute
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.records import announcement, leases, pins
+from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS, announce, standing, take_over
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import Clocks
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     RetentionRefused,
 )

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import cancel, persist, staged
-from recpoint.catalog.run import Run
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import cancel, staged
 from recpoint.errors import CheckpointCancelled
 from recpoint.format.records import CheckpointRef, pack_record
 from tests.catalog_builder import new_run, tables

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.chain import resolve_chain
-from recpoint.catalog.check import check
-from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.chain import resolve_chain
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     ChainError,
     DigestMismatch,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.check import CheckReport, check
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.check import CheckReport, check
 from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import attempt_prefix, generation_key, manifest_key

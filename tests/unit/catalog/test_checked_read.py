@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.check import check
-from recpoint.catalog.commit import commit
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.commit import commit
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.check import check
 from recpoint.errors import FormatError
 from recpoint.format.naming import CHUNKS_PREFIX, GENERATIONS_PREFIX, MANIFESTS_PREFIX, RUN_KEY
 from recpoint.testing.faults import Fault, FaultStore

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from recpoint.catalog.chunk_pool import ChunkPool
+from recpoint.catalog.chunks.chunk_pool import ChunkPool
 
 
 def test_outcomes_come_in_the_order_of_the_jobs() -> None:

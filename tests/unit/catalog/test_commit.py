@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.commit import check_fence, commit
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.commit import check_fence, commit
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import (
     ChainError,
     CommitConflict,
@@ -291,10 +291,10 @@ def test_of_many_threads_one_wins_and_the_others_know(run: Run) -> None:
 _COMMITTER = """
 import sys
 from pathlib import Path
-from recpoint.catalog.commit import commit
-from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.commit import commit
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import RecpointError
 
 run = Run.open(LocalStore(sys.argv[1]))

@@ -10,21 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import consolidate_plan, row_moves, seen_rows
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import commit_consolidation, consolidate
-from recpoint.catalog.consolidate_plan import (
+from recpoint.catalog.chunks import seen_rows
+from recpoint.catalog.consolidation import consolidate_plan, row_moves
+from recpoint.catalog.consolidation.consolidate import commit_consolidation, consolidate
+from recpoint.catalog.consolidation.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
     read_sources,
 )
-from recpoint.catalog.consolidate_rows import merge_part
-from recpoint.catalog.lineage import ManifestName, Representation
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.run import Run
-from recpoint.catalog.store_contract import ObjectInfo
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.consolidation.consolidate_rows import merge_part
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store_contract import ObjectInfo
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     ChainError,
     CommitConflict,

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from recpoint.catalog.chain import PassedOver
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import Consolidated
-from recpoint.catalog.consolidate_around import consolidate_around_damage, passed_over_words
-from recpoint.catalog.consolidate_plan import (
+from recpoint.catalog.consolidation.consolidate import Consolidated
+from recpoint.catalog.consolidation.consolidate_around import (
+    consolidate_around_damage,
+    passed_over_words,
+)
+from recpoint.catalog.consolidation.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
 )
-from recpoint.catalog.lineage import Representation
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.chain import PassedOver
+from recpoint.catalog.runs.lineage import Representation
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.check import check
 from recpoint.errors import CommitConflict, DigestMismatch, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_PREFIX

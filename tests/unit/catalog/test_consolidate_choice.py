@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_choice import choose_consolidation, newest_checkpoint
-from recpoint.catalog.consolidate_plan import (
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_choice import (
+    choose_consolidation,
+    newest_checkpoint,
+)
+from recpoint.catalog.consolidation.consolidate_plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
 )
-from recpoint.catalog.lineage import Representation
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.lineage import Representation
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.check import check
 from recpoint.format.naming import manifest_key
 from tests.catalog_builder import build, publish, tables
 from tests.consolidation import chain_of, name_of, require_same, restored, trained

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.run import Run
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, new_run, publish
 from tests.job_builder import Links, stage
@@ -21,11 +21,11 @@ _PROGRAM = """
 import json, sys, threading
 import psutil
 from recpoint import kernels
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 
 kernels.warm_up()
 run = Run.open(open_store(sys.argv[1]))

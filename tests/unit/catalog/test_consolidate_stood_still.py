@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import consolidate as consolidating
-from recpoint.catalog import sweep as sweeping_module
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import commit_consolidation, consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.consolidate_rows import merge_part
-from recpoint.catalog.run import Run
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.consolidation import consolidate as consolidating
+from recpoint.catalog.consolidation.consolidate import commit_consolidation, consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.consolidation.consolidate_rows import merge_part
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.sweeping import sweep as sweeping_module
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import CommitConflict, MissingLink, ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_PREFIX, attempt_prefix, manifest_key

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpoint.catalog.dense_shards import (
+from recpoint.catalog.chunks.dense_shards import (
     DenseShard,
     fill_part,
     has_part,
     join_shards,
     parse_shard,
 )
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.restored_model import dense_tensors, model_tensors
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.restored_model import dense_tensors, model_tensors
 from recpoint.errors import MalformedObject
 from tests.catalog_builder import build, new_run, publish, tables
 

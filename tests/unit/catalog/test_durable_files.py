@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import durable
+from recpoint.catalog.stores import durable
 from recpoint.testing import die_at
 
 
@@ -91,7 +91,7 @@ def test_what_an_observer_raises_stops_the_step(tmp_path: Path) -> None:
 
 _PROGRAM = """
 import sys
-from recpoint.catalog.store import open_store
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import ObjectExists
 store = open_store(sys.argv[1])
 for key, data in [("a/one", b"1" * 1000), ("a/two", b"2" * 1000)]:
@@ -166,7 +166,7 @@ def test_a_wrong_command_line_is_answered_with_the_usage(arguments: list[str]) -
 
 
 def _check(run: Path, *, finished: bool = False) -> None:
-    from recpoint.catalog.store import open_store
+    from recpoint.catalog.stores.store import open_store
 
     store = open_store(str(run))
     allowed = {"a/one": [b"1" * 1000, b"3" * 1000], "a/two": [b"2" * 1000]}

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import host_lock, persist, staged
-from recpoint.catalog.free_slots import (
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.run_end import tell_ended
+from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.staging.free_slots import (
     RankJobs,
     free_slots,
     free_slots_of_ended,
@@ -19,9 +22,7 @@ from recpoint.catalog.free_slots import (
     remove_unnamed,
     slots_by_rank,
 )
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_end import tell_ended
-from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.format.job import Job
 from tests.catalog_builder import tables
 from tests.job_builder import rewrite, stage

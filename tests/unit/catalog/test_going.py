@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import going, leases
-from recpoint.catalog.evaluate import evaluate
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import PruneResult, execute
-from recpoint.catalog.reshard import TablePart
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.restore_parts import restore_parts
-from recpoint.catalog.run import Run
-from recpoint.catalog.shards import restore_shards
-from recpoint.catalog.store import open_store
-from recpoint.catalog.validate import validate
+from recpoint.catalog.records import going, leases
+from recpoint.catalog.restoring.reshard import TablePart
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.restore_parts import restore_parts
+from recpoint.catalog.restoring.shards import restore_shards
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.evaluate import evaluate
+from recpoint.catalog.validation.validate import validate
 from recpoint.errors import NothingToRestore, ObjectNotFound, RetentionRefused
 from recpoint.format.naming import DELETION_KEY
 from tests.interposed_store import InterposedStore, unavailable

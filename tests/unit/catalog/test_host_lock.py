@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import host_lock
+from recpoint.catalog.staging import host_lock
 from recpoint.errors import StagingError
 
 IN_A_CHILD = """
 import os, sys
 from pathlib import Path
-from recpoint.catalog import host_lock
+from recpoint.catalog.staging import host_lock
 
 path = Path(sys.argv[1])
 lock = host_lock.acquire(path, expected="a free lock", next_step="wait")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from recpoint.catalog import persist
-from recpoint.catalog.join import join_parts
-from recpoint.catalog.rank_parts import read_part
-from recpoint.catalog.run import Run
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.join import join_parts
+from recpoint.catalog.persisting.rank_parts import read_part
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
 from recpoint.format.manifest import Columns, Quantizer, TableSpec
 from recpoint.format.naming import PartName, part_key

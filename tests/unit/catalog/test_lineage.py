@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.lineage import ManifestName, live_line, restarts
+from recpoint.catalog.runs.lineage import ManifestName, live_line, restarts
 from recpoint.errors import MalformedObject, MissingLink
 from recpoint.format.records import CheckpointRef, GenerationRecord
 

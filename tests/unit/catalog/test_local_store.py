@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import durable
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.store import Store, open_store
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.stores.store import Store, open_store
 from recpoint.errors import (
     MalformedObject,
     ObjectExists,

@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 
 from recpoint import Follower
-from recpoint.catalog import publications, staged
-from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.check import check
-from recpoint.catalog.commit import commit
-from recpoint.catalog.consolidate_choice import newest_checkpoint
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.persist import classify, persist_job
-from recpoint.catalog.prune_plan import PrunePlan, plan_prune
-from recpoint.catalog.relink import relink
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.retention_rules import RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.sweep import plan_sweep
-from recpoint.catalog.sweep_beside import knows_what_is_staged
+from recpoint.catalog.consolidation.consolidate_choice import newest_checkpoint
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.persisting.persist import classify, persist_job
+from recpoint.catalog.records import publications
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.retention_rules import RetentionPolicy
+from recpoint.catalog.runs.commit import commit
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.relink import relink
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.sweeping.sweep import plan_sweep
+from recpoint.catalog.sweeping.sweep_beside import knows_what_is_staged
+from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     ForeignObject,
     GenerationRecordLost,

@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import cancel, persist, pins, publications
-from recpoint.catalog.check import CheckReport, check
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.rejections import leave_rejection
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.staged import read_job
-from recpoint.catalog.superseded import line_to_go_on
-from recpoint.catalog.sweep import SweepPlan, SweepResult, execute, plan_sweep
-from recpoint.catalog.validate import record, validate
-from recpoint.catalog.validations import verdicts
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.records import pins, publications
+from recpoint.catalog.records.validations import verdicts
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.rejections import leave_rejection
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.superseded import line_to_go_on
+from recpoint.catalog.staging import cancel
+from recpoint.catalog.staging.staged import read_job
+from recpoint.catalog.sweeping.sweep import SweepPlan, SweepResult, execute, plan_sweep
+from recpoint.catalog.validation.check import CheckReport, check
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (

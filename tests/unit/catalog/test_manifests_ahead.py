@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.chain import resolve_chain
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.chain import resolve_chain
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import MissingLink
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import consolidated_key, manifest_key

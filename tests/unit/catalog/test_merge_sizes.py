@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog import seen_rows
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.merge_sizes import merge_sizes
-from recpoint.catalog.run import Run
+from recpoint.catalog.chunks import seen_rows
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.consolidation.merge_sizes import merge_sizes
+from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, name_of, trained

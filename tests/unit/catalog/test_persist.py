@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog import persist, persist_choice, persist_plan, staged
-from recpoint.catalog.check import check
-from recpoint.catalog.chunk_reader import read_chunk
-from recpoint.catalog.memory_target import MemoryTarget
-from recpoint.catalog.restore import restore
-from recpoint.catalog.row_state import to_bfloat16
-from recpoint.catalog.run import Run
-from recpoint.catalog.staged_job import open_job
-from recpoint.catalog.store import open_store
-from recpoint.catalog.sweep import execute, plan_sweep
+from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.row_state import to_bfloat16
+from recpoint.catalog.persisting import persist, persist_choice, persist_plan
+from recpoint.catalog.restoring.memory_target import MemoryTarget
+from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.staged_job import open_job
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     DigestMismatch,
     NothingToRestore,

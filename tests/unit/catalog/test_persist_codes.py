@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog import persist, persist_plan, staged
-from recpoint.catalog.memory_target import MemoryTarget
-from recpoint.catalog.restore import restore
-from recpoint.catalog.run import Run
+from recpoint.catalog.persisting import persist, persist_plan
+from recpoint.catalog.restoring.memory_target import MemoryTarget
+from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
 from recpoint.errors import FormatError
 from recpoint.format.manifest import ChosenMethod
 from tests.catalog_builder import Table, copy_run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persist_plan import GROUP_SPOOL_BYTES
+from recpoint.catalog.persisting.persist_plan import GROUP_SPOOL_BYTES
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import stage
 
@@ -19,9 +19,9 @@ _PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 import psutil, threading
-from recpoint.catalog.persist import persist_job
-from recpoint.catalog.staged import read_job, spool_directory
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.staging.staged import read_job, spool_directory
+from recpoint.catalog.stores.store import open_store
 
 process = psutil.Process()
 persist_job(sys.argv[1])

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import durable, persist, persist_plan
-from recpoint.catalog.persist_spool import empty_spool, result_path
-from recpoint.catalog.persist_upload import encoded_entries
-from recpoint.catalog.run import Run
-from recpoint.catalog.staged import spool_directory
-from recpoint.catalog.staged_job import open_job
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting import persist, persist_plan
+from recpoint.catalog.persisting.persist_spool import empty_spool, result_path
+from recpoint.catalog.persisting.persist_upload import encoded_entries
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging.staged import spool_directory
+from recpoint.catalog.staging.staged_job import open_job
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import StagingFull
 from recpoint.format.manifest import ChunkEntry
 from tests.catalog_builder import Table, new_run

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import leases, pins
-from recpoint.catalog.announcement import announce
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.elapsed import Clocks, store_ms
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import PruneResult, execute
-from recpoint.catalog.publications import publish
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_facts import gather
-from recpoint.catalog.store import open_store
-from recpoint.catalog.store_contract import PROBE_PREFIX, ObjectInfo, Store
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.records import leases, pins
+from recpoint.catalog.records.announcement import announce
+from recpoint.catalog.records.publications import publish
+from recpoint.catalog.records.run_facts import gather
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import Clocks, store_ms
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.stores.store_contract import PROBE_PREFIX, ObjectInfo, Store
+from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     ChainError,
     ForeignObject,

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import leases, pins
-from recpoint.catalog.check import check
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import PruneResult, execute
-from recpoint.catalog.prune_plan import plan_prune
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.store_contract import Store
-from recpoint.catalog.sweep import execute as execute_sweep
-from recpoint.catalog.sweep import plan_sweep
+from recpoint.catalog.records import leases, pins
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.retention.prune_plan import plan_prune
+from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.stores.store_contract import Store
+from recpoint.catalog.sweeping.sweep import execute as execute_sweep
+from recpoint.catalog.sweeping.sweep import plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     NonFiniteValue,
     ObjectNotFound,

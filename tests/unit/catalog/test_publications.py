@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from recpoint import Follower
-from recpoint.catalog import pins
-from recpoint.catalog.check import check
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.prune import execute
-from recpoint.catalog.prune_plan import plan_prune
-from recpoint.catalog.publications import (
+from recpoint.catalog.records import pins
+from recpoint.catalog.records.publications import (
     choose,
     newest_publication,
     publication_numbers,
     publish,
     read_publication,
 )
-from recpoint.catalog.retention_rules import RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.sweep import plan_sweep
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.prune_plan import plan_prune
+from recpoint.catalog.retention.retention_rules import RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.sweeping.sweep import plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, RetentionRefused
 from recpoint.format.naming import MAX_PUBLICATION, pin_key, publication_key
 from recpoint.format.records import pack_record

@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import persist, staged
-from recpoint.catalog.cancel import write_mark
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.memory_target import MemoryTarget
-from recpoint.catalog.rank_parts import parts_there
-from recpoint.catalog.restore import restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.sweep import execute, plan_sweep
-from recpoint.catalog.validate import validate
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.rank_parts import parts_there
+from recpoint.catalog.restoring.memory_target import MemoryTarget
+from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.cancel import write_mark
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
+from recpoint.catalog.validation.validate import validate
 from recpoint.errors import ObjectNotFound, RanksMissing
 from recpoint.format.naming import ValidationLevel, part_key
 from tests.catalog_builder import Table, tables

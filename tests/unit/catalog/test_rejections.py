@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import cancel, persist, staged
-from recpoint.catalog.check import check
-from recpoint.catalog.rejections import RejectionWatch, leave_rejection
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.sweep import plan_sweep
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.runs.rejections import RejectionWatch, leave_rejection
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import cancel, staged
+from recpoint.catalog.sweeping.sweep import plan_sweep
+from recpoint.catalog.validation.check import check
 from recpoint.errors import StoreFull
 from recpoint.format.naming import rejections_key
 from recpoint.format.records import CheckpointRef, pack_record

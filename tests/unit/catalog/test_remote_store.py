@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog import s3_store
-from recpoint.catalog.s3_client import S3Failure
-from recpoint.catalog.s3_settings import S3Timeouts, client_settings
-from recpoint.catalog.s3_store import S3Store
-from recpoint.catalog.store import Store, open_store
+from recpoint.catalog.stores import s3_store
+from recpoint.catalog.stores.s3_client import S3Failure
+from recpoint.catalog.stores.s3_settings import S3Timeouts, client_settings
+from recpoint.catalog.stores.s3_store import S3Store
+from recpoint.catalog.stores.store import Store, open_store
 from recpoint.errors import (
     ObjectNotFound,
     SettingsError,
@@ -240,7 +240,7 @@ def test_a_forked_child_gets_its_own_client(store: S3Store) -> None:
     store.put("k", b"1")
     program = (
         "import os, sys\n"
-        "from recpoint.catalog.store import open_store\n"
+        "from recpoint.catalog.stores.store import open_store\n"
         "store = open_store(sys.argv[1])\n"
         "assert store.get('k', max_bytes=1) == b'1'\n"
         "child = os.fork()\n"
@@ -259,7 +259,7 @@ def test_a_forked_child_gets_its_own_client(store: S3Store) -> None:
 def test_a_process_that_used_s3_ends_silently(store: S3Store) -> None:
     program = (
         "import sys\n"
-        "from recpoint.catalog.store import open_store\n"
+        "from recpoint.catalog.stores.store import open_store\n"
         "store = open_store(sys.argv[1])\n"
         "store.put('k', b'1')\n"
     )

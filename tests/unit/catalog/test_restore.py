@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog import chain_rows
-from recpoint.catalog.chunk_reader import StoredRows
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.restore import MemoryTarget, TableTarget, restore
-from recpoint.catalog.row_placement import place
-from recpoint.catalog.run import Run
+from recpoint.catalog.chunks.chunk_reader import StoredRows
+from recpoint.catalog.restoring import chain_rows
+from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
+from recpoint.catalog.restoring.row_placement import place
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.errors import (
     IncompatibleModel,
     NothingToRestore,

@@ -9,10 +9,10 @@ import crc32c
 import pytest
 import torch
 
-from recpoint.catalog.chunk_reader import read_chunk
-from recpoint.catalog.restore import MemoryTarget, TableTarget, restore
-from recpoint.catalog.restore_target import RowSink
-from recpoint.catalog.run import Run
+from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
+from recpoint.catalog.restoring.restore_target import RowSink
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.restored_model import model_tensors
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.restored_model import model_tensors
 from tests.catalog_builder import Table, build, new_run, publish
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.representations import RunFacts, StoredManifest
-from recpoint.catalog.retention import RetentionPlan, needed_manifests, plan
-from recpoint.catalog.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.retention.retention import RetentionPlan, needed_manifests, plan
+from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.representations import RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused, SettingsError
 from tests.retention_facts import HOUR_MS, NOW_MS, facts, full, increment, merged
 

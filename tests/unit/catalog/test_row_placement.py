@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog import row_placement
-from recpoint.catalog.chunk_reader import StoredRows
-from recpoint.catalog.restore_target import TableTarget
-from recpoint.catalog.row_placement import place
+from recpoint.catalog.chunks.chunk_reader import StoredRows
+from recpoint.catalog.restoring import row_placement
+from recpoint.catalog.restoring.restore_target import TableTarget
+from recpoint.catalog.restoring.row_placement import place
 from recpoint.kernels import quantize
 
 ROWS, N, DIM = 50, 20, 6

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.local_store import LocalStore
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_record import remake_run_record
-from recpoint.catalog.store_contract import probe_create_only
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.run_record import remake_run_record
+from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.stores.store_contract import probe_create_only
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.representations import Representations
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.retention_rules import RetentionPolicy
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_facts import gather
-from recpoint.catalog.validate import record, validate
+from recpoint.catalog.records.run_facts import gather
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.retention.retention_rules import RetentionPolicy
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.representations import Representations
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import new_run, tables
 from tests.consolidation import trained

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from recpoint.catalog.run import Run
-from recpoint.catalog.shard_place import finish_shards, take_back
-from recpoint.catalog.shard_plan import INDEX, plan_shards
-from recpoint.catalog.shards import restore_shards, write_shard
-from recpoint.catalog.store import Store, open_store
+from recpoint.catalog.restoring.shard_place import finish_shards, take_back
+from recpoint.catalog.restoring.shard_plan import INDEX, plan_shards
+from recpoint.catalog.restoring.shards import restore_shards, write_shard
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import Store, open_store
 from recpoint.cli import app
 from recpoint.errors import RecpointError, RestoreError, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
@@ -446,9 +446,9 @@ def test_a_file_that_was_cut_off_is_said_to_be_so(
 _PROGRAM = """
 import json, sys, threading
 from recpoint import kernels
-from recpoint.catalog.run import Run
-from recpoint.catalog.shards import restore_shards
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restoring.shards import restore_shards
+from recpoint.catalog.stores.store import open_store
 
 def anonymous_bytes():
     with open("/proc/self/status") as status:

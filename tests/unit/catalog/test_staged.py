@@ -13,11 +13,18 @@ import crc32c
 import pytest
 import torch
 
-from recpoint.catalog import persist, staged
-from recpoint.catalog.agent_lock import AgentLock, agent_lock_path
-from recpoint.catalog.persist_parts import assemble_parts, digest_parts
-from recpoint.catalog.run import Run
-from recpoint.catalog.staged_job import PIECE_BYTES, Extent, open_job, read_into, read_pieces
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.persist_parts import assemble_parts, digest_parts
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path
+from recpoint.catalog.staging.staged_job import (
+    PIECE_BYTES,
+    Extent,
+    open_job,
+    read_into,
+    read_pieces,
+)
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,
@@ -166,7 +173,7 @@ def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) 
 
 def test_one_agent_holds_the_lock_and_it_dies_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from recpoint.catalog.agent_lock import AgentLock\n"
+        "import sys, time; from recpoint.catalog.staging.agent_lock import AgentLock\n"
         "with AgentLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

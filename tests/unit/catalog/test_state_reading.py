@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.run import Run
-from recpoint.catalog.state_reading import StateReading
+from recpoint.catalog.chunks.chunk_pool import ChunkPool
+from recpoint.catalog.restoring.state_reading import StateReading
+from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import ChunkEntry, Manifest
 from tests.catalog_builder import build, publish, tables
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import staged, sweep
-from recpoint.catalog.agent_lock import DRAIN, AgentLock, sweep_of
-from recpoint.catalog.check import check
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.consolidate_rows import merge_part
-from recpoint.catalog.run import Run
-from recpoint.catalog.sweep import SweepPlan, execute, plan_sweep
-from recpoint.catalog.sweep_beside import knows_what_is_staged
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.consolidation.consolidate_rows import merge_part
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.sweeping import sweep
+from recpoint.catalog.sweeping.sweep import SweepPlan, execute, plan_sweep
+from recpoint.catalog.sweeping.sweep_beside import knows_what_is_staged
+from recpoint.catalog.validation.check import check
 from recpoint.errors import SettingsError, StoreFull, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import attempt_prefix, generation_key, manifest_key

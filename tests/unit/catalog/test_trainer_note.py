@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import host_lock, staged
-from recpoint.catalog.trainer_note import NoteState, read_note, trainer_state, write_note
+from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.staging.trainer_note import NoteState, read_note, trainer_state, write_note
 from recpoint.errors import StagingError
 from tests.training_builder import Place, checkpointer, simple_training, train
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog import persist
-from recpoint.catalog.check import check
-from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.chunk_reader import read_chunk, read_rows
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.pins import read_metrics, record_metric
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.sampled_rows import read_samples
-from recpoint.catalog.sweep import execute, plan_sweep
-from recpoint.catalog.validate import record, validate
-from recpoint.catalog.validations import read_record, records_of, verdicts
+from recpoint.catalog.chunks.chunk_pool import ChunkPool
+from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.records.pins import read_metrics, record_metric
+from recpoint.catalog.records.validations import read_record, records_of, verdicts
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+from recpoint.catalog.validation.check import check
+from recpoint.catalog.validation.sampled_rows import read_samples
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.errors import ObjectNotFound, SettingsError, StoreUnavailable
 from recpoint.format.chunk import Section
 from recpoint.format.manifest import Manifest

@@ -9,16 +9,16 @@ import crc32c
 import pytest
 import torch
 
-from recpoint.catalog import persist
-from recpoint.catalog.chunk_pool import ChunkPool
-from recpoint.catalog.chunk_reader import read_chunk, read_rows
-from recpoint.catalog.consolidate import consolidate
-from recpoint.catalog.consolidate_plan import plan_consolidation
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.sampled_rows import read_samples
-from recpoint.catalog.validate import record
+from recpoint.catalog.chunks.chunk_pool import ChunkPool
+from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
+from recpoint.catalog.consolidation.consolidate import consolidate
+from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.sampled_rows import read_samples
+from recpoint.catalog.validation.validate import record
 from recpoint.format.chunk import Section, build_chunk
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key

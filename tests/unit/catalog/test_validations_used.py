@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.representations import Representations
-from recpoint.catalog.restore import MemoryTarget, RestoreReport, restore
-from recpoint.catalog.restore_order import Skipped, skipped_text
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_facts import gather
-from recpoint.catalog.validations import (
+from recpoint.catalog.records.run_facts import gather
+from recpoint.catalog.records.validations import (
     Doubts,
     add_record,
     read_record,
@@ -24,6 +19,11 @@ from recpoint.catalog.validations import (
     verdict,
     verdicts,
 )
+from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.restoring.restore_order import Skipped, skipped_text
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.representations import Representations
+from recpoint.catalog.runs.run import Run
 from recpoint.errors import ForeignObject, NothingToRestore, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import going
-from recpoint.catalog.announcement import announce
-from recpoint.catalog.validations import verdicts
+from recpoint.catalog.records import going
+from recpoint.catalog.records.announcement import announce
+from recpoint.catalog.records.validations import verdicts
 from recpoint.format.naming import manifest_key
 from tests.unit.cli.conftest import Invoke, SavedRun
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.lineage import Representation
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.lineage import Representation
+from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import consolidated_key
 from tests.catalog_builder import new_run, tables

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.check import check
+from recpoint.catalog.validation.check import check
 from recpoint.format.naming import manifest_key, pin_key
 from tests.unit.cli.conftest import Invoke, SavedRun
 

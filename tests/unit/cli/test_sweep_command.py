@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog import host_lock, persist, staged
-from recpoint.catalog.agent_lock import DRAIN, AgentLock, sweep_of
-from recpoint.catalog.answers import reject_job
-from recpoint.catalog.cancel import raise_if_cancelled
-from recpoint.catalog.check import check
-from recpoint.catalog.discard_staged import discard_staged
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_end import tell_ended
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.answers import reject_job
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.run_end import tell_ended
+from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.cancel import raise_if_cancelled
+from recpoint.catalog.sweeping.discard_staged import discard_staged
+from recpoint.catalog.validation.check import check
 from recpoint.errors import CheckpointCancelled, NothingToRestore, StagingError
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
@@ -257,7 +258,7 @@ def test_a_discard_waits_as_long_as_the_agent_drops_jobs(
 
     shutil.rmtree(run.url)
     clock = SimpleNamespace(monotonic=lambda: passed[0], sleep=wait)
-    monkeypatch.setattr("recpoint.catalog.discard_staged.time", clock)
+    monkeypatch.setattr("recpoint.catalog.sweeping.discard_staged.time", clock)
     with AgentLock(staging):
         if dropped == len(paths):
             assert [loss.step for loss in discard_staged(run_dir)] == [1, 2, 3, 4]

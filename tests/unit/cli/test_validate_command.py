@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.validations import verdicts
+from recpoint.catalog.records.validations import verdicts
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.format.naming import metric_key
 from recpoint.format.records import unpack_record
 from recpoint.format.retention_records import Metric

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from recpoint.catalog.failure_causes import CAUSES
+from recpoint.catalog.overview.failure_causes import CAUSES
 from recpoint.dashboards.alert_rules import alert_rules
 from recpoint.dashboards.metric_table import METRICS
 

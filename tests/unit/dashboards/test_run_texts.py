@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.overview import (
+from recpoint.catalog.overview.overview import (
     Age,
     Alarm,
     CheckpointFacts,
@@ -20,8 +20,8 @@ from recpoint.catalog.overview import (
     RunOverview,
     Totals,
 )
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_watch import RunWatch
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.runs.run import Run
 from recpoint.dashboards import charts, run_texts
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.format.naming import generation_key, manifest_key

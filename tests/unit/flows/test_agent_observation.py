@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.run_watch import RunWatch
-from recpoint.catalog.trainer_note import write_note
+from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.dashboards import catalog_watch
 from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
 from recpoint.flows.agent_observation import AgentObservation, observe_agent

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from recpoint import Follower
-from recpoint.catalog import publications, validations
-from recpoint.catalog.elapsed import Clocks
-from recpoint.catalog.leases import look as leases
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
+from recpoint.catalog.records import publications, validations
+from recpoint.catalog.records.leases import look as leases
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import Clocks
 from recpoint.errors import (
     ForeignObject,
     IncompatibleModel,

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Adagrad, Adam
 
 from recpoint import Checkpointer
-from recpoint.catalog import staged
-from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.naming import end_key, generation_key

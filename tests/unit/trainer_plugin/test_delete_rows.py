@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from recpoint import Follower
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.validate import validate
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.validate import validate
 from recpoint.errors import SettingsError
 from tests.consolidation import merge
 from tests.training_builder import (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import persist
-from recpoint.catalog.agent_lock import AgentLock
+from recpoint.catalog.persisting import persist
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.host_memory import HostShare, host_share, share_of
 from recpoint.trainer_plugin.ranks import Ranks

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog import staged
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import Quantizer

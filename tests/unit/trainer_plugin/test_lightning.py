@@ -21,8 +21,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E40
 from torch.utils.data import DataLoader  # noqa: E402
 
 from recpoint import LightningCallback, ResumableLoader  # noqa: E402
-from recpoint.catalog.run import Run  # noqa: E402
-from recpoint.catalog.store import open_store  # noqa: E402
+from recpoint.catalog.runs.run import Run  # noqa: E402
+from recpoint.catalog.stores.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
 from tests.forked import ForkedProcess  # noqa: E402
 from tests.lightning_builder import (  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from recpoint import Checkpointer
-from recpoint.catalog import staged
+from recpoint.catalog.staging import staged
 from tests.training_builder import (
     DIM,
     Batches,

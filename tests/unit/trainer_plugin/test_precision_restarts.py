@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from recpoint import Checkpointer, ExpectedFailures
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.history import MAX_COUNT, History, Precision
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import manifest_key

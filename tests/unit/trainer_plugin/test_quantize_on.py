@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import SGD, Adagrad
 
 from recpoint import Checkpointer
-from recpoint.catalog import staged
-from recpoint.catalog.chunk_reader import read_chunk
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest

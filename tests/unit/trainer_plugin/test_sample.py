@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Checkpointer
-from recpoint.catalog import staged
-from recpoint.catalog.chunk_reader import read_chunk
-from recpoint.catalog.run import Run
-from recpoint.catalog.staged_job import open_job, read_into
-from recpoint.catalog.store import open_store
+from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.staged_job import open_job, read_into
+from recpoint.catalog.stores.store import open_store
 from recpoint.format.chunk import section_tensor
 from recpoint.format.manifest import Manifest, RowStateSpec, TableSpec
 from recpoint.kernels import row_digest

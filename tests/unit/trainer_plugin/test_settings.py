@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import SGD
 
 from recpoint import Checkpointer, ExpectedFailures
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import MAX_CHAIN_LENGTH
 from recpoint.trainer_plugin.settings import Settings

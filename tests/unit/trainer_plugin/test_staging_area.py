@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
-from recpoint.catalog.run import Run
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
 from recpoint.trainer_plugin.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage

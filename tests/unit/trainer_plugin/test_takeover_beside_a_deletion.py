@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from recpoint import Seed
-from recpoint.catalog import going, leases
-from recpoint.catalog.announcement import announce
-from recpoint.catalog.lineage import ManifestName
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.records import going, leases
+from recpoint.catalog.records.announcement import announce
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import NothingToRestore, RetentionRefused
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import CheckpointRef

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog import staged
-from recpoint.catalog.run import Run
-from recpoint.catalog.run_end import read_end
-from recpoint.catalog.store import open_store
-from recpoint.catalog.trainer_note import read_note, trainer_state
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.run_end import read_end
+from recpoint.catalog.staging import staged
+from recpoint.catalog.staging.trainer_note import read_note, trainer_state
+from recpoint.catalog.stores.store import open_store
 from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 

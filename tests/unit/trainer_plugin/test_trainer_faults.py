@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog import durable, host_lock, staged
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import StagingError
 from recpoint.trainer_plugin.staging import SmallStagingArea
 from tests.polling import PATIENCE_SECONDS

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
-from recpoint.catalog.validate import record, validate
-from recpoint.catalog.validations import verdicts
+from recpoint.catalog.records.validations import verdicts
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.validation.validate import record, validate
 from recpoint.errors import NothingToRestore, SettingsError
 from tests.training_builder import (
     Place,

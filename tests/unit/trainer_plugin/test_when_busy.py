@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog import answers, cancel, persist, staged
-from recpoint.catalog.agent_lock import AgentLock
-from recpoint.catalog.restore import MemoryTarget, restore
-from recpoint.catalog.run import Run
-from recpoint.catalog.store import open_store
+from recpoint.catalog.persisting import answers, persist
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging import cancel, staged
+from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.policy import POLICIES
 from recpoint.trainer_plugin.settings import Settings

@@ -1,0 +1,58 @@
+"""Whether the objects of a chain are there, in their lengths, before one of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from recpoint.catalog.chunks.chunk_pool import ChunkPool
+from recpoint.catalog.chunks.chunk_reader import check_entry, check_stored
+from recpoint.catalog.runs.chain import Chain
+from recpoint.catalog.stores.store_contract import Store
+from recpoint.errors import FormatError, ObjectNotFound
+from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.naming import attempt_prefix, parse_chunk_key
+
+__all__ = ["Missing", "look_at_stored"]
+
+
+_LISTINGS = 16
+
+
+class Missing(NamedTuple):
+    """A chunk that is not there as the manifest says."""
+
+    entry: ChunkEntry
+    error: FormatError | ObjectNotFound
+
+
+def _needed(chain: Chain) -> list[tuple[Manifest, ChunkEntry]]:
+    """What restoring and validating a chain reads: all rows; state and sample of the newest."""
+    return [
+        (manifest, entry)
+        for manifest in chain.manifests
+        for entry in manifest.chunks
+        if entry.content == "rows" or manifest is chain.newest
+    ]
+
+
+def look_at_stored(store: Store, chain: Chain) -> Iterator[Missing]:
+    """Find missing and truncated objects by listing, without reading one.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    chunks = _needed(chain)
+    attempts = (parse_chunk_key(entry.key) for _, entry in chunks)
+    prefixes = {attempt_prefix(*attempt) for attempt in attempts if attempt is not None}
+    sizes: dict[str, int] = {}
+    # A listing each, and most of it waiting: a long chain's are made several at a time.
+    with ChunkPool(min(_LISTINGS, len(prefixes) or 1)) as pool:
+        for _, listing in pool.in_order(sorted(prefixes), lambda prefix: list(store.list(prefix))):
+            sizes.update((info.key, info.size_bytes) for info in listing.result())
+    for manifest, entry in chunks:
+        try:
+            check_entry(manifest, entry)
+            check_stored(manifest, entry, sizes)
+        except (FormatError, ObjectNotFound) as error:
+            yield Missing(entry, error)

@@ -1,0 +1,1 @@
+"""Chains made shorter by moving stored rows (format §6.8)."""

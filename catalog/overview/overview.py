@@ -1,0 +1,392 @@
+"""What a run looks like from its catalog alone: lag, stalls, bytes, chain, states, failures.
+
+Pure: `run_watch.RunWatch` reads, the functions here only compute, so that a page, a command and a
+metric say the same. Nothing here asks Prefect, a trainer or an agent.
+
+Whose clock. `snapshot_ms`, `staged_ms` and `committed_ms` of a checkpoint, and `created_ms` of its
+generation, are of one clock: that of the trainer's host, where the agent runs too. Differences
+among them (`stall`, `lag_seconds`, `at_risk_seconds` of a checkpoint) do not depend on whether it
+is right. How long ago something happened is measured by `Age`: the store's time of the object
+against this host's, held within what this process has seen itself on its monotonic clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from recpoint.catalog.records.validations import Verdict
+from recpoint.format.retention_records import Plan
+
+__all__ = [
+    "INTERVALS_OF_SILENCE",
+    "Age",
+    "Alarm",
+    "CheckpointFacts",
+    "Ended",
+    "ExpiringManifest",
+    "Failure",
+    "Generation",
+    "Lag",
+    "RestoreEstimate",
+    "RunOverview",
+    "State",
+    "Totals",
+    "Trouble",
+    "Validated",
+    "alarms",
+    "clock_note",
+    "measured_interval_seconds",
+]
+
+#: A run is lagging when this many of its intervals have passed without a commit.
+INTERVALS_OF_SILENCE = 3.0
+
+#: So many of the newest gaps between checkpoints are looked at.
+_GAPS = 16
+
+#: A clock that is further off than this is worth a word.
+_CLOCK_SECONDS = 60.0
+
+#: committed: there, nothing more is known. validated: its bytes have been compared (§10, sample or
+#: full). failed, stateless: a validation stands against it. damaged: its manifest is unreadable.
+#: What is only staged is in no catalog; of what an agent has rejected there is word only.
+State = Literal["committed", "validated", "failed", "stateless", "damaged"]
+
+
+class Age(NamedTuple):
+    """How long ago something was written.
+
+    `seconds` is the store's word (this host's time less the store's time of the object), but never
+    less than this process knows by its monotonic clock, and never more. `clock` says what decided:
+    `store`, or `watched` where it was corrected by what was seen here.
+    """
+
+    seconds: float
+    clock: Literal["store", "watched"]
+
+    @classmethod
+    def of(cls, *, store_seconds: float, least: float, most: float | None) -> Age:
+        """The age, from the store's word and the bounds that this process has seen itself."""
+        held = max(store_seconds, least) if most is None else min(max(store_seconds, least), most)
+        return cls(held, "store" if held == store_seconds else "watched")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """One checkpoint of the live line.
+
+    Attributes:
+        step, generation: its name.
+        kind: `full` or `increment`, as it was taken.
+        chain_length: manifests of its chain as it was taken, itself counted.
+        state: see `State`.
+        validation: what validations say; None: never validated.
+        pins: names of its pins.
+        expires: retention has marked every manifest of it.
+        merged: it has a consolidated manifest.
+        snapshot_ms, staged_ms, committed_ms: when it was cut, durable in staging, committed.
+        stall_seconds: how long training waited for it.
+        lag_seconds: from cut to commit.
+        at_risk_seconds: training that would have been lost right before its commit: from the cut
+            of the checkpoint before it that is there, or the start of its trainer if that is later.
+            None: what came before is not known.
+        interval_batches: batches from there to its cut; exact.
+        at_risk_batches: those and what was trained until the commit, at the pace of the interval.
+        stored_bytes: of its chunks. full_bytes: of a full, exact (fp32) checkpoint of the same.
+        error: what is wrong with its manifest; the figures are then 0 or None.
+    """
+
+    step: int
+    generation: int
+    kind: Literal["full", "increment"]
+    chain_length: int
+    state: State
+    validation: Verdict | None
+    pins: tuple[str, ...]
+    expires: bool
+    merged: bool
+    snapshot_ms: int
+    staged_ms: int
+    committed_ms: int
+    stall_seconds: float
+    lag_seconds: float
+    at_risk_seconds: float | None
+    interval_batches: int | None
+    at_risk_batches: int | None
+    stored_bytes: int
+    full_bytes: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A trainer's life: its number, where it runs, and the step it went on from (None: nothing)."""
+
+    number: int
+    host: str
+    pid: int
+    created_ms: int
+    age: Age
+    restored_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The newest trainer has ended by itself, after `step` batches. `reason`: finished, terminated.
+
+    Nothing is lost by it once a checkpoint of that step is there.
+    """
+
+    step: int
+    reason: str
+    ended_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lag:
+    """What a crash at this moment would cost.
+
+    Attributes:
+        seconds: age of the state that a restore would bring back; None: there is none.
+        at_risk_seconds: training that would be lost: as `seconds`, but no longer than the newest
+            trainer has been running, and 0 once a run has ended with everything stored. A trainer
+            that is dead already looks like one whose agent is: the catalog cannot tell them apart.
+        at_risk_batches: the same in batches, at the pace of the newest checkpoints; None: not
+            known yet. Exact once the run has ended.
+        clock: what decided the age, see `Age`.
+        interval_seconds: from one checkpoint to the next, as its trainer meant it or as it turns
+            out, whichever is longer; None: not known yet.
+        intervals: `at_risk_seconds` in these intervals; None: not known.
+        clock_note: what is odd about the clocks; empty: nothing.
+    """
+
+    seconds: float | None
+    at_risk_seconds: float
+    at_risk_batches: int | None
+    clock: Literal["store", "watched"]
+    interval_seconds: float | None
+    intervals: float | None
+    clock_note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreEstimate:
+    """What a restore of the newest checkpoint that restores would do.
+
+    Attributes:
+        step, generation: that checkpoint.
+        chain_length: links of its chain as it was taken.
+        manifests_to_read: of the cheapest chain, consolidated ones included.
+        bytes_to_read: of chunks; samples left out.
+        seconds: at `bytes_per_second`; None: nobody has measured any.
+        bytes_per_second: read, decoded and compared by the newest validation of bytes.
+    """
+
+    step: int
+    generation: int
+    chain_length: int
+    manifests_to_read: int
+    bytes_to_read: int
+    seconds: float | None
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpiringManifest:
+    """A manifest that retention has marked, why, and how long ago. `reason` "": unreadable mark."""
+
+    key: str
+    reason: str
+    age: Age
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Something that went wrong, as far as the catalog holds it.
+
+    `kind`: `validation` (failed), `manifest` (unreadable), `chain` (does not join up), `restart`
+    (a trainer was killed, its successor went on), `deletion` (announced and not finished), `record`
+    (another one, that nothing depends on, is damaged), `ranks` (a checkpoint waits for some of
+    several), `rejected` (an agent found that it can never be stored).
+    `when_ms`: by the clock of whoever recorded it; None: nobody did.
+    """
+
+    kind: Literal[
+        "validation", "manifest", "chain", "restart", "deletion", "record", "ranks", "rejected"
+    ]
+    subject: str
+    cause: str
+    when_ms: int | None
+    next_step: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over the checkpoints of `RunOverview.checkpoints`, unreadable ones left out."""
+
+    checkpoints: int
+    stored_bytes: int
+    full_bytes: int
+    stall_seconds: float
+    trained_seconds: float | None
+
+    @property
+    def share_of_full(self) -> float | None:
+        """Bytes written as a share of full fp32 checkpoints of the same; None: nothing to go by."""
+        return self.stored_bytes / self.full_bytes if self.full_bytes else None
+
+    @property
+    def stall_share(self) -> float | None:
+        """Share of the time between first and last cut that training waited; None: too few."""
+        return self.stall_seconds / self.trained_seconds if self.trained_seconds else None
+
+
+class Validated(NamedTuple):
+    """A checkpoint that was validated, and what its validations say together."""
+
+    step: int
+    generation: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOverview:
+    """One run at one moment.
+
+    Attributes:
+        url, run: the run URL and the run's id.
+        refreshed_ms: this host's time when it was looked at.
+        checkpoints: the newest of the live line, newest first.
+        live_checkpoints, superseded_checkpoints: how many there are in all.
+        last_validated: the newest of the whole live line that any validation has looked at; None:
+            none has.
+        generation: the newest trainer; None: none has started.
+        restarts: starts of trainers on this line, the first left out.
+        ended: the newest trainer has ended by itself; None: it has not, or not said so.
+        lag, restore, totals: see there. `restore` None: nothing restores.
+        plan: what the newest retention planned, by the rules that it was given; None: none has
+            left a plan.
+        expiring: what is marked now.
+        failures: newest first where the time is known, then the others.
+    """
+
+    url: str
+    run: str
+    refreshed_ms: int
+    checkpoints: tuple[CheckpointFacts, ...]
+    live_checkpoints: int
+    superseded_checkpoints: int
+    last_validated: Validated | None
+    generation: Generation | None
+    restarts: int
+    ended: Ended | None
+    lag: Lag
+    restore: RestoreEstimate | None
+    totals: Totals
+    plan: Plan | None
+    expiring: tuple[ExpiringManifest, ...]
+    failures: tuple[Failure, ...]
+
+    @property
+    def newest(self) -> CheckpointFacts | None:
+        """The newest checkpoint of the live line, whether it restores or not."""
+        return self.checkpoints[0] if self.checkpoints else None
+
+
+#: What an alarm is about.
+Trouble = Literal["no_commit", "validation_failed", "chain_broken", "manifest_damaged"]
+
+
+class Alarm(NamedTuple):
+    """Something that somebody has to look at now, in one sentence, and what to do."""
+
+    trouble: Trouble
+    text: str
+    next_step: str
+
+
+def measured_interval_seconds(checkpoints: Sequence[CheckpointFacts]) -> float | None:
+    """Time from one cut to the next: the median of the newest gaps; None: there is none yet.
+
+    Args:
+        checkpoints: of the live line, newest first.
+    """
+    gaps = [
+        one.at_risk_seconds - one.lag_seconds
+        for one in checkpoints
+        if one.error is None and one.at_risk_seconds is not None
+    ][:_GAPS]
+    gaps = [gap for gap in gaps if gap > 0]
+    return statistics.median(gaps) if gaps else None
+
+
+def alarms(
+    overview: RunOverview,
+    *,
+    intervals: float = INTERVALS_OF_SILENCE,
+    unknown_interval_seconds: float = 1800.0,
+) -> tuple[Alarm, ...]:
+    """What is wrong now, worst first; empty: nothing.
+
+    Args:
+        overview: the run.
+        intervals: of the run's own, without a commit, that are too many.
+        unknown_interval_seconds: how long without a commit is too long before the run's interval
+            is known.
+    """
+    found: list[Alarm] = []
+    silence = _silence(overview, intervals, unknown_interval_seconds)
+    if silence is not None:
+        found.append(silence)
+    troubles: dict[str, Trouble] = {
+        "chain": "chain_broken",
+        "manifest": "manifest_damaged",
+        "validation": "validation_failed",
+    }
+    for failure in overview.failures:
+        trouble = troubles.get(failure.kind)
+        if trouble is not None:
+            found.append(Alarm(trouble, f"{failure.subject}: {failure.cause}", failure.next_step))
+    return tuple(found)
+
+
+def _silence(
+    overview: RunOverview, intervals: float, unknown_interval_seconds: float
+) -> Alarm | None:
+    lag = overview.lag
+    if overview.generation is None or lag.at_risk_seconds <= 0:
+        return None
+    known = lag.interval_seconds
+    allowed = unknown_interval_seconds if known is None else intervals * known
+    if lag.at_risk_seconds <= allowed:
+        return None
+    since = "checkpoint that restores" if overview.checkpoints else "checkpoint at all"
+    expected = "" if known is None else f", one is expected every {known:.3g} s"
+    what = f"no new {since} for {lag.at_risk_seconds:.3g} s{expected}"
+    if overview.ended is not None:
+        what = f"the trainer has ended, and its last {lag.at_risk_batches} batches are not stored"
+    host = overview.generation.host
+    return Alarm("no_commit", what, f"on {host}: is the trainer alive, and recpoint agent running?")
+
+
+def clock_note(*, store_less_trainer_seconds: float, ahead_seconds: float) -> str:
+    """What to say about clocks that do not agree; empty: they do, near enough.
+
+    Args:
+        store_less_trainer_seconds: the store's time of the newest manifest less the commit time
+            that it says itself.
+        ahead_seconds: how far that object is in the future of this host.
+    """
+    if ahead_seconds > _CLOCK_SECONDS:
+        return f"the store's clock is {ahead_seconds:.0f} s ahead of this host's"
+    apart = store_less_trainer_seconds
+    if abs(apart) <= _CLOCK_SECONDS:
+        return ""
+    order = "after" if apart > 0 else "before"
+    return (
+        f"the store dates the newest manifest {abs(apart):.0f} s {order} its trainer did: their "
+        "clocks differ, or the run was copied; ages are the store's"
+    )

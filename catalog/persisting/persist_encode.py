@@ -1,0 +1,390 @@
+"""Second step of a persist: recipes, from which the chunks of a group are put together.
+
+A recipe holds a chunk's header and names the extents of slot and spool that make up its body, so
+that exact rows and states go from the slot to the store without a copy in between.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recpoint.catalog.chunks.row_state import to_bfloat16
+from recpoint.catalog.persisting.persist_parts import (
+    ChosenRows,
+    Part,
+    digest_parts,
+    part_list,
+    pieces,
+    read_bits,
+    write_bits,
+)
+from recpoint.catalog.persisting.persist_plan import (
+    PARAMETER_DTYPES,
+    Group,
+    RowBlock,
+    StateBlock,
+)
+from recpoint.catalog.persisting.persist_spool import (
+    SpoolFile,
+    extent_from,
+    load_result,
+    result_path,
+    save_result,
+)
+from recpoint.catalog.staging.staged_job import (
+    Extent,
+    StagedJob,
+    code_name,
+    ids_name,
+    read_into,
+    state_name,
+    values_name,
+)
+from recpoint.errors import MalformedObject
+from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
+from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.job import StagedTable
+from recpoint.format.manifest import ChunkEntry, Scheme
+from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
+from recpoint.kernels import row_set
+
+__all__ = ["encode_group"]
+
+#: Which rows of a block are no codes, and which of the codes have parameters of four bytes.
+_FORMS = ("exact", "wide")
+
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
+_Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class _Array(NamedTuple):
+    """An array of a chunk, in pieces that lie in files."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+class _Chosen(NamedTuple):
+    """Which rows of a block are in a chunk that has not all of them; `bits`: the same, in a file.
+
+    `rows` of them.
+    """
+
+    mask: _Mask
+    bits: Extent
+    rows: int
+
+    @classmethod
+    def of(cls, mask: _Mask, spool: SpoolFile) -> _Chosen | None:
+        """None if it is all of them."""
+        return None if mask.all() else cls(mask, write_bits(mask, spool), int(mask.sum()))
+
+
+class _Planned(NamedTuple):
+    """A chunk before its bytes are put together; `ends`: ids of its first and its last row."""
+
+    key: str
+    meta: ChunkMeta
+    arrays: list[_Array]
+    ends: tuple[int, int] | None = None
+
+
+def encode_group(staged: StagedJob, group: Group) -> str:
+    """Write the recipes of a group's chunks; the group is quantized if it has to be.
+
+    Returns:
+        Path of the result.
+
+    Raises:
+        MalformedObject: the row ids are not ascending, or outside their table.
+        StagingError: slot or spool cannot be read.
+    """
+    path = result_path(staged, group.index, "encoded")
+    if load_result(path, staged) is None:
+        with SpoolFile(path.with_suffix(".bin")) as spool:
+            pending = [
+                chunk for block in group.blocks for chunk in _planned(block, staged, spool, group)
+            ]
+        # Digests only now: the spool file is complete on disk once it is closed.
+        save_result(path, staged, {"chunks": [_finished(planned) for planned in pending]})
+    return str(path)
+
+
+def _planned(
+    block: RowBlock | StateBlock, staged: StagedJob, spool: SpoolFile, group: Group
+) -> list[_Planned]:
+    if isinstance(block, StateBlock):
+        return [_tensor_chunk(staged, block)]
+    if not staged.job.tables[block.table].is_quantized:
+        return [_exact_chunk(staged, block, spool)]
+    result = load_result(result_path(staged, group.index, "quantized"), staged)
+    if result is None:
+        raise ValueError(f"group {group.index} of {staged.path} has not been quantized")
+    for quantized in result["blocks"]:
+        if (quantized["table"], quantized["number"]) == (block.table, block.number):
+            return list(_quantized_chunks(staged, block, quantized, spool))
+    raise ValueError(f"group {group.index} of {staged.path} lacks table {block.table}")
+
+
+def _finished(planned: _Planned) -> dict[str, Any]:
+    meta = planned.meta
+    # Wider items first: then each array is aligned, and a reader need not copy it.
+    arrays = sorted(planned.arrays, key=lambda array: -item_bytes(array.dtype))
+    sections = [
+        Section(array.name, array.dtype, array.shape, _absent(array.parts)) for array in arrays
+    ]
+    header = chunk_header(meta, sections)
+    parts = tuple(part for array in arrays for part in array.parts if part.length)
+    entry = ChunkEntry(
+        key=planned.key,
+        bytes=len(header) + sum(part.length for part in parts),
+        crc32c=digest_parts(parts, start=header),
+        content=meta.content,
+        rank=meta.rank,
+        table=meta.table,
+        row_count=meta.row_count,
+        first_row=planned.ends[0] if planned.ends else None,
+        last_row=planned.ends[1] if planned.ends else None,
+        bits=meta.bits,
+        scheme=meta.scheme,
+    )
+    return {
+        "entry": entry.model_dump(mode="json"),
+        "header": base64.b64encode(header).decode("ascii"),
+        "parts": part_list(parts),
+    }
+
+
+def _absent(parts: tuple[Part, ...]) -> np.ndarray[Any, Any]:
+    """Stands for bytes that are not in memory: has their number, and takes no room."""
+    return np.broadcast_to(np.uint8(0), (sum(part.length for part in parts),))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Planned:
+    table = staged.job.tables[block.table]
+    spec = table.spec
+    values = staged.extent(values_name(block.table), first=block.first, count=block.rows)
+    ids = _read_ids(staged, block)
+    return _row_chunk(
+        staged,
+        block,
+        number=block.number,
+        scheme="exact",
+        ids=table.first_row + block.first if ids is None else ids,
+        rows=block.rows,
+        arrays=[
+            _Array("values", spec.dtype, (block.rows, spec.dim), (values,)),
+            *_states(staged, block, None, spool),
+        ],
+        spool=spool,
+    )
+
+
+def _quantized_chunks(
+    staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
+) -> Iterator[_Planned]:
+    """Up to one chunk for each dtype of row parameters, and the exact ones."""
+    table = staged.job.tables[block.table]
+    exactly, wide = (read_bits(extent_from(quantized[name]), block.rows) for name in _FORMS)
+    exact, narrow = np.flatnonzero(exactly), ~(exactly | wide)
+    ids = _read_ids(staged, block)
+    width = (table.spec.dim * table.bits + 7) // 8
+    for number, (dtype, chosen) in enumerate(
+        zip(PARAMETER_DTYPES, (narrow, wide), strict=True), block.number
+    ):
+        rows = int(chosen.sum())
+        if not rows:
+            continue
+        codes, scale, offset = (
+            tuple(extent_from(part) for part in quantized[dtype][name])
+            for name in ("codes", "scale", "offset")
+        )
+        yield _row_chunk(
+            staged,
+            block,
+            number=number,
+            scheme="asymmetric",
+            ids=_chosen(table, ids, block, chosen),
+            rows=rows,
+            arrays=[
+                _Array("codes", "U8", (rows, width), codes),
+                _Array("scale", dtype, (rows,), scale),
+                _Array("offset", dtype, (rows,), offset),
+                *_states(staged, block, _Chosen.of(chosen, spool), spool),
+            ],
+            spool=spool,
+        )
+    rows_each = block.exact_rows_each
+    starts = range(0, len(exact), rows_each)
+    for number, start in zip(count(block.number + len(PARAMETER_DTYPES)), starts):
+        positions = exact[start : start + rows_each]
+        mask = np.zeros(block.rows, np.bool_)
+        mask[positions] = True
+        picked = _Chosen.of(mask, spool)
+        values: Part
+        if table.codes:
+            first = quantized["exact_first"] + start
+            name = code_name(block.table, "exact")
+            values = staged.extent(name, first=first, count=len(positions))
+        else:
+            values = _part(staged, values_name(block.table), block, picked)
+        yield _row_chunk(
+            staged,
+            block,
+            number=number,
+            scheme="exact",
+            ids=_chosen(table, ids, block, mask),
+            rows=len(positions),
+            arrays=[
+                _Array("values", table.spec.dtype, (len(positions), table.spec.dim), (values,)),
+                *_states(staged, block, picked, spool),
+            ],
+            spool=spool,
+        )
+
+
+def _row_chunk(
+    staged: StagedJob,
+    block: RowBlock,
+    *,
+    number: int,
+    scheme: Scheme,
+    ids: int | _Ids,
+    rows: int,
+    arrays: list[_Array],
+    spool: SpoolFile,
+) -> _Planned:
+    """`ids` is the first of a range, or all of them: positions in the whole table."""
+    job, table = staged.job, staged.job.tables[block.table]
+    coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
+    if coding is None:
+        coded = row_set.encode(torch.from_numpy(ids))
+        coding = RowSetCoding.model_validate({"coding": coded.coding, "first": coded.first})
+        if coded.payload is not None:
+            extent = spool.append(coded.payload)
+            arrays = [*arrays, _Array("row_set", "U8", (extent.length,), (extent,))]
+    meta = ChunkMeta(
+        run=job.run,
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        content="rows",
+        rank=job.rank,
+        table=block.table,
+        row_count=rows,
+        dim=table.spec.dim,
+        bits=table.bits if scheme == "asymmetric" else 8 * item_bytes(table.spec.dtype),
+        scheme=scheme,
+        row_set=coding,
+    )
+    key = row_chunk_key(
+        job.step, job.generation, job.attempt, rank=job.rank, table=block.table, number=number
+    )
+    ends = (ids, ids + rows - 1) if isinstance(ids, int) else (int(ids[0]), int(ids[-1]))
+    return _Planned(key, meta, arrays, ends)
+
+
+def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
+    """The block's row ids in the whole table; None if all rows of the shard are staged."""
+    table = staged.job.tables[block.table]
+    if table.all_rows:
+        return None
+    # One id more at the front shows that the block goes on where the one before it ended.
+    before = 1 if block.first else 0
+    extent = staged.extent(
+        ids_name(block.table), first=block.first - before, count=block.rows + before
+    )
+    ids = _read_array(extent, np.int64)
+    ascending = bool(np.all(ids[1:] > ids[:-1]))
+    if not ascending or ids[0] < 0 or ids[-1] >= table.shard_rows:
+        raise MalformedObject(
+            f"{staged.slot} ({ids_name(block.table)})",
+            found=f"ids from {ids[0]} to {ids[-1]}, {'' if ascending else 'not '}ascending",
+            expected=f"ascending ids below {table.shard_rows}",
+            next_step="nothing: the job is rejected, and the trainer stages its rows again",
+        )
+    return ids[before:] + table.first_row
+
+
+def _chosen(table: StagedTable, ids: _Ids | None, block: RowBlock, mask: _Mask) -> int | _Ids:
+    if ids is not None:
+        return ids[mask]
+    first = table.first_row + block.first
+    return first if bool(mask.all()) else first + np.flatnonzero(mask)
+
+
+def _states(
+    staged: StagedJob, block: RowBlock, chosen: _Chosen | None, spool: SpoolFile
+) -> list[_Array]:
+    """The row states of the rows that are `chosen`, None: of all; copied only if they change."""
+    table = staged.job.tables[block.table]
+    rows = block.rows if chosen is None else chosen.rows
+    arrays = []
+    for index, (state, dtype) in enumerate(
+        zip(table.spec.row_states, table.state_dtypes, strict=True)
+    ):
+        part = _part(staged, state_name(block.table, index), block, chosen)
+        if dtype != state.dtype:
+            part = _rounded(part, spool)
+        arrays.append(_Array(f"state.{index}", dtype, (rows, *state.shape), (part,)))
+    return arrays
+
+
+def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None) -> Part:
+    """The rows of a segment that are `chosen`, None: all of the block's, where they lie."""
+    whole = staged.extent(name, first=block.first, count=block.rows)
+    if chosen is None or not whole.length:
+        return whole
+    return ChosenRows(whole, whole.length // block.rows, chosen.rows, chosen.bits)
+
+
+def _rounded(part: Part, spool: SpoolFile) -> Extent:
+    """Write F32 values into the spool as the BF16 next to each of them (format §3.5)."""
+    offset, length = spool.append(b"").offset, 0
+    spool.flush()  # the bits of which rows it is are in there
+    for piece in pieces(part):
+        values = torch.frombuffer(piece, dtype=torch.float32)
+        length += spool.append(to_bfloat16(values).view(torch.uint8).numpy()).length
+    return Extent(str(spool.path), offset, length)
+
+
+def _read_array(extent: Extent, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    array = np.empty(extent.length // np.dtype(dtype).itemsize, dtype)
+    if extent.length:
+        read_into(array.data.cast("B"), extent)
+    return array
+
+
+# --- state and samples ---------------------------------------------------------------------------
+
+
+def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
+    job = staged.job
+    arrays = []
+    for piece in block.pieces:
+        segment = staged.segments[piece.segment]
+        each = item_bytes(segment.dtype)
+        extent = Extent(str(staged.slot), segment.offset + piece.first * each, piece.count * each)
+        arrays.append(_Array(piece.name, segment.dtype, piece.shape, (extent,)))
+    meta = ChunkMeta(
+        run=job.run,
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        content=block.content,
+        rank=job.rank,
+    )
+    name = state_chunk_key if block.content == "state" else sample_chunk_key
+    key = name(job.step, job.generation, job.attempt, rank=job.rank, number=block.number)
+    return _Planned(key, meta, arrays)

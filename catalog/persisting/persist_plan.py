@@ -1,0 +1,281 @@
+"""Which chunks a staged job becomes, and in which groups they are worked on: arithmetic only.
+
+Keys and contents of chunks follow from the job alone, so that an agent that starts over after
+having been killed writes the same bytes under the same keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from recpoint.catalog.staging.staged_job import StagedJob, sample_name
+from recpoint.errors import MalformedObject
+from recpoint.format.chunk import sample_arrays
+from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
+from recpoint.format.job import Segment, StagedTable
+from recpoint.format.manifest import MAX_CHUNK_BYTES
+
+__all__ = [
+    "CHUNK_BYTES",
+    "GROUP_BYTES",
+    "GROUP_SPOOL_BYTES",
+    "PARAMETER_DTYPES",
+    "Group",
+    "RowBlock",
+    "StateBlock",
+    "StatePiece",
+    "exact_row_bytes",
+    "plan_groups",
+]
+
+#: Most bytes of a chunk's body (format §3 asks for chunks of 32 MiB or less, header included).
+CHUNK_BYTES = (32 << 20) - (64 << 10)
+
+#: Most staged bytes of a group. Each costs a workflow engine tens of milliseconds.
+GROUP_BYTES = 512 << 20
+
+#: Most bytes that a group of several chunks takes in the spool, which may be in memory: of two
+#: groups in flight, beside chunks that are uploaded, with their copies in the store's client.
+GROUP_SPOOL_BYTES = 72 << 20
+
+#: Of row parameters. Rows of either go to a chunk of their own: else one row that needs the wider
+#: one would cost each of the others four bytes.
+PARAMETER_DTYPES: tuple[Dtype, ...] = ("F16", "F32")
+
+#: Most tensors of a chunk of state or samples: their names and shapes have to fit its header.
+_TENSORS_EACH = 4_000
+
+#: Room for one row id in a row set: 8 bytes of a delta and what zstd adds to what it cannot shrink.
+_ID_BYTES = 9
+
+#: Room for a row's bits of which rows are in which chunk, and for their ids where all are staged.
+_BITS_BYTES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """Rows `first` … `first + rows − 1` of those staged for a table.
+
+    Of an exact table they become one chunk, number `number`. Of another they become a chunk for
+    each dtype of row parameters, from that number on, and those that cannot be quantized become
+    exact chunks of `exact_rows_each` rows with the numbers after these, set aside.
+    """
+
+    table: int
+    first: int
+    rows: int
+    number: int
+    exact_rows_each: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePiece:
+    """One tensor of a state chunk: elements `first` … `first + count − 1` of a segment.
+
+    `name` is its name in the chunk, `shape` its shape there.
+    """
+
+    segment: str
+    name: str
+    first: int
+    count: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBlock:
+    """One chunk of state, or of the tables' samples."""
+
+    content: Literal["state", "sample"]
+    number: int
+    pieces: tuple[StatePiece, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What is quantized, encoded and uploaded together. `quantized`: whether there is anything to
+    quantize.
+    """
+
+    index: int
+    blocks: tuple[RowBlock | StateBlock, ...]
+    quantized: bool
+    staged_bytes: int
+
+
+def exact_row_bytes(table: StagedTable) -> int:
+    """Bytes of one staged row: its values and row states."""
+    states = sum(array_bytes(state.dtype, state.shape) for state in table.spec.row_states)
+    return table.spec.dim * item_bytes(table.spec.dtype) + states
+
+
+def plan_groups(staged: StagedJob) -> list[Group]:
+    """The groups of a job, in the order in which they are worked on.
+
+    Raises:
+        MalformedObject: one row makes a chunk that breaks the format's bound.
+    """
+    groups: list[Group] = []
+    blocks: list[RowBlock | StateBlock] = []
+    quantized, total, spooled = False, 0, 0
+
+    def close() -> None:
+        nonlocal blocks, quantized, total, spooled
+        if blocks:
+            groups.append(
+                Group(
+                    index=len(groups),
+                    blocks=tuple(blocks),
+                    quantized=quantized,
+                    staged_bytes=total,
+                )
+            )
+        blocks, quantized, total, spooled = [], False, 0, 0
+
+    for block, size, spool, narrow in _blocks(staged):
+        if blocks and (total + size > GROUP_BYTES or spooled + spool > GROUP_SPOOL_BYTES):
+            close()
+        blocks.append(block)
+        total += size
+        spooled += spool
+        quantized = quantized or narrow
+    close()
+    return groups
+
+
+def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bool]]:
+    """Each block with its staged bytes, what it may take in the spool, and whether to quantize."""
+    found: list[tuple[RowBlock | StateBlock, int, int, bool]] = []
+    # The state first: it is small, and what it needs goes wrong early if it does.
+    whole = [[piece] for piece in _state_pieces(staged)]
+    blocks = _tensor_blocks(staged, "state", whole)
+    blocks += _tensor_blocks(staged, "sample", _sample_pieces(staged))
+    for state in blocks:
+        found.append((state, sum(_piece_bytes(staged, piece) for piece in state.pieces), 0, False))
+    for index, table in enumerate(staged.job.tables):
+        each, spool = exact_row_bytes(table), _spool_row_bytes(table)
+        for block in _row_blocks(staged, index, table):
+            found.append((block, block.rows * each, block.rows * spool, table.is_quantized))
+    return found
+
+
+def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBlock]:
+    ids = 0 if table.all_rows else _ID_BYTES
+    exact = exact_row_bytes(table)
+    exact_stored = table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
+    stored = exact_stored
+    if table.is_quantized:
+        stored = _codes_bytes(table) + _state_bytes(table)
+    if exact + _ID_BYTES > MAX_CHUNK_BYTES - (1 << 20):
+        raise MalformedObject(
+            str(staged.path),
+            found=f"rows of {exact} bytes in {table.spec.name!r:.200}",
+            expected=f"rows that fit a chunk of {MAX_CHUNK_BYTES} bytes",
+            next_step="split the table's rows over several tables",
+        )
+    rows_each = max(1, min(CHUNK_BYTES // (stored + ids), GROUP_BYTES // exact))
+    exact_rows_each = max(1, CHUNK_BYTES // (exact_stored + _ID_BYTES))
+    numbers = 1
+    if table.is_quantized:
+        # Should none of the rows be quantizable, they fill as many exact chunks.
+        numbers = len(PARAMETER_DTYPES) + -(-rows_each // exact_rows_each)
+    return [
+        RowBlock(
+            table=index,
+            first=first,
+            rows=min(rows_each, table.row_count - first),
+            number=position * numbers,
+            exact_rows_each=exact_rows_each,
+        )
+        for position, first in enumerate(range(0, table.row_count, rows_each))
+    ]
+
+
+def _tensor_blocks(
+    staged: StagedJob, content: Literal["state", "sample"], together: list[list[StatePiece]]
+) -> list[StateBlock]:
+    """Chunks of pieces; those of one list come into one chunk."""
+    blocks: list[StateBlock] = []
+    pieces: list[StatePiece] = []
+    total = 0
+
+    def close() -> None:
+        blocks.append(StateBlock(content=content, number=len(blocks), pieces=tuple(pieces)))
+
+    for some in together:
+        size = sum(_piece_bytes(staged, piece) for piece in some)
+        if pieces and (total + size > CHUNK_BYTES or len(pieces) + len(some) > _TENSORS_EACH):
+            close()
+            pieces, total = [], 0
+        pieces += some
+        total += size
+    if pieces:
+        close()
+    return blocks
+
+
+def _sample_pieces(staged: StagedJob) -> list[list[StatePiece]]:
+    """Of each table that has one: the parts of its sample."""
+    found = []
+    for index, table in enumerate(staged.job.tables):
+        names = [sample_name(index, part) for part in sample_arrays(table.spec, 1)]
+        parts = [_whole(name, staged.segments[name]) for name in names if name in staged.segments]
+        if parts:
+            found.append(parts)
+    return found
+
+
+def _state_pieces(staged: StagedJob) -> list[StatePiece]:
+    pieces = [_whole("tree", staged.segments["tree"])]
+    number = 0
+    while (name := f"tensor.{number}") in staged.segments:
+        segment = staged.segments[name]
+        if segment.bytes <= CHUNK_BYTES:
+            pieces.append(_whole(name, segment))
+        else:
+            each = CHUNK_BYTES // item_bytes(segment.dtype)
+            elements = segment.bytes // item_bytes(segment.dtype)
+            for position, first in enumerate(range(0, elements, each)):
+                count = min(each, elements - first)
+                pieces.append(
+                    StatePiece(
+                        segment=name,
+                        name=f"{name}.{position}",
+                        first=first,
+                        count=count,
+                        shape=(count,),
+                    )
+                )
+        number += 1
+    return pieces
+
+
+def _whole(name: str, segment: Segment) -> StatePiece:
+    elements = segment.bytes // item_bytes(segment.dtype)
+    return StatePiece(segment=name, name=name, first=0, count=elements, shape=segment.shape)
+
+
+def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
+    return piece.count * item_bytes(staged.segments[piece.segment].dtype)
+
+
+def _codes_bytes(table: StagedTable) -> int:
+    """Most bytes that the codes of one row take, with their parameters."""
+    return (table.spec.dim * table.bits + 7) // 8 + 8
+
+
+def _spool_row_bytes(table: StagedTable) -> int:
+    """Most bytes of the spool for one row; what is stored as it is staged stays in the slot."""
+    found = 0 if table.all_rows else _ID_BYTES
+    if table.is_quantized:
+        found += _codes_bytes(table) + _BITS_BYTES
+    states = zip(table.state_dtypes, table.spec.row_states, strict=True)
+    rounded = (array_bytes(to, state.shape) for to, state in states if to != state.dtype)
+    return found + sum(rounded)
+
+
+def _state_bytes(table: StagedTable) -> int:
+    """Bytes of the row states of one row as they are to be stored."""
+    states = zip(table.state_dtypes, table.spec.row_states, strict=True)
+    return sum(array_bytes(dtype, state.shape) for dtype, state in states)

@@ -1,0 +1,311 @@
+"""Checkpoints of several ranks: parts written, awaited, joined, removed (format §6.1).
+
+Each agent does the same with the jobs of its own ranks, and none knows of the others but through
+the store. Whoever finds all parts commits; any number may, since only one creates the manifest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from recpoint.catalog.persisting.join import join_parts
+from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.runs.commit import commit
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.staging.cancel import raise_if_cancelled
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.checked_read import read_checked
+from recpoint.catalog.stores.chunks_there import not_there
+from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.errors import (
+    CommitConflict,
+    ForeignObject,
+    MalformedObject,
+    ObjectNotFound,
+    RanksMissing,
+    StoreError,
+)
+from recpoint.format.job import Job
+from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.naming import PartName, attempt_prefix, parse_part_key, part_key, part_prefix
+from recpoint.format.part import RankPart, Shard
+from recpoint.format.records import (
+    MAX_RECORD_BYTES,
+    CheckpointRef,
+    pack_record,
+    unpack_record,
+)
+
+if TYPE_CHECKING:  # whoever looks at a catalog needs neither
+    from recpoint.catalog.persisting.persist_quantize import Quantization
+    from recpoint.catalog.staging.staged_job import StagedJob
+
+__all__ = [
+    "MAX_PARTS_BYTES",
+    "commit_parts",
+    "missing_ranks",
+    "own_part",
+    "parts_there",
+    "ranks_missing",
+    "read_part",
+    "remove_parts",
+    "write_part",
+]
+
+#: Of all parts of a checkpoint, as they are stored: each repeats the tables.
+MAX_PARTS_BYTES: Final = 4 * MAX_RECORD_BYTES
+
+_REJECTED: Final = "nothing: the checkpoint is rejected, and the trainer writes another one"
+
+
+def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
+    """Bytes of the parts of a checkpoint that are stored, by rank.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    found = {}
+    for info in run.store.list(part_prefix(ref.step, ref.generation, ref.attempt)):
+        name = parse_part_key(info.key)
+        if name is not None:
+            found[name.rank] = info.size_bytes
+    return found
+
+
+def read_part(run: Run, name: PartName) -> RankPart:
+    """One part, checked for form and that it is what its key says.
+
+    Raises:
+        ObjectNotFound: there is none.
+        FormatError: it is damaged, or another one's.
+        StoreError: it cannot be read.
+    """
+    key = part_key(name.step, name.generation, name.attempt, rank=name.rank)
+
+    def parse(data: bytes) -> RankPart:
+        part = unpack_record(RankPart, data, name=key, next_step=_REJECTED)
+        found = (part.run, *part.ref.model_dump().values(), part.rank)
+        expected = (run.id, *name)
+        if found != expected:
+            raise ForeignObject(
+                key,
+                found=f"a part of rank {part.rank} of {part.ref} of run {part.run}",
+                expected=f"one of rank {name.rank}, as its key says, of run {run.id}",
+                next_step=_REJECTED,
+            )
+        return part
+
+    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+
+
+def own_part(run: Run, job: Job) -> RankPart | None:
+    """The part that an agent has already written for a job; None: there is none.
+
+    Once it is there others may join it, so that no chunk of it may be written again.
+
+    Raises:
+        CommitConflict: it is of another snapshot of this step.
+        FormatError: it is damaged.
+        StoreError: it cannot be read.
+    """
+    try:
+        part = read_part(run, _name_of(job))
+    except ObjectNotFound:
+        return None
+    _check_same_cut(job, part)
+    return part
+
+
+def write_part(
+    run: Run, staged: StagedJob, entries: list[ChunkEntry], quantization: Quantization
+) -> RankPart:
+    """Say that the chunks of a job are all durable; may be called again.
+
+    Raises:
+        MalformedObject: the job makes no part that keeps to the format.
+        CommitConflict: there is one of another snapshot of this step.
+        StoreError: it could not be written.
+    """
+    job = staged.job
+    try:
+        part = _part(job, entries, quantization)
+        data = pack_record(part)
+    except ValueError as error:
+        raise MalformedObject(
+            str(staged.path),
+            found=str(error)[:200],
+            expected="a job whose part keeps to the format",
+            next_step="nothing: the job is rejected, and the trainer stages its rows again",
+        ) from error
+    key = part_key(job.step, job.generation, job.attempt, rank=job.rank)
+    durable.step(f"part {key}")
+    if create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES) is None:
+        return part
+    there = read_part(run, _name_of(job))
+    _check_same_cut(job, there)
+    return there
+
+
+def missing_ranks(run: Run, job: Job) -> tuple[int, ...]:
+    """Ranks whose part is not stored. Of a checkpoint that is committed that may be all.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    there = parts_there(run, job.ref)
+    return tuple(rank for rank in range(job.ranks) if rank not in there)
+
+
+def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
+    """Commit a checkpoint of which all parts are there, and remove them.
+
+    Raises:
+        RanksMissing: not all are; or chunks that a part names are not, which is removed then.
+        CommitError, ChainError, FormatError: it can never be committed.
+        CheckpointCancelled: the trainer wants it dropped.
+        StoreError: not now.
+    """
+    parts = _read_all(run, job)
+    writer = f"recpoint {version('recpoint')}"
+    manifest = join_parts(parts, committed_ms=time.time_ns() // 1_000_000, writer=writer)
+    if manifest.ref != job.ref:
+        raise ValueError(f"parts of {manifest.ref} for {job.ref}")
+    raise_if_cancelled(job_file)
+    _withdraw_without_chunks(run, job, parts)
+    if commit(run, manifest) == "already":
+        manifest = run.manifest(job.step, job.generation)
+    with suppress(StoreError):  # a sweep removes what is left
+        remove_parts(run, job.ref)
+    return manifest
+
+
+def remove_parts(run: Run, ref: CheckpointRef, *, rank: int | None = None) -> None:
+    """Remove the parts of a checkpoint, or that of one rank.
+
+    Raises:
+        StoreError: not all could be removed.
+    """
+    if rank is not None:
+        run.store.delete(part_key(*_identity(ref), rank=rank))
+        return
+    for found in sorted(parts_there(run, ref)):
+        run.store.delete(part_key(*_identity(ref), rank=found))
+
+
+def _read_all(run: Run, job: Job) -> list[RankPart]:
+    there = parts_there(run, job.ref)
+    missing = [rank for rank in range(job.ranks) if rank not in there]
+    if missing:
+        raise ranks_missing(job, missing)
+    prefix = part_prefix(*_identity(job.ref))
+    foreign = sorted(there.keys() - set(range(job.ranks)))
+    if foreign:
+        raise ForeignObject(
+            prefix,
+            found=f"parts of {ranks_text(foreign)}",
+            expected=f"parts of the {job.ranks} ranks that rank {job.rank} knows of",
+            next_step=_REJECTED,
+        )
+    total = sum(there.values())
+    if total > MAX_PARTS_BYTES:
+        raise MalformedObject(
+            prefix,
+            found=f"parts of {total} bytes",
+            expected=f"at most {MAX_PARTS_BYTES}",
+            next_step="write larger chunks, or fewer tables",
+        )
+    parts = []
+    for rank in range(job.ranks):
+        name = PartName(*_identity(job.ref), rank)
+        try:
+            parts.append(read_part(run, name))
+        except ObjectNotFound:
+            # Somebody else has committed it since, or its trainer has had it dropped.
+            raise ranks_missing(job, [rank]) from None
+    return parts
+
+
+def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
+    """Remove the parts whose chunks are not all there: their agents write both again."""
+    chunks = [entry for part in parts for entry in part.chunks]
+    missing = {
+        entry.key for entry in not_there(run.store, attempt_prefix(*_identity(job.ref)), chunks)
+    }
+    if not missing:
+        return
+    ranks = [part.rank for part in parts if any(entry.key in missing for entry in part.chunks)]
+    for rank in ranks:
+        remove_parts(run, job.ref, rank=rank)
+    raise ranks_missing(job, ranks)
+
+
+def ranks_missing(job: Job, ranks: Collection[int]) -> RanksMissing:
+    """The error that says so."""
+    return RanksMissing(
+        part_prefix(*_identity(job.ref)),
+        found=f"no part of {ranks_text(ranks)} of {job.ranks}",
+        expected=f"one of each rank of step {job.step}",
+        next_step="see what the agents of the hosts of these ranks say, and their trainers",
+        ranks=tuple(sorted(ranks)),
+    )
+
+
+def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> RankPart:
+    rounded = any(table.rounds_states for table in job.tables)
+    return RankPart(
+        run=job.run,
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        rank=job.rank,
+        ranks=job.ranks,
+        kind=job.kind,
+        base=job.base,
+        parent=job.parent,
+        chain_length=job.chain_length,
+        policy=job.policy,
+        tables=tuple(
+            Shard(spec=table.spec, first_row=table.first_row, rows=table.shard_rows)
+            for table in job.tables
+        ),
+        chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
+        quantizers=quantization.quantizers,
+        quantized_by=quantization.implementation,
+        state_bits=16 if rounded else None,
+        snapshot_ms=job.snapshot_ms,
+        staged_ms=job.staged_ms,
+        written_ms=time.time_ns() // 1_000_000,
+        stall_us=job.stall_us,
+        dirty_rows=job.dirty_rows,
+        full_bytes=job.full_bytes,
+        history=job.history,
+        writer=f"recpoint {version('recpoint')}",
+    )
+
+
+def _check_same_cut(job: Job, part: RankPart) -> None:
+    """A step may be staged again after it was dropped; its chunks may then be other ones."""
+    if (part.snapshot_ms, part.staged_ms, part.ranks) != (
+        job.snapshot_ms,
+        job.staged_ms,
+        job.ranks,
+    ):
+        raise CommitConflict(
+            part_key(part.step, part.generation, part.attempt, rank=part.rank),
+            found=f"the part of a snapshot taken at {part.snapshot_ms}",
+            expected=f"none, or that of the snapshot taken at {job.snapshot_ms}",
+            next_step="nothing: the job is rejected, and the next checkpoint takes its rows",
+        )
+
+
+def _name_of(job: Job) -> PartName:
+    return PartName(job.step, job.generation, job.attempt, job.rank)
+
+
+def _identity(ref: CheckpointRef) -> tuple[int, int, str]:
+    return ref.step, ref.generation, ref.attempt

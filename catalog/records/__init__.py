@@ -1,0 +1,1 @@
+"""What is written about checkpoints besides their manifests: leases, pins, validations and more."""

@@ -1,0 +1,212 @@
+"""Leases: word to retention that somebody is reading (format §6.6, §6.7)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.checked_read import read_checked
+from recpoint.catalog.stores.elapsed import Clocks, stamp_now
+from recpoint.errors import ForeignObject, FormatError, ObjectNotFound, StoreError
+from recpoint.format.naming import LEASES_PREFIX, lease_key, parse_lease_key
+from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
+from recpoint.format.retention_records import MAX_LEASE_SECONDS, Lease
+
+__all__ = ["Held", "HeldLease", "adopt", "look", "reading"]
+
+_LOG = logging.getLogger("recpoint.leases")
+
+#: How long a lease outlives its owner; while that lives, it is renewed.
+_READING_SECONDS = 6 * 3600
+
+#: So often, many tries may fail before it expires.
+_RENEW_SECONDS = _READING_SECONDS / 12
+
+#: A renewal that hangs in the store is not waited for longer at the end.
+_LAST_RENEWAL_SECONDS = 10.0
+
+
+class HeldLease:
+    """A lease of this process: renewed with `renew`, from any thread, removed with `release`.
+
+    Args:
+        run: what is read.
+        purpose: `restore`, `consolidate`, `publish`, …
+        covers: the checkpoints that must stay; None: everything that exists.
+        ttl_seconds: how long it is honoured after the last renewal.
+
+    Raises:
+        StoreError: it could not be written.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        purpose: str,
+        covers: Iterable[CheckpointRef] | None = None,
+        ttl_seconds: int = _READING_SECONDS,
+    ) -> None:
+        self._run = run
+        self._writing = threading.Lock()
+        self._record = Lease(
+            run=run.id,
+            owner=secrets.token_hex(16),
+            purpose=purpose,
+            covers=None if covers is None else tuple(covers),
+            ttl_seconds=ttl_seconds,
+            host=socket.gethostname()[:255],
+            pid=os.getpid(),
+            stamp=stamp_now(),
+        )
+        self.renew()
+
+    def renew(self, *, covers: Iterable[CheckpointRef] | None = None) -> None:
+        """Write it again with a new stamp and, if given, for other checkpoints."""
+        update: dict[str, object] = {"stamp": stamp_now()}
+        if covers is not None:
+            update["covers"] = tuple(covers)
+        with self._writing:  # or an older record could come to lie over a newer one
+            self._record = self._record.model_copy(update=update)
+            self._run.store.put(lease_key(self._record.owner), pack_record(self._record))
+
+    def release(self) -> None:
+        """Remove it."""
+        self._run.store.delete(lease_key(self._record.owner))
+
+
+@contextmanager
+def reading(
+    run: Run,
+    *,
+    purpose: str,
+    covers: Iterable[CheckpointRef] | None = None,
+    renew_seconds: float = _RENEW_SECONDS,
+) -> Iterator[HeldLease | None]:
+    """Hold a lease while the block runs; without one where the store cannot be written.
+
+    A reader that may not write, or whose store is full, must still be able to restore: what it
+    reads is then protected by the grace period of retention alone. A thread renews the lease, so
+    that it holds however long the block takes, and no longer than the process lives.
+    """
+    lease: HeldLease | None = None
+    try:
+        lease = HeldLease(run, purpose=purpose, covers=covers)
+    except StoreError as error:
+        _LOG.info("reading without a lease: %s", error)
+    if lease is None:
+        yield None
+        return
+    ended = threading.Event()
+    renewing = threading.Thread(
+        target=_renew_until,
+        args=(ended, lease, renew_seconds),
+        name="recpoint-lease",
+        daemon=True,  # a process that ends inside the block does not wait for it
+    )
+    renewing.start()
+    try:
+        yield lease
+    finally:
+        ended.set()
+        renewing.join(_LAST_RENEWAL_SECONDS)
+        try:
+            lease.release()
+        except StoreError as error:
+            _LOG.info("a lease stays until it expires: %s", error)
+
+
+def _renew_until(ended: threading.Event, lease: HeldLease, every_seconds: float) -> None:
+    while not ended.wait(every_seconds):
+        try:
+            lease.renew()
+        except StoreError as error:
+            _LOG.info("a lease is renewed later: %s", error)
+
+
+class Held(NamedTuple):
+    """A lease as retention sees it.
+
+    Attributes:
+        key: where it lies.
+        who: for people.
+        covers: None: everything.
+        alive: whether it is to be honoured.
+        from_the_future: its stamp is, so that it would be honoured for too long.
+        lease: None: it cannot be read.
+        modified_ms: when it was last written, by the store's clock.
+    """
+
+    key: str
+    who: str
+    covers: tuple[CheckpointRef, ...] | None
+    alive: bool
+    from_the_future: bool
+    lease: Lease | None
+    modified_ms: int
+
+
+def look(run: Run, clocks: Clocks) -> list[Held]:
+    """All leases of a run, dead ones too."""
+    held = []
+    for info in run.store.list(LEASES_PREFIX):
+        if parse_lease_key(info.key) is None:
+            continue
+        try:
+            lease = _read(run, info.key)
+        except ObjectNotFound:
+            continue  # released meanwhile
+        except FormatError as error:
+            # Whoever wrote it may be reading: honoured, by the store's clock alone.
+            store_ms = clocks.store_ms if clocks.store_ms is not None else clocks.wall_ms
+            alive = store_ms - info.modified_ms <= 1000 * MAX_LEASE_SECONDS
+            who = f"unreadable: {error.found}"
+            held.append(Held(info.key, who, None, alive, False, None, info.modified_ms))
+            continue
+        age = clocks.age_seconds(lease.stamp, modified_ms=info.modified_ms)
+        who = f"{lease.purpose} by process {lease.pid} of {lease.host}"
+        ahead = lease.stamp.written_ms > clocks.wall_ms
+        alive = age <= lease.ttl_seconds
+        held.append(Held(info.key, who, lease.covers, alive, ahead, lease, info.modified_ms))
+    return held
+
+
+def adopt(run: Run, held: Held) -> None:
+    """Give a lease from the future this host's stamp, so that it expires when it should.
+
+    If its owner lives, the next renewal takes that back; if it has just ended, the lease lives
+    once more, for its time.
+    """
+    if held.lease is not None:
+        record = held.lease.model_copy(update={"stamp": stamp_now()})
+        run.store.put(held.key, pack_record(record))
+
+
+def _read(run: Run, key: str) -> Lease:
+    """A lease, fully checked.
+
+    Raises:
+        ObjectNotFound: there is none any more.
+        FormatError: it is damaged, or of another run or owner: what it covers is not known.
+    """
+    next_step = "nothing: it is removed when it has expired"
+
+    def parse(data: bytes) -> Lease:
+        lease = unpack_record(Lease, data, name=key, next_step=next_step)
+        if lease.run != run.id or lease_key(lease.owner) != key:
+            raise ForeignObject(
+                key,
+                found=f"a lease of owner {lease.owner}, run {lease.run}",
+                expected=f"what its key says, of run {run.id}",
+                next_step=next_step,
+            )
+        return lease
+
+    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)

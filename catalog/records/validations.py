@@ -1,0 +1,262 @@
+"""Records of validations: what is known of each checkpoint, and adding to it (format §10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from recpoint.catalog.runs.chain import resolve_chain
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.checked_read import read_checked
+from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.errors import (
+    ChainError,
+    ForeignObject,
+    FormatError,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+from recpoint.format.naming import (
+    MAX_VALIDATION,
+    VALIDATIONS_PREFIX,
+    ValidationLevel,
+    ValidationName,
+    ValidationResult,
+    parse_validation_key,
+    validation_key,
+)
+from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
+from recpoint.format.validation import ValidationRecord
+
+__all__ = [
+    "LEVELS",
+    "Doubts",
+    "Verdict",
+    "add_record",
+    "newest_of_bytes",
+    "read_record",
+    "records_of",
+    "verdict",
+    "verdict_of",
+    "verdicts",
+]
+
+#: Each looks at all that the one before it looks at.
+LEVELS: tuple[ValidationLevel, ...] = ("metadata", "sample", "full")
+
+_WORST_FIRST: tuple[ValidationResult, ...] = ("failed", "stateless", "passed")
+_TRIES = 100
+_FOUND = {"failed": "found wrong or damaged rows", "stateless": "found its state damaged"}
+_NEXT_STEP = "recpoint validate URL: a new record takes this one's place"
+
+
+class Verdict(NamedTuple):
+    """What the validations of one checkpoint say, taken together.
+
+    A failure stands until a later validation that looked at no less has passed.
+    """
+
+    result: ValidationResult
+    level: ValidationLevel
+    number: int  # of the validation that says so
+
+    def __str__(self) -> str:
+        return self.level if self.result == "passed" else f"{self.result} ({self.level})"
+
+    @property
+    def in_words(self) -> str:
+        """For people: how far it was validated, or what a validation has against it."""
+        if self.result != "passed":
+            return f"validation {self.number} {_FOUND[self.result]}"
+        return f"validated ({self.level})"
+
+    def passed(self, level: ValidationLevel) -> bool:
+        """Whether a validation of this level or a higher one has passed."""
+        return self.result == "passed" and LEVELS.index(self.level) >= LEVELS.index(level)
+
+
+def verdicts(run: Run) -> dict[ManifestName, Verdict]:
+    """What is known of every checkpoint that was ever validated; one listing, no reads."""
+    found: dict[ManifestName, list[ValidationName]] = {}
+    for info in run.store.list(VALIDATIONS_PREFIX):
+        name = parse_validation_key(info.key)
+        if name is not None:
+            found.setdefault(ManifestName(name.step, name.generation), []).append(name)
+    return {checkpoint: verdict(names) for checkpoint, names in found.items()}
+
+
+def verdict(names: Iterable[ValidationName]) -> Verdict:
+    """What the validations of one checkpoint say; there is at least one.
+
+    Wrong rows and damaged state stand beside each other, each until a validation of its level or a
+    higher one has passed; of the two, wrong rows are what is told.
+    """
+    against: dict[ValidationResult, ValidationName] = {}
+    passed: ValidationName | None = None
+    # Of two with one number, made at the same time, the worse counts.
+    for name in sorted(names, key=lambda name: (name.number, -_WORST_FIRST.index(name.result))):
+        if name.result == "passed":
+            against = {result: one for result, one in against.items() if _rank(one) > _rank(name)}
+            if passed is None or _rank(name) >= _rank(passed):
+                passed = name
+            continue
+        # That the state is damaged says nothing of rows that were wrong, nor the other way round.
+        known = against.get(name.result)
+        if known is None or _rank(name) >= _rank(known):
+            against[name.result] = name
+        passed = None
+    stands = next((against[result] for result in _WORST_FIRST if result in against), passed)
+    if stands is None:
+        raise ValueError("no validation, no verdict")
+    return Verdict(stands.result, stands.level, stands.number)
+
+
+def _rank(name: ValidationName) -> int:
+    return LEVELS.index(name.level)
+
+
+def verdict_of(run: Run, checkpoint: ManifestName) -> Verdict | None:
+    """What is known of one checkpoint; None: it was never validated. One listing, no reads."""
+    found = records_of(run, checkpoint)
+    return verdict(found) if found else None
+
+
+def records_of(run: Run, checkpoint: ManifestName) -> list[ValidationName]:
+    """The validations of one checkpoint, oldest first."""
+    prefix = f"{VALIDATIONS_PREFIX}{checkpoint.step:012d}-{checkpoint.generation:08d}-"
+    found = (parse_validation_key(info.key) for info in run.store.list(prefix))
+    return sorted(name for name in found if name is not None)
+
+
+def newest_of_bytes(names: Iterable[ValidationName]) -> list[ValidationName]:
+    """Of one checkpoint's validations that read bytes, those that no later one makes up for.
+
+    One does that has looked at no less: so there are two at most, but for those made at once.
+    """
+    looked = [name for name in names if name.level != "metadata"]
+    return [
+        name
+        for name in looked
+        if not any(one.number > name.number and _rank(one) >= _rank(name) for one in looked)
+    ]
+
+
+def read_record(run: Run, name: ValidationName) -> ValidationRecord:
+    """One validation record, fully checked.
+
+    Raises:
+        ObjectNotFound: there is none.
+        FormatError: it is damaged, or of another run or checkpoint.
+    """
+    key = validation_key(name)
+
+    def parse(data: bytes) -> ValidationRecord:
+        return unpack_record(ValidationRecord, data, name=key, next_step=_NEXT_STEP)
+
+    record = read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+    of = record.checkpoint
+    found = (record.run, of.step, of.generation, record.level, record.result)
+    if found != (run.id, name.step, name.generation, name.level, name.result):
+        raise ForeignObject(
+            key,
+            found=f"run {record.run}, {of}, {record.level} {record.result}",
+            expected=f"what its key says, of run {run.id}",
+            next_step=_NEXT_STEP,
+        )
+    return record
+
+
+def add_record(run: Run, record: ValidationRecord) -> ValidationName:
+    """Store a record under the next free number; nothing that is there is changed.
+
+    Raises:
+        ForeignObject: a record has the highest number that there can be.
+        StoreUnavailable: so many validations end at once that no number was to be had.
+        StoreError: the store refuses, or cannot be reached.
+    """
+    data = pack_record(record)
+    checkpoint = ManifestName(record.checkpoint.step, record.checkpoint.generation)
+    for _ in range(_TRIES):
+        there = records_of(run, checkpoint)
+        number = max((name.number for name in there), default=0) + 1
+        if number > MAX_VALIDATION:
+            last = validation_key(there[-1])
+            raise ForeignObject(
+                last,
+                found="the highest number that there is",
+                expected="one that can be followed by another",
+                next_step=f"find out what wrote {run.url}/{last}, remove it, and validate again",
+            )
+        name = ValidationName(*checkpoint, number, record.level, record.result)
+        key = validation_key(name)
+        found = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
+        # The times in the bytes make them ours; if they are another's, both say the same anyway.
+        if found is None or found == data:
+            return name
+    raise StoreUnavailable(
+        f"{run.url}/{VALIDATIONS_PREFIX}",
+        found=f"{_TRIES} numbers in a row taken by other validations",
+        expected="one validation of a checkpoint at a time",
+        next_step="stop what keeps validating this checkpoint, and try again",
+    )
+
+
+class Doubts:
+    """What validations say against restoring a checkpoint that nobody has named (format §10).
+
+    Args:
+        run: the run; looked at once.
+        validated_only: whether one that was never validated is doubtful too.
+        known: what `verdicts` has found just now; None: it is asked.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        validated_only: bool,
+        known: Mapping[ManifestName, Verdict] | None = None,
+    ) -> None:
+        self._run = run
+        self._validated_only = validated_only
+        self._known = verdicts(run) if known is None else known
+        self._failed = {name for name, found in self._known.items() if found.result == "failed"}
+
+    def known(self, name: ManifestName) -> Verdict | None:
+        """What validations of the checkpoint itself say; None: it was never validated."""
+        return self._known.get(name)
+
+    def about(self, name: ManifestName) -> str | None:
+        """Why not to restore it, in a few words; None: nothing speaks against it."""
+        known = self._known.get(name)
+        if self._validated_only and (known is None or known.passed("metadata")):
+            if known is None or not known.passed("sample"):
+                return f"not validated{'' if known is None else ' beyond its metadata'}"
+        return self.against(name)
+
+    def against(self, name: ManifestName) -> str | None:
+        """What validations have found against it; None: nothing, also if there was none."""
+        known = self._known.get(name)
+        if known is not None and known.result != "passed":
+            return known.in_words
+        if known is not None and known.passed("full"):
+            return None
+        link = self._failed_link(name)
+        if link is None:
+            return None
+        return (
+            f"validation {self._known[link].number} of {link}, which it needs, {_FOUND['failed']}"
+        )
+
+    def _failed_link(self, name: ManifestName) -> ManifestName | None:
+        if not self._failed:
+            return None
+        for original in (True, False):  # what was consolidated holds the rows of its links
+            try:
+                chain = resolve_chain(self._run, name, original=original)
+            except (FormatError, ChainError, ObjectNotFound):
+                continue  # what that means is for the restore to find out
+            links = (ManifestName(link.step, link.generation) for link in chain.manifests)
+            return next((link for link in links if link in self._failed), None)
+        return None

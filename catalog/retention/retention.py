@@ -1,0 +1,219 @@
+"""Which checkpoints are kept, and which manifests those need: a pure plan (format §6.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from recpoint.catalog.retention.retention_rules import RetentionPolicy, apply_rules
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.representations import Representations, RunFacts, StoredManifest
+from recpoint.errors import RetentionRefused
+from recpoint.format.naming import generation_key
+
+__all__ = ["Decision", "RetentionPlan", "deletion_order", "needed_manifests", "plan"]
+
+
+class Decision(NamedTuple):
+    """What becomes of one manifest, and why."""
+
+    manifest: StoredManifest
+    action: Literal["keep", "drop"]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionPlan:
+    """What is kept and what is not, newest first.
+
+    Attributes:
+        policy: the rules.
+        decisions: one for each manifest.
+        kept: the checkpoints worth keeping, with the reasons; what only their chains need is
+            not in it.
+    """
+
+    policy: RetentionPolicy
+    decisions: tuple[Decision, ...]
+    kept: Mapping[ManifestName, str]
+
+    @property
+    def dropped(self) -> tuple[Decision, ...]:
+        """Manifests that nothing needs, newest first: the order in which they may go."""
+        return tuple(decision for decision in self.decisions if decision.action == "drop")
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of the chunks of what is dropped."""
+        return sum(decision.manifest.stored_bytes for decision in self.dropped)
+
+
+def plan(facts: RunFacts, policy: RetentionPolicy) -> RetentionPlan:
+    """Decide for every manifest; reads nothing, writes nothing, and asks no clock.
+
+    Raises:
+        RetentionRefused: a manifest cannot be read; or something would be dropped although nothing
+            validated (if that is enough for the policy: nothing that restores) would be kept, or
+            although a rule goes by a metric that was recorded of no checkpoint of the live line.
+    """
+    if facts.unreadable:
+        raise RetentionRefused(
+            facts.unreadable[0],
+            found=f"a manifest that cannot be read ({len(facts.unreadable)} in all)",
+            expected="all manifests readable: what this one needs is not known",
+            next_step="recpoint check URL; put it back from a backup, or remove it by hand",
+        )
+    there = Representations(facts.manifests, facts.verdicts)
+    forced = _forced(facts, there)
+    reasons = {name: [reason] for name, reason in forced.items()}
+    for name, reason in apply_rules(facts, policy, there):
+        reasons.setdefault(name, []).append(reason)
+    kept = {name: ", ".join(dict.fromkeys(given)) for name, given in reasons.items()}
+    needed = _needed(there, kept, _in_all_forms(facts))
+    _refuse_to_keep_nothing(facts, policy, there, kept, needed)
+    live = frozenset(facts.live)
+    decisions = []
+    for manifest in sorted(facts.manifests, key=deletion_order(there)):
+        why = needed.get(manifest.key)
+        if why is None:
+            decisions.append(Decision(manifest, "drop", _why_dropped(manifest, live, kept, there)))
+        else:
+            decisions.append(Decision(manifest, "keep", why))
+    return RetentionPlan(policy=policy, decisions=tuple(decisions), kept=kept)
+
+
+def needed_manifests(facts: RunFacts, doomed: frozenset[str]) -> dict[str, str]:
+    """Which of `doomed`, keys of manifests, something else still needs, and what (format §6.6 T4).
+
+    No rule is asked: what counts is every manifest that is not doomed, pins, leases and the
+    newest checkpoint of the live line.
+    """
+    there = Representations(facts.manifests, facts.verdicts)
+    own = [manifest for manifest in facts.manifests if manifest.key not in doomed]
+    wanted = {manifest.name: f"{manifest.key} is there" for manifest in own}
+    wanted |= _forced(facts, there)
+    needed = _needed(there, wanted, _in_all_forms(facts))
+    for manifest in own:
+        # Its own chain too, and not only that of the form that a reader prefers.
+        for name in there.before(manifest):
+            there.mark_chain(name, f"{manifest.key} needs it", needed)
+    return {key: reason for key, reason in needed.items() if key in doomed}
+
+
+def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
+    """What is kept whatever the rules say."""
+    forced: dict[ManifestName, list[str]] = {}
+
+    def keep(name: ManifestName | None, reason: str) -> None:
+        if name is not None and there.of(name):
+            forced.setdefault(name, []).append(reason)
+
+    good = [name for name in facts.live if there.is_trusted(name)]
+    keep(facts.live[0] if facts.live else None, "newest")
+    keep(next(iter(good), None), "newest that restores")
+    validated = (name for name in good if there.is_validated(name))
+    keep(next(validated, None), "newest validated")
+    for name, pins in facts.pins.items():
+        keep(name, f"pinned ({', '.join(sorted(pins))})")
+    for name, who in facts.leased.items():
+        keep(name, f"leased ({who})")
+    for times_ms in facts.times_ms():
+        for name, ms in times_ms.items():
+            if ms > facts.now_ms:
+                keep(name, "its time is in the future")
+    for manifest in facts.manifests:
+        if manifest.name.generation in facts.lost:
+            # What has made them superseded may be the loss alone: a person decides.
+            keep(manifest.name, f"{generation_key(manifest.name.generation)} is lost")
+    return {name: ", ".join(dict.fromkeys(reasons)) for name, reasons in forced.items()}
+
+
+def _in_all_forms(facts: RunFacts) -> set[ManifestName]:
+    """Checkpoints of which every manifest is needed.
+
+    A staged increment names the newest checkpoint, or one of its chain, by the form that its
+    trainer knows; and nobody knows which form the holder of a lease reads.
+    """
+    return {*facts.live[:1], *facts.leased}
+
+
+def _needed(
+    there: Representations, kept: Mapping[ManifestName, str], in_all_forms: set[ManifestName]
+) -> dict[str, str]:
+    """Keys of manifests that `kept` needs, each with the reason."""
+    needed: dict[str, str] = {}
+    for name in sorted(kept, reverse=True):
+        for manifest in there.of(name) if name in in_all_forms else there.needed_forms(name):
+            needed[manifest.key] = kept[name]
+    for name in sorted(kept, reverse=True):
+        for manifest in there.of(name) if name in in_all_forms else there.needed_forms(name):
+            for before in there.before(manifest):
+                there.mark_chain(before, f"the chain of {name} needs it", needed)
+    return needed
+
+
+def _refuse_to_keep_nothing(
+    facts: RunFacts,
+    policy: RetentionPolicy,
+    there: Representations,
+    kept: Mapping[ManifestName, str],
+    needed: Mapping[str, str],
+) -> None:
+    if all(manifest.key in needed for manifest in facts.manifests):
+        return
+    good = [name for name in facts.live if name in kept and there.is_trusted(name)]
+    if not good:
+        raise RetentionRefused(
+            "retention",
+            found="no checkpoint of the live line that restores, among those it would keep",
+            expected="at least one before anything is deleted",
+            next_step="wait for the trainer's next checkpoint; recpoint check URL",
+        )
+    if policy.require_validated and not any(there.is_validated(name) for name in good):
+        raise RetentionRefused(
+            "retention",
+            found="no validated checkpoint among those it would keep",
+            expected="at least one before anything is deleted",
+            next_step="recpoint validate URL; or let it delete without: --no-require-validated, "
+            "require_validated: false",
+        )
+    for rule in policy.best_by:
+        if facts.metrics.get(rule.metric, {}).keys().isdisjoint(facts.live):
+            # Most likely another name was meant, and what that one would keep is to go.
+            raise RetentionRefused(
+                "retention",
+                found=f"no checkpoint of the live line with a metric called {rule.metric!r}",
+                expected="one at least: the rule keeps nothing as it is",
+                next_step=f"correct the name; recpoint metric URL STEP {rule.metric}=VALUE; "
+                "or leave the rule out",
+            )
+
+
+def _why_dropped(
+    manifest: StoredManifest,
+    live: frozenset[ManifestName],
+    kept: Mapping[ManifestName, str],
+    there: Representations,
+) -> str:
+    if manifest.name in kept:
+        best = there.best(manifest.name)
+        return f"{best.key if best else 'nothing'} restores the same checkpoint"
+    if manifest.name not in live:
+        return "superseded, and no rule keeps it"
+    return "no rule keeps it, no kept chain needs it"
+
+
+def deletion_order(
+    there: Representations,
+) -> Callable[[StoredManifest], tuple[int, int, bool, str]]:
+    """Sorts manifests as they may go: newest first, of one checkpoint the outlasting form last.
+
+    So whatever is left of a checkpoint, when deleting is killed, restores it as all of it did.
+    """
+
+    def order(manifest: StoredManifest) -> tuple[int, int, bool, str]:
+        step, generation = manifest.name
+        return -step, -generation, manifest == there.outlasting(manifest.name), manifest.key
+
+    return order

@@ -1,0 +1,1 @@
+"""A run: its record, its generations, its manifests, and the chains that these make."""

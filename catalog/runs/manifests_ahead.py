@@ -1,0 +1,92 @@
+"""Reading the manifests of a chain several at a time, before each names the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.run import Run
+from recpoint.format.manifest import Manifest
+
+__all__ = ["ManifestsAhead"]
+
+_READERS = 8
+#: A chain of so few manifests is read as fast without.
+_WORTH_IT = 4
+
+
+class ManifestsAhead:
+    """Reads manifests for a walk from a checkpoint to its full, which follows the line mostly.
+
+    The first manifest of a chain says how long it is and where it starts. What the walk will ask
+    for next is guessed from that and read ahead; what it does not ask for is dropped, and what was
+    not guessed is read when it is asked for. A guess thus costs time at most.
+
+    Args:
+        run: whose manifests they are.
+        line: checkpoints, newest first, among which parents are guessed; may be empty.
+        there: consolidated manifests of each checkpoint, those that read least first.
+        avoid: keys that will not be asked for.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        line: Sequence[ManifestName],
+        there: Mapping[ManifestName, Sequence[Representation]],
+        avoid: Collection[str] = (),
+    ) -> None:
+        self._run = run
+        self._line = line
+        self._there = there
+        self._avoid = avoid
+        self._coming: dict[Representation, Future[Manifest]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def read(self, representation: Representation) -> Manifest:
+        """One manifest; errors as of `Run.read_manifest`, when it is asked for and not before."""
+        coming = self._coming.pop(representation, None)
+        if coming is not None:
+            return coming.result()
+        found = self._run.read_manifest(representation)
+        if self._pool is None and self._line and found.chain_length >= _WORTH_IT:
+            self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-manifest")
+            for guess in self._guesses(found):
+                self._coming[guess] = self._pool.submit(self._run.read_manifest, guess)
+        return found
+
+    def _guesses(self, found: Manifest) -> Iterator[Representation]:
+        """The walk after `found`, if each checkpoint was taken after the one before it."""
+        if found.parent is None or found.base is None:
+            return
+        newest, left = found.parent.step, found.chain_length - 1
+        for name in self._line:
+            if name.step > newest:
+                continue
+            if left == 0 or name.step < found.base.step:
+                return
+            left -= 1
+            choices = [*self._there.get(name, ()), Representation(name)]
+            choice = next((one for one in choices if one.key not in self._avoid), None)
+            if choice is None:
+                return
+            yield choice
+            if choice.form == "full":
+                return
+            if choice.after is not None:
+                newest = choice.after

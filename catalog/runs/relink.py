@@ -1,0 +1,141 @@
+"""Making a lost generation record anew, from what a person knows of it (format §5)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, SettingsError
+from recpoint.format.naming import generation_in_key, generation_key
+from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, GenerationRecord, pack_record
+
+__all__ = ["relink"]
+
+
+def relink(
+    run: Run,
+    generation: int,
+    restored: ManifestName | None,
+    *,
+    never_committed: bool = False,
+) -> GenerationRecord:
+    """Create the record of a generation whose own is lost.
+
+    Nothing is replaced. The record says nothing of where its trainer ran, since nobody knows.
+
+    Args:
+        run: the run.
+        generation: it has no record, and something in the store names it or a later one.
+        restored: the checkpoint that its trainer went on from; None: from nothing.
+        never_committed: it may also be the one right after the newest that anything names: its
+            record was lost before its first checkpoint. No earlier trainer commits after that.
+
+    Raises:
+        SettingsError: it has a record, also one that cannot be read; or nothing names it; or its
+            checkpoints cannot have come from `restored`.
+        NothingToRestore: there is no checkpoint `restored`.
+        FormatError: the manifest of `restored` is damaged.
+        StoreError: the store refuses, or cannot be reached.
+    """
+    key = generation_key(generation)
+    newest = max((generation_in_key(info.key) or 0 for info in run.store.list()), default=0)
+    if generation > newest + 1 or (generation > newest and not never_committed):
+        raise _unknown(key, generation, newest)
+    if generation in run.generation_numbers():
+        raise _there(run, generation)
+    stands_on = _stands_on(run, generation)
+    if stands_on is not None and (restored is None or restored.step < stands_on.step):
+        raise _refused(
+            key,
+            f"{restored or 'nothing'} to go on from, but an increment of its own on {stands_on}",
+            "a checkpoint of that step or a later one",
+        )
+    record = GenerationRecord(
+        run=run.id,
+        generation=generation,
+        token=secrets.token_hex(16),
+        restored=None if restored is None else _reference(run, generation, restored),
+        host="",
+        pid=0,
+        created_ms=time.time_ns() // 1_000_000,
+    )
+    data = pack_record(record)
+    there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
+    if there is not None and there != data:
+        raise _there(run, generation)
+    return record
+
+
+def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointRef:
+    if restored.generation >= generation:
+        raise _refused(
+            generation_key(generation), f"{restored} to go on from", "an earlier generation's"
+        )
+    steps = [name.step for name in run.manifest_names() if name.generation == generation]
+    if restored.step > min(steps, default=restored.step):
+        raise _refused(
+            generation_key(generation),
+            f"{restored} to go on from, but a checkpoint of its own at step {min(steps)}",
+            "a checkpoint of that step or an earlier one",
+        )
+    try:
+        return run.manifest(*restored).ref
+    except ObjectNotFound as error:
+        raise NothingToRestore(
+            f"{run.url}, {restored}",
+            found="no manifest",
+            expected="the checkpoint that the trainer went on from; if that is gone, the newest "
+            "before it that is left",
+            next_step=f"recpoint list {run.url} --all",
+        ) from error
+
+
+def _stands_on(run: Run, generation: int) -> ManifestName | None:
+    """What its first checkpoint is an increment on, of an earlier trainer; None: nobody knows."""
+    names = run.manifest_names()
+    own = [name for name in names if name.generation == generation]
+    try:
+        parent = run.manifest(*min(own)).parent if own else None
+    except (FormatError, ObjectNotFound):
+        return None
+    if parent is None or parent.generation >= generation:
+        return None
+    name = ManifestName(parent.step, parent.generation)
+    return name if name in names else None  # gone: the newest before it is what can be said
+
+
+def _unknown(key: str, generation: int, newest: int) -> SettingsError:
+    named = f"generation {newest} is the newest that anything here names" if newest else "none"
+    said = f"recpoint relink URL {generation} --never-committed"
+    return SettingsError(
+        key,
+        found=f"no trace of that generation; {named}",
+        expected="one that something in the store names",
+        next_step=f"correct the number; {said} if that trainer was started and had not committed "
+        f"anything: no earlier one commits after that"
+        if generation == newest + 1
+        else "correct the number",
+    )
+
+
+def _there(run: Run, generation: int) -> SettingsError:
+    key, none = generation_key(generation), "none, since one is never replaced"
+    record = run.read_generations([generation])[generation]
+    if not isinstance(record, FormatError):
+        return _refused(key, "a generation record", none)
+    return SettingsError(
+        key,
+        found=f"a generation record that cannot be used: {record.found}",
+        expected=none,
+        next_step="put it back from a backup; or, if there is none, move it out of the run and run "
+        "this again",
+    )
+
+
+def _refused(key: str, found: str, expected: str) -> SettingsError:
+    return SettingsError(
+        key, found=found, expected=expected, next_step="recpoint check URL says what is lost"
+    )

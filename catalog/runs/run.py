@@ -1,0 +1,433 @@
+"""A run: its record, its generations, its manifests, and taking it over (format §4, §5, §6.1)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from recpoint.catalog.runs.lineage import (
+    ManifestName,
+    Representation,
+    by_checkpoint,
+    live_line,
+    next_step_of_damaged,
+    restarts,
+)
+from recpoint.catalog.runs.run_record import create_run_record, read_run_record
+from recpoint.catalog.stores.checked_read import read_checked
+from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.catalog.stores.store_contract import Store
+from recpoint.errors import (
+    ForeignObject,
+    FormatError,
+    ObjectNotFound,
+    RecpointError,
+    StoreUnavailable,
+)
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import (
+    CONSOLIDATED_PREFIX,
+    FEW_OF_A_GENERATION,
+    GENERATIONS_PREFIX,
+    MANIFESTS_PREFIX,
+    MAX_GENERATION,
+    consolidated_prefix,
+    generation_in_key,
+    generation_key,
+    parse_consolidated_key,
+    parse_generation_key,
+    parse_manifest_key,
+)
+from recpoint.format.records import (
+    MAX_RECORD_BYTES,
+    CheckpointRef,
+    GenerationRecord,
+    RunRecord,
+    pack_record,
+    unpack_record,
+)
+
+__all__ = ["Run"]
+
+_MANIFEST_NEXT_STEP = "recpoint check URL, and restore an older checkpoint"
+_CLAIM_TRIES = 100
+_READERS = 8
+
+
+class Run:
+    """One training job's catalog. Instances may be used from several threads.
+
+    Generation records never change once they exist, so an instance reads each of them once.
+    """
+
+    def __init__(self, store: Store, record: RunRecord) -> None:
+        self.store = store
+        self.record = record
+        self._generations: dict[int, GenerationRecord] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.store, self.record)
+
+    @property
+    def id(self) -> str:
+        """The run's random id, 32 hexadecimal digits; in every object of the run."""
+        return self.record.run
+
+    @property
+    def url(self) -> str:
+        """The run URL, without credentials."""
+        return self.store.url
+
+    @classmethod
+    def open(cls, store: Store) -> Self:
+        """The run that is there (format §6.3 R1).
+
+        Raises:
+            NothingToRestore: there is no run under this URL.
+            RunRecordLost: there is one, which has lost `run.json`.
+            FormatError: `run.json` is damaged or of an unknown version.
+        """
+        return cls(store, read_run_record(store))
+
+    @classmethod
+    def create(cls, store: Store) -> Self:
+        """The run that is there, or a new one when there is none (format §6.1 W1).
+
+        Raises:
+            StoreUnsupported: the store does not honour create-only writes (format §6.2).
+            RunRecordLost: there is no `run.json`, but objects of a run are there.
+            FormatError: there is a `run.json`, and it is damaged.
+        """
+        store.probe()
+        return cls(store, create_run_record(store))
+
+    # --- generations ---------------------------------------------------------------------------
+
+    def generation_numbers(self) -> list[int]:
+        """Numbers of all generations that have a record, ascending; one listing, no reads."""
+        found = (parse_generation_key(info.key) for info in self.store.list(GENERATIONS_PREFIX))
+        return sorted(number for number in found if number is not None)
+
+    def generation(self, number: int) -> GenerationRecord:
+        """The record of one generation.
+
+        Raises:
+            FormatError: it is damaged, or of another run; nobody may guess what it said.
+            ObjectNotFound: there is none.
+        """
+        with self._lock:
+            known = self._generations.get(number)
+        if known is not None:
+            return known
+        key, next_step = generation_key(number), next_step_of_damaged(number)
+
+        def parse(data: bytes) -> GenerationRecord:
+            return unpack_record(GenerationRecord, data, name=key, next_step=next_step)
+
+        record = read_checked(self.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+        if record.run != self.id or record.generation != number:
+            raise ForeignObject(
+                key,
+                found=f"the record of run {record.run}, generation {record.generation}",
+                expected=f"run {self.id}, generation {number}",
+                next_step=next_step,
+            )
+        with self._lock:
+            self._generations[number] = record
+        return record
+
+    def generations(self) -> list[GenerationRecord]:
+        """Every generation record, ascending; the errors of `generation` for the first bad one."""
+        read = self.read_generations(self.generation_numbers())
+        for outcome in read.values():
+            if isinstance(outcome, RecpointError):
+                raise outcome
+        return [outcome for outcome in read.values() if isinstance(outcome, GenerationRecord)]
+
+    def read_generations(
+        self, numbers: Iterable[int]
+    ) -> dict[int, GenerationRecord | FormatError | ObjectNotFound]:
+        """Read several records at once; a record that cannot be used comes as its error."""
+
+        def read(number: int) -> GenerationRecord | FormatError | ObjectNotFound:
+            try:
+                return self.generation(number)
+            except (FormatError, ObjectNotFound) as error:
+                return error
+
+        wanted = list(numbers)
+        with ThreadPoolExecutor(max_workers=_READERS) as readers:
+            return dict(zip(wanted, readers.map(read, wanted), strict=True))
+
+    # --- manifests -----------------------------------------------------------------------------
+
+    def manifest_names(self) -> list[ManifestName]:
+        """All checkpoints there are, live or superseded, ascending; two listings, no reads."""
+        return list(self.representations())
+
+    def representations(self) -> dict[ManifestName, list[Representation]]:
+        """Every manifest there is, by checkpoint, ascending; of each those that read least first.
+
+        Two listings, no reads.
+        """
+        # In this order: a checkpoint whose own manifest is removed in between has been
+        # consolidated before, and is found by the second listing (format §6.3 R3).
+        own = (parse_manifest_key(info.key) for info in self.store.list(MANIFESTS_PREFIX))
+        found = [Representation(ManifestName(*name)) for name in own if name is not None]
+        return by_checkpoint([*found, *self._consolidated(CONSOLIDATED_PREFIX)])
+
+    def consolidated(
+        self, *, of: ManifestName | None = None
+    ) -> dict[ManifestName, list[Representation]]:
+        """The consolidated manifests alone, as `representations`, or those of one; one listing."""
+        prefix = CONSOLIDATED_PREFIX if of is None else consolidated_prefix(*of)
+        return by_checkpoint(self._consolidated(prefix))
+
+    def _consolidated(self, prefix: str) -> list[Representation]:
+        found = (parse_consolidated_key(info.key) for info in self.store.list(prefix))
+        return [
+            Representation(
+                ManifestName(name.step, name.generation),
+                "full" if name.after is None else "after",
+                name.after,
+            )
+            for name in found
+            if name is not None
+        ]
+
+    def live_line(self, *, before: int | None = None) -> list[ManifestName]:
+        """The checkpoints that count, newest first (format §5).
+
+        Args:
+            before: leave out this generation and all later ones: the line its trainer started on.
+
+        Raises:
+            FormatError: a generation record on the way is damaged; its key is the subject.
+            GenerationRecordLost: one is not there: on the way, or of checkpoints that would be the
+                newest.
+        """
+        numbers, names = self.generation_numbers(), self.manifest_names()
+        if before is not None:
+            numbers = [number for number in numbers if number < before]
+            names = [name for name in names if name.generation < before]
+        return self.line_of(numbers, names)
+
+    def line_of(self, numbers: Sequence[int], names: Iterable[ManifestName]) -> list[ManifestName]:
+        """As `live_line`, of generations and checkpoints that have been listed, in this order.
+
+        A checkpoint of a generation that was not listed is of a trainer that has started since,
+        and counts; or the record is lost, and nobody knows what counts if it may be the newest.
+        """
+        there = list(names)
+        unlisted = {name.generation for name in there}.difference(numbers)
+        read = self.read_generations([*numbers, *sorted(unlisted)])
+        usable = {
+            number: record
+            for number, record in read.items()
+            if isinstance(record, GenerationRecord)
+        }
+        try:
+            return live_line(max(read, default=0), usable, there)
+        except RecpointError as error:
+            # A record that is there but unreadable is the better thing to tell about.
+            for number, outcome in read.items():
+                if error.subject == generation_key(number) and isinstance(outcome, FormatError):
+                    raise outcome from error
+            raise
+
+    def lost_generations(self, mentioned: Iterable[int], *, listed: Collection[int]) -> list[int]:
+        """Which of the generations that something in the store names have no record, ascending.
+
+        Args:
+            mentioned: what keys name.
+            listed: `generation_numbers`, listed before or with those keys; what is not among them
+                is asked for.
+        """
+        read = self.read_generations(sorted(set(mentioned).difference(listed)))
+        return [number for number, found in read.items() if isinstance(found, ObjectNotFound)]
+
+    def restarts(self, newest: int) -> int:
+        """See `lineage.restarts`: of the line that generation `newest` is on."""
+        numbers = [number for number in self.generation_numbers() if number <= newest]
+        read = self.read_generations(numbers)
+        return restarts(newest, {n: r for n, r in read.items() if isinstance(r, GenerationRecord)})
+
+    def superseded(self) -> list[ManifestName]:
+        """Checkpoints that are not on the live line, newest first; see `live_line` for errors."""
+        live = set(self.live_line())
+        return [name for name in reversed(self.manifest_names()) if name not in live]
+
+    def manifest(self, step: int, generation: int) -> Manifest:
+        """A checkpoint's own manifest; where that is gone or damaged, a consolidated one.
+
+        Raises:
+            ObjectNotFound: there is no such checkpoint.
+            FormatError: none of its manifests is good; what is wrong with the first of them.
+        """
+        name = ManifestName(step, generation)
+        try:
+            return self.read_manifest(Representation(name))
+        except (ObjectNotFound, FormatError) as error:
+            first = error
+        left = self._consolidated(consolidated_prefix(step, generation))
+        for representation in sorted(left, key=lambda one: one.cost):
+            try:
+                return self.read_manifest(representation)
+            except ObjectNotFound:
+                continue  # let go of since it was listed
+            except FormatError as error:
+                if isinstance(first, ObjectNotFound):
+                    first = error  # there is such a checkpoint
+        raise first
+
+    def read_manifest(self, representation: Representation) -> Manifest:
+        """One manifest, fully checked.
+
+        Raises:
+            ObjectNotFound: there is none.
+            FormatError: it is damaged, or says it is another one than its key says.
+        """
+        return read_checked(
+            self.store,
+            representation.key,
+            max_bytes=MAX_RECORD_BYTES,
+            parse=lambda data: self.parse_manifest(data, representation),
+        )
+
+    def parse_manifest(self, data: bytes, representation: Representation) -> Manifest:
+        """The manifest in `data`, which was read from the key of this representation."""
+        key = representation.key
+        manifest = unpack_record(Manifest, data, name=key, next_step=_MANIFEST_NEXT_STEP)
+        if manifest.run != self.id or Representation.of(manifest) != representation:
+            raise ForeignObject(
+                key,
+                found=f"a manifest of run {manifest.run}, {Representation.of(manifest)}",
+                expected=f"run {self.id}, {representation}",
+                next_step=_MANIFEST_NEXT_STEP,
+            )
+        return manifest
+
+    # --- taking over ---------------------------------------------------------------------------
+
+    def claim(self, restored: CheckpointRef | None, *, above: int = 0) -> GenerationRecord:
+        """Take the run over: create the next generation record (format §6.1 W1).
+
+        From then on no earlier trainer can commit. Two trainers that claim at once get different
+        numbers; the later number owns the run. The number is above all that anything in the store
+        names, chunks aside, so that it is never that of an earlier trainer whose record is lost.
+
+        Args:
+            restored: the checkpoint the trainer goes on from; None: from nothing.
+            above: the highest generation that something outside the store is of, as a staged job:
+                what an earlier trainer has staged is not to be committed as this one's.
+
+        Raises:
+            GenerationRecordLost: that of the generation of `restored`, or of one before it on its
+                line: going on from there, no live line could be followed.
+            FormatError: one of these records is damaged.
+            ForeignObject: something names the highest number that there can be.
+            StoreUnavailable: so many trainers are claiming that no number was to be had.
+            StoreError: the store refuses, or cannot be reached.
+        """
+        if restored is not None:
+            # The line that this trainer is about to be on, to its beginning.
+            numbers = [n for n in self.generation_numbers() if n <= restored.generation]
+            self.line_of(numbers, [ManifestName(restored.step, restored.generation)])
+        # Of every kind but the chunks, which are thousands a checkpoint: those of one may be gone.
+        taken = max(
+            (
+                (generation_in_key(info.key) or 0, info.key)
+                for prefix in FEW_OF_A_GENERATION
+                for info in self.store.list(prefix)
+            ),
+            default=(0, ""),
+        )
+        for _ in range(_CLAIM_TRIES):
+            number = max([taken[0], above, *self.generation_numbers()[-1:]]) + 1
+            if number > MAX_GENERATION:
+                in_store = taken[0] == MAX_GENERATION
+                raise ForeignObject(
+                    taken[1] if in_store else f"what is staged on this host of {self.url}",
+                    found=f"generation {number - 1}, the highest that there can be",
+                    expected="a generation that a trainer has been",
+                    next_step="find out what wrote it, and remove it from "
+                    + (self.url if in_store else "the staging area"),
+                )
+            record = GenerationRecord(
+                run=self.id,
+                generation=number,
+                token=secrets.token_hex(16),
+                restored=restored,
+                host=socket.gethostname()[:255],
+                pid=os.getpid(),
+                created_ms=_now_ms(),
+            )
+            key = generation_key(record.generation)
+            data = pack_record(record)
+            there = create_or_read(self.store, key, data, max_bytes=MAX_RECORD_BYTES)
+            # The token in the bytes makes them ours and nobody else's.
+            if there is None or there == data:
+                with self._lock:
+                    self._generations[record.generation] = record
+                return record
+        raise StoreUnavailable(
+            f"{self.url}/{GENERATIONS_PREFIX}",
+            found=f"{_CLAIM_TRIES} numbers in a row taken by other trainers",
+            expected="one trainer at a time starting on a run",
+            next_step="stop what keeps starting trainers on this run, and try again",
+        )
+
+    def committed_meanwhile(
+        self, record: GenerationRecord, *, seen: ManifestName | None
+    ) -> ManifestName | None:
+        """What an earlier trainer still committed before `record` fenced it off, if anything.
+
+        Args:
+            record: the claim of this trainer.
+            seen: the newest checkpoint of the live line when the trainer chose what to restore.
+
+        Returns:
+            The newest checkpoint of the line that `record` took over, when it is neither the one
+            seen nor the one restored; None when nothing was missed.
+        """
+        line = self.live_line(before=record.generation)
+        restored = record.restored
+        if not line or line[0] == seen:
+            return None
+        if restored and line[0] == (restored.step, restored.generation):
+            return None
+        return line[0]
+
+    def claim_from_newest(
+        self, restore: Callable[[int | None], CheckpointRef | None], *, above: int = 0
+    ) -> GenerationRecord:
+        """Restore and claim so that no commit falls in between unnoticed (format §6.1 W1).
+
+        Not for a trainer that was told which step to restore: what others commit meanwhile is
+        then left behind on purpose, and `claim` is all it needs.
+
+        Args:
+            restore: restores the newest usable checkpoint of `live_line(before=...)` of its
+                argument; returns its reference, None when there is none. It is called once more
+                with this claim's number when a checkpoint was committed since the first look.
+            above: see `claim`.
+        """
+        line = self.live_line()
+        record = self.claim(restore(None), above=above)
+        newer = self.committed_meanwhile(record, seen=line[0] if line else None)
+        if newer is None:
+            return record
+        # The trainers before `record` can start no further commit, so that this look is the last.
+        again = restore(record.generation)
+        return record if again == record.restored else self.claim(again, above=above)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,88 @@
+"""Cancel marks: a trainer asks for a staged job to be dropped (format §7, S4b)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from recpoint.catalog.staging.staged import read_job
+from recpoint.catalog.stores import durable
+from recpoint.errors import CheckpointCancelled, FormatError
+from recpoint.format.job import Cancel
+from recpoint.format.naming import job_stem
+from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
+
+__all__ = [
+    "cancel_path",
+    "cancels_directory",
+    "is_cancelled",
+    "raise_if_cancelled",
+    "remove_mark",
+    "write_mark",
+]
+
+
+def cancels_directory(run_dir: Path | str) -> Path:
+    """Where cancel marks are."""
+    return Path(run_dir) / "cancels"
+
+
+def cancel_path(run_dir: Path | str, ref: CheckpointRef, rank: int) -> Path:
+    """The cancel mark of the job of one snapshot."""
+    return cancels_directory(run_dir) / f"{job_stem(ref.generation, ref.step, rank)}.json"
+
+
+def write_mark(run_dir: Path | str, ref: CheckpointRef, rank: int) -> None:
+    """Ask for a job to be dropped; durable when it returns.
+
+    The agent may commit the job all the same, when it is past the point where it looks.
+
+    Raises:
+        OSError: it could not be written; the job then goes on, most likely.
+    """
+    path = cancel_path(run_dir, ref, rank)
+    durable.make_directory(path.parent)
+    mark = Cancel(step=ref.step, generation=ref.generation, attempt=ref.attempt)
+    durable.write_atomically(path, pack_record(mark))
+
+
+def remove_mark(run_dir: Path | str, ref: CheckpointRef, rank: int) -> None:
+    """The job has been answered. A mark that is left behind means nothing for any other job."""
+    durable.remove(cancel_path(run_dir, ref, rank))
+
+
+def is_cancelled(job_file: Path | str) -> bool:
+    """Whether the trainer wants this job dropped; False when its mark cannot be read or is older.
+
+    Raises:
+        FileNotFoundError: there is no such job (any more).
+        FormatError: the job cannot be read.
+    """
+    job_file = Path(job_file)
+    path = cancels_directory(job_file.parent.parent) / job_file.name
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_RECORD_BYTES + 1)
+    except OSError:
+        return False
+    try:
+        mark = unpack_record(Cancel, data, name=os.fspath(path), next_step="nothing: it is ignored")
+    except FormatError:
+        return False
+    # Marks are named as their jobs are: one of an earlier attempt at the step is not for this one.
+    return mark.attempt == read_job(job_file).attempt
+
+
+def raise_if_cancelled(job_file: Path | str) -> None:
+    """Stop the work on a job that the trainer wants dropped.
+
+    Raises:
+        CheckpointCancelled: it does.
+    """
+    if is_cancelled(job_file):
+        raise CheckpointCancelled(
+            str(job_file),
+            found="a cancel mark of the trainer",
+            expected="a job that is still wanted",
+            next_step="nothing: the next checkpoint holds these rows too",
+        )

@@ -1,0 +1,384 @@
+"""The staging area: its paths, which trainer and agent share, and its queue of jobs (format §7)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from recpoint.catalog.staging import host_lock
+from recpoint.catalog.stores import durable
+from recpoint.errors import ForeignObject, FormatError, StagingError
+from recpoint.format.job import Job, Outcome
+from recpoint.format.naming import MAX_RANK, job_stem, parse_job_stem
+from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
+
+__all__ = [
+    "answer_given",
+    "clean",
+    "consolidated_run",
+    "default_staging_root",
+    "finish",
+    "finish_answered",
+    "job_path",
+    "jobs_directory",
+    "make_root",
+    "outcome_path",
+    "outcomes_directory",
+    "read_job",
+    "read_outcome",
+    "remember_consolidated_run",
+    "run_directories",
+    "run_directory",
+    "slot_path",
+    "slots_directory",
+    "spool_directory",
+    "staged_attempts",
+    "staged_jobs",
+    "status_path",
+    "trainer_is_running",
+    "trainer_lock_path",
+    "write_status",
+]
+
+MAX_SLOT = 9_999
+
+_RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
+#: Answers of this process that nobody has asked for yet, by job file; a trainer removes the files.
+_answers: dict[str, Outcome] = {}
+_MOST_ANSWERS = 64
+#: What `durable` and `write_status` write to first.
+_HALF_WRITTEN = re.compile(rf"{re.escape(durable.TEMPORARY_PREFIX)}([0-9a-f]{{32}}|status-\d+)\Z")
+
+_REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
+#: To who only wants to know what is needed, and answers no job.
+_REJECT_FIRST = (
+    "try again in a moment where an agent runs: it rejects the job; else recpoint sweep URL does"
+)
+
+
+def default_staging_root() -> Path:
+    """`RECPOINT_STAGING`, else in memory (`/dev/shm`), else in the temporary directory."""
+    chosen = os.environ.get("RECPOINT_STAGING")
+    if chosen:
+        return Path(chosen)
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return parent / f"recpoint-{os.getuid()}"
+
+
+def make_root(root: Path) -> None:
+    """Make the staging area if it is not there: nobody else on the host may read or replace jobs.
+
+    In a directory where everybody may write, like that of the default, anybody may have made it
+    first, or have put a link in its place: there it must be this user's own and closed to others.
+
+    Raises:
+        StagingError: it is not.
+        OSError: it cannot be made.
+    """
+    durable.make_directory(root.parent)
+    durable.make_directory(root, mode=0o700)
+    if not root.parent.stat().st_mode & stat.S_IWOTH:
+        return
+    there = root.lstat()
+    if (
+        not stat.S_ISDIR(there.st_mode)
+        or there.st_uid != os.geteuid()
+        or there.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
+        raise StagingError(
+            str(root),
+            found=f"{stat.filemode(there.st_mode)}, owned by user {there.st_uid}, in a directory "
+            "where everybody may write",
+            expected=f"a directory of user {os.geteuid()} that nobody else can write to",
+            next_step="remove it or take it back (chown, chmod 700), or choose another: "
+            "RECPOINT_STAGING, staging= or --staging",
+        )
+
+
+def run_directory(staging: Path | str, run_url: str) -> Path:
+    """The directory of one run in the staging area `staging`; two runs never share one."""
+    name = run_url.rstrip("/").rpartition("/")[2]
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100] or "run"
+    digest = hashlib.sha256(run_url.encode("utf-8", errors="surrogatepass")).hexdigest()
+    return Path(staging) / f"{safe}-{digest[:12]}"
+
+
+def slots_directory(run_dir: Path | str) -> Path:
+    """Where the trainer's slots are."""
+    return Path(run_dir) / "slots"
+
+
+def jobs_directory(run_dir: Path | str) -> Path:
+    """Where job files are."""
+    return Path(run_dir) / "jobs"
+
+
+def outcomes_directory(run_dir: Path | str) -> Path:
+    """Where the agent's answers are."""
+    return Path(run_dir) / "outcomes"
+
+
+def spool_directory(run_dir: Path | str) -> Path:
+    """Where the agent keeps encoded parts on their way to the store."""
+    return Path(run_dir) / "spool"
+
+
+def slot_path(run_dir: Path | str, rank: int, index: int) -> Path:
+    """Slot `index` of `rank`."""
+    if not (0 <= rank <= MAX_RANK and 0 <= index <= MAX_SLOT):
+        raise ValueError(f"rank {rank}, slot {index}: outside 0 … {MAX_RANK}, 0 … {MAX_SLOT}")
+    return slots_directory(run_dir) / f"r{rank:05d}-{index}.bin"
+
+
+def job_path(run_dir: Path | str, generation: int, step: int, rank: int) -> Path:
+    """The job file of one snapshot."""
+    return jobs_directory(run_dir) / f"{job_stem(generation, step, rank)}.json"
+
+
+def outcome_path(run_dir: Path | str, generation: int, step: int, rank: int) -> Path:
+    """The outcome file that answers the job of the same name."""
+    return outcomes_directory(run_dir) / f"{job_stem(generation, step, rank)}.json"
+
+
+def status_path(run_dir: Path | str) -> Path:
+    """What the agent is doing with this run, for people."""
+    return Path(run_dir) / "status.json"
+
+
+def trainer_lock_path(run_dir: Path | str, rank: int = 0) -> Path:
+    """Locked by the training process of a rank."""
+    return Path(run_dir) / ("trainer.lock" if rank == 0 else f"trainer-r{rank:05d}.lock")
+
+
+def trainer_is_running(run_dir: Path | str) -> bool:
+    """Whether a training process of any rank holds its lock."""
+    return any(host_lock.is_held(path) for path in Path(run_dir).glob("trainer*.lock"))
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+def run_directories(staging: Path | str) -> list[Path]:
+    """Directories of the runs staged here, by name; links are not followed."""
+    try:
+        entries = sorted(os.scandir(staging), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+    return [
+        Path(entry.path)
+        for entry in entries
+        if _RUN_DIRECTORY.search(entry.name) and entry.is_dir(follow_symlinks=False)
+    ]
+
+
+def staged_jobs(run_dir: Path | str) -> list[Path]:
+    """The job files of a run in the order in which they must be committed."""
+    try:
+        names = os.listdir(jobs_directory(run_dir))
+    except FileNotFoundError:
+        return []
+    named = [
+        (stem, name)
+        for name in names
+        if name.endswith(".json") and (stem := parse_job_stem(name.removesuffix(".json")))
+    ]
+    return [jobs_directory(run_dir) / name for _, name in sorted(named)]
+
+
+def read_job(path: Path | str) -> Job:
+    """The job in a job file, checked for form, and that it lies where it says it belongs.
+
+    Raises:
+        FileNotFoundError: it is not there (any more).
+        FormatError: it is not a job, or not this run's.
+    """
+    path = Path(path)
+    status = path.stat()
+    return _read_job(path, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read_job(path: Path, inode: int, modified_ns: int, size_bytes: int) -> Job:
+    # The arguments beside `path` are what makes a replaced file another entry of the cache: each
+    # task of a persist opens the job again, and a job of many tables takes long to parse.
+    job = unpack_record(Job, _read_record(path), name=str(path), next_step=_REJECTED)
+    if path.name != f"{job.stem}.json":
+        raise ForeignObject(
+            str(path), found=f"the job {job.stem}", expected=path.stem, next_step=_REJECTED
+        )
+    run_dir = path.parent.parent
+    if run_directory(run_dir.parent, job.run_url).name != run_dir.name:
+        raise ForeignObject(
+            str(path),
+            found="a job for another run",  # whose URL may hold a credential
+            expected=f"a job for the run of {run_dir.name}",
+            next_step=_REJECTED,
+        )
+    return job
+
+
+def staged_attempts(run_dir: Path | str, *, besides: Collection[Path] = ()) -> set[str]:
+    """Attempts whose chunks an agent on this host may still need.
+
+    Args:
+        run_dir: the run's directory.
+        besides: jobs that are not asked, since they would be rejected.
+
+    Raises:
+        FormatError: a job cannot be read, so that it is unknown what it needs.
+    """
+    attempts = set()
+    for path in staged_jobs(run_dir):
+        if path in besides:
+            continue
+        try:
+            attempts.add(read_job(path).attempt)
+        except FileNotFoundError:
+            continue  # finished since
+        except FormatError as error:
+            error.next_step = _REJECT_FIRST
+            raise
+    return attempts
+
+
+def read_outcome(path: Path | str) -> Outcome:
+    """The outcome in an outcome file.
+
+    Raises:
+        FileNotFoundError: there is none yet.
+        FormatError: it is not an outcome.
+    """
+    return unpack_record(
+        Outcome, _read_record(Path(path)), name=str(path), next_step="recpoint check RUN"
+    )
+
+
+def finish(job_file: Path | str, outcome: Outcome) -> None:
+    """Answer a job (format §7, S6): the job file goes last, so that no slot is free unanswered."""
+    job_file = Path(job_file)
+    answer = outcomes_directory(job_file.parent.parent) / job_file.name
+    # Before the answer, which may need its room; a later try answers the same without it.
+    shutil.rmtree(spool_directory(job_file.parent.parent) / job_file.stem, ignore_errors=True)
+    durable.make_directory(answer.parent)
+    durable.write_atomically(answer, pack_record(outcome))
+    _note_answer(job_file, outcome)
+    durable.remove(job_file)
+
+
+def finish_answered(job_file: Path | str) -> bool:
+    """Remove a job that was answered already, by an agent killed before it could remove it."""
+    job_file = Path(job_file)
+    try:
+        outcome = read_outcome(outcomes_directory(job_file.parent.parent) / job_file.name)
+        job = read_job(job_file)
+    except (FileNotFoundError, FormatError):
+        return False
+    if outcome.attempt != job.attempt:
+        return False  # the answer to an earlier job of this name, not fetched yet
+    _note_answer(job_file, outcome)
+    durable.remove(job_file)
+    return True
+
+
+def answer_given(job_file: Path | str) -> Outcome | None:
+    """What this process has answered a job, once: its trainer may have removed the file already."""
+    return _answers.pop(str(job_file), None)
+
+
+def _note_answer(job_file: Path, outcome: Outcome) -> None:
+    while len(_answers) >= _MOST_ANSWERS:
+        _answers.pop(next(iter(_answers)), None)
+    _answers[str(job_file)] = outcome
+
+
+def clean(run_dir: Path | str) -> None:
+    """Empty the spool and remove half-written outcomes and notes; only while no agent works on it.
+
+    Beside an agent's notes a trainer writes its own, whose temporary names are others.
+    """
+    shutil.rmtree(spool_directory(run_dir), ignore_errors=True)
+    for directory in (outcomes_directory(run_dir), Path(run_dir)):
+        for name in _listed(directory):
+            if _HALF_WRITTEN.match(name):
+                (directory / name).unlink(missing_ok=True)
+
+
+def remember_consolidated_run(run_dir: Path | str, run_url: str | None) -> None:
+    """Note the URL of the run, whose chain is to be consolidated; None: it no longer is."""
+    path = _consolidated_path(run_dir)
+    if run_url is None:
+        path.unlink(missing_ok=True)
+    elif consolidated_run(run_dir) != run_url:
+        durable.write_atomically(path, json.dumps({"run_url": run_url}).encode())
+
+
+def consolidated_run(run_dir: Path | str) -> str | None:
+    """The URL that was noted; None if there is none that can be read."""
+    try:
+        found = json.loads(_read_record(_consolidated_path(run_dir)))
+        run_url = found["run_url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return run_url if isinstance(run_url, str) else None
+
+
+def _consolidated_path(run_dir: Path | str) -> Path:
+    return Path(run_dir) / "consolidate.json"
+
+
+def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
+    """Replace the run's status file; whole at every moment, but not made durable: it is news.
+
+    Where there is no room for a second file it is written over, since it says just then what is
+    wrong: who reads it in that moment may find it half written.
+
+    Raises:
+        OSError: that could not be done either.
+    """
+    path = status_path(run_dir)
+    temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}status-{threading.get_ident()}")
+    data = (json.dumps(status, indent=1, sort_keys=True) + "\n").encode()
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        if not path.is_file():
+            raise
+        # It has its pages in a file system in memory. Where it needs more of them it stays as it
+        # is: half of it would say nothing at all. One that is shorter ends in blanks, and not in
+        # what was there before.
+        with path.open("rb+", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            if before < len(data):
+                try:
+                    os.posix_fallocate(file.fileno(), 0, len(data))
+                except OSError:
+                    file.truncate(before)
+                    raise
+            file.write(data.ljust(before))
+
+
+def _listed(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _read_record(path: Path) -> bytes:
+    # One byte past the bound is enough for the parser to refuse the rest, whatever its size.
+    with path.open("rb") as file:
+        return file.read(MAX_RECORD_BYTES + 1)

@@ -1,0 +1,390 @@
+"""A run in S3, or in what speaks its language: which requests are made, and what answers mean.
+
+The requests go through a client that `catalog.stores.store` makes; no SDK is imported here. They
+are made one by one, rather than by the SDK's file operations, which read without checking lengths,
+leave uploads behind, and retry on top of the client's own retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.per_process import PerProcess
+from recpoint.catalog.stores.s3_client import Request, S3Client, S3Failure
+from recpoint.catalog.stores.s3_settings import S3Timeouts
+from recpoint.catalog.stores.store_contract import (
+    ObjectInfo,
+    Store,
+    check_key,
+    check_prefix,
+    check_range,
+    probe_create_only,
+)
+from recpoint.catalog.stores.store_errors import for_answer, for_no_answer, too_large, too_short
+from recpoint.errors import ObjectNotFound, StoreError, StoreUnavailable
+
+__all__ = ["S3Store"]
+
+_Result = TypeVar("_Result")
+
+_MIB = 1 << 20
+_RANGE_BYTES = 16 * _MIB  # what one GET asks for; a reset in mid-body costs at most this much
+# Larger objects go up in parts: two more requests, and parts that a killed writer leaves behind.
+_SINGLE_PUT_BYTES = 64 * _MIB
+_PART_BYTES = 32 * _MIB
+_MAX_PARTS = 10_000
+_IN_FLIGHT = 4  # ranges or parts of one object at once
+_FIRST_PAUSE_SECONDS = 0.2
+
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})\Z")
+_UPLOAD = "?uploadId="  # between key and upload in the names of unfinished uploads
+
+
+class S3Store(Store):
+    """Objects under `prefix` of a bucket.
+
+    Args:
+        url: the run URL.
+        bucket: the bucket's name.
+        prefix: empty, or ending in a slash.
+        timeouts: how long calls may take.
+        client: gives each process its client; can be pickled.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        bucket: str,
+        prefix: str,
+        timeouts: S3Timeouts,
+        client: PerProcess[S3Client],
+    ) -> None:
+        self.url = url
+        self._bucket = bucket
+        self._prefix = prefix
+        self._timeouts = timeouts
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.get`."""
+        return self._read(key, 0, None, max_bytes)
+
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        """See `Store.get_range`."""
+        if check_range(start, end) == 0:
+            if start > (size_bytes := self.size(key)):
+                raise too_short(self._where(key), found_bytes=size_bytes, expected_bytes=start)
+            return b""
+        return self._read(key, start, end, None)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        durable.step(f"put {key}")
+        self._write(key, data, {})
+        durable.step(f"stored {key}")
+
+    def create(self, key: str, data: bytes | memoryview) -> None:
+        """See `Store.create`."""
+        durable.step(f"create {key}")
+        self._write(key, data, {"IfNoneMatch": "*"})
+        durable.step(f"created {key}")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        return self._list(check_prefix(prefix))
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        name = self._prefix + check_key(key)
+        head = self._run("looking at", key, lambda: self._call("head_object", Key=name))
+        size_bytes: int = head["ContentLength"]
+        return size_bytes
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        name = self._prefix + check_key(key)
+        durable.step(f"delete {key}")
+        try:
+            self._run("deleting", key, lambda: self._call("delete_object", Key=name))
+        except ObjectNotFound:
+            pass  # some servers say so; that there is none is what was asked for
+        durable.step(f"deleted {key}")
+
+    def list_unfinished(self) -> Iterator[ObjectInfo]:
+        """See `Store.list_unfinished`: multipart uploads."""
+        markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        found = []
+        for page in self._pages("list_multipart_uploads", markers, self._prefix):
+            for upload in page.get("Uploads", ()):
+                if upload["Key"].startswith(self._prefix):
+                    key = upload["Key"][len(self._prefix) :] + _UPLOAD + upload["UploadId"]
+                    found.append(_info(key, 0, upload["Initiated"]))
+        yield from sorted(found, key=lambda info: info.key)
+
+    def delete_unfinished(self, key: str) -> None:
+        """See `Store.delete_unfinished`."""
+        target, _, upload = key.partition(_UPLOAD)
+        if not upload:
+            raise ValueError(f"{key[:200]!r} is not a multipart upload")
+        name = self._prefix + check_key(target)
+        durable.step(f"delete unfinished {target}")
+        try:
+            self._run(
+                "aborting an upload of",
+                target,
+                lambda: self._call("abort_multipart_upload", Key=name, UploadId=upload),
+            )
+        except ObjectNotFound:
+            pass  # finished or aborted since
+        durable.step(f"deleted unfinished {target}")
+
+    def probe(self) -> None:
+        """See `Store.probe`."""
+        probe_create_only(self)
+
+    def _write(self, key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> None:
+        name = self._prefix + check_key(key)
+        body = memoryview(data)
+
+        async def send() -> None:
+            if len(body) <= _SINGLE_PUT_BYTES:
+                whole = data if isinstance(data, bytes) else bytes(data)
+                await self._call("put_object", Key=name, Body=whole, **condition)
+            else:
+                await self._send_parts(key, body, condition)
+
+        self._run("writing", key, send, len(body))
+
+    async def _send_parts(self, key: str, body: memoryview, condition: Mapping[str, str]) -> None:
+        name = self._prefix + key
+        upload = (await self._call("create_multipart_upload", Key=name))["UploadId"]
+        part_bytes = max(_PART_BYTES, -(-len(body) // _MAX_PARTS))
+
+        async def send_part(number: int, start: int) -> dict[str, object]:
+            answer = await self._call(
+                "upload_part",
+                Key=name,
+                UploadId=upload,
+                PartNumber=number,
+                Body=bytes(body[start : start + part_bytes]),  # the SDK refuses other buffers
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        try:
+            parts = await _all(
+                partial(send_part, number, start)
+                for number, start in enumerate(range(0, len(body), part_bytes), 1)
+            )
+            await self._call(
+                "complete_multipart_upload",
+                Key=name,
+                UploadId=upload,
+                MultipartUpload={"Parts": parts},
+                **condition,
+            )
+        except BaseException as error:
+            # Cancelled or failed: what was sent must not stay, nor be paid for. If this fails too,
+            # the sweep finds the upload.
+            try:
+                await asyncio.shield(
+                    self._call("abort_multipart_upload", Key=name, UploadId=upload)
+                )
+            except S3Failure:
+                pass
+            if isinstance(error, S3Failure) and error.code == "NoSuchUpload":
+                # A completion whose answer was lost ends so when it is sent again.
+                raise StoreUnavailable(
+                    self._where(key),
+                    found="an upload that is gone before its completion was confirmed",
+                    expected="the completed object",
+                    next_step="read the object back, or write it again",
+                ) from error
+            raise
+
+    def _read(self, key: str, start: int, end: int | None, max_bytes: int | None) -> bytes:
+        """Bytes `start` … `end`, or all.
+
+        The first answer says how much there is: not more is asked for, or allocated. The others
+        have to come from the same version of the object.
+        """
+        where = self._where(check_key(key))
+        first_end = start + _RANGE_BYTES if end is None else min(start + _RANGE_BYTES, end)
+
+        async def first_range() -> tuple[bytes, int, str]:
+            try:
+                return await self._range(key, start, first_end, max_bytes=max_bytes)
+            except S3Failure as failure:
+                if failure.status != 416:
+                    raise
+            # Nothing is there at `start`; an empty object has not even a first byte.
+            head = await self._call("head_object", Key=self._prefix + key)
+            return b"", head["ContentLength"], ""
+
+        first, total_bytes, etag = self._run("reading", key, first_range, _RANGE_BYTES)
+        end = total_bytes if end is None else end
+        if total_bytes < end or (len(first) == 0 and end > start):
+            found_bytes = min(len(first), max(0, total_bytes - start))
+            raise too_short(where, found_bytes=found_bytes, expected_bytes=end - start)
+
+        async def other_ranges() -> builtins.list[tuple[bytes, int, str]]:
+            return await _all(
+                partial(self._range, key, at, min(at + _RANGE_BYTES, end), etag=etag)
+                for at in range(start + len(first), end, _RANGE_BYTES)
+            )
+
+        if len(first) == end - start:
+            return first
+        others = self._run("reading", key, other_ranges, end - start)
+        return b"".join([first, *(data for data, _, _ in others)])
+
+    async def _range(
+        self, key: str, start: int, end: int, *, etag: str = "", max_bytes: int | None = None
+    ) -> tuple[bytes, int, str]:
+        """Bytes start … end of the object, or fewer where it ends; its length; its version.
+
+        The client retries a request, not a body that breaks off: that is done here.
+        """
+        where = self._where(key)
+        same = {"IfMatch": etag} if etag else {}
+        for attempt in range(1, self._timeouts.attempts + 1):
+            try:
+                answer = await self._call(
+                    "get_object", Key=self._prefix + key, Range=f"bytes={start}-{end - 1}", **same
+                )
+            except S3Failure as changed:
+                if changed.status != 412:
+                    raise
+                raise StoreUnavailable(
+                    where,
+                    found="another object than at the start of the read",
+                    expected="the same object to the end",
+                    next_step="read it again",
+                ) from changed
+            body = answer["Body"]
+            try:
+                found = _CONTENT_RANGE.match(answer.get("ContentRange", ""))
+                if not found or int(found[1]) != start:
+                    raise StoreError(
+                        where,
+                        found=f"the range {answer.get('ContentRange')!r}",
+                        expected=f"bytes from {start} on",
+                        next_step="use an S3 server, or a proxy, that answers range requests",
+                    )
+                total_bytes = int(found[3])
+                if max_bytes is not None and total_bytes > max_bytes:
+                    raise too_large(where, found_bytes=total_bytes, max_bytes=max_bytes)
+                expected_bytes = min(end, total_bytes) - start
+                if answer.get("ContentLength", 0) != expected_bytes:
+                    raise too_short(
+                        where,
+                        found_bytes=answer.get("ContentLength", 0),
+                        expected_bytes=expected_bytes,
+                    )
+                data = await self._client.get().read(body)
+                if len(data) == expected_bytes:
+                    return data, total_bytes, answer.get("ETag", "")
+                failure = S3Failure(f"{len(data)} of {expected_bytes} bytes")
+            except S3Failure as error:
+                failure = error
+            finally:
+                body.close()
+            if attempt < self._timeouts.attempts:
+                await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        raise failure
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = []
+        token = {"ContinuationToken": "NextContinuationToken"}
+        for page in self._pages("list_objects_v2", token, self._prefix + prefix):
+            for entry in page.get("Contents", ()):
+                name = entry["Key"]
+                # Names that end in a slash are other tools' folders.
+                if name.startswith(self._prefix + prefix) and not name.endswith("/"):
+                    key = name[len(self._prefix) :]
+                    found.append(_info(key, entry["Size"], entry["LastModified"]))
+        # Not every server lists in the order of the keys.
+        yield from sorted(found, key=lambda info: info.key)
+
+    def _pages(
+        self, method: str, markers: Mapping[str, str], prefix: str
+    ) -> Iterator[Mapping[str, Any]]:
+        """All pages of a listing; `markers` maps arguments to where the last page has them."""
+        position: dict[str, str] = {}
+        while True:
+            page = self._run("listing", "", partial(self._call, method, Prefix=prefix, **position))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            following = {name: page[at] for name, at in markers.items() if page.get(at)}
+            if not following or following == position:
+                raise StoreError(
+                    self.url,
+                    found="a listing that does not get on",
+                    expected="a next page",
+                    next_step="report it to the maker of the store",
+                )
+            position = following
+
+    async def _call(self, method: str, **arguments: object) -> Mapping[str, Any]:
+        return await self._client.get().call(method, **arguments)
+
+    def _run(
+        self,
+        doing: str,
+        key: str,
+        request: Request[_Result],
+        size_bytes: int = 0,
+    ) -> _Result:
+        client, where = self._client.get(), self._where(key)
+        try:
+            return client.run(request, seconds=self._timeouts.limit_seconds(size_bytes))
+        except S3Failure as failure:
+            if failure.status:
+                raise for_answer(
+                    where,
+                    status=failure.status,
+                    code=failure.code,
+                    message=str(failure),
+                    doing=doing,
+                    bucket=self._bucket,
+                ) from failure
+            raise for_no_answer(
+                where, words=str(failure), doing=doing, endpoint=client.endpoint
+            ) from failure
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+
+def _info(key: str, size_bytes: int, modified: datetime) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=size_bytes, modified_ms=int(modified.timestamp() * 1000))
+
+
+async def _all(
+    requests: Iterable[Request[_Result]],
+) -> list[_Result]:
+    """Results of all, a few at once; none goes on after a failure or a cancellation."""
+    turn = asyncio.Semaphore(_IN_FLIGHT)
+
+    async def in_turn(request: Request[_Result]) -> _Result:
+        async with turn:
+            return await request()
+
+    tasks = [asyncio.ensure_future(in_turn(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,387 @@
+"""Removing what no checkpoint will ever need: plan, then execute (format §6.4, §6.5)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+from recpoint.catalog.records.run_facts import OnStep, unwatched
+from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import host_seconds, store_ms
+from recpoint.catalog.stores.store_contract import ObjectInfo, Store
+from recpoint.catalog.sweeping.named_chunks import NamedChunks
+from recpoint.errors import SettingsError, StoreError
+from recpoint.format.naming import (
+    RUN_KEY,
+    AttemptName,
+    attempt_prefix,
+    is_end_key,
+    is_probe_key,
+    is_retention_key,
+    parse_chunk_key,
+    parse_consolidated_key,
+    parse_generation_key,
+    parse_manifest_key,
+    parse_metric_key,
+    parse_part_key,
+    parse_pin_key,
+    parse_rejections_key,
+    parse_validation_key,
+    part_prefix,
+)
+
+__all__ = [
+    "GRACE_NEEDED",
+    "KeptPrefix",
+    "SweepPlan",
+    "SweepResult",
+    "SweptObject",
+    "execute",
+    "plan_sweep",
+]
+
+#: Why a command refuses a shorter grace than `recpoint.catalog.retention.grace` allows.
+GRACE_NEEDED = "what is being written is younger"
+
+#: So long after a look at an attempt it is looked at again before more of it goes: a consolidation
+#: may have gone on with it. That waits twice as long before its last look (format §6.8 C6).
+_LOOK_AGAIN_SECONDS: Final = 10.0
+
+#: Where looks take longer than that, so many are in vain; then each is good for one object.
+_SLOW_LOOKS: Final = 3
+
+
+class SweptObject(NamedTuple):
+    """One object to remove, and why nobody will miss it."""
+
+    key: str
+    size_bytes: int
+    reason: str
+
+
+class KeptPrefix(NamedTuple):
+    """Chunks that no manifest names and that stay for now, and why."""
+
+    prefix: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What a sweep would do. Made by reading alone.
+
+    Attributes:
+        prefixes: attempts with chunks or parts to remove.
+        objects: those, what killed probes left behind, and validations and metrics of checkpoints
+            that are gone.
+        unfinished: temporary files and multipart uploads to remove.
+        kept: attempts whose unnamed chunks stay.
+        lost: why some of those stay: checkpoints whose manifests are gone are needed, and a person
+            has to put these back.
+        young: how many objects beside them will be old enough for a later sweep.
+        unrecognised: keys that are not ours; never removed.
+        blocked: manifests that cannot be read. What they name is unknown, so that no chunk is
+            removed while there are any.
+        grace_seconds: younger objects stay.
+        now_ms: when the plan was begun, by the clock that is behind: this host's or the store's.
+        keep: tells which attempts staged jobs name now.
+        spare_newest: leave what the newest generation can still commit.
+    """
+
+    prefixes: tuple[AttemptName, ...]
+    objects: tuple[SweptObject, ...]
+    unfinished: tuple[SweptObject, ...]
+    kept: tuple[KeptPrefix, ...]
+    lost: tuple[str, ...]
+    young: int
+    unrecognised: tuple[str, ...]
+    blocked: tuple[str, ...]
+    grace_seconds: float
+    now_ms: int
+    keep: Callable[[], Collection[str]]
+    spare_newest: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that `execute` would free."""
+        return sum(swept.size_bytes for swept in self.objects + self.unfinished)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """What a sweep did; `spared` is what turned out to be needed between plan and deed."""
+
+    removed: tuple[SweptObject, ...]
+    spared: tuple[KeptPrefix, ...]
+
+    @property
+    def removed_bytes(self) -> int:
+        """Bytes freed."""
+        return sum(swept.size_bytes for swept in self.removed)
+
+
+def plan_sweep(
+    run: Run,
+    *,
+    grace_seconds: float,
+    keep: Collection[str] | Callable[[], Collection[str]] = (),
+    spare_newest: bool = False,
+    ask_store: bool = True,
+    on_step: OnStep = unwatched,
+) -> SweepPlan:
+    """Find what can go; nothing is changed.
+
+    Args:
+        run: the run.
+        grace_seconds: what the store says was modified less long ago stays: it may belong to a
+            checkpoint that is being written. Must exceed the longest time that a persist or a
+            consolidation takes.
+        keep: attempts that jobs in a staging area name: an agent will finish them. A function is
+            asked after the store was listed, and again before each attempt is removed.
+        spare_newest: leave what the newest generation can still commit, however old: for a sweep
+            on another host than the trainer's, where nobody knows what is staged.
+        ask_store: ask the store for its time, which writes and removes a small object; where it
+            takes none, the newest object there tells. Without it nothing at all is written, and a
+            clock of this host that is ahead is not noticed: for plans that nobody executes.
+        on_step: called after each manifest that was read, from this thread.
+
+    Raises:
+        SettingsError: a negative grace.
+        FormatError: a staged job cannot be read, so that it is unknown what it needs.
+        StoreError: the store cannot be read.
+    """
+    if grace_seconds < 0:
+        raise SettingsError(
+            "grace_seconds",
+            found=str(grace_seconds),
+            expected="0 or more",
+            next_step="give the longest time that writing a checkpoint may take",
+        )
+    # Chunks before manifests: a chunk that is seen here, and named by the time of the second
+    # listing, is seen to be named. The other order would take a fresh commit for an orphan.
+    chunks: dict[AttemptName, list[ObjectInfo]] = {}
+    objects: list[SweptObject] = []
+    parts: dict[AttemptName, list[ObjectInfo]] = {}
+    said: list[tuple[ObjectInfo, ManifestName]] = []
+    pins: dict[ManifestName, list[str]] = {}
+    young = 0
+    unrecognised: list[str] = []
+    there_now = list(run.store.list())
+    now_ms = _now_ms(run.store if ask_store else None, there_now)
+    for info in there_now:
+        attempt = parse_chunk_key(info.key)
+        if attempt is not None:
+            chunks.setdefault(attempt, []).append(info)
+        elif (part := parse_part_key(info.key)) is not None:
+            parts.setdefault(part.checkpoint, []).append(info)
+        elif is_probe_key(info.key):
+            if _is_old((info,), now_ms, grace_seconds):
+                objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
+            else:
+                young += 1
+        elif (of := _said_of(info.key)) is not None:
+            said.append((info, of))
+        elif (pin := parse_pin_key(info.key)) is not None:
+            pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
+        elif not _is_record(info.key):
+            unrecognised.append(info.key)
+    named = NamedChunks(run, spare_newest=spare_newest, pins=pins)
+    named.look(on_step)
+    there = run.representations()
+    for info, of in said:
+        if of in there or named.unreadable or named.lost.why_needed(of):
+            continue
+        if _is_old((info,), now_ms, grace_seconds):
+            why = f"is of {of}, which has no manifest"
+            objects.append(SweptObject(info.key, info.size_bytes, why))
+        else:
+            young += 1
+    # After the listing: a job of which something was listed had been staged by then.
+    asked: Callable[[], Collection[str]] = keep if callable(keep) else partial(frozenset, keep)
+    needed = asked()
+    doomed: list[AttemptName] = []
+    kept: list[KeptPrefix] = []
+    lost: dict[str, None] = {}
+    for attempt in {**parts, **chunks}:
+        all_infos = chunks.get(attempt, [])
+        infos = [info for info in all_infos if info.key not in named.chunks]
+        # Parts before chunks: one that is there says that its chunks are.
+        infos = parts.get(attempt, []) + infos
+        if not infos:
+            continue
+        reason = _reason_to_keep(attempt, infos, named, needed, now_ms, grace_seconds)
+        if reason:
+            prefix_of = attempt_prefix if all_infos else part_prefix
+            kept.append(KeptPrefix(prefix_of(*attempt), reason))
+            if reason == _why_needed(named, attempt):
+                lost[reason] = None
+            continue
+        doomed.append(attempt)
+        more = " any more" if len(infos) < len(all_infos) else ""
+        why = f"no manifest names attempt {attempt.attempt} of step {attempt.step}{more}"
+        if attempt in named.attempts:
+            why = f"attempt {attempt.attempt} of step {attempt.step} is committed without it"
+        objects.extend(SweptObject(info.key, info.size_bytes, why) for info in infos)
+    unfinished = list(run.store.list_unfinished())
+    old = [info for info in unfinished if _is_old((info,), now_ms, grace_seconds)]
+    return SweepPlan(
+        prefixes=tuple(doomed),
+        objects=tuple(objects),
+        unfinished=tuple(
+            SweptObject(info.key, info.size_bytes, "left unfinished by a killed writer")
+            for info in old
+        ),
+        kept=tuple(kept),
+        lost=tuple(lost),
+        young=young + len(unfinished) - len(old),
+        unrecognised=tuple(unrecognised),
+        blocked=tuple(named.unreadable),
+        grace_seconds=grace_seconds,
+        now_ms=now_ms,
+        keep=asked,
+        spare_newest=spare_newest,
+    )
+
+
+def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepResult:
+    """Do what a plan says. Killed anywhere, the next sweep finds and finishes the rest.
+
+    Every attempt is looked at again right before it is removed, and again where that takes long:
+    what has been committed, or written to, since the plan was made stays.
+
+    Args:
+        run: the run.
+        plan: of `plan_sweep`.
+        on_step: called after each object that was removed, from this thread.
+
+    Raises:
+        FormatError: a job that was staged meanwhile cannot be read.
+        StoreError: the store refuses or cannot be reached; what was not yet removed stays.
+    """
+    removed: list[SweptObject] = []
+    spared: list[KeptPrefix] = []
+    total = len(plan.objects) + len(plan.unfinished)
+
+    def note(swept: SweptObject) -> None:
+        removed.append(swept)
+        on_step("removing objects", len(removed), total)
+
+    reasons = {swept.key: swept for swept in plan.objects}
+    named = NamedChunks(run, spare_newest=plan.spare_newest)
+    for attempt in plan.prefixes:
+        vain_looks = 0
+        while True:
+            began_seconds = host_seconds()
+            infos, reason = _still_doomed(run, plan, named, attempt, reasons)
+            if reason:
+                spared.append(KeptPrefix(attempt_prefix(*attempt), reason))
+                break
+            gone = 0
+            for info in infos:
+                # Before each: this process may have stood still since it has looked.
+                long_ago = host_seconds() - began_seconds >= _LOOK_AGAIN_SECONDS
+                if long_ago and (gone or vain_looks < _SLOW_LOOKS):
+                    vain_looks += not gone
+                    break
+                run.store.delete(info.key)
+                note(reasons[info.key])
+                gone += 1
+            else:
+                break
+    for swept in plan.objects:
+        if parse_chunk_key(swept.key) is None and parse_part_key(swept.key) is None:
+            run.store.delete(swept.key)
+            note(swept)
+    for swept in plan.unfinished:
+        run.store.delete_unfinished(swept.key)
+        note(swept)
+    return SweepResult(removed=tuple(removed), spared=tuple(spared))
+
+
+def _still_doomed(
+    run: Run,
+    plan: SweepPlan,
+    named: NamedChunks,
+    attempt: AttemptName,
+    planned: Collection[str],
+) -> tuple[list[ObjectInfo], str]:
+    """What is there now to be removed of an attempt, parts first; and why it has to stay."""
+    prefix = attempt_prefix(*attempt)
+    there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
+    parts = [
+        info
+        for info in run.store.list(part_prefix(*attempt))
+        if parse_part_key(info.key) is not None
+    ]
+    named.look()
+    infos = parts + [info for info in there if info.key not in named.chunks]
+    if there and not infos:
+        return infos, "a manifest names it now"
+    reason = _reason_to_keep(attempt, infos, named, plan.keep(), plan.now_ms, plan.grace_seconds)
+    if not reason and any(info.key not in planned for info in infos):
+        reason = "chunks were added to it"
+    return infos, reason
+
+
+def _reason_to_keep(
+    attempt: AttemptName,
+    infos: Sequence[ObjectInfo],
+    named: NamedChunks,
+    keep: Collection[str],
+    now_ms: int,
+    grace_seconds: float,
+) -> str:
+    if named.unreadable:
+        return f"{named.unreadable[0]} cannot be read and may name it"
+    if attempt.attempt in keep:
+        return "a staged job names it"
+    if needed := _why_needed(named, attempt):
+        return needed
+    if named.may_be_committed(attempt, infos):
+        return "its trainer may still commit it"
+    if not _is_old(infos, now_ms, grace_seconds):
+        return f"younger than {grace_seconds:g} s"
+    return ""
+
+
+def _why_needed(named: NamedChunks, attempt: AttemptName) -> str:
+    return named.lost.why_needed(ManifestName(*attempt[:2]), attempt.attempt)
+
+
+def _is_old(infos: Iterable[ObjectInfo], now_ms: int, grace_seconds: float) -> bool:
+    """Whether all were last modified before the grace period; a time in the future is young."""
+    return all(now_ms - info.modified_ms >= grace_seconds * 1000 for info in infos)
+
+
+def _said_of(key: str) -> ManifestName | None:
+    """Of which checkpoint a validation or a metric is; None for other keys."""
+    found = parse_validation_key(key) or parse_metric_key(key)
+    return None if found is None else ManifestName(found.step, found.generation)
+
+
+def _is_record(key: str) -> bool:
+    return (
+        key == RUN_KEY
+        or parse_generation_key(key) is not None
+        or is_end_key(key)
+        or parse_manifest_key(key) is not None
+        or parse_consolidated_key(key) is not None
+        or is_retention_key(key)
+        or parse_rejections_key(key) is not None
+    )
+
+
+def _now_ms(store: Store | None, there: Sequence[ObjectInfo]) -> int:
+    """This host's time, or the store's if that is behind: by it the objects were dated."""
+    now_ms = time.time_ns() // 1_000_000
+    if store is None:
+        return now_ms
+    try:
+        return min(now_ms, store_ms(store))
+    except StoreError:
+        # Full, maybe, which a sweep is to heal: it is at least as late there as the newest object.
+        return min([now_ms, max((info.modified_ms for info in there), default=now_ms)])

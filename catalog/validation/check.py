@@ -1,0 +1,420 @@
+"""Finding damage before a restore does (format §4, §6.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from recpoint.catalog.chunks.chunk_pool import ChunkPool
+from recpoint.catalog.chunks.chunk_reader import check_entry, check_stored, read_rows
+from recpoint.catalog.chunks.row_coverage import RowCoverage
+from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.records.run_facts import OnStep, unwatched
+from recpoint.catalog.restoring.state_reading import read_state
+from recpoint.catalog.runs.chain import DAMAGE
+from recpoint.catalog.runs.lineage import ManifestName, Representation, next_step_of_lost
+from recpoint.catalog.runs.lost_manifests import Link, LostManifests
+from recpoint.catalog.runs.manifests_gone import why_gone
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.runs.superseded import superseded_alone, superseded_text
+from recpoint.catalog.validation.check_graph import Damage, RepresentationGraph
+from recpoint.errors import FormatError, GenerationRecordLost, MissingLink, NothingToRestore
+from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.naming import (
+    RUN_KEY,
+    AttemptName,
+    attempt_prefix,
+    generation_in_key,
+    generation_key,
+    is_end_key,
+    is_probe_key,
+    is_retention_key,
+    parse_chunk_key,
+    parse_consolidated_key,
+    parse_generation_key,
+    parse_manifest_key,
+    parse_part_key,
+    parse_pin_key,
+    parse_rejections_key,
+    parse_validation_key,
+    part_prefix,
+)
+from recpoint.format.records import GenerationRecord
+
+__all__ = ["CheckReport", "CheckpointHealth", "Finding", "Level", "Severity", "check"]
+
+Level = Literal["metadata", "full"]
+Severity = Literal["error", "warning", "info"]
+
+_SWEPT = "; recpoint sweep removes old ones"
+
+
+class Finding(NamedTuple):
+    """Something worth knowing. An error: a checkpoint that counts does not restore."""
+
+    severity: Severity
+    key: str
+    text: str
+
+
+class CheckpointHealth(NamedTuple):
+    """One checkpoint, and whether one of its chains is good as far as was checked."""
+
+    name: ManifestName
+    live: bool
+    restorable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What was checked, and what was found; checkpoints are newest first.
+
+    Attributes:
+        nothing_counts: a restore finds nothing: there is no checkpoint yet, or a start that was
+            told to begin anew has superseded them all and has none of its own.
+    """
+
+    level: Level
+    checkpoints: tuple[CheckpointHealth, ...]
+    findings: tuple[Finding, ...]
+    chunks_read: int
+    bytes_read: int
+    nothing_counts: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether every checkpoint that counts restores, as far as was checked."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+def check(
+    run: Run,
+    *,
+    level: Level = "metadata",
+    step: int | None = None,
+    threads: int = 4,
+    on_step: OnStep = unwatched,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> CheckReport:
+    """Check a run; nothing is changed.
+
+    Args:
+        run: the run.
+        level: `"metadata"`: every record, every chain, and whether each chunk is there in its
+            length. `"full"`: also every byte of every chunk, decoded.
+        step: only the checkpoints of this step and what they depend on.
+        threads: chunks read at once.
+        on_step: called after each manifest that was read, from this thread.
+        on_progress: called with bytes read so far and bytes to read, from this thread; for
+            `"full"` alone.
+
+    Raises:
+        NothingToRestore: there is no checkpoint of `step`.
+        StoreError: the store cannot be read.
+    """
+    checking = _Checking(run, step)
+    checking.look_at_records(on_step)
+    checking.look_at_objects()
+    if level == "full":
+        with ChunkPool(threads) as pool:
+            checking.look_at_bytes(pool, on_progress)
+    return checking.report(level)
+
+
+class _Checking:
+    """One check: each object is looked at once, however many checkpoints depend on it."""
+
+    def __init__(self, run: Run, step: int | None) -> None:
+        self._run = run
+        self._step = step
+        self._findings: list[Finding] = []
+        self._damage: dict[str, tuple[Representation, str, bool]] = {}
+        self._rowless: set[Representation] = set()  # rows are damaged: nothing after it restores
+        self._stateless: set[Representation] = set()  # its state is, which nothing else needs
+        self._chunks_read = self._bytes_read = self._bytes_to_read = 0
+        self._on_progress: Callable[[int, int], None] | None = None
+        self._parts: dict[AttemptName, list[int]] = {}
+        self._nothing_counts = False
+        self._live = self._live_line()
+        # Manifests before chunks: whatever a manifest names was there before it, so that one which
+        # is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
+        self._there = run.representations()
+        self._graph = RepresentationGraph(run, self._there)
+        self._sizes = {info.key: info.size_bytes for info in run.store.list()}
+        self._chosen = [name for name in reversed(self._there) if step in (None, name.step)]
+        if step is not None and not self._chosen:
+            raise NothingToRestore(
+                f"{run.url}, step {step}",
+                found="no checkpoint",
+                expected="one of the run's steps",
+                next_step=f"recpoint list {run.url}",
+            )
+
+    # --- records -------------------------------------------------------------------------------
+
+    def _live_line(self) -> frozenset[ManifestName] | None:
+        """None: unknown, since the lineage cannot be followed."""
+        try:
+            return frozenset(self._run.live_line())
+        except DAMAGE as error:
+            self._add("error", error.subject, f"the lineage cannot be followed: {error}")
+            return None
+
+    def look_at_records(self, on_step: OnStep = unwatched) -> None:
+        """Every generation record, and every chain of every chosen checkpoint."""
+        numbers = self._run.generation_numbers()
+        for number, outcome in self._run.read_generations(numbers).items():
+            if not isinstance(outcome, GenerationRecord):
+                self._add_once("warning", generation_key(number), str(outcome))
+        self._look_for_lost(numbers)
+        self._look_at_a_line_of_none()
+        self._graph.load(self._chosen, on_step)
+        for name in self._chosen:
+            broken = [one for one in self._graph.of(name) if one in self._graph.broken]
+            for one in broken:
+                error = self._graph.broken[one]
+                if isinstance(error, MissingLink) and len(broken) < len(self._graph.of(name)):
+                    text = f"its longer chain is gone, which is no loss: {error}"
+                    self._add("info", one.key, text)
+                else:
+                    self._damaged(one, one.key, f"does not restore: {error}")
+            if not broken and not self._counts(name):
+                self._add("info", self._graph.of(name)[-1].key, "superseded")
+
+    def _look_for_lost(self, numbers: list[int]) -> None:
+        """Generations that something names and that have no record."""
+        named: dict[int, str] = {}
+        for key in self._sizes:
+            number = generation_in_key(key)
+            if number is not None and (number not in named or parse_manifest_key(key)):
+                named[number] = key
+        for number in self._run.lost_generations(named, listed=numbers):
+            # Below the newest one the live line has been followed without it.
+            severity: Severity = "error" if number > max(numbers, default=0) else "warning"
+            error = GenerationRecordLost(
+                generation_key(number),
+                found=f"no generation record, but {named[number]}",
+                expected="the record of each generation that there was",
+                next_step=next_step_of_lost(number),
+            )
+            self._add_once(severity, error.subject, str(error))
+
+    def _look_at_a_line_of_none(self) -> None:
+        """A warning, since nothing is damaged: there are checkpoints, and none counts yet."""
+        if self._step is not None or self._live is None or self._live:
+            return
+        if not self._there:
+            self._nothing_counts = True
+            return
+        # Once more: the first checkpoint of all may have been committed since `_live` was read.
+        superseded = superseded_alone(self._run)
+        if not superseded:
+            return
+        self._nothing_counts = True
+        text = (
+            f"nothing counts yet: this start began a line of its own and has no checkpoint so far; "
+            f"{superseded_text(superseded)}, which is restored by step and generation"
+        )
+        self._add("warning", generation_key(self._run.generation_numbers()[-1]), text)
+
+    # --- objects -------------------------------------------------------------------------------
+
+    def look_at_objects(self) -> None:
+        """Whether each chunk of each chain is there in its length, and what nobody names."""
+        for one, manifest in self._graph.sound():
+            for entry in manifest.chunks:
+                try:
+                    check_entry(manifest, entry)
+                    check_stored(manifest, entry, self._sizes)
+                except DAMAGE as error:
+                    if entry.content == "sample":
+                        self._add("warning", entry.key, str(error))  # no restore reads it
+                    else:
+                        of_state = entry.content == "state"
+                        self._damaged_part(one, entry.key, error, of_state=of_state)
+        self._look_at_the_rest()
+
+    def _look_at_the_rest(self) -> None:
+        """Keys that are not ours, and chunks that no manifest names."""
+        if self._step is not None:
+            return  # what the other checkpoints name is not known
+        named: set[str] = set()
+        links: list[Link] = []
+        for one in (one for several in self._there.values() for one in several):
+            manifest = self._graph.read(one)
+            if not isinstance(manifest, Manifest):
+                return  # what that manifest names is unknown, and with it what nobody names
+            named.update(entry.key for entry in manifest.chunks)
+            links.append(Link.of(manifest))
+        orphans: dict[AttemptName, int] = {}
+        pins: dict[ManifestName, list[str]] = {}
+        for key in self._sizes:
+            attempt = parse_chunk_key(key)
+            part = parse_part_key(key)
+            if part is not None:
+                at = self._parts.setdefault(part.checkpoint, [])
+                at.append(part.rank)
+                continue
+            if attempt is not None:
+                if key not in named:
+                    orphans[attempt] = orphans.get(attempt, 0) + 1
+            elif (pin := parse_pin_key(key)) is not None:
+                pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
+            elif (
+                key != RUN_KEY
+                and not is_probe_key(key)
+                and not is_retention_key(key)
+                and parse_generation_key(key) is None
+                and not is_end_key(key)
+                and parse_manifest_key(key) is None
+                and parse_consolidated_key(key) is None
+                and parse_validation_key(key) is None
+                and parse_rejections_key(key) is None
+            ):
+                self._add("info", key, "not an object of recpoint; ignored")
+        lost = LostManifests(links, pins, gone=why_gone(self._run, self._there))
+        self._look_at_parts(orphans, lost)
+        for attempt, count in orphans.items():
+            chunks = "1 chunk" if count == 1 else f"{count} chunks"
+            needed = _why_needed(lost, attempt)
+            text = f"{chunks} that no manifest names{needed or _SWEPT}"
+            self._add("warning" if needed else "info", attempt_prefix(*attempt), text)
+
+    def _look_at_parts(self, orphans: dict[AttemptName, int], lost: LostManifests) -> None:
+        """Parts that are there, and with those of no checkpoint the chunks that they name."""
+        for attempt, ranks in self._parts.items():
+            there = f"the part of {ranks_text(ranks)}"
+            prefix = part_prefix(*attempt)
+            chunks = orphans.pop(attempt, 0)
+            needed = _why_needed(lost, attempt)
+            if needed:
+                text = f"{there} and {chunks} chunks that no manifest names{needed}"
+            elif ManifestName(attempt.step, attempt.generation) in self._there:
+                text = f"{there} of a committed step; recpoint sweep removes it"
+            else:
+                text = (
+                    f"{there} and {chunks} chunks of a step that is not committed: other ranks are "
+                    "missing; recpoint sweep removes old ones"
+                )
+            self._add("warning" if needed else "info", prefix, text)
+
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def look_at_bytes(
+        self, pool: ChunkPool, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Read, verify and decode every chunk of every chain."""
+        self._on_progress = on_progress
+        self._bytes_to_read = sum(
+            entry.bytes
+            for _, manifest in self._graph.sound()
+            for entry in manifest.chunks
+            if entry.content != "sample"
+        )
+        for one, manifest in self._graph.sound():
+            self._look_at_rows(pool, one, manifest)
+            try:
+                read_state(self._run.store, manifest, pool, self._account)
+            except DAMAGE as error:
+                # Stores name an object by its URL, a parser by its key: the same finding.
+                subjects = (
+                    entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
+                )
+                self._damaged_part(one, next(subjects, error.subject), error, of_state=True)
+
+    def _look_at_rows(self, pool: ChunkPool, one: Representation, manifest: Manifest) -> None:
+        by_table: dict[int, list[ChunkEntry]] = {}
+        for entry in manifest.chunks:
+            if entry.table is not None:
+                by_table.setdefault(entry.table, []).append(entry)
+        for table, entries in by_table.items():
+            spec = manifest.tables[table]
+            counts = [entry.row_count or 0 for entry in entries]
+            coverage = RowCoverage(rows=spec.rows, row_counts=counts)
+            good = True
+            for entry, outcome in pool.in_order(
+                entries, lambda entry: read_rows(self._run.store, manifest, entry)
+            ):
+                try:
+                    coverage.add(outcome.result().rows)
+                except DAMAGE as error:
+                    good = False
+                    self._damaged_part(one, entry.key, error)
+                self._account(entry)
+            if good:
+                try:
+                    coverage.finish(key=one.key, table=spec.name)
+                except FormatError as error:
+                    self._damaged_part(one, one.key, error)
+
+    def _account(self, entry: ChunkEntry) -> None:
+        self._chunks_read += 1
+        self._bytes_read += entry.bytes
+        if self._on_progress is not None:
+            self._on_progress(self._bytes_read, max(self._bytes_to_read, self._bytes_read))
+
+    # --- what comes of it ----------------------------------------------------------------------
+
+    def _counts(self, name: ManifestName) -> bool:
+        """Whether it is on the live line, or may be for all that is known."""
+        return self._live is None or name in self._live
+
+    def _damaged_part(
+        self, one: Representation, key: str, error: Damage, *, of_state: bool = False
+    ) -> None:
+        # A restore reads the rows of a whole chain, but the state of its newest link only (§6.3).
+        (self._stateless if of_state else self._rowless).add(one)
+        self._damaged(one, key, str(error), of_state=of_state)
+
+    def _damaged(self, one: Representation, key: str, text: str, *, of_state: bool = False) -> None:
+        # Once: a chunk that is missing fails again when its bytes are wanted.
+        self._damage.setdefault(key, (one, text, of_state))
+
+    def _add_once(self, severity: Severity, key: str, text: str) -> None:
+        # Where the live line goes through it, it has been added as an error already.
+        if not any(found.key == key for found in self._findings):
+            self._add(severity, key, text)
+
+    def _add(self, severity: Severity, key: str, text: str) -> None:
+        self._findings.append(Finding(severity, key, text))
+
+    def report(self, level: Level) -> CheckReport:
+        """The findings, worst first, and the health of each chosen checkpoint."""
+        leading = self._graph.leading(self._rowless)
+        health = [
+            CheckpointHealth(
+                name,
+                self._live is not None and name in self._live,
+                any(o in leading and o not in self._stateless for o in self._graph.of(name)),
+            )
+            for name in self._chosen
+        ]
+        # Damage counts when a checkpoint on the live line does not restore for it.
+        lost = {found.name for found in health if self._counts(found.name) and not found.restorable}
+        blamed = {one for name in lost for one in self._graph.needs(name)}
+        for key, (one, text, of_state) in self._damage.items():
+            counts = one.name in lost if of_state else one in blamed
+            self._add("error" if counts else "warning", key, text)
+        order: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+        return CheckReport(
+            level=level,
+            checkpoints=tuple(health),
+            findings=tuple(
+                sorted(self._findings, key=lambda found: (order[found.severity], found.key))
+            ),
+            chunks_read=self._chunks_read,
+            bytes_read=self._bytes_read,
+            nothing_counts=self._nothing_counts,
+        )
+
+
+def _why_needed(lost: LostManifests, attempt: AttemptName) -> str:
+    """What follows on what is there of an attempt: who needs it, and what to do; empty: nobody."""
+    why = lost.why_needed(ManifestName(attempt.step, attempt.generation), attempt.attempt)
+    if not why:
+        return ""
+    return (
+        f": {why}; put the manifest back, from a replica or an older version of the bucket, and "
+        "check again; no sweep removes these chunks until then"
+    )

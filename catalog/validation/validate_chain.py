@@ -1,0 +1,317 @@
+"""Validating one chain of a checkpoint: objects, samples, state, then the tables (format §10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+from recpoint.catalog.chunks.chunk_pool import ChunkPool
+from recpoint.catalog.chunks.stored_objects import look_at_stored
+from recpoint.catalog.records.validations import read_record, records_of
+from recpoint.catalog.restoring.state_reading import read_state
+from recpoint.catalog.runs.chain import Chain, PassedOver
+from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.validation.sampled_rows import Sampled, read_samples
+from recpoint.catalog.validation.validate_rows import RowValidation, Unequal
+from recpoint.errors import (
+    ChainError,
+    FormatError,
+    ObjectNotFound,
+    RecpointError,
+    UnsupportedVersion,
+)
+from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.naming import ValidationLevel, ValidationResult
+from recpoint.format.validation import (
+    MAX_TEXT,
+    PASSED_OVER,
+    TableDigests,
+    ValidationFinding,
+    ValidationRecord,
+)
+
+__all__ = ["DAMAGE", "ChainValidation", "Found", "passed_over"]
+
+Damage = FormatError | ChainError | ObjectNotFound
+DAMAGE = (FormatError, ChainError, ObjectNotFound)
+
+
+class Found(NamedTuple):
+    """Something that was found, and what the checkpoint is for it: `"passed"`: no worse."""
+
+    finding: ValidationFinding
+    result: ValidationResult
+
+    @classmethod
+    def of(cls, error: Damage, what: str, result: ValidationResult) -> Self:
+        """What an error says."""
+        finding = ValidationFinding(
+            subject=error.subject[:MAX_TEXT],
+            row=None,
+            what=what,
+            found=error.found[:MAX_TEXT],
+            expected=error.expected[:MAX_TEXT],
+            bound="",
+        )
+        return cls(finding, result)
+
+
+def passed_over(text: PassedOver) -> Found:
+    """A damaged representation that a reader does without."""
+    finding = ValidationFinding(
+        subject=text.key[:MAX_TEXT],
+        row=None,
+        what=PASSED_OVER,
+        found=text.error[:MAX_TEXT],
+        expected="a sound one; another stands in for it",
+        bound="",
+    )
+    return Found(finding, "passed")
+
+
+class ChainValidation:
+    """One chain of one checkpoint.
+
+    Attributes:
+        found: what was found.
+        damage: the first damage of rows or state, if any; a mismatch is none.
+        reached: the level up to which it was looked at: lower than what was asked for where a
+            consolidated manifest does not tell its checkpoints' rows apart, and `"metadata"` where
+            chunks of rows are missing, so that none was read.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        name: ManifestName,
+        chain: Chain,
+        level: ValidationLevel,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        newest_first = tuple(reversed(chain.manifests))
+        self._run = run
+        self._name = name
+        self._chain = chain
+        self._level = level
+        self._on_progress = on_progress
+        self._links = newest_first if level == "full" else newest_first[:1]
+        self._bytes_to_read = 0
+        self.found: list[Found] = []
+        self.damage: Damage | None = None
+        self._rows_damaged = False
+        merged = any(link.stands_for is not None for link in self._links)
+        self.reached: ValidationLevel = "sample" if level == "full" and merged else level
+        self.ref = chain.newest.ref
+        self.chunks_read = self.bytes_read = self.rows_compared = 0
+        self.worst = 0.0
+        self.digests: tuple[TableDigests, ...] = ()
+
+    @property
+    def links_read(self) -> int:
+        """Manifests whose chunks were read."""
+        return len(self._links) if self.chunks_read else 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found that makes the checkpoint worse."""
+        return all(found.result == "passed" for found in self.found)
+
+    @property
+    def rows_are_wrong(self) -> bool:
+        """Whether rows that are there, all of them, are not those that should be."""
+        return not self._rows_damaged and not self._rows_passed
+
+    def look(self, threads: int) -> None:
+        """All that the level asks for; what is broken ends what depends on it.
+
+        State that is missing ends nothing of the rows: what they are has to be known all the same.
+
+        Raises:
+            UnsupportedVersion: something was written by a later release.
+            StoreError: the store cannot be read.
+        """
+        with ChunkPool(threads) as pool:
+            self._look_at_stored()
+            if self._rows_damaged:
+                self.reached = "metadata"
+            elif self._level != "metadata":
+                self._look_at_bytes(pool)
+        if self._level == "full" and self._rows_passed:
+            self._compare_with_earlier()
+
+    @property
+    def tells_links_apart(self) -> bool:
+        """Whether each row that was read is known to be that of the link that should have it."""
+        return self.reached == self._level
+
+    def add_original(self, original: ChainValidation) -> None:
+        """Take over what was found of the same checkpoint's chain as it was committed, all of it.
+
+        If that passed, and its rows are those that were read here, these are known to be right.
+        """
+        known = {(found.finding.subject, found.finding.what) for found in self.found}
+        self.found += [
+            found
+            for found in original.found
+            if (found.finding.subject, found.finding.what) not in known
+        ]
+        self._links += original._links
+        self.chunks_read += original.chunks_read
+        self.bytes_read += original.bytes_read
+        self.rows_compared += original.rows_compared
+        self.worst = max(self.worst, original.worst)
+        self.reached = self._level
+        expected = {digests.table: digests for digests in original.digests}
+        tables = self._chain.newest.tables
+        if not original.passed:
+            return
+        for table, spec in enumerate(tables):
+            digests = next((one for one in self.digests if one.table == table), None)
+            if digests != expected.get(table):
+                text = "those of its links as they were committed"
+                self._unequal(spec.name, Unequal(None, "digests", "other rows", text, ""))
+
+    def add_not_told_apart(self, error: RecpointError) -> None:
+        """Note that the level was not reached, since the original chain is not whole."""
+        self.found.append(self._not_told_apart(error))
+
+    @property
+    def _rows_passed(self) -> bool:
+        return all(found.result != "failed" for found in self.found)
+
+    def _look_at_stored(self) -> None:
+        results: dict[str, ValidationResult] = {"rows": "failed", "state": "stateless"}
+        for missing in look_at_stored(self._run.store, self._chain):
+            content = missing.entry.content
+            self._damaged(missing.error, f"{content} chunk", results.get(content, "passed"))
+
+    def _look_at_bytes(self, pool: ChunkPool) -> None:
+        newest = self._chain.newest
+        self._bytes_to_read = sum(
+            entry.bytes
+            for link in self._links
+            for entry in link.chunks
+            if entry.content != "state" or link is newest
+        )
+        samples = [self._samples(pool, link) for link in self._links]
+        try:
+            read_state(self._run.store, newest, pool, self._account)
+        except DAMAGE as error:
+            self._damaged(error, "state chunk", "stateless")
+        self._look_at_rows(pool, samples)
+
+    def _samples(self, pool: ChunkPool, link: Manifest) -> dict[int, Sampled]:
+        if link.stands_for is not None and not any(e.content == "sample" for e in link.chunks):
+            # What was recorded of the checkpoint is with its own manifest, as long as there is one.
+            try:
+                link = self._run.manifest(link.step, link.generation)
+            except DAMAGE:
+                return {}
+            if link.ref != self.ref:
+                return {}
+        try:
+            samples = read_samples(self._run.store, link, pool)
+        except DAMAGE as error:
+            self._damaged(error, "sample chunk", "passed")
+            return {}
+        for entry in link.chunks:
+            if entry.content == "sample":
+                self._account(entry)
+        return samples
+
+    def _look_at_rows(self, pool: ChunkPool, samples: Sequence[Mapping[int, Sampled]]) -> None:
+        digests: list[TableDigests] = []
+        for table, spec in enumerate(self._chain.newest.tables):
+            rows = RowValidation(
+                self._run.store,
+                self._links,
+                table,
+                [of_link.get(table) for of_link in samples],
+                whole=self._level == "full",
+            )
+            for unequal in rows.look(pool, self._account):
+                if isinstance(unequal, Unequal):
+                    self._unequal(spec.name, unequal)
+                else:
+                    self._damaged(unequal, "row chunk", "failed")
+            self.rows_compared += rows.rows_compared
+            self.worst = max(self.worst, rows.worst)
+            digests += [rows.digests] if rows.digests is not None else []
+        self.digests = tuple(digests)
+
+    def _compare_with_earlier(self) -> None:
+        """What a validation of all rows has read before must be read again, however it is stored.
+
+        Rows that are those of an earlier validation have been looked at as far as that one did.
+        """
+        earlier = self._earlier()
+        if earlier is None:
+            return
+        there = {digests.table: digests for digests in earlier.digests}
+        for digests in self.digests:
+            expected = there.get(digests.table)
+            if expected is not None and expected != digests:
+                spec = self._chain.newest.tables[digests.table]
+                text = f"the rows of the {earlier.level} validation at {earlier.finished_ms} ms"
+                self._unequal(spec.name, Unequal(None, "digests", "other rows", text, ""))
+        if earlier.level == "full" and len(there) == len(self._chain.newest.tables):
+            self.reached = "full"
+
+    def _earlier(self) -> ValidationRecord | None:
+        """The newest validation that passed and digested all rows; one in full if there is one."""
+        passed = [name for name in records_of(self._run, self._name) if name.result == "passed"]
+        for level in ("full", "sample"):
+            for name in reversed([name for name in passed if name.level == level]):
+                try:
+                    record = read_record(self._run, name)
+                except DAMAGE:
+                    continue
+                if record.checkpoint == self.ref and record.digests:
+                    return record
+        return None
+
+    def _not_told_apart(self, error: RecpointError) -> Found:
+        merged = next(link for link in self._links if link.stands_for is not None)
+        finding = ValidationFinding(
+            subject=Representation.of(merged).key[:MAX_TEXT],
+            row=None,
+            what="level",
+            found="rows of several checkpoints, held against the newest one's sample alone",
+            expected="each link as it was committed, or an earlier full validation, for the level "
+            f"full; but {error.subject}: {error.found}"[:MAX_TEXT],
+            bound="",
+        )
+        return Found(finding, "passed")
+
+    def _account(self, entry: ChunkEntry) -> None:
+        self.chunks_read += 1
+        self.bytes_read += entry.bytes
+        if self._on_progress is not None:
+            total = max(self._bytes_to_read, self.bytes_read)
+            self._on_progress(self.bytes_read, total)
+
+    def _unequal(self, table: str, unequal: Unequal) -> None:
+        row, *texts = unequal
+        what, found, expected, bound = (text[:MAX_TEXT] for text in texts)
+        finding = ValidationFinding(
+            subject=table[:MAX_TEXT],
+            row=row,
+            what=what,
+            found=found,
+            expected=expected,
+            bound=bound,
+        )
+        self.found.append(Found(finding, "failed"))
+
+    def _damaged(self, error: Damage, what: str, result: ValidationResult) -> None:
+        if isinstance(error, UnsupportedVersion):
+            raise error
+        if result != "passed" and self.damage is None:
+            self.damage = error
+        self._rows_damaged |= result == "failed"
+        found = Found.of(error, what, result)
+        # A chunk that is missing fails again when its bytes are wanted; the store names its URL.
+        known = (one.finding for one in self.found if one.finding.what == what)
+        if not any(found.finding.subject.endswith(one.subject) for one in known):
+            self.found.append(found)
