@@ -1,9 +1,8 @@
 """The resident agent of a host: takes staged jobs to the store, whatever Prefect is doing.
 
-Jobs of one run are done strictly in order, since each increment needs the one before it; runs do
-not wait for each other. A job that waits for other ranks has done its part: those after it go on.
-A job stays staged until it is committed or can never be: a store that is away for a week costs
-retries, not checkpoints.
+It decides which run is next. Runs do not wait for each other: the jobs of each are done by a thread
+of its own (`agent_jobs.py`). A job stays staged until it is committed or can never be: a store that
+is away for a week costs retries, not checkpoints.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from pathlib import Path
 from typing import Literal
 
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
-from recpoint.catalog.persisting import persist
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AGENT, DRAIN
-from recpoint.catalog.staging.cancel import is_cancelled
-from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingError
 from recpoint.flows.agent_end import leave_soon, stopped_by_signals
-from recpoint.flows.agent_failures import postpone, postpone_or_reject
+from recpoint.flows.agent_failures import postpone
+from recpoint.flows.agent_jobs import AgentJobs
 from recpoint.flows.agent_memory import FreedMemory
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_persist import AgentPersist
+from recpoint.flows.agent_queue import AgentQueue
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.agent_turn import turn_of
 from recpoint.flows.agent_waiting import NAME_AFTER_SECONDS, WaitingJobs
@@ -39,8 +37,7 @@ from recpoint.flows.background_sweep import (
 )
 from recpoint.flows.ended_slots import free_ended_slots
 from recpoint.flows.prefect_gate import PrefectGate
-from recpoint.flows.training_ends import expect_end, tell_ended_trainings
-from recpoint.format.job import Job
+from recpoint.flows.training_ends import tell_ended_trainings
 from recpoint.tasks.job_name import job_log
 
 __all__ = ["Agent", "run_agent"]
@@ -140,7 +137,7 @@ class Agent:
         self._ended = False
         self._runs: dict[Path, RunState] = {}
         self._persist = AgentPersist(gate)
-        self._unreadable: dict[Path, OSError] = {}
+        self._queue = AgentQueue(staging)
         self._places = threading.BoundedSemaphore(_RUNS_AT_ONCE)
         self._freed = FreedMemory()
         self._background = BackgroundConsolidation(
@@ -154,6 +151,13 @@ class Agent:
             every_seconds=sweep_every,
             prefect_url=lambda: gate.api_url,
             tell=self._tell,
+        )
+        self._jobs = AgentJobs(
+            self._queue,
+            self._persist,
+            ends=lambda: self._ends,
+            tell=self._tell,
+            committed=self._background.committed,
         )
 
     def stop(self) -> None:
@@ -203,7 +207,7 @@ class Agent:
                 busy = self._look() or self._working()
                 self._background.give_way(busy)
                 self._sweeps.give_way(busy)
-                if once and not busy and not self._due() and self._background.idle:
+                if once and not busy and self._is_drained():
                     break
                 if time.monotonic() - told >= _STATUS_SECONDS:
                     told = time.monotonic()
@@ -221,9 +225,7 @@ class Agent:
             self._sweeps.stop()
             self._drain()
             free_ended_slots(self._runs)
-        return self._left(once=once)
-
-    # --- which run is next ---------------------------------------------------------------------
+        return self._queue.left(all_must_be_known=once and not self.was_stopped)
 
     def _look(self) -> bool:
         """Start a thread for each run that has something to do and nobody who does it.
@@ -231,13 +233,13 @@ class Agent:
         Returns:
             Whether there is such a run, also where no further thread may be started.
         """
-        run_dirs = self._run_directories()
+        run_dirs = self._queue.run_directories()
         if run_dirs is None:
             return False
         for gone in self._runs.keys() - set(run_dirs):
             if not self._runs[gone].works:
                 del self._runs[gone]
-                self._unreadable.pop(gone, None)
+                self._queue.forget(gone)
                 self._background.forget(gone)
         found = False
         for run_dir in run_dirs:
@@ -245,7 +247,7 @@ class Agent:
             if state is None:
                 state = RunState(waiting=WaitingJobs(self._name_ranks_after))
                 self._runs[run_dir] = state
-            job_file = self._due_job(run_dir, state)
+            job_file = self._queue.due_job(run_dir, state)
             found = found or job_file is not None
             if job_file is not None and self._places.acquire(blocking=False):
                 self._begin(run_dir, state, job_file)
@@ -265,62 +267,15 @@ class Agent:
             return
         state.thread = thread
 
-    def _jobs(self, run_dir: Path) -> list[Path]:
-        """The run's jobs; none while its directory cannot be read: others must not wait for it."""
+    def _serve_run(self, run_dir: Path, state: RunState) -> None:
         try:
-            jobs = staged.staged_jobs(run_dir)
-        except OSError as error:
-            if run_dir not in self._unreadable:
-                _LOG.warning("%s: its jobs cannot be read: %s", run_dir.name, error)
-            self._unreadable[run_dir] = error
-            return []
-        self._unreadable.pop(run_dir, None)
-        return jobs
+            self._jobs.serve_run(run_dir, state)
+        finally:
+            self._places.release()
+        self._tell(run_dir)
 
-    def _run_directories(self) -> list[Path] | None:
-        """Those of all runs; None while the staging area cannot be read."""
-        try:
-            run_dirs = staged.run_directories(self._staging)
-        except OSError as error:
-            if self._staging not in self._unreadable:
-                _LOG.warning("cannot look into %s: %s", self._staging, error)
-            self._unreadable[self._staging] = error
-            return None
-        self._unreadable.pop(self._staging, None)
-        return run_dirs
-
-    def _left(self, *, once: bool) -> int:
-        """How many jobs are still staged; with `once` an error where nobody can say."""
-        left = sum(len(self._jobs(run_dir)) for run_dir in self._run_directories() or ())
-        if once and not self.was_stopped:
-            for path, error in list(self._unreadable.items()):  # one is enough to mend
-                raise StagingError(
-                    str(path),
-                    found=f"{error}; {left} checkpoints are still staged elsewhere here",
-                    expected="a directory whose jobs can be read",
-                    next_step="mend it, or take it away; then recpoint agent --once again",
-                )
-        return left
-
-    def _due_job(self, run_dir: Path, state: RunState) -> Path | None:
-        """The job that a thread is to be started for now."""
-        if state.works or not state.is_to_be_looked_at():
-            return None
-        job_file = self._next_job(run_dir, state)
-        if job_file is None:
-            return None
-        due = time.monotonic() >= state.retry_at or _is_cancelled(job_file)
-        return job_file if due else None
-
-    def _next_job(self, run_dir: Path, state: RunState) -> Path | None:
-        """The first job that something can be done about now, as far as one knows."""
-        jobs = self._jobs(run_dir)
-        if jobs:
-            state.jobs_seen = time.monotonic()
-        for job_file in jobs:
-            if state.waiting.is_due(job_file) or _is_cancelled(job_file):
-                return job_file
-        return None
+    def _is_drained(self) -> bool:
+        return not self._queue.has_untried(self._runs) and self._background.idle
 
     def _working(self) -> bool:
         return any(state.works for state in self._runs.values())
@@ -329,14 +284,6 @@ class Agent:
         """How often anything was done for any job, whatever came of it."""
         return sum(
             state.jobs_done + sum(state.facts.failures.values()) for state in self._runs.values()
-        )
-
-    def _due(self) -> bool:
-        """Whether a run has jobs that have not failed yet (`once` does not wait for what has, nor
-        for other ranks)."""
-        return any(
-            state.failures == 0 and not all(map(state.waiting.holds, self._jobs(run_dir)))
-            for run_dir, state in self._runs.items()
         )
 
     def _drain(self) -> None:
@@ -351,84 +298,6 @@ class Agent:
             if state.works:
                 _LOG.warning("%s: %s stays staged", run_dir.name, state.job)
             self._tell(run_dir)
-
-    # --- one run -------------------------------------------------------------------------------
-
-    def _serve_run(self, run_dir: Path, state: RunState) -> None:
-        try:
-            while not self._ends:
-                job_file = self._next_job(run_dir, state)
-                if job_file is None or not self._serve_job(run_dir, state, job_file):
-                    break
-            state.waiting.keep(self._jobs(run_dir))
-        finally:
-            state.job = None
-            self._places.release()
-        self._tell(run_dir)
-
-    def _serve_job(self, run_dir: Path, state: RunState, job_file: Path) -> bool:
-        """Do one job; False if it has to wait, and with it the run."""
-        log = job_log(str(job_file))
-        job: Job | None = None
-        try:
-            if state.waiting.holds(job_file) and not _is_cancelled(job_file):
-                ranks = _ranks_awaited(job_file)
-                if ranks:
-                    self._wait(state, job_file, ranks, log)
-                    return True
-            state.job = job_file.stem
-            self._tell(run_dir)
-            job = self._readable(job_file)
-            if job is not None:
-                if state.run_id != job.run:
-                    expect_end(run_dir, job)
-                state.run_url, state.run_id = job.run_url, job.run
-                state.saw_cut(job.generation, job.step, job.snapshot_ms)
-            if not staged.finish_answered(job_file):
-                self._persist.persist(job_file, state, log)
-            state.failures = state.unforeseen = 0
-            if job_file.exists():  # a flow has ended without an answer: its part is stored
-                self._wait(state, job_file, persist.look_again(job_file), log)
-                return True
-            state.jobs_done += 1
-            state.waiting.look_soon()
-            state.last_error = state.answered(job_file, job)
-            if job is not None and job.rank == 0 and state.last_error is None:
-                self._background.committed(run_dir, job)
-            return True
-        except Exception as error:
-            # Whatever it is, it is this job's: the agent goes on with the other runs.
-            if not job_file.exists():
-                state.unforeseen = 0
-                state.answered(job_file, job)
-                return True
-            if isinstance(error, RanksMissing):
-                state.failures = state.unforeseen = 0
-                self._wait(state, job_file, error.ranks, log)
-                return True
-            if self._ends and not isinstance(error, RecpointError):
-                return False  # of an end in the middle of it, which says nothing of the job
-            if not postpone_or_reject(state, job_file, error, log):
-                return False
-            state.answered(job_file, None)
-            return True
-
-    def _wait(
-        self,
-        state: RunState,
-        job_file: Path,
-        ranks: tuple[int, ...],
-        log: logging.LoggerAdapter[logging.Logger],
-    ) -> None:
-        late = state.waiting.waits(job_file, ranks)
-        if late is not None:
-            log.warning("%s", late)
-
-    def _readable(self, job_file: Path) -> Job | None:
-        try:
-            return staged.read_job(job_file)
-        except (OSError, FormatError):
-            return None  # it is rejected, or tried again, by who persists it
 
     def _tell(self, run_dir: Path) -> None:
         state = self._runs.get(run_dir)
@@ -448,24 +317,6 @@ class Agent:
             )
         except OSError as error:
             _LOG.warning("%s: no status could be written: %s", run_dir.name, error)
-
-
-def _ranks_awaited(job_file: Path) -> tuple[int, ...]:
-    """Ranks that a job still waits for; none also where persisting it is to find what is wrong."""
-    try:
-        return persist.look_again(job_file)
-    except RecpointError as error:
-        if persist.classify(error) == "deferred":
-            raise
-        return ()
-
-
-def _is_cancelled(job_file: Path) -> bool:
-    """Whether a job is to be dropped, so that it need not wait for the store to come back."""
-    try:
-        return is_cancelled(job_file)
-    except (FormatError, OSError):
-        return False  # what is wrong with it is told when its turn comes
 
 
 def _now_ms() -> int:
