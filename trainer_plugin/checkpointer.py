@@ -12,34 +12,23 @@ from typing import Literal, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint import kernels
 from recpoint.catalog.restoring.restore import RestoreReport
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.run_url import naming_errors
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin import rng_state, takeover
 from recpoint.trainer_plugin.agreed_end import AgreedEnd
-from recpoint.trainer_plugin.cutter import Cutter
+from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.deleted_rows import held_ids, zero_rows
-from recpoint.trainer_plugin.dense_pieces import hold_pieces
 from recpoint.trainer_plugin.failures import ExpectedFailures
-from recpoint.trainer_plugin.layout import copies_of, lay_out
-from recpoint.trainer_plugin.memory_bound import MemoryBound
-from recpoint.trainer_plugin.model_state import ModelState
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.pace import Pace
 from recpoint.trainer_plugin.parts import Seed
-from recpoint.trainer_plugin.piece_layout import held_pieces, local_pieces
 from recpoint.trainer_plugin.pipeline import Pipeline
 from recpoint.trainer_plugin.policy import PolicyName
-from recpoint.trainer_plugin.rank_agreement import agree_on_settings
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.reader import Stateful
-from recpoint.trainer_plugin.replicas import Replicas
 from recpoint.trainer_plugin.settings import (
     SMALL_TABLE_VALUES,
     Bits,
@@ -50,12 +39,9 @@ from recpoint.trainer_plugin.settings import (
     Where,
     ranks_wait,
 )
-from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics, Stats
 from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.tables import find_tables, optimizer_list
 from recpoint.trainer_plugin.tracking import Tracker
-from recpoint.trainer_plugin.training_state import TrainingState
 
 __all__ = ["Checkpointer"]
 
@@ -164,62 +150,21 @@ class Checkpointer:
             settings.check_ranks(self._ranks.count)
             with rng_state.untouched():
                 self._store = open_store(run)
-            if isinstance(model, nn.Module):  # what is none, the search for tables refuses
-                hold_pieces(model)
-            found = find_tables(model, optimizer_list(optimizers))
-            self._tables, chosen, self._sources = found
-            model_state = ModelState(model, self._tables, self._sources)
-            pieces = held_pieces(model_state.tensors())
-        agree_on_settings(self._ranks, settings.common | {"run": self._store.url})
-        self._shards = lay_out(self._ranks, self._tables)
-        with self._ranks.together("looking at the state of training"):
-            self._reader = reader
-            self._state = TrainingState(
-                model=model_state,
-                optimizers=OptimizerState(model, chosen, self._tables),
-                schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
-                reader=reader,
-                extras={} if extras is None else extras,
-                sources=self._sources,
-                rank=self._ranks.rank,
-                copies=[one.copy.parameter_name for one in self._shards if one.copy is not None],
-            )
-            self._trackers = {
-                shard.key: Tracker(shard.table) for shard in self._shards if shard.table is not None
-            }
-            row_local = tuple(settings.row_local_optimizers)
-            self._watch = OptimizerWatch(chosen, self._trackers, row_local=row_local)
-            self._cutter = Cutter(
-                shards=self._shards,
-                trackers=self._trackers,
-                watch=self._watch,
-                state=self._state,
-                settings=settings,
-                rank=self._ranks.rank,
-            )
-            self._area = StagingArea(
-                Path(settings.staging) if settings.staging else staged.default_staging_root(),
-                self._store.url,
-                rank=self._ranks.rank,
-            )
-            self._memory = MemoryBound(
-                ranks=self._ranks,
-                area=self._area,
-                cutter=self._cutter,
-                optimizers=chosen,
-                jobs=settings.max_staged_jobs,
-            )
-            self._memory.measure()
-            forms = self._state.forms()
-            kernels.warm_up()
-        self._replicas = Replicas(
+            trained = look_at(model, optimizers)
+        parts = assemble(
             self._ranks,
-            lambda: self._state.model.parameters() | copies_of(self._shards),
-            forms,
-            pieces,
-            lambda: local_pieces(self._state.model.tensors()),
+            trained,
+            settings,
+            run_url=self._store.url,
+            reader=reader,
+            schedulers=schedulers,
+            extras=extras,
         )
-        self._state.leave_to_others(self._replicas.stored_elsewhere)
+        self._reader = reader
+        self._tables, self._sources = trained.tables, trained.sources
+        self._shards, self._trackers, self._watch = parts.shards, parts.trackers, parts.watch
+        self._state, self._cutter, self._area = parts.state, parts.cutter, parts.area
+        self._memory, self._replicas = parts.memory, parts.replicas
         self._end = AgreedEnd(self._ranks, wait_seconds=settings.ranks_wait_seconds)
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
