@@ -12,9 +12,19 @@ from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import record, validate
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import CHUNKS_PREFIX, parse_chunk_key
 from tests.catalog_builder import Table, build, publish
 
-__all__ = ["chain_of", "merge", "name_of", "require_same", "restored", "spoil", "trained"]
+__all__ = [
+    "chain_of",
+    "chunks_of",
+    "merge",
+    "name_of",
+    "require_same",
+    "restored",
+    "spoil",
+    "trained",
+]
 
 
 def name_of(manifest: Manifest) -> ManifestName:
@@ -88,6 +98,12 @@ def merge(run: Run, manifest: Manifest, links: int | None = None) -> Consolidate
 def chain_of(run: Run, manifest: Manifest, *, original: bool = False) -> tuple[Manifest, ...]:
     """What a restore reads."""
     return resolve_chain(run, name_of(manifest), original=original).manifests
+
+
+def chunks_of(run: Run, attempt: str) -> set[str]:
+    """Keys of the chunks of an attempt."""
+    keys = {info.key for info in run.store.list(CHUNKS_PREFIX)}
+    return {key for key in keys if (found := parse_chunk_key(key)) and found.attempt == attempt}
 
 
 def restored(run: Run, manifest: Manifest) -> tuple[MemoryTarget, RestoreReport]:
