@@ -133,10 +133,16 @@ class CatalogWatch:
             for gone in self._watched.keys() - there:
                 self._watched.pop(gone).stop.set()
             for run in there - self._watched.keys():
-                self._watched[run] = watched = _Watched()
-                threading.Thread(
+                watched = _Watched()
+                thread = threading.Thread(
                     target=self._watch, args=(run, watched), name=f"catalog {run}", daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+                    _LOG.warning("%s: its catalog is not read yet: %s", run, error)
+                    break  # nor could those after it be: all of them are tried again
+                self._watched[run] = watched
 
     def _watch(self, run: str, watched: _Watched) -> None:
         watch: RunWatch | None = None

@@ -203,13 +203,16 @@ class Follower:
     # --- looking -------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Look again and again, in a thread; errors are in `status` and in the log."""
+        """Look again and again, in a thread; errors are in `status` and in the log.
+
+        Raises:
+            RuntimeError: this host has no thread left; call it again.
+        """
         if self._thread is None:
             self._stop.clear()
-            self._thread = threading.Thread(
-                target=self._follow, name="recpoint-follow", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._follow, name="recpoint-follow", daemon=True)
+            thread.start()
+            self._thread = thread
         return self
 
     def stop(self) -> None:

@@ -29,7 +29,7 @@ _EVERY_SECONDS: Final = 5.0
 class ProgressBar:
     """A progress artifact of what runs here, made once it takes long, changed in place.
 
-    Trouble of Prefect's ends the bar and nothing else.
+    Trouble of Prefect's, or a host without a thread to tell it from, ends the bar and nothing else.
 
     Args:
         key: of the artifact.
@@ -83,10 +83,15 @@ class ProgressBar:
             tell()
 
         context = copy_context()  # which flow run this is, and where its server
-        self._teller = threading.Thread(
+        teller = threading.Thread(
             target=context.run, args=(in_turn,), name="recpoint-progress", daemon=True
         )
-        self._teller.start()
+        try:
+            teller.start()
+        except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+            self._end(error)
+            return
+        self._teller = teller
 
     def _tell(self, percent: float) -> None:
         try:
@@ -109,5 +114,8 @@ class ProgressBar:
                 )
                 self._artifact = made.id
         except (PrefectException, httpx.HTTPError) as error:
-            self._ended = True
-            _LOG.info("%s is no longer shown: %s", self._key, error)
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self._ended = True
+        _LOG.info("%s is no longer shown: %s", self._key, error)

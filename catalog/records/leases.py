@@ -90,11 +90,12 @@ def reading(
     covers: Iterable[CheckpointRef] | None = None,
     renew_seconds: float = _RENEW_SECONDS,
 ) -> Iterator[HeldLease | None]:
-    """Hold a lease while the block runs; without one where the store cannot be written.
+    """Hold a lease while the block runs; without one where it cannot be written or renewed.
 
-    A reader that may not write, or whose store is full, must still be able to restore: what it
-    reads is then protected by the grace period of retention alone. A thread renews the lease, so
-    that it holds however long the block takes, and no longer than the process lives.
+    A reader that may not write, or whose store is full, or whose host has no thread left, must
+    still be able to restore: what it reads is then protected by the grace period of retention
+    alone. A thread renews the lease, so that it holds however long the block takes, and no longer
+    than the process lives.
     """
     lease: HeldLease | None = None
     try:
@@ -111,16 +112,26 @@ def reading(
         name="recpoint-lease",
         daemon=True,  # a process that ends inside the block does not wait for it
     )
-    renewing.start()
+    try:
+        renewing.start()
+    except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+        _LOG.info("reading without a lease: %s", error)
+        _release(lease)  # or what it covers would be kept until it expires
+        yield None
+        return
     try:
         yield lease
     finally:
         ended.set()
         renewing.join(_LAST_RENEWAL_SECONDS)
-        try:
-            lease.release()
-        except StoreError as error:
-            _LOG.info("a lease stays until it expires: %s", error)
+        _release(lease)
+
+
+def _release(lease: HeldLease) -> None:
+    try:
+        lease.release()
+    except StoreError as error:
+        _LOG.info("a lease stays until it expires: %s", error)
 
 
 def _renew_until(ended: threading.Event, lease: HeldLease, every_seconds: float) -> None:

@@ -48,6 +48,7 @@ from recpoint.format.records import pack_record
 from recpoint.format.retention_records import Pin, Stamp
 from recpoint.testing.faults import Fault, FaultStore
 from tests.interposed_store import InterposedStore, unavailable
+from tests.no_threads import no_threads
 from tests.polling import until
 from tests.retained_run import (
     HOUR,
@@ -433,6 +434,11 @@ class TestLeases:
             Run.open(InterposedStore(run.store, before=refuse)), purpose="restore"
         ) as lease:
             assert lease is None
+
+    def test_who_cannot_start_the_thread_that_renews_it_reads_without(self, run: Run) -> None:
+        with no_threads(), leases.reading(run, purpose="restore") as lease:
+            assert lease is None
+            assert leases.look(run, Clocks.read()) == []
 
     def test_it_is_renewed_for_as_long_as_the_reader_reads(self, run: Run) -> None:
         puts: list[str] = []

@@ -20,6 +20,7 @@ from recpoint.flows.training_ends import tell_ended_trainings
 from recpoint.format.naming import ValidationLevel, ValidationName, ValidationResult, validation_key
 from tests.catalog_builder import new_run
 from tests.interposed_store import InterposedStore
+from tests.no_threads import no_threads
 from tests.polling import until
 
 URL = "s3://bucket/ads"
@@ -140,6 +141,21 @@ def test_whatever_a_look_raises_is_told_and_the_next_one_comes(
     said = [one for one in caplog.records if one.exc_info is not None]
     assert [one.exc_info[0] for one in said if one.exc_info] == [KeyError, *[LookupError] * 2]
     assert f"{run.url}: the catalog cannot be read: LookupError: nobody thought" in caplog.text
+
+
+def test_a_run_whose_thread_could_not_be_started_is_watched_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(tmp_path / "run")
+    runs: list[str] = []
+    watch = CatalogWatch(lambda: list(runs), refresh_seconds=0.02)
+    try:
+        with no_threads():
+            runs.append(run.url)
+            until(lambda: caplog.text.count("start new thread") >= 2)
+        until(lambda: watch.facts(run.url))
+    finally:
+        watch.stop()
 
 
 def test_only_a_validation_of_bytes_that_passed_makes_the_last_one_young(tmp_path: Path) -> None:

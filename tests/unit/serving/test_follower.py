@@ -21,6 +21,7 @@ from recpoint.errors import (
 from tests.catalog_builder import build, publish
 from tests.consolidation import chain_of, merge
 from tests.followed_run import Trainer, require
+from tests.no_threads import no_threads
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -267,3 +268,16 @@ def test_settings_are_checked(tmp_path: Path) -> None:
             Follower(url, **wrong)
     with pytest.raises(SettingsError, match="tables"):
         Follower(url, model=torch.nn.Embedding(3, 3), tables=["weight"])
+
+
+def test_a_follower_whose_thread_could_not_be_started_follows_when_it_is_started_again(
+    trainer: Trainer,
+) -> None:
+    trainer.commit(1)
+    follower = Follower(trainer.run.url)
+    with no_threads(), pytest.raises(RuntimeError, match="start new thread"):
+        follower.start()
+    follower.stop()
+    with follower:
+        assert follower.wait(seconds=60)
+    require(follower, trainer, 1)

@@ -15,6 +15,7 @@ from prefect.settings import (
 
 from recpoint.tasks import progress
 from recpoint.tasks.progress import ProgressBar
+from tests.no_threads import no_threads
 from tests.polling import until
 
 
@@ -34,3 +35,15 @@ def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
             connection.close()
             bar.show_meanwhile(1, 3)
     assert took < 2.5  # not even one of its time-outs
+
+
+def test_a_host_that_starts_no_thread_for_a_bar_shows_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    bar = ProgressBar("recpoint-slow", "slow")
+    with no_threads():
+        bar.show_meanwhile(1, 3)
+    bar.show_meanwhile(2, 3)  # nor later, which asks no server
+    bar.show_meanwhile(3, 3)
+    assert bar._ended and bar._teller is None
