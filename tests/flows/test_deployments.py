@@ -10,9 +10,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -34,97 +33,20 @@ from recpoint.flows import prefect_server
 from recpoint.format.naming import expired_key, manifest_key, row_chunk_key
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import build, new_run, publish, tables
-from tests.forked_program import run_module
+from tests.flows.deployed_server import (
+    ROOT,
+    SECONDS,
+    Server,
+    flow_run_of,
+    persist_until_told,
+    worker_commands,
+)
 from tests.job_builder import stage, stage_chain
 from tests.polling import SERVER_SECONDS, until
 from tests.prefect_api import ask
 from tests.prefect_database import place_database
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployments")]
-
-ROOT = Path(__file__).resolve().parents[2]
-#: Prefect starts a process for each flow run, and an agent leaves an API that was slow alone for up
-#: to two minutes, more than once.
-_SECONDS = 600.0
-
-
-class Server:
-    """A local server of its own, and what talks to it."""
-
-    def __init__(self, home: Path, url: str) -> None:
-        self.home = home
-        self.url = url
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-        self.environment = {
-            **clean,
-            **prefect_server.OFFLINE,
-            "RECPOINT_HOME": str(home),
-            "PREFECT_HOME": str(home / "client"),
-            "PREFECT_API_URL": url,
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
-            "PYTHONPATH": str(ROOT / "src"),
-        }
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`python -m` with these, in the root of the repository."""
-        return run_module(arguments, environment=self.environment, directory=ROOT)
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the API says; a GET without a body."""
-        return ask(f"{self.url}{path}", body)
-
-    def events(self, prefix: str) -> list[dict[str, Any]]:
-        """Events whose names begin with `prefix`."""
-        found: list[dict[str, Any]] = self.ask(
-            "/events/filter", {"filter": {"event": {"prefix": [prefix]}}, "limit": 50}
-        )["events"]
-        return found
-
-    def deployments(self) -> dict[str, dict[str, Any]]:
-        """All deployments by flow and name."""
-        flows = {flow["id"]: flow["name"] for flow in self.ask("/flows/filter", {})}
-        return {
-            f"{flows[one['flow_id']]}/{one['name']}": one
-            for one in self.ask("/deployments/filter", {})
-        }
-
-    def ended(self, flow_run: dict[str, Any]) -> dict[str, Any]:
-        """The flow run, once it has ended."""
-
-        def look() -> dict[str, Any] | None:
-            now: dict[str, Any] = self.ask(f"/flow_runs/{flow_run['id']}")
-            return now if now["end_time"] else None
-
-        return until(look, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
-
-    def worked_off(self, flow_run: dict[str, Any], *, on_host: bool = False) -> dict[str, Any]:
-        """The state of a flow run, by a worker that looks once: one for anywhere, or of the host.
-
-        Once more where a busy server had not told it of the run.
-        """
-        command = worker_commands()[on_host]
-
-        def look() -> dict[str, Any] | None:
-            self.run(*command, "--run-once")
-            now: dict[str, Any] = self.ask(f"/flow_runs/{flow_run['id']}")
-            return now["state"] if now["state"]["type"] != "SCHEDULED" else None
-
-        until(look, seconds=_SECONDS)
-        state: dict[str, Any] = self.ended(flow_run)["state"]
-        return state
-
-    def events_of(self, run: Run, event: str) -> list[dict[str, Any]]:
-        """Events of that name, of a run of ours, newest first."""
-        resource = f"recpoint.run.{run.id}"
-        found = self.events(f"recpoint.checkpoint.{event}")
-        return [one for one in found if one["resource"]["prefect.resource.id"] == resource]
-
-
-def worker_commands() -> list[list[str]]:
-    """The commands that start workers, as prefect.yaml tells them: for anywhere, for one host."""
-    lines = (ROOT / "prefect.yaml").read_text(encoding="utf-8").splitlines()
-    told = [line.lstrip("# ") for line in lines if line.startswith("#   prefect worker start")]
-    return [command.partition("#")[0].split() for command in told]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         patch.setenv("PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS", "1")
         try:
             local = prefect_server.start_server()
-            until(lambda: prefect_server.is_healthy(local.url), seconds=_SECONDS)
+            until(lambda: prefect_server.is_healthy(local.url), seconds=SECONDS)
             yield Server(home, local.url)
         finally:
             prefect_server.stop_server()
@@ -154,41 +76,6 @@ def deployed(server: Server) -> dict[str, dict[str, Any]]:
     done = server.run("prefect", "--no-prompt", "deploy", "--all")
     assert done.returncode == 0, done.stdout + done.stderr
     return server.deployments()
-
-
-def flow_run_of(
-    server: Server, deployed: dict[str, dict[str, Any]], name: str, parameters: dict[str, Any]
-) -> dict[str, Any]:
-    """A flow run of a deployment, asked for as a person does in the UI."""
-    path = f"/deployments/{deployed[name]['id']}/create_flow_run"
-    made: dict[str, Any] = server.ask(path, {"parameters": parameters})
-    return made
-
-
-def gone(job: Path) -> bool:
-    return not job.exists()
-
-
-def persist_until_told(
-    server: Server, run: Run, event: str, stage_one: Callable[[int], Path], steps: Iterator[int]
-) -> dict[str, Any]:
-    """Have an agent do jobs until a flow of it tells `event` of one; the newest such event.
-
-    Not the first job for sure: on a busy machine an API is slow enough now and then to be given
-    up for a while, and a job that is done without Prefect tells nobody.
-    """
-
-    def told(step: int) -> dict[str, Any] | None:
-        found = server.events_of(run, event)
-        return next((one for one in found if one["payload"]["step"] == step), None)
-
-    deadline = time.monotonic() + _SECONDS
-    while time.monotonic() < deadline:
-        step = next(steps)
-        until(partial(gone, stage_one(step)), seconds=_SECONDS)
-        with contextlib.suppress(TimeoutError):
-            return until(partial(told, step), longest_pause=SERVER_SECONDS, seconds=20)
-    raise TimeoutError(f"no {event} of {run.url} was told within {_SECONDS:.0f} s")
 
 
 def test_each_deployment_is_there_with_schema_schedules_and_queue(
@@ -285,7 +172,7 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     assert expired_key(manifest_key(1, 1)) in {info.key for info in run.store.list()}
     name = "recpoint.checkpoint.retained"
     (event,) = until(
-        lambda: server.events(name) or None, longest_pause=SERVER_SECONDS, seconds=_SECONDS
+        lambda: server.events(name) or None, longest_pause=SERVER_SECONDS, seconds=SECONDS
     )
     assert event["resource"]["prefect.resource.id"] == f"recpoint.run.{run.id}"
     assert event["payload"]["summary"].startswith("1 marked")
@@ -371,7 +258,7 @@ def test_silence_rejection_and_a_failed_validation_raise_alerts(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECPOINT_HOME", str(server.home))
         with AgentProcess(staging, tmp_path / "agent.log", prefect="auto") as agent:
-            until(lambda: agent.logged("Prefect is at") > 0, seconds=_SECONDS)
+            until(lambda: agent.logged("Prefect is at") > 0, seconds=SECONDS)
             committed = persist_until_told(server, run, "committed", good, steps)
             persist_until_told(server, run, "failed", bad, steps)
     assert committed["resource"]["prefect.resource.name"] == run.url
@@ -389,7 +276,7 @@ def test_silence_rejection_and_a_failed_validation_raise_alerts(
         }
         return found >= set(names) - {"recpoint: flow run without a process"}
 
-    until(fired, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
+    until(fired, longest_pause=SERVER_SECONDS, seconds=SECONDS)
     assert automations("remove")["removed"] == names
     assert server.ask("/automations/filter", {}) == []
 
@@ -426,13 +313,13 @@ def runs_of_alarms(server: Server, place: Path, seconds: int) -> tuple[Run, Run,
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECPOINT_HOME", str(server.home))
         with AgentProcess(staging, place / "agent.log", prefect="auto") as agent:
-            until(lambda: agent.logged("Prefect is at") > 0, seconds=_SECONDS)
+            until(lambda: agent.logged("Prefect is at") > 0, seconds=SECONDS)
             for one in (run, dead):
                 persist_until_told(server, one, "committed", partial(job, one), steps)
             until(
                 lambda: server.events_of(run, "ended") or None,
                 longest_pause=SERVER_SECONDS,
-                seconds=_SECONDS,
+                seconds=SECONDS,
             )
             assert server.events_of(dead, "ended") == []
 
@@ -445,7 +332,7 @@ def runs_of_alarms(server: Server, place: Path, seconds: int) -> tuple[Run, Run,
                 return runs if f"recpoint.run.{dead.id}" in runs else None
 
             # The run that ended had its last commit first: its time was up before this one's.
-            raised = until(fired, longest_pause=SERVER_SECONDS, seconds=_SECONDS + seconds)
+            raised = until(fired, longest_pause=SERVER_SECONDS, seconds=SECONDS + seconds)
     return run, dead, {name.removeprefix("recpoint.run.") for name in raised}
 
 
@@ -470,7 +357,7 @@ def test_a_flow_run_of_ours_whose_process_is_gone_is_called_crashed(server: Serv
             return None
 
         try:
-            found[tag] = until(beating, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
+            found[tag] = until(beating, longest_pause=SERVER_SECONDS, seconds=SECONDS)
         finally:
             process.kill()
             process.wait()
@@ -506,7 +393,7 @@ def test_old_flow_runs_go_with_their_artifacts(server: Server) -> None:
         )
         return not runs and not there
 
-    until(gone, longest_pause=SERVER_SECONDS, seconds=_SECONDS)
+    until(gone, longest_pause=SERVER_SECONDS, seconds=SECONDS)
 
 
 def test_a_killed_server_still_knows_who_holds_a_slot(server: Server) -> None:
@@ -521,7 +408,7 @@ def test_a_killed_server_still_knows_who_holds_a_slot(server: Server) -> None:
     # On its port again, unless somebody took that meanwhile.
     server.url = prefect_server.start_server().url
     server.environment["PREFECT_API_URL"] = server.url
-    until(lambda: prefect_server.is_healthy(server.url), seconds=_SECONDS)
+    until(lambda: prefect_server.is_healthy(server.url), seconds=SECONDS)
 
     def active() -> Any:
         return server.ask("/v2/concurrency_limits/one-at-a-time")["active_slots"]
@@ -562,7 +449,7 @@ def test_what_is_committed_is_published(
             return until(flow_runs, longest_pause=SERVER_SECONDS, seconds=20)[0]
         return None
 
-    made = until(made_by_an_event, seconds=_SECONDS)
+    made = until(made_by_an_event, seconds=SECONDS)
     assert made["parameters"] == {"run_url": run.url, "which": "committed"}
     state = server.worked_off(made)
     assert state["type"] == "COMPLETED", state

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import torchrec_ranks
-from tests.torchrec_ranks import BAGS, DIM, ROWS
+from tests.torchrec_model import BAGS, DIM, MISSING, ROWS
+from tests.torchrec_ranks import play
 
 pytestmark = [
-    pytest.mark.skipif(torchrec_ranks.MISSING is not None, reason=str(torchrec_ranks.MISSING)),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.xdist_group("torchrec"),  # one process imports it, for all of these
 ]
 
@@ -121,7 +121,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], li
             "play": "replicated_sequences", "ranks": 2, "steps": 5, **sequences
         }  # fmt: skip
     plays["plain", ""] = {"play": "plain", "ranks": 1, **place, "into": str(folder / "plain")}
-    results = torchrec_ranks.play(list(plays.values()), folder)
+    results = play(list(plays.values()), folder)
     return dict(zip(plays, results, strict=True))
 
 

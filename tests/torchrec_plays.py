@@ -1,0 +1,384 @@
+"""Plays of TorchRec jobs for tests: what a rank does, and what it returns of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.store import open_store
+from recpoint.trainer_plugin.policy import PolicyName
+from tests.torchrec_model import BAGS, ROWS, Ranker, all_tables, batch, sharded, shards
+
+__all__ = [
+    "found",
+    "lived",
+    "plain",
+    "refused",
+    "replicated_sequences",
+    "tracked",
+    "tracker_of_theirs",
+]
+
+_COLLECTIONS = ("bags.", "rows.")
+
+
+def found(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad") -> Any:
+    """What there is on this rank, and that it is the live memory."""
+    model = sharded(kinds, optimizer=optimizer)
+    return [
+        {
+            "name": table.name,
+            "rows": (table.first_row, table.rows, table.table_rows),
+            "columns": table.columns and (table.columns.first, table.columns.of),
+            "dim": table.dim,
+            "states": {n: tuple(t.shape) for n, t in (table.row_states or {}).items()},
+            "fused": table.fused,
+            "same": table.weight is table.weight,
+            "values": table.weight.detach().clone(),
+        }
+        for table in shards(model)
+    ]
+
+
+def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: bool = True) -> Any:
+    """Rows that recpoint marks, that TorchRec's tracker has, and that have changed."""
+    from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+
+    from recpoint.kernels import dirty_bitmap
+    from recpoint.trainer_plugin.integrations.torchrec import find
+    from recpoint.trainer_plugin.tracking import Tracker
+
+    rank = dist.get_rank()
+    model = sharded(kinds, optimizer=optimizer, dense=dense)
+    theirs = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
+    source = find(model)
+    assert source is not None
+    trackers = {table.key: Tracker(table) for table in source.tables}
+    source.track(trackers)
+    dense_parameters = [] if model.module.over is None else list(model.module.over.parameters())
+    sgd = torch.optim.SGD(dense_parameters, lr=0.1) if dense_parameters else None
+    results: list[Any] = []
+
+    def look(train: bool, *, empty: bool = False) -> None:
+        before = {table.key: table.weight.detach().clone() for table in source.tables}
+        model.train(train)
+        with torch.set_grad_enabled(train):
+            for step in range(3):
+                loss = model(*batch(10 * len(results) + step, rank, empty=empty))
+                if train:
+                    if sgd is not None:
+                        sgd.zero_grad()
+                    loss.backward()
+                    if sgd is not None:
+                        sgd.step()
+                theirs.step()
+        try:
+            ids = {name: one.tolist() for name, one in theirs.get_unique_ids().items()}
+        except Exception as error:
+            ids = {"error": f"{type(error).__name__}: {error}"}
+            theirs.clear()
+        ours = {}
+        for table in source.tables:
+            tracker = trackers[table.key]
+            assert not tracker.all_rows and not tracker.unapplied
+            taken = tracker.take()
+            changed = (table.weight != before[table.key]).any(1).nonzero().flatten().tolist()
+            marked = dirty_bitmap.collect(taken.bitmap, rows=taken.rows).tolist()
+            ours[table.key] = (table.name, marked, changed)
+            tracker.release(taken)
+        results.append((ours, ids))
+
+    look(True)
+    look(False)
+    look(True, empty=True)
+    look(True)
+    source.untrack()
+    return results
+
+
+def tracker_of_theirs() -> dict[str, Any]:
+    """Where TorchRec's tracker does not do what recpoint needs."""
+    from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+
+    kinds = dict.fromkeys((*BAGS, *ROWS), "table_wise")
+    model = sharded(kinds)
+    theirs = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
+    model(*batch(0, 0)).backward()
+    theirs.step()
+    theirs.get_unique_ids()
+    without = sharded(kinds, dense=False)
+    return {
+        "read_twice": _error(theirs.get_unique_ids),
+        "no_dense": _error(lambda: without.init_torchrec_delta_tracker(DeltaTrackerConfig())),
+        "no_dense_ours": sorted(table.name for table in shards(without)),
+    }
+
+
+def refused() -> dict[str, str]:
+    """What is said of what is not supported."""
+    import torchrec
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.optim.clipping import GradientClippingOptimizer
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    kinds = dict.fromkeys((*BAGS, *ROWS), "table_wise")
+    model = sharded(kinds)
+    source = find(model)
+    assert source is not None
+    dense = KeyedOptimizerWrapper(
+        {n: p for n, p in model.named_parameters() if "over" in n},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    assert source.optimizers([dense, model.fused_optimizer]) == [dense._optimizer]
+    states = source.state_dict()
+    t0, t1 = (f"bags.embedding_bags.{name}" for name in ("t0", "t1"))
+    assert source.differences([states]) == []
+    rates = source.differences([states | {t1: states[t1] | {"group_lr": 0.3}}])
+    clipped = [{name: state | {"max_gradient": 1e-4} for name, state in states.items()}]
+    known, torchrec.__version__ = torchrec.__version__, "1.7.0+cpu"
+    version = _error(lambda: find(model))
+    torchrec.__version__ = known
+    # On a CPU FBGEMM makes none that is not supported.
+    model.module.bags._lookups[0]._emb_modules[0].emb_module.optimizer = EmbOptimType.LARS_SGD
+    return {
+        "version": version,
+        "rates": "; ".join(rates),
+        "clipped": "; ".join(one for one in source.differences(clipped) if t0 in one),
+        "optimizer": _error(lambda: source.optimizers([GradientClippingOptimizer(dense)])),
+        "fused": _error(lambda: find(model)),
+        "adam": _error(lambda: sharded(kinds, optimizer="Adam")),
+        "partial": _error(lambda: sharded(kinds, optimizer="PartialRowWiseAdam")),
+    }
+
+
+def _error(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:  # of TorchRec's too, which are of many classes
+        return str(error)
+    return "no error"
+
+
+def optimizers(model: nn.Module, kind: str, *, apart: bool = False) -> list[Any]:
+    """Those of torch: of dense layers, and of tables that no fused one trains.
+
+    Args:
+        model: sharded or plain.
+        kind: what fused optimizers do for other tables.
+        apart: whether tables have one of their own, and not a group of their own.
+    """
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    source = find(model)
+    names = [table.name for table in source.tables if not table.fused] if source else all_tables()
+    named = {name.replace("module.", ""): one for name, one in model.named_parameters()}
+    dense = {"params": [one for name, one in named.items() if "over" in name], "lr": 0.05}
+    tables = [named[f"{name}.weight"] for name in names]
+    kinds = {
+        "Adagrad": torch.optim.Adagrad,
+        "SGD": torch.optim.SGD,
+        "RowWiseAdagrad": RowWiseAdagrad,
+    }
+    # As TorchRec has it for FBGEMM's.
+    own = {"params": tables, "lr": 0.1} | ({} if kind == "SGD" else {"eps": 1e-8})
+    if not tables:
+        return [torch.optim.Adagrad([dense])]
+    if kind == "Adagrad" and not apart:
+        return [torch.optim.Adagrad([dense, own])]
+    return [kinds[kind]([own]), torch.optim.Adagrad([dense])]
+
+
+def lived(
+    kinds: Mapping[str, str] | None,
+    run: str,
+    staging: str,
+    steps: int,
+    *,
+    optimizer: str = "RowWiseAdagrad",
+    die_at: int | None = None,
+    policy: PolicyName = "consecutive",
+    apart: bool = False,
+) -> Any:
+    """Train up to batch `steps` with a checkpoint every two, from the newest one on.
+
+    Args:
+        kinds: how each table is sharded; None: by nobody, in one process.
+        apart: see `optimizers`.
+    """
+    from recpoint import Checkpointer
+
+    rank = dist.get_rank()
+    model = Ranker(device="cpu") if kinds is None else sharded(kinds, optimizer=optimizer)
+    of_torch = optimizers(model, optimizer, apart=apart)
+    with Checkpointer(
+        model,
+        of_torch,
+        run=run,
+        staging=staging,
+        interval_batches=2,
+        policy=policy,
+        when_busy="wait",
+        on_error="raise",
+        handle_sigterm=False,
+    ) as checkpoints:
+        report = checkpoints.restore()
+        begun = everything(model, *of_torch)
+        while checkpoints.batches_done < steps:
+            for one in of_torch:
+                one.zero_grad()
+            model(*batch(checkpoints.batches_done, rank)).backward()
+            for one in of_torch:
+                one.step()
+            checkpoints.step()
+            if checkpoints.batches_done == die_at:
+                checkpoints.close(final=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+    return everything(model, *of_torch) | {
+        "lacks": [] if kinds is None else _lacks(model),
+        "begun": begun,
+        "restored": report and report.restored.step,
+        "increments": _increments(run) if rank == 0 else [],
+    }
+
+
+def replicated_sequences(run: str, staging: str, steps: int) -> Any:
+    """Replicated tables of sequences, with gradients made here: FBGEMM looks none up on a CPU."""
+    from recpoint import Checkpointer
+
+    model = sharded(dict.fromkeys((*BAGS, *ROWS), "data_parallel"), sequences=True)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    with Checkpointer(
+        model,
+        optimizer,
+        run=run,
+        staging=staging,
+        interval_batches=2,
+        when_busy="wait",
+        on_error="raise",
+        handle_sigterm=False,
+    ) as checkpoints:
+        report = checkpoints.restore()
+        begun = everything(model, optimizer)
+        while checkpoints.batches_done < steps:
+            generator = torch.Generator().manual_seed(checkpoints.batches_done)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                row = checkpoints.batches_done % len(parameter)
+                parameter.grad[row] = torch.randn(parameter[row].shape, generator=generator)
+            optimizer.step()
+            checkpoints.step()
+    return everything(model, optimizer) | {
+        "begun": begun,
+        "restored": report and report.restored.step,
+        "increments": _increments(run) if dist.get_rank() == 0 else [],
+        "lookup": _error(lambda: model.module.rows(batch(0, 0)[1])["h0"]),
+    }
+
+
+def _increments(run: str) -> list[int]:
+    """Dirty rows of each increment."""
+    opened = Run.open(open_store(run))
+    found = [opened.manifest(name.step, name.generation) for name in opened.manifest_names()]
+    return [one.dirty_rows for one in found if one.kind == "increment"]
+
+
+def plain(run: str, staging: str, into: str) -> Any:
+    """The model without TorchRec's sharding takes the tables and dense layers of `run` to a run of
+    its own, `into`, from where a sharded model has them again."""
+    from recpoint import Seed
+
+    model = Ranker(device="cpu")
+    with _taking_over(model, list(model.parameters()), into, staging) as checkpoints:
+        seed = Seed(run, tables={name: name for name in all_tables()}, dense=["over.*"])
+        checkpoints.restore(seed=seed)
+        checkpoints.checkpoint()
+    back = sharded(dict.fromkeys((*BAGS, *ROWS), "column_wise"), optimizer="Adagrad")
+    own = [p for n, p in back.named_parameters() if not n.startswith(_COLLECTIONS)]
+    with _taking_over(back, own, into, staging) as checkpoints:
+        checkpoints.restore(partial={"tables": all_tables(), "dense": ["over.*"]})
+    weights = {name: model.get_parameter(f"{name}.weight").detach() for name in all_tables()}
+    assert model.over is not None
+    return {
+        "tables": {(name, 0, 0): {"weight": weight} for name, weight in weights.items()},
+        "dense": {f"over.{n}": p.detach() for n, p in model.over.named_parameters()},
+        "back": everything(back, torch.optim.SGD(own, lr=0.1)),
+    }
+
+
+def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging: str) -> Any:
+    from recpoint import Checkpointer
+
+    return Checkpointer(
+        model,
+        torch.optim.SGD(trained, lr=0.1),
+        run=run,
+        staging=staging,
+        interval_batches=1,
+        on_error="raise",
+        handle_sigterm=False,
+    )
+
+
+def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that training goes on from, as tensors; of each table alike, whatever trains it."""
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    source = find(model)
+    named = {n.replace("module.", ""): p for n, p in model.named_parameters()}
+    found: dict[str, Any] = {
+        "tables": {},
+        "rates": {},
+        "steps": {},
+        "fused": {} if source is None else source.state_dict(),
+        "dense": {n: p.detach().clone() for n, p in named.items() if "over" in n},
+        "optimizer": {},
+    }
+    for table in () if source is None else source.tables:
+        place = (table.name, table.first_row, 0 if table.columns is None else table.columns.first)
+        states = {n: t.clone() for n, t in (table.row_states or {}).items()}
+        found["tables"][place] = {"weight": table.weight.detach().clone(), **states}
+        if table.fused:
+            state = found["fused"][table.name]
+            eps = () if state["optimizer"] == "exact_sgd" else (state["eps"],)
+            found["rates"][table.name] = (state["group_lr"], *eps)
+    trained = {
+        id(p): (one, group)
+        for one in optimizers
+        for group in one.param_groups
+        for p in group["params"]
+    }
+    for name, parameter in named.items():
+        if id(parameter) not in trained:
+            continue
+        one, group = trained[id(parameter)]
+        state = one.state.get(parameter, {})
+        if "over" in name:
+            found["optimizer"] |= {f"{name}.{key}": value.clone() for key, value in state.items()}
+            continue
+        own = name.removesuffix(".weight")
+        sums = {"sum": state["sum"].squeeze(1).clone()} if "sum" in state else {}
+        found["tables"][own, 0, 0] = {"weight": parameter.detach().clone(), **sums}
+        eps = (group["eps"],) if sums else ()
+        found["rates"][own] = (group["lr"], *eps)
+        found["steps"] |= {own: int(state["step"])} if sums else {}
+    return found
+
+
+def _lacks(model: nn.Module) -> list[bool]:
+    """Whether it needs states of further ranks beside none, and beside those of its own tables."""
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    source = find(model)
+    assert source is not None
+    return [source.lacks_states([]), source.lacks_states([source.state_dict()])]
