@@ -224,11 +224,12 @@ class Ranks:
         # In a thread: whoever keeps the store may be the one that hangs, and a call to it then
         # returns after minutes.
         call = threading.Thread(target=self._call_roll, args=(found,), daemon=True)
-        call.start()
-        call.join(2 * _ROLL_CALL_SECONDS)
+        with contextlib.suppress(RuntimeError, MemoryError):  # python's: can't start new thread
+            call.start()
+            call.join(2 * _ROLL_CALL_SECONDS)
         if found:
             return found[0]
-        # The store does not answer, or is gone. Of two it can only be the other.
+        # It does not answer, or is gone, or no thread can ask it. Of two it can only be the other.
         return [1 - self.rank] if self.count == 2 else []
 
     def _call_roll(self, found: list[list[int]]) -> None:
@@ -262,8 +263,9 @@ class Ranks:
         """From now on know when any rank has announced that it is to end."""
         if self._group is None or self._watch is not None:
             return
-        self._watch = threading.Thread(target=self._look, name="recpoint-ranks", daemon=True)
-        self._watch.start()
+        watch = threading.Thread(target=self._look, name="recpoint-ranks", daemon=True)
+        watch.start()
+        self._watch = watch
         self._process = os.getpid()
         atexit.register(self._at_exit)
 
