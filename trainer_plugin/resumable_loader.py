@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin import loader_generators, rng_state
 from recpoint.trainer_plugin.reader import Stateful, refuse_prepared
 
 __all__ = ["ResumableLoader"]
+
+_log = logging.getLogger("recpoint")
 
 
 class ResumableLoader:
@@ -23,8 +25,9 @@ class ResumableLoader:
     position. Of any other, like torch's DataLoader, the position is the number of batches given out
     since an epoch began, and the state of the random generators at that moment: after a restore the
     same epoch is begun with the same generators, and that many batches are read and dropped. So
-    what such a loader gives must follow from the global generators of python, numpy and torch at
-    the beginning of an epoch, its own `generator`, and what `set_epoch` tells its sampler.
+    what such a loader gives must follow from generators at the beginning of an epoch, and what
+    `set_epoch` tells its sampler: the global ones of python, numpy and torch, and those that are
+    attributes of the loader, its samplers or its dataset.
 
     Args:
         loader: an iterable of batches; each `iter` of it is an epoch.
@@ -118,6 +121,22 @@ class ResumableLoader:
             self.loader.load_state_dict(state["own"])
         self._loaded = self.resumed_from = state
 
+    @staticmethod
+    def decides_next_epoch(state: dict[str, Any]) -> bool:
+        """Whether what an epoch gives that begins at this position follows from it."""
+        drawing = state.get("drawing")
+        return state["own"] is not None or (drawing is not None and bool(drawing["states"]))
+
+    def leave_behind(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch as it would begin after a position at the end of one.
+
+        For frameworks that begin another epoch then, and do without `load_state_dict`.
+        """
+        if isinstance(self.loader, Stateful) and state["own"] is not None:
+            self.load_state_dict(state)
+        elif state.get("drawing") is not None:
+            loader_generators.restore(self.loader, state["drawing"])
+
     def _forget_epoch(self) -> None:
         self._given, self._given_before, self._began, self._before = 0, 0, None, None
         if self._consumed is not None:
@@ -136,8 +155,14 @@ class ResumableLoader:
     def _place(self) -> dict[str, Any]:
         # Copied: the loader goes on before this is stored.
         own = deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
-        keeps = self._keeps_workers  # of a position between epochs, which has not begun
-        return {"own": own, "began": self._began, "then": None, "keeps_workers": keeps}
+        return {
+            "own": own,
+            "began": self._began,
+            "then": None,
+            # For an epoch that begins here:
+            "keeps_workers": self._keeps_workers,
+            "drawing": None if own is not None else loader_generators.capture(self.loader),
+        }
 
     def _epoch(self) -> Iterator[Any]:
         """Begins when its first batch is asked for: a framework may call `iter` much earlier."""
@@ -175,6 +200,8 @@ class ResumableLoader:
             return self._skip(loaded), loaded
         if loaded is not None:
             self._keep_workers(loaded.get("keeps_workers"))
+            if loaded.get("drawing") is not None:
+                loader_generators.restore(self.loader, loaded["drawing"])
             rng_state.restore(loaded["fetch"])
         self._began = self._generators()
         return iter(self.loader), None
@@ -183,9 +210,20 @@ class ResumableLoader:
         """Begin the epoch as it was begun then, and drop the batches that were trained."""
         self._keep_workers(loaded["began"].get("kept_workers"))
         rng_state.restore(loaded["began"]["global"])
-        generator = self._own_generator()
-        if generator is not None and loaded["began"]["own"] is not None:
-            generator.set_state(loaded["began"]["own"])
+        drawing = loaded["began"].get("drawing")
+        if drawing is None:  # of an earlier release, with the loader's own generator alone
+            drawing = {"states": {"generator": loaded["began"]["own"]}, "epochs": {}}
+        loader_generators.restore(self.loader, drawing)
+        told = loader_generators.set_epochs(self.loader, drawing)
+        if told is not None:
+            _log.warning(
+                "the training dataloader's sampler was told to begin epoch %d, and %d batches of "
+                "epoch %d are trained: that one goes on. Next: begin the loop over epochs with %d",
+                told[0],
+                loaded["given"],
+                told[1],
+                told[1],
+            )
         self._began = self._generators()
         batches = iter(self.loader)
         for number in range(loaded["given"]):
@@ -199,10 +237,9 @@ class ResumableLoader:
         return batches
 
     def _generators(self) -> dict[str, Any]:
-        generator = self._own_generator()
         return {
             "global": rng_state.capture(),
-            "own": None if generator is None else generator.get_state(),
+            "drawing": loader_generators.capture(self.loader),
             "kept_workers": self._keeps_workers,
         }
 
@@ -226,10 +263,6 @@ class ResumableLoader:
             iter(self.loader)  # starts them; the epoch that this begins is given up by the next
         else:
             self.loader._iterator = None
-
-    def _own_generator(self) -> torch.Generator | None:
-        found = getattr(self.loader, "generator", None)
-        return found if isinstance(found, torch.Generator) else None
 
     @property
     def _may_be_ahead(self) -> bool:

@@ -143,16 +143,16 @@ class LightningCallback(Callback):
             return
         loader = _loader_of(trainer)
         saved = self._position.saved
-        if saved is not None and loader.resumed_from is not saved and saved["own"] is not None:
+        if saved is not None and loader.resumed_from is not saved:
             # Lightning begins another epoch then, and does without the state of the one that ended.
-            if loader.begun:
+            if loader.begun and loader.decides_next_epoch(saved):
                 raise SettingsError(
                     "the training dataloader",
                     found="one without a length, of which a batch was read before its state is set",
                     expected="one that goes on from where the last epoch of the checkpoint ended",
                     next_step="give it a __len__, or train with max_steps instead of max_epochs",
                 )
-            loader.load_state_dict(saved)
+            loader.leave_behind(saved)
         loader.expect_counts()
         loader.before_fetch = self._between_batches
         self._position.loader = loader

@@ -190,6 +190,23 @@ def test_training_that_had_ended_trains_nothing(place: Place) -> None:
     assert longer.current_epoch == 2
 
 
+def test_epochs_that_are_added_are_drawn_by_the_generator_that_drew_the_others(
+    place: Place,
+) -> None:
+    def batches() -> ResumableLoader:
+        own = torch.Generator().manual_seed(4)
+        return ResumableLoader(DataLoader(Samples(), batch_size=BATCH, shuffle=True, generator=own))
+
+    seed_everything(1)
+    whole = _seen(fit(Module(), batches(), max_epochs=2))
+    with place.agent():
+        seed_everything(1)
+        fit(Module(), batches(), _callback(place), max_epochs=1)
+        seed_everything(2)
+        trainer = fit(Module(), batches(), _callback(place), max_epochs=2)
+    assert _seen(trainer) == whole[6:]
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on_bit_for_bit(place: Place, tmp_path: Path) -> None:
     def begin(name: str, run: str, wait_at: int | None = None) -> tuple[ForkedProcess, Path, Path]:

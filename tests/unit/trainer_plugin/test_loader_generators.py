@@ -1,0 +1,175 @@
+"""Generators that are a dataloader's own: a restore goes on with what they would have drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from recpoint import ResumableLoader
+from recpoint.format import state_tree
+from recpoint.trainer_plugin import loader_generators, rng_state
+from tests.training_builder import seed_everything
+
+_SAMPLES = TensorDataset(torch.arange(24))
+_BATCHES = 6
+
+
+class _Shuffled(Sampler[int]):
+    """Draws from a generator of any library."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        ids = list(range(len(_SAMPLES)))
+        self.generator.shuffle(ids)
+        yield from ids
+
+
+class _Noisy(Dataset[Any]):
+    """Draws for each sample."""
+
+    def __init__(self) -> None:
+        self.noise = np.random.Generator(np.random.Philox(5))
+
+    def __len__(self) -> int:
+        return len(_SAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        return (index, self.noise.random())
+
+
+def _loader(kind: str) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(4)
+    shuffled = RandomSampler(_SAMPLES, generator=generator)
+    samplers: dict[str, Any] = {
+        "random": shuffled,
+        "subset": SubsetRandomSampler(range(24), generator=generator),
+        "weighted": WeightedRandomSampler([1.0] * 24, 24, generator=generator),
+        "numpy": _Shuffled(np.random.default_rng(4)),
+        "philox": _Shuffled(np.random.Generator(np.random.Philox(4))),
+        "RandomState": _Shuffled(np.random.RandomState(4)),
+        "python": _Shuffled(random.Random(4)),
+    }
+    if kind == "loader":
+        return DataLoader(_SAMPLES, batch_size=4, shuffle=True, generator=generator)
+    if kind == "batch sampler":
+        return DataLoader(_SAMPLES, batch_sampler=BatchSampler(shuffled, 4, drop_last=False))
+    if kind == "dataset":
+        return DataLoader(_Noisy(), batch_size=4)
+    return DataLoader(_SAMPLES, batch_size=4, sampler=samplers[kind])
+
+
+_KINDS = (
+    *("loader", "batch sampler", "dataset", "random", "subset", "weighted"),
+    *("numpy", "philox", "RandomState", "python"),
+)
+
+
+def _batches(loader: ResumableLoader, epochs: int) -> list[Any]:
+    return [[part.tolist() for part in batch] for _ in range(epochs) for batch in loader]
+
+
+def _stored(state: dict[str, Any]) -> Any:
+    """As it is stored and read back."""
+    tree, tensors = state_tree.flatten(state)
+    return state_tree.unflatten(tree, [tensor.clone() for tensor in tensors])
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("at", [1, 6, 8])
+def test_a_restore_draws_what_would_have_been_drawn(kind: str, at: int) -> None:
+    seed_everything(1)
+    whole = _batches(ResumableLoader(_loader(kind)), 3)
+    seed_everything(1)
+    loader = ResumableLoader(_loader(kind))
+    states = []
+    for _ in range(3):
+        for _ in loader:
+            states.append((_stored(loader.state_dict()), rng_state.capture()))
+
+    seed_everything(2)
+    resumed = ResumableLoader(_loader(kind))
+    resumed.load_state_dict(states[at - 1][0])
+    rng_state.restore(states[at - 1][1])
+    epochs_begun = (at + _BATCHES - 1) // _BATCHES
+    assert _batches(resumed, 4 - epochs_begun) == whole[at:]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_an_epoch_that_has_not_begun_is_drawn_alike(kind: str) -> None:
+    seed_everything(1)
+    whole = _batches(ResumableLoader(_loader(kind)), 2)
+    seed_everything(1)
+    loader = ResumableLoader(_loader(kind))
+    _batches(loader, 1)
+    batches = iter(loader)
+    states = []
+    loader.before_fetch = lambda: states.append(_stored(loader.state_dict()))
+    next(batches)
+
+    seed_everything(2)
+    resumed = ResumableLoader(_loader(kind))
+    resumed.load_state_dict(states[0])
+    assert _batches(resumed, 1) == whole[_BATCHES:]
+
+
+def test_a_sampler_that_is_told_another_epoch_goes_on_with_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(epochs: range, state: Any = None) -> tuple[list[Any], Any]:
+        sampler: DistributedSampler[Any] = DistributedSampler(_SAMPLES, num_replicas=1, rank=0)
+        loader = ResumableLoader(DataLoader(_SAMPLES, batch_size=4, sampler=sampler))
+        if state is not None:
+            loader.load_state_dict(state)
+        taken, states = [], []
+        for epoch in epochs:
+            loader.sampler.set_epoch(epoch)
+            for batch in loader:
+                taken.append(batch[0].tolist())
+                states.append(_stored(loader.state_dict()))
+        return taken, states
+
+    whole, states = run(range(3))
+    assert not caplog.records
+    resumed, _ = run(range(1), states[13])  # a script that counts its epochs from 0 again
+    assert resumed == whole[14:]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "told to begin epoch 0, and 2 batches of epoch 2 are trained" in message
+    assert "begin the loop over epochs with 2" in message
+
+
+def test_a_state_of_an_earlier_release_has_the_loaders_generator_alone() -> None:
+    loader = ResumableLoader(_loader("loader"))
+    own = loader_generators.capture(loader.loader)["states"]["generator"]
+    whole = _batches(loader, 1)
+    state = loader.state_dict()
+    began = {name: value for name, value in state["began"].items() if name != "drawing"}
+    del state["drawing"]
+    resumed = ResumableLoader(_loader("loader"))
+    resumed.load_state_dict({**state, "given": 2, "began": {**began, "own": own}})
+    assert _batches(resumed, 1) == whole[2:]
+
+
+def test_generators_without_a_state_and_parts_that_hold_each_other_are_passed_over() -> None:
+    sampler: Any = _Shuffled(random.SystemRandom())
+    sampler.dataset = sampler
+    loader = DataLoader(_SAMPLES, batch_size=4, sampler=sampler)
+    assert loader_generators.capture(loader) == {"states": {}, "epochs": {}}
