@@ -346,6 +346,9 @@ class Checkpointer:
     def mark(self, table: str, ids: Tensor) -> None:
         """Rows of `table` changed in another way than by training; call it after the change.
 
+        Name all that did since the last step of their optimizer, or of their row states: with this,
+        what was changed in place until now counts as told.
+
         Args:
             table: name of the embedding module.
             ids: int32 or int64, any shape; positions in the whole table, of which this process
@@ -370,7 +373,9 @@ class Checkpointer:
         """
         for one, tracker in self._named(table):
             held = held_ids(one, ids)
-            zero_rows(one, self._state.optimizers.row_states(one).tensors.values(), held)
+            states = list(self._state.optimizers.row_states(one).tensors.values())
+            tracker.look(states)  # the mark below would count for other changes, too
+            zero_rows(one, states, held)
             tracker.mark(held)
 
     @property

@@ -306,6 +306,11 @@ class Tracker:
         self.all_rows = True
         self.surprise = self.surprise or why
 
+    def look(self, row_states: Sequence[Tensor]) -> None:
+        """Notice what was changed outside the steps until now, as `take` does."""
+        self._check_version()
+        self.follow_row_states(row_states)
+
     def mark(self, ids: Tensor) -> None:
         """Mark rows that changed, or whose states did, without a lookup or a step; call it after.
 

@@ -105,3 +105,33 @@ def test_an_id_out_of_range_changes_nothing(place: Place) -> None:
         with pytest.raises(SettingsError, match="nobody"):
             ckpt.delete_rows("nobody", DELETED)
         assert torch.equal(training.model.users.weight, before)
+
+
+@pytest.mark.parametrize("what", ["weight", "row states", "nothing"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_deletion_speaks_for_no_other_change(place: Place, what: str, sparse: bool) -> None:
+    training = adagrad()
+    table = training.model.users
+    table.sparse = sparse
+    with checkpointer(training, place, interval_batches=100) as ckpt:
+        ckpt.restore()
+        for deletes in (False, True):
+            training.batch()
+            ckpt.step()
+            if deletes and what == "weight":
+                table.weight.detach().clamp_(-0.5, 0.5)
+            elif deletes and what == "row states":
+                training.optimizers[0].state[table.weight]["sum"].mul_(0.9)
+            if deletes:
+                ckpt.delete_rows("users", DELETED)
+            assert ckpt.checkpoint()
+            until(lambda: place.persist_all() > 0)
+            until(lambda: ckpt.stats.committed == ckpt.batches_done)
+        run = Run.open(open_store(place.run))
+        weight, sums = restored(place, 2)
+        assert torch.equal(weight, table.weight)
+        assert torch.equal(sums, training.optimizers[0].state[table.weight]["sum"])
+        manifest = run.manifest(2, 1)
+        users = [table.name for table in manifest.tables].index("users")
+        rows = sum(chunk.row_count or 0 for chunk in manifest.chunks if chunk.table == users)
+        assert (rows == 203) == (what != "nothing")
