@@ -42,6 +42,7 @@ from recpoint.trainer_plugin.settings import (
 from recpoint.trainer_plugin.statistics import Statistics, Stats
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.tracking import Tracker
+from recpoint.trainer_plugin.wanted_start import Wanted
 
 __all__ = ["Checkpointer"]
 
@@ -223,15 +224,13 @@ class Checkpointer:
         self._refuse_child("restore()")
         if self._pipeline is not None or self._closed:
             raise _misuse("restore()", "a second call", "one call before training")
-        wanted = takeover.Wanted(
-            step, generation, fresh, partial, seed, validated_only, validated_within
-        )
+        wanted = Wanted(step, generation, fresh, partial, seed, validated_only, validated_within)
         with naming_errors(self._store.url):
             wanted = wanted.checked()
             self._state.warn_of_schedulers()
             return self._restore(wanted)
 
-    def _restore(self, wanted: takeover.Wanted) -> RestoreReport | None:
+    def _restore(self, wanted: Wanted) -> RestoreReport | None:
         generators = rng_state.capture()
         try:
             drain_seconds = self._settings.drain_seconds

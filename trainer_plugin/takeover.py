@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import numbers
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, SupportsInt
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.restoring.restore import RestoreReport, restore
-from recpoint.catalog.restoring.restore_order import check_validated_within
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
@@ -23,7 +21,6 @@ from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 from recpoint.format.records import CheckpointRef, GenerationRecord
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.base_history import BaseHistory
@@ -39,8 +36,9 @@ from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.start_log import tell_left, tell_restored
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import TrainingState
+from recpoint.trainer_plugin.wanted_start import Wanted
 
-__all__ = ["Job", "Start", "Wanted", "open_run", "start"]
+__all__ = ["Job", "Start", "open_run", "start"]
 
 _log = logging.getLogger("recpoint")
 
@@ -102,74 +100,6 @@ class Job:
             count=self.ranks.count,
             elsewhere=self.names,
         )
-
-
-class Wanted(NamedTuple):
-    """What a trainer asks for, see `Checkpointer.restore`."""
-
-    step: int | None
-    generation: int | None
-    fresh: bool
-    partial: Mapping[str, Sequence[str]] | None
-    seed: Seed | None
-    validated_only: bool
-    validated_within: int | None
-
-    def checked(self) -> Self:
-        """The same, in plain numbers, if it can be had at once.
-
-        Raises:
-            SettingsError: options that exclude each other, or that cannot be meant.
-        """
-        step = _number("step", self.step, 0, MAX_STEP)
-        generation = _number("generation", self.generation, 1, MAX_GENERATION)
-        for one, others in (
-            ("fresh", ("step", "generation", "partial", "seed")),
-            ("seed", ("step", "generation", "partial")),
-        ):
-            if not getattr(self, one):
-                continue
-            for other in others:
-                if getattr(self, other) is not None:
-                    raise SettingsError(
-                        f"restore({one}=...)",
-                        found=f"{other} with it",
-                        expected=f"{one} without {' or '.join(others)}",
-                        next_step="see the docstring of Checkpointer.restore",
-                    )
-        if self.generation is not None and self.step is None:
-            raise SettingsError(
-                "restore(generation=...)",
-                found="no step with it",
-                expected="both",
-                next_step="name the step too, as recpoint list URL --all shows it",
-            )
-        within = check_validated_within(self.validated_within)
-        if self.partial is not None:
-            parts_of(self.partial)
-        if not isinstance(self.seed, Seed | None):
-            raise SettingsError(
-                "restore(seed=...)",
-                found=f"a {type(self.seed).__name__}",
-                expected="a recpoint.Seed",
-                next_step="seed=recpoint.Seed(URL, tables=..., dense=...)",
-            )
-        return self._replace(step=step, generation=generation, validated_within=within)
-
-
-def _number(name: str, value: object, least: int, most: int) -> int | None:
-    if value is None:
-        return None
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    number = int(value) if whole and isinstance(value, SupportsInt) else least - 1
-    if not least <= number <= most:
-        raise SettingsError(
-            f"restore({name}=...)",
-            found=f"{value!r:.100}",
-            expected=f"a whole number, {least} or more",
-            next_step=f"give the {name} as recpoint list URL --all shows it",
-        )
-    return number
 
 
 class OpenedRun(NamedTuple):
