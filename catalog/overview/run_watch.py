@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from recpoint.catalog.overview.appearances import Appearances
 from recpoint.catalog.overview.overview import (
     Age,
     CheckpointFacts,
@@ -104,11 +105,7 @@ class RunWatch:
         self._manifests_before: Mapping[str, ObjectInfo] = {}
         self._generations: Mapping[str, ObjectInfo] = {}
         self._troubles = Troubles(run)
-        # Monotonic times: between which an object that was not there at first has appeared.
-        self._appeared: dict[str, tuple[float, float]] = {}
-        self._known: set[str] = set()
-        self._first_seen: float | None = None
-        self._last_began = 0.0
+        self._appearances = Appearances()
 
     def refresh(self) -> RunOverview:
         """The run as it is now.
@@ -121,7 +118,7 @@ class RunWatch:
         listing = self._list()
         checkpoints, safe = self._checkpoints(listing), self._safe_one(listing)
         pinned_names = pinned(self.run)
-        expiring = self._troubles.marks(self._age)
+        expiring = self._troubles.marks(self._appearances.age)
         doomed = {one.key for one in expiring}
         facts = tuple(
             self._facts(listing, name, read, pinned_names, doomed) for name, read in checkpoints
@@ -181,7 +178,7 @@ class RunWatch:
         forms += [form for merged in consolidated.values() for form in merged]
         by_name = by_checkpoint(forms)
         numbers = sorted(n for n in map(parse_generation_key, generations) if n is not None)
-        self._note_new({*generations, *manifests}, began)
+        self._appearances.note({*generations, *manifests}, began)
         live = self.run.line_of(numbers, by_name)
         self._troubles.lost = self.run.lost_generations(
             (name.generation for name in by_name), listed=numbers
@@ -193,27 +190,6 @@ class RunWatch:
             live=live,
             verdicts=verdicts(self.run),
         )
-
-    def _note_new(self, keys: set[str], began: float) -> None:
-        now = time.monotonic()
-        if self._first_seen is None:
-            self._first_seen = now
-        else:
-            for key in keys - self._known:
-                self._appeared[key] = (self._last_began, now)
-            for key in self._known - keys:
-                self._appeared.pop(key, None)
-        self._known, self._last_began = keys, began
-
-    def _age(self, info: ObjectInfo) -> Age:
-        now = time.monotonic()
-        store_seconds = time.time() - info.modified_ms / 1000
-        if info.key in self._appeared:
-            after, seen = self._appeared[info.key]
-            return Age.of(store_seconds=store_seconds, least=now - seen, most=now - after)
-        first = now if self._first_seen is None else self._first_seen
-        least = now - first if info.key in self._known else 0.0
-        return Age.of(store_seconds=store_seconds, least=least, most=None)
 
     # --- manifests -----------------------------------------------------------------------------
 
@@ -354,7 +330,7 @@ class RunWatch:
             host=record.host,
             pid=record.pid,
             created_ms=record.created_ms,
-            age=self._age(listing.generations[generation_key(newest)]),
+            age=self._appearances.age(listing.generations[generation_key(newest)]),
             restored_step=None if record.restored is None else record.restored.step,
         )
 
@@ -389,7 +365,7 @@ class RunWatch:
             store_seconds = time.time() - newest.committed_ms / 1000
             age, note = Age.of(store_seconds=store_seconds, least=0.0, most=None), ""
         else:
-            age = self._age(info)
+            age = self._appearances.age(info)
             note = clock_note(
                 store_less_trainer_seconds=(info.modified_ms - newest.committed_ms) / 1000,
                 ahead_seconds=info.modified_ms / 1000 - time.time(),

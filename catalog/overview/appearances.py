@@ -1,0 +1,44 @@
+"""Between which looks an object has appeared, and how old it is for that, whatever clocks say."""
+
+from __future__ import annotations
+
+import time
+
+from recpoint.catalog.overview.overview import Age
+from recpoint.catalog.stores.store_contract import ObjectInfo
+
+__all__ = ["Appearances"]
+
+
+class Appearances:
+    """Of the objects that looks have found. For one thread at a time."""
+
+    def __init__(self) -> None:
+        # Monotonic times: between which an object that was not there at first has appeared.
+        self._appeared: dict[str, tuple[float, float]] = {}
+        self._known: set[str] = set()
+        self._first_seen: float | None = None
+        self._last_began = 0.0
+
+    def note(self, keys: set[str], began: float) -> None:
+        """A look that began then, on the monotonic clock, has found these keys and no others."""
+        now = time.monotonic()
+        if self._first_seen is None:
+            self._first_seen = now
+        else:
+            for key in keys - self._known:
+                self._appeared[key] = (self._last_began, now)
+            for key in self._known - keys:
+                self._appeared.pop(key, None)
+        self._known, self._last_began = keys, began
+
+    def age(self, info: ObjectInfo) -> Age:
+        """Of an object: what its store says, within what was seen here."""
+        now = time.monotonic()
+        store_seconds = time.time() - info.modified_ms / 1000
+        if info.key in self._appeared:
+            after, seen = self._appeared[info.key]
+            return Age.of(store_seconds=store_seconds, least=now - seen, most=now - after)
+        first = now if self._first_seen is None else self._first_seen
+        least = now - first if info.key in self._known else 0.0
+        return Age.of(store_seconds=store_seconds, least=least, most=None)
