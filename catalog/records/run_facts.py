@@ -52,8 +52,9 @@ def gather(
     # Manifests before chunks: whatever a manifest names was there before it, so that one that is
     # committed meanwhile cannot look as if its chunks were missing.
     numbers = run.generation_numbers()
-    live = run.live_line()
     there = run.representations()
+    # Of these very checkpoints: one that is committed meanwhile would look superseded.
+    live = run.line_of(numbers, there)
     forms = [form for forms in there.values() for form in forms]
     pins = pinned(run)
     infos = {info.key: info for info in run.store.list()}

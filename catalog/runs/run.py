@@ -261,8 +261,9 @@ class Run:
 
     def superseded(self) -> list[ManifestName]:
         """Checkpoints that are not on the live line, newest first; see `live_line` for errors."""
-        live = set(self.live_line())
-        return [name for name in reversed(self.manifest_names()) if name not in live]
+        numbers, names = self.generation_numbers(), self.manifest_names()
+        live = set(self.line_of(numbers, names))
+        return [name for name in reversed(names) if name not in live]
 
     def manifest(self, step: int, generation: int) -> Manifest:
         """A checkpoint's own manifest; where that is gone or damaged, a consolidated one.

@@ -136,10 +136,11 @@ class _Checking:
         self._on_progress: Callable[[int, int], None] | None = None
         self._parts: dict[AttemptName, list[int]] = {}
         self._nothing_counts = False
-        self._live = self._live_line()
+        numbers = run.generation_numbers()
         # Manifests before chunks: whatever a manifest names was there before it, so that one which
         # is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
         self._there = run.representations()
+        self._live = self._live_line(numbers)
         self._graph = RepresentationGraph(run, self._there)
         self._sizes = {info.key: info.size_bytes for info in run.store.list()}
         self._chosen = [name for name in reversed(self._there) if step in (None, name.step)]
@@ -153,10 +154,10 @@ class _Checking:
 
     # --- records -------------------------------------------------------------------------------
 
-    def _live_line(self) -> frozenset[ManifestName] | None:
-        """None: unknown, since the lineage cannot be followed."""
+    def _live_line(self, numbers: list[int]) -> frozenset[ManifestName] | None:
+        """Of the checkpoints that are there; None: unknown, the lineage cannot be followed."""
         try:
-            return frozenset(self._run.live_line())
+            return frozenset(self._run.line_of(numbers, self._there))
         except DAMAGE as error:
             self._add("error", error.subject, f"the lineage cannot be followed: {error}")
             return None

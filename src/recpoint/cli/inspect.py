@@ -87,15 +87,17 @@ def list_checkpoints(
     run = open_run(url)
     live: list[ManifestName] = []
     unknown: FormatError | ChainError | None = None
+    # Generations first (format §6.3 R3); and what counts of these very checkpoints: one that is
+    # committed meanwhile would look superseded.
+    numbers, forms = run.generation_numbers(), run.representations()
     try:
-        live = run.live_line()
+        live = run.line_of(numbers, forms)
     except (FormatError, ChainError) as error:
         if not everything:
             raise
         error.next_step = naming_run(error.next_step, url)
         unknown = error
     counts = set(live)
-    forms = run.representations()
     names = sorted(forms, reverse=True) if everything else live
     with ThreadPoolExecutor(max_workers=_READERS) as readers:
         manifests = list(readers.map(lambda name: _manifest(run, name), names))

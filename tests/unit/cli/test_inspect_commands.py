@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.cli import inspect
 from recpoint.dashboards.terminal import quantizer_text
 from recpoint.format.history import History, Precision
 from recpoint.format.manifest import Quantizer
 from recpoint.format.naming import manifest_key
 from recpoint.format.records import pack_record
 from tests.catalog_builder import UNTRAINED, build, new_run, publish, tables, upload
+from tests.interposed_store import InterposedStore
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -79,6 +81,26 @@ def test_list_all_shows_superseded_checkpoints_too(recpoint: Invoke, saved_run: 
     ]
     table = recpoint("list", saved_run.directory, "--all").stdout
     assert re.findall(r"^ *([0-9]+) .* superseded$", table, re.MULTILINE) == ["25"]
+
+
+def test_list_calls_no_checkpoint_superseded_that_is_committed_meanwhile(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    publish(run, build(run, tables(), step=10, generation=1))
+    listings: list[str] = []
+
+    def before(call: str, key: str) -> None:
+        if call == "list":
+            listings.append(key)
+            publish(run, build(run, tables(), step=10 + len(listings), generation=1))
+
+    store = InterposedStore(run.store, before=before)
+    monkeypatch.setattr(inspect, "open_store", lambda url: store)
+    found = recpoint("list", run.url, "--all", "--json").json
+    assert [entry["live"] for entry in found["checkpoints"]] == [True] * len(found["checkpoints"])
+    assert found["superseded"] == 0 and len(listings) > 2
 
 
 def test_a_line_without_checkpoints_is_told_of_with_what_it_superseded(
