@@ -171,7 +171,8 @@ def start_server() -> LocalServer:
         }
         with claim, (directory / "server.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "prefect", "server", "start"]
+                [sys.executable, "-m", "recpoint.flows.prefect_server_process"]
+                + ["prefect", "server", "start"]
                 + ["--host", "127.0.0.1", "--port", str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -6,12 +6,19 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import (
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    get_current_settings,
+    temporary_settings,
+)
 from prefect.testing import utilities
 
 from recpoint.catalog.runs.run import Run
@@ -29,6 +36,23 @@ def _port_of_this_worker() -> int:
     raise OSError(f"no free port from {first} on")
 
 
+def _started(server: SubprocessASGIServer) -> subprocess.Popen[bytes]:
+    """Its process, as Prefect starts it, but one in which garbage does not stop the server."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "recpoint.flows.prefect_server_process"]
+        + ["uvicorn", "--factory", "prefect.server.api.server:create_app"]
+        + ["--host", "127.0.0.1", "--port", str(server.port)]
+        + ["--log-level", "error", "--lifespan", "on"],
+        env={
+            **os.environ,
+            "PREFECT_UI_ENABLED": "0",
+            "PREFECT__SERVER_EPHEMERAL": "1",
+            "PREFECT__SERVER_FINAL": "1",
+            **get_current_settings().to_environment_variables(exclude_unset=True),
+        },
+    )
+
+
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Prefect server with an empty database."""
@@ -42,6 +66,7 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # Its own choice is any port: taken by somebody before the server listens, some of the time.
         patch.setattr(utilities, "_find_available_port", _port_of_this_worker)
         patch.setattr(utilities, "mkdtemp", prepared)
+        patch.setattr(SubprocessASGIServer, "_run_uvicorn_command", _started)
         with (
             utilities.prefect_test_harness(server_startup_timeout=400),
             temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
