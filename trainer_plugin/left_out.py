@@ -6,14 +6,23 @@ None of it is refused, since a script may keep it itself; it is said in the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.resumable_loader import ResumableLoader
 
-__all__ = ["warn_of_batches", "warn_of_schedulers", "warn_of_unused"]
+__all__ = [
+    "InNoOptimizer",
+    "in_no_optimizer",
+    "warn_of_batches",
+    "warn_of_optimizers",
+    "warn_of_schedulers",
+    "warn_of_unused",
+]
 
 _log = logging.getLogger("recpoint")
 
@@ -88,6 +97,64 @@ def warn_of_unused(reader: object, batches: int) -> bool:
             batches,
         )
     return unused
+
+
+class InNoOptimizer(NamedTuple):
+    """A parameter that no optimizer given here trains, and how often it had been changed."""
+
+    name: str
+    parameter: Tensor
+    version: int
+
+
+def in_no_optimizer(
+    parameters: Mapping[str, Tensor], optimizers: Iterable[object], extras: Iterable[object]
+) -> list[InNoOptimizer]:
+    """For `warn_of_optimizers`, before training goes on.
+
+    Args:
+        parameters: by name, without tables.
+        optimizers: as given.
+        extras: as given; they are, or hold, optimizers too.
+    """
+    try:
+        held = {
+            id(parameter)
+            for thing in (*optimizers, *_within(extras))
+            for group in getattr(thing, "param_groups", ())
+            for parameter in group["params"]
+        }
+        return [
+            InNoOptimizer(name, parameter, parameter._version)
+            for name, parameter in parameters.items()
+            if id(parameter) not in held and not parameter.is_inference()
+        ]
+    except Exception:
+        return []  # as above
+
+
+def warn_of_optimizers(found: Sequence[InNoOptimizer]) -> None:
+    """Warn, once batches were trained, of parameters that something unknown here has trained.
+
+    What an optimizer keeps of them would begin anew after a restart. A copy that is averaged has no
+    gradient, and is not meant.
+    """
+    names = [
+        one.name
+        for one in found
+        if one.parameter.requires_grad
+        and one.parameter.grad is not None
+        and one.parameter._version > one.version
+    ]
+    if names:
+        _log.warning(
+            "%d parameters, %.300s, are trained, and in no optimizer that the Checkpointer was "
+            "given: their values are in its checkpoints, and what their optimizer keeps of them "
+            "would begin anew after a restart. Next: Checkpointer(model, [every optimizer], ...), "
+            "in a new run",
+            len(names),
+            ", ".join(map(repr, names)),
+        )
 
 
 def _held(schedulers: Sequence[object], extras: Iterable[object]) -> set[int] | None:

@@ -54,6 +54,7 @@ class TrainingState:
         self._copies = frozenset(copies)
         self._stored_elsewhere: frozenset[str] = frozenset()
         self._told_unused = False
+        self._in_no_optimizer: list[left_out.InNoOptimizer] = []
         self._batches_before = 0
         self.model = model
         self.optimizers = optimizers
@@ -90,6 +91,9 @@ class TrainingState:
         """Call after a restore; see `left_out`."""
         left_out.warn_of_batches(self._reader, tuple(self._extras), batches_done)
         self._batches_before = batches_done
+        self._in_no_optimizer = left_out.in_no_optimizer(
+            self.model.parameters(), self.optimizers.optimizers, self._extras.values()
+        )
 
     def leave_to_others(self, names: frozenset[str]) -> None:
         """Dense tensors of which other ranks store the pieces that are here."""
@@ -105,9 +109,12 @@ class TrainingState:
 
     def capture(self, batches_done: int) -> dict[str, Any]:
         """The tree right now; its tensors are the live ones: copy them before training goes on."""
+        trained = batches_done - self._batches_before
         if not self._told_unused:
-            trained = batches_done - self._batches_before
             self._told_unused = left_out.warn_of_unused(self._reader, trained)
+        if trained and self._in_no_optimizer:
+            left_out.warn_of_optimizers(self._in_no_optimizer)
+            self._in_no_optimizer = []
         tree = {
             "batches_done": batches_done,
             "reader": None if self._reader is None else _state_of("reader", self._reader),

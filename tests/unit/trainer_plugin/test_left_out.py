@@ -133,3 +133,30 @@ def test_a_cut_right_after_a_restore_is_no_batch_past_the_reader(
             for _, _ in zip(range(4), reader, strict=False):
                 train(training, ckpt, 1)
     assert ckpt.batches_done == 8 and not _warned(caplog, "the reader gave none of them")
+
+
+@pytest.mark.parametrize("how", ["left out", "given", "extra", "averaged", "frozen"])
+def test_parameters_that_an_optimizer_of_the_script_alone_trains_are_named_once(
+    how: str, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, _ = _two_scheduled()
+    dense = training.optimizers[1]
+    average = torch.optim.swa_utils.AveragedModel(training.model.top)
+    given = training.optimizers if how in ("given", "averaged") else training.optimizers[:1]
+    extras: dict[str, Any] = {"dense": dense} if how == "extra" else {}
+    if how == "frozen":
+        training.model.norm.requires_grad_(False)
+        training.model.top.requires_grad_(False)
+    if how == "averaged":
+        training.model.add_module("average", average)
+    trained = Training(training.model, list(given), training.reader)
+    with place.agent(), checkpointer(trained, place, extras=extras) as ckpt:
+        ckpt.restore()
+        for _ in range(5):
+            training.batch()
+            if how == "averaged":
+                average.update_parameters(training.model.top)
+            ckpt.step()
+    warnings = _warned(caplog, "in no optimizer")
+    assert len(warnings) == (how == "left out")
+    assert all("4 parameters, 'norm.weight', 'norm.bias', 'top.weight'," in w for w in warnings)
