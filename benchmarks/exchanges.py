@@ -56,6 +56,7 @@ def _rank(folder: Path, rank: int, ranks: int, count: int) -> None:
         seconds.append(perf_counter() - start)
     here.close()
     print(statistics.median(seconds))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -142,6 +142,8 @@ def _rank(folder: Path, rank: int, ranks: int, rows: int, checkpoints: int) -> N
                 raise RuntimeError(f"checkpoint {number} was not cut: {checkpointer.stats}")
         stalls_ms = list(checkpointer.stats.stalls_ms)[:checkpoints]
     print(json.dumps({"stalls_ms": stalls_ms, "cuts_ms": cuts_ms[:checkpoints]}))
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 def _measure_cuts() -> list[float]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["gathered", "join", "of_all_ranks", "replicated"]
+__all__ = ["gathered", "join", "leave", "of_all_ranks", "replicated"]
 
 
 def join() -> tuple[int, int]:
@@ -19,6 +19,16 @@ def join() -> tuple[int, int]:
         return 0, 1
     dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
+
+
+def leave() -> None:
+    """The last call of a process that has met others.
+
+    For a moment after an exchange gloo's threads hold what was exchanged. Where Python is gone when
+    they let go of it, they end the process with SIGABRT, and torchrun takes the job for failed.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def replicated(model: nn.Module) -> nn.Module:

@@ -27,7 +27,7 @@ from auc import PrequentialAUC
 from batches import Reader
 from criteo import CriteoReader, CriteoShapeReader
 from evidence import ProgressFile, digests, digests_of_all
-from many_ranks import gathered, join, of_all_ranks, replicated
+from many_ranks import gathered, join, leave, of_all_ranks, replicated
 from recpoint import Checkpointer
 from retail import RetailReader
 
@@ -159,6 +159,7 @@ def main() -> None:
     }
     if rank == 0:
         print(json.dumps(result))
+    leave()
 
 
 if __name__ == "__main__":
