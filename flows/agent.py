@@ -85,14 +85,14 @@ def run_agent(
         Number of jobs that are still staged.
 
     Raises:
-        StagingError: another agent serves this staging area; or, with `once` and after all else is
-            done, jobs cannot be read.
+        StagingError: another agent serves this staging area, or has begun to after the lock of this
+            one was removed; or, with `once` and after all else is done, jobs cannot be read.
         SettingsError: `sweep_every` is less than a second.
     """
     require_sweep_period(sweep_every)
     root = staged.default_staging_root() if staging is None else Path(staging)
-    with turn_of(DRAIN if once else AGENT, root) as may_serve:
-        if not may_serve:
+    with turn_of(DRAIN if once else AGENT, root) as turn:
+        if turn is None:
             return sum(len(staged.staged_jobs(run)) for run in staged.run_directories(root))
         gate = PrefectGate(enabled=prefect == "auto")
         agent = Agent(
@@ -102,10 +102,12 @@ def run_agent(
             consolidate_when=consolidate_when,
             name_ranks_after=name_ranks_after,
             sweep_every=None if once else sweep_every,
+            keep_turn=turn.keep,
         )
         watched = nullcontext() if watch is None else watch(agent)
         with watched, stopped_by_signals(agent.stop):
             left = agent.serve(once=once)
+            turn.require_kept()
             if agent.was_stopped:
                 leave_soon(at_once=agent.works)
             return left
@@ -118,6 +120,7 @@ class Agent:
         staging: the staging area.
         gate: says when Prefect can be used.
         consolidate, consolidate_when, name_ranks_after, sweep_every: as for `run_agent`.
+        keep_turn: makes sure now and then that it is locked still; False: by another agent.
     """
 
     def __init__(
@@ -129,8 +132,10 @@ class Agent:
         consolidate_when: ConsolidationTriggers | None = None,
         name_ranks_after: float = NAME_AFTER_SECONDS,
         sweep_every: float | None = None,
+        keep_turn: Callable[[], bool] = lambda: True,
     ) -> None:
         self._staging = staging
+        self._keep_turn = keep_turn
         self._name_ranks_after = name_ranks_after
         self._gate = gate
         self.was_stopped = False
@@ -211,6 +216,9 @@ class Agent:
                     break
                 if time.monotonic() - told >= _STATUS_SECONDS:
                     told = time.monotonic()
+                    if not self._keep_turn():
+                        self.stop()
+                        break
                     for run_dir in list(self._runs):
                         self._tell(run_dir)
                     free_ended_slots(self._runs)

@@ -50,6 +50,7 @@ class StagingArea:
         self.rank = rank
         self._slots_directory = str(staged.slots_directory(self.run_directory))
         self._lock: int | None = None
+        self._lock_path = staged.trainer_lock_path(self.run_directory, rank)
         self._agent_seen = True  # until the first answer: what an agent may read is left alone
         self._told_unanswered = False
         self._slots: dict[int, Slot] = {}
@@ -75,13 +76,17 @@ class StagingArea:
             raise self._unusable(error) from error
 
     def create_if_cleared(self) -> None:
-        """`create`, when somebody has removed the place of the slots. Training waits for this.
+        """`create` and `lock`, when somebody has removed what they made. Training waits for this.
 
         Raises:
-            StagingError: as `create` does.
+            StagingError: as `create` and `lock` do: another process may write to the slots now.
         """
         if not os.path.isdir(self._slots_directory):
             self.create()
+        lost = self._lock
+        if lost is not None and host_lock.is_lost(lost, self._lock_path):
+            self.lock()
+            host_lock.release(lost)
 
     def lock(self) -> None:
         """Become the one training process of this rank here; released when the process ends.
@@ -91,7 +96,7 @@ class StagingArea:
         """
         try:
             self._lock = host_lock.acquire(
-                staged.trainer_lock_path(self.run_directory, self.rank),
+                self._lock_path,
                 expected="no other trainer of this run on this staging area",
                 next_step="stop that process, or train under another run URL",
                 here="call close() of the other Checkpointer in this process first, or train "
@@ -111,8 +116,8 @@ class StagingArea:
                 host_lock.release(lock)
             except OSError as error:
                 # Closed it is, and the lock free with it, if the host of the file can be reached.
-                path = staged.trainer_lock_path(self.run_directory, self.rank)
-                _log.warning("%s: %s when it was released", path, error.strerror or error)
+                why = error.strerror or error
+                _log.warning("%s: %s when it was released", self._lock_path, why)
 
     def agent_is_running(self) -> bool:
         """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it.

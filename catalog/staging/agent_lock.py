@@ -120,6 +120,22 @@ class AgentLock:
         self._descriptor = taken
         return None
 
+    def keep(self) -> AtWork | None:
+        """Take it anew where its file was removed meanwhile; None, or who has done so before.
+
+        Costs two looks at a file as long as it is there.
+
+        Raises:
+            StagingError: see `take`.
+        """
+        lost = self._descriptor
+        if lost is None or not host_lock.is_lost(lost, self._path):
+            return None
+        other = self.take()
+        if other is None:
+            host_lock.release(lost)
+        return other
+
     def release(self) -> None:
         """Give it back, if it was taken."""
         if self._descriptor is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from recpoint.errors import StagingError
 
-__all__ = ["Holder", "acquire", "holder", "is_held", "release", "take"]
+__all__ = ["Holder", "acquire", "holder", "is_held", "is_lost", "release", "take"]
 
 _TRIES = 10
 _PAUSE_SECONDS = 0.02
@@ -108,6 +108,25 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except OSError:
         return False  # another thread has given it back meanwhile, or the file is gone
+
+
+def is_lost(descriptor: int, path: Path) -> bool:
+    """Whether the file of a lock that is held was removed: who asks finds it free, and may take it.
+
+    As what clears directories of temporary files does with a file that nobody has written to for
+    days, and some systems with all that a user has in memory, when that user logs out.
+
+    Args:
+        descriptor: that `acquire` or `take` returned.
+        path: as it was given to them.
+    """
+    try:
+        there = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False  # who cannot look has nothing to go by
+    return not os.path.samestat(os.fstat(descriptor), there)
 
 
 def is_held(path: Path) -> bool:

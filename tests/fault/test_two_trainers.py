@@ -205,6 +205,30 @@ def test_a_job_of_an_earlier_attempt_is_rejected_and_its_step_committed_anew(
     assert_newest_is(place, second, line=[(2, 2)])
 
 
+def test_where_the_lock_file_was_removed_no_snapshot_is_written_over_anothers(
+    hosts: tuple[Place, Place],
+) -> None:
+    """As by what clears directories of temporary files, while the first trainer lives on."""
+    place = hosts[0]
+    first, ckpt = start(place, 1)
+    with place.agent():
+        train(first, ckpt, 2)
+        until(lambda: ckpt.stats.committed == 1)
+    staged.trainer_lock_path(place.run_directory).unlink()
+    second, again = start(place, 2)
+    train(second, again, 2)
+    until(lambda: again.stats.staged == 1)
+    train(first, ckpt, 2)
+    until(lambda: ckpt.stats.failed == 1)
+    assert ckpt.stats.last_error is not None and "lock held by" in ckpt.stats.last_error
+    ckpt.close(final=False)
+    (job,) = staged.staged_jobs(place.run_directory)
+    assert persist_job(job).result == "committed"
+    again.close(final=False)
+    run = Run.open(open_store(place.run))
+    assert run.live_line() == [(4, 2), (2, 1)] and check(run, level="full").ok
+
+
 def test_a_job_that_two_agents_have_is_committed_once(hosts: tuple[Place, Place]) -> None:
     """A host whose disk was copied: both commit the same attempt of the same step."""
     training, ckpt = start(hosts[0], 1)

@@ -12,7 +12,13 @@ import pytest
 
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import cancel, staged
-from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.agent_lock import (
+    DRAIN,
+    AgentLock,
+    agent_lock_path,
+    at_work,
+    sweep_of,
+)
 from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.catalog.validation.check import check
 from recpoint.errors import StagingError
@@ -181,6 +187,28 @@ def test_an_agent_waits_for_a_sweep_or_drain_and_does_what_it_left(
         others[1].release()
         assert agent.process.wait() == 0
     assert agent.logged("waiting for") == 2
+
+
+def test_an_agent_whose_lock_file_was_removed_takes_it_anew(run: Run, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    with AgentProcess(staging, tmp_path / "log") as agent:
+        until(lambda: at_work(staging) is not None)
+        shutil.rmtree(staging)
+        until(lambda: at_work(staging) is not None)
+        (job,) = stage_chain(run, staging, count=1)
+        until(lambda: not job.exists())
+        assert agent.terminate() == 0
+    assert outcome_of(job) == "committed"
+
+
+def test_an_agent_whose_lock_is_anothers_by_now_ends(tmp_path: Path) -> None:
+    """Two at once would write over each other in the spool, and answer each other's jobs."""
+    with AgentProcess(tmp_path, tmp_path / "log") as agent:
+        until(lambda: agent.logged("serving") == 1)
+        agent_lock_path(tmp_path).unlink()
+        with AgentLock(tmp_path):
+            assert agent.process.wait() != 0
+        assert agent.logged(f"a lock held by process {os.getpid()}, an agent") == 1
 
 
 def test_an_agent_that_waits_ends_on_sigterm(tmp_path: Path) -> None:

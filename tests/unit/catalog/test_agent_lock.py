@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,41 @@ def test_a_full_staging_area_is_no_reason_to_leave_it(tmp_path: Path) -> None:
     assert refused.value.next_step.startswith("free space there")
     with AgentLock(tmp_path):
         pass  # nothing is left of it
+
+
+def test_a_lock_whose_file_was_removed_is_taken_anew(tmp_path: Path) -> None:
+    """Else trainers would throw away what is staged, since nobody seems to be at work."""
+    staging = tmp_path / "staging"
+    with AgentLock(staging) as lock:
+        assert lock.keep() is None
+        agent_lock_path(staging).unlink()
+        assert at_work(staging) is None
+        assert lock.keep() is None and at_work(staging) is not None
+        shutil.rmtree(staging)
+        assert lock.keep() is None and at_work(staging) is not None
+    assert at_work(staging) is None
+
+
+def test_a_lock_whose_file_was_removed_may_be_anothers_by_now(tmp_path: Path) -> None:
+    lock, other = AgentLock(tmp_path), AgentLock(tmp_path, DRAIN)
+    assert lock.take() is None
+    agent_lock_path(tmp_path).unlink()
+    assert other.take() is None
+    found = lock.keep()
+    assert found is not None and str(found) == "a drain"
+    other.release()
+    assert lock.keep() is None and at_work(tmp_path) == AtWork("agent", process=str(os.getpid()))
+    lock.release()
+    assert at_work(tmp_path) is None
+
+
+def test_a_lock_that_nobody_can_look_at_is_held_still(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    with AgentLock(staging) as lock:
+        (tmp_path / "loop").symlink_to("loop")
+        staging.rename(tmp_path / "elsewhere")
+        staging.symlink_to(tmp_path / "loop")
+        assert lock.keep() is None  # too many links
+        staging.unlink()
+        (tmp_path / "elsewhere").rename(staging)
+        assert lock.keep() is None and at_work(staging) is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,3 +75,22 @@ def test_slots_that_a_job_which_nobody_can_read_may_name_stay(run: Run, tmp_path
         "r00001-0.bin",
         "r00002-notes.bin",
     }
+
+
+def test_a_lock_whose_file_was_removed_is_taken_anew_before_a_slot_is_written(
+    tmp_path: Path,
+) -> None:
+    area = StagingArea(tmp_path, "/runs/own")
+    area.create()
+    area.lock()
+    lock = staged.trainer_lock_path(area.run_directory)
+    for remove in (lock.unlink, partial(shutil.rmtree, area.run_directory)):
+        inode = lock.stat().st_ino
+        area.create_if_cleared()
+        assert lock.stat().st_ino == inode
+        remove()
+        assert not staged.trainer_is_running(area.run_directory)
+        area.create_if_cleared()
+        assert staged.trainer_is_running(area.run_directory)
+    area.close()
+    assert not staged.trainer_is_running(area.run_directory)
