@@ -128,10 +128,11 @@ def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float
         area.create()
         area.lock()
         area.withdraw_cancels()
+        parts = area.parts_here()
     except BaseException as error:
-        failure = error
+        failure, parts = error, {}
     ranks.agree(failure, doing="taking the staging area")
-    staged_parts = ranks.gather(area.parts_here())
+    staged_parts = ranks.gather(parts)
     try:
         waiting = area.wait_until_drained(drain_seconds, incomplete_parts(staged_parts))
         if waiting:
