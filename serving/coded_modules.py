@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recpoint.catalog.restoring.names import canonical_name
 from recpoint.errors import IncompatibleModel
 from recpoint.serving.tables import ServedTable
 
@@ -111,7 +112,7 @@ def _table(table: ServedTable | None) -> ServedTable:
 def coded_lookups(model: nn.Module) -> dict[str, CodedEmbedding | CodedBag]:
     """Those of a model by table name."""
     return {
-        name: module
+        canonical_name(model, name): module
         for name, module in model.named_modules()
         if isinstance(module, CodedEmbedding | CodedBag)
     }

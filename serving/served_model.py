@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recpoint.catalog.chunks.logical_tables import logical_tables
+from recpoint.catalog.restoring.names import canonical_name
 from recpoint.catalog.restoring.restored_model import dense_tensors, extra_states
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
@@ -21,6 +22,8 @@ __all__ = ["ServedModel"]
 class ServedModel:
     """One model of a serving process; put into evaluation mode, without gradients.
 
+    Names are those of checkpoints (`catalog.restoring.names`), also of a model that was compiled.
+
     Args:
         model: with embeddings of its own, or with those of `coded_modules.replace_lookups`.
     """
@@ -29,7 +32,7 @@ class ServedModel:
         self.model = model.eval().requires_grad_(False)
         self._coded = coded_lookups(model)
         self._weights: dict[str, Tensor] = {
-            name or "weight": module.weight
+            canonical_name(model, name) or "weight": module.weight
             for name, module in model.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         }
@@ -72,7 +75,7 @@ class ServedModel:
                 found.append(
                     f"{name!r} is {_form(here[name])} in the model and {_form(there[name])} stored"
                 )
-        for name in extra_states(state).keys() - dict(self.model.named_modules()).keys():
+        for name in extra_states(state).keys() - self._modules().keys():
             found.append(f"the extra state of module {name!r} is only in the checkpoint")
         _refuse(manifest, found)
 
@@ -82,8 +85,14 @@ class ServedModel:
         with torch.no_grad():
             for name, tensor in self._dense().items():
                 tensor.copy_(stored[name])
+        modules = self._modules()
         for name, extra in extra_states(state).items():
-            self.model.get_submodule(name).set_extra_state(extra)
+            modules[name].set_extra_state(extra)
+
+    def _modules(self) -> dict[str, nn.Module]:
+        # What wraps the model comes before what it wraps, and has the same name.
+        named = self.model.named_modules()
+        return {canonical_name(self.model, name): module for name, module in named}
 
     def _dense(self) -> dict[str, Tensor]:
         tables = {id(weight) for weight in self._weights.values()}
@@ -93,7 +102,7 @@ class ServedModel:
             if id(parameter) not in tables
         }
         found.update(self.model.named_buffers())
-        return found
+        return {canonical_name(self.model, name): tensor for name, tensor in found.items()}
 
 
 def _form(tensor: Tensor) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint.trainer_plugin.names import canonical_name
+from recpoint.catalog.restoring.names import canonical_name
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.table_source import Marker
 

@@ -36,7 +36,7 @@ class _Named(NamedTuple):
 class ModelState:
     """Dense parameters, buffers (also those that are not persistent) and extra state, by name.
 
-    Names are canonical (`names.canonical_name`); a tied parameter appears once, under its first
+    Names are canonical (`catalog.restoring.names`); a tied parameter appears once, under its first
     name.
 
     Args:

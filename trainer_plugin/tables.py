@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from recpoint.catalog.restoring.names import canonical_name
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.dense_pieces import is_piece
-from recpoint.trainer_plugin.names import canonical_name
 from recpoint.trainer_plugin.settings import several
 from recpoint.trainer_plugin.table import TABLE_DTYPES, Lookup, ModuleTable, Table
 from recpoint.trainer_plugin.table_source import TableSource, find_sources

@@ -19,10 +19,10 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
+from recpoint.catalog.restoring.names import canonical_name
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.integrations.fbgemm import Kernel
-from recpoint.trainer_plugin.names import canonical_name
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.table_source import Marker
 from recpoint.trainer_plugin.table_trainers import same_rate

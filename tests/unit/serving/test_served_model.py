@@ -72,6 +72,25 @@ def test_predicts_as_the_trainer_does_at_that_step(place: Place, quantized: bool
     assert follower.status.fulls_applied == 1
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_compiled_model_is_served_whether_or_not_the_trainer_compiled_its_own(
+    place: Place, quantized: bool
+) -> None:
+    training = simple_training()
+    compiled = torch.compile(Recommender(), backend="eager")
+    assert isinstance(compiled, nn.Module)
+    follower = Follower(place.run, model=compiled, quantized=quantized)
+    with checkpointer(training, place, bits="lossless") as ckpt:
+        ckpt.restore()
+        for step in (2, 4, 6):  # in either copy of it
+            trained(training, ckpt, place)
+            assert follower.poll()
+            with follower.reading() as version:
+                assert version.step == step and version.model is not None
+                assert hasattr(version.model, "_orig_mod")
+                assert torch.equal(scored(version), predictions(training.model))
+
+
 def test_quantized_tables_predict_as_decoded_ones_in_less_memory(place: Place) -> None:
     training = simple_training()
     decoded = Follower(place.run, model=Recommender())
