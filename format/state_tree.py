@@ -234,7 +234,7 @@ def _bytes_tensor(value: bytes) -> torch.Tensor:
 
 
 def _no_bytes() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _numpy_name(dtype: np.dtype[Any]) -> str:

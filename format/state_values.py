@@ -182,7 +182,7 @@ def sparse_fault(
     if values.shape != (count, *shape[sparse_dims:]) or sparse_dims > len(shape):
         found = f"sparse indices {list(indices.shape)} and values {list(values.shape)}"
         return found, f"those of a tensor of shape {list(shape)}"
-    bounds = torch.tensor(shape[:sparse_dims], dtype=torch.int64).reshape(-1, 1)
+    bounds = torch.tensor(shape[:sparse_dims], dtype=torch.int64, device="cpu").reshape(-1, 1)
     where = indices.cpu()
     if bool(((where < 0) | (where >= bounds)).any()):
         return "sparse indices out of bounds", f"within {list(shape)}"
@@ -343,7 +343,7 @@ class _Reader:
         if fault := sparse_fault(indices, values, shape, coalesced=coalesced):
             self._refuse(*fault)
         return torch.sparse_coo_tensor(
-            indices, values, shape, is_coalesced=coalesced, check_invariants=False
+            indices, values, shape, is_coalesced=coalesced, check_invariants=False, device="cpu"
         )
 
     def _shape(self, shape: Any, *, sparse: bool = False) -> tuple[int, ...]:
@@ -379,7 +379,7 @@ class _Reader:
 def _ascends(indices: torch.Tensor) -> bool:
     """Whether the columns ascend strictly, first row first."""
     before, after = indices[:, :-1], indices[:, 1:]
-    decided = torch.zeros(before.shape[1], dtype=torch.bool)
+    decided = torch.zeros(before.shape[1], dtype=torch.bool, device="cpu")
     for low, high in zip(before, after, strict=True):
         if bool((~decided & (low > high)).any()):
             return False

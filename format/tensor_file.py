@@ -197,7 +197,7 @@ def section_tensor(section: Section) -> torch.Tensor:
     """
     dtype = torch_dtype(section.dtype)
     if section.nbytes == 0:
-        return torch.empty(section.shape, dtype=dtype)
+        return torch.empty(section.shape, dtype=dtype, device="cpu")
     data = np.frombuffer(section.data, np.uint8)
     if data.ctypes.data % item_bytes(section.dtype):
         data = data.copy()

@@ -88,7 +88,7 @@ def plan(
     columns = [[*firsts, *[_NEVER] * unused]]
     columns += [[*values, *[0] * unused] for values in zip(*entries, strict=True)]
     # A copy from pinned memory waits for nothing, and torch keeps that memory until it is over.
-    host = torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
     launch = Launch(host.to(device, non_blocking=True), slots, total)
     with _lock:
         _kept[key] = launch

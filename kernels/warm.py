@@ -25,7 +25,7 @@ def warm_up() -> None:
     """
     rows = 70
     bitmap, other = dirty_bitmap.new(rows), dirty_bitmap.new(rows)
-    ids = torch.tensor([1, 2, 5, 64, 69])
+    ids = torch.tensor([1, 2, 5, 64, 69], device="cpu")
     dirty_bitmap.mark(bitmap, ids, rows=rows)
     dirty_bitmap.mark(bitmap, ids.to(torch.int32), rows=rows)
     dirty_bitmap.merge(other, bitmap)
@@ -33,19 +33,21 @@ def warm_up() -> None:
     dirty_bitmap.clear(other)
     dirty_bitmap.mark_all(other, rows=rows)
     dirty_bitmap.mark_new(other, ids, rows=rows)
-    dirty_bitmap.mark_nonzero(other, torch.zeros(rows), rows=rows)
+    dirty_bitmap.mark_nonzero(
+        other, torch.zeros(rows, dtype=torch.float32, device="cpu"), rows=rows
+    )
     dirty_bitmap.count(bitmap)
     found = dirty_bitmap.collect(bitmap, rows=rows)
 
-    table = torch.linspace(-1.0, 1.0, rows * 3).reshape(rows, 3)
-    part = torch.empty(found.numel(), 3)
+    table = torch.linspace(-1.0, 1.0, rows * 3, dtype=torch.float32, device="cpu").reshape(rows, 3)
+    part = torch.empty(found.numel(), 3, dtype=torch.float32, device="cpu")
     row_gather.gather(table, found, part)
     row_gather.scatter(part, found, table)
-    row_gather.move(part, torch.arange(found.numel()), table, found)
+    row_gather.move(part, torch.arange(found.numel(), device="cpu"), table, found)
     to = dirty_rows.Destination(torch.empty_like(found), ((table, torch.empty_like(part)),))
     dirty_rows.count([bitmap], rows=[rows]).copy([to])
 
-    row_digest.digest(torch.zeros(2, 2), found[:2])
+    row_digest.digest(torch.zeros(2, 2, dtype=torch.float32, device="cpu"), found[:2])
     row_digest.digest(part, 0)
 
     for bits in bit_packing.BITS:
@@ -55,6 +57,10 @@ def warm_up() -> None:
     quantize.quantize_packed(part, 4, quantize.default_method(4))
 
     # A bitmap, gaps, runs.
-    for rows_of in (found[:3], found * (1 << 33), torch.tensor([0, 1, 2, 90, 91, 92])):
+    for rows_of in (
+        found[:3],
+        found * (1 << 33),
+        torch.tensor([0, 1, 2, 90, 91, 92], device="cpu"),
+    ):
         coded = row_set.encode(rows_of)
         row_set.decode(*coded, count=rows_of.numel(), rows=1 << 40)

@@ -34,7 +34,7 @@ class FloatTable:
     @classmethod
     def empty(cls, table: LogicalTable) -> FloatTable:
         """Of a table of a checkpoint, in fresh memory of the CPU."""
-        return cls(torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype)))
+        return cls(torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype), device="cpu"))
 
     @property
     def rows(self) -> int:
@@ -93,13 +93,15 @@ class CodedTable:
         self._spec = table
         self.bits = bits
         self.changed: Tensor | None = None
-        self._codes = torch.zeros(table.rows, _width(table.dim, bits), dtype=torch.uint8)
-        self._scale = torch.zeros(table.rows, dtype=torch.float32)
-        self._offset = torch.zeros(table.rows, dtype=torch.float32)
+        self._codes = torch.zeros(
+            table.rows, _width(table.dim, bits), dtype=torch.uint8, device="cpu"
+        )
+        self._scale = torch.zeros(table.rows, dtype=torch.float32, device="cpu")
+        self._offset = torch.zeros(table.rows, dtype=torch.float32, device="cpu")
         self._dtype = torch_dtype(table.dtype)
         # Replaced, never written to: two copies of a table share them.
-        self._exact_ids = torch.empty(0, dtype=torch.int64)
-        self._exact = torch.empty(0, table.dim, dtype=self._dtype)
+        self._exact_ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._exact = torch.empty(0, table.dim, dtype=self._dtype, device="cpu")
         self._new: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -175,7 +177,7 @@ class CodedTable:
         self.changed = None
         ids = torch.cat([self._exact_ids, *(ids for ids, _ in self._new)])
         values = torch.cat([self._exact, *(values for _, values in self._new)])
-        old = torch.arange(ids.numel()) < self._exact_ids.numel()
+        old = torch.arange(ids.numel(), device="cpu") < self._exact_ids.numel()
         new_ids = ids[~old]
         # An old one counts if the row is still exact and was not brought anew.
         keep = self._scale[ids].isnan() & ~(old & torch.isin(ids, new_ids))
@@ -190,7 +192,7 @@ class CodedTable:
         if self.bits < other.bits:
             self._widen(other.bits)
         if ids is None:
-            ids = torch.arange(self._spec.rows)
+            ids = torch.arange(self._spec.rows, device="cpu")
         for part in ids.split(_pass_rows(self._codes)):
             codes = self._repacked(other._codes[part], other.bits)
             row_gather.scatter(codes, part, self._codes)
@@ -223,7 +225,9 @@ class CodedTable:
     def _widen(self, bits: int) -> None:
         narrow, from_bits = self._codes, self.bits
         self.bits = bits
-        self._codes = torch.empty(self._spec.rows, _width(self._spec.dim, bits), dtype=torch.uint8)
+        self._codes = torch.empty(
+            self._spec.rows, _width(self._spec.dim, bits), dtype=torch.uint8, device="cpu"
+        )
         step = _pass_rows(self._codes)
         for start in range(0, self._spec.rows, step):
             part = slice(start, start + step)
@@ -241,7 +245,11 @@ ServedTable = FloatTable | CodedTable
 
 def _ids(rows: range | Tensor, positions: Tensor | None) -> Tensor:
     if isinstance(rows, range):
-        return torch.arange(rows.start, rows.stop) if positions is None else positions + rows.start
+        return (
+            torch.arange(rows.start, rows.stop, device="cpu")
+            if positions is None
+            else positions + rows.start
+        )
     return rows if positions is None else rows[positions]
 
 

@@ -79,7 +79,7 @@ class DeviceDrain:
         """Bring everything to the host, on a stream of its own; buffers are given back."""
         if not self._waiting:
             return
-        pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
         for device, event in self._ready.items():
             stream = torch.cuda.Stream(device)
             stream.wait_event(event)

@@ -102,7 +102,7 @@ class Shard:
         """[held_rows, dim]: the live values."""
         if self.table is not None:
             return self.table.weight
-        return torch.empty((0, self.dim), dtype=torch_dtype(self.dtype))
+        return torch.empty((0, self.dim), dtype=torch_dtype(self.dtype), device="cpu")
 
 
 def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:

@@ -163,7 +163,7 @@ def _active(hyperparameter: Any) -> bool:
 
 def _is_positive(eps: Any, dtype: torch.dtype) -> bool:
     """Whether it is once it is in `dtype`; each of them, where there is one for each column."""
-    return bool(torch.as_tensor(eps).to(dtype).min().item() > 0)
+    return bool(torch.as_tensor(eps, dtype=torch.float64, device="cpu").to(dtype).min().item() > 0)
 
 
 def row_states(state: Mapping[Any, Any], rows: int) -> dict[str, Tensor]:

@@ -86,7 +86,7 @@ class Sample:
                     # One transfer for all tables.
                     moved = torch.cat(self.ids).to(source.device)
                     there[source.device] = moved.split([len(some) for some in self.ids])
-                out = torch.empty((len(ids), *source.shape[1:]), dtype=source.dtype)
+                out = torch.empty((len(ids), *source.shape[1:]), dtype=source.dtype, device="cpu")
                 device.gather(source, there[source.device][index], out)
                 found.append(out)
             self.arrays.append(tuple(found))

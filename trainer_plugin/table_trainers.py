@@ -189,7 +189,8 @@ def _sources(
 
 def same_rate(one: float, other: float) -> bool:
     """Whether two hyperparameters are the same in float32, as FBGEMM keeps some."""
-    return torch.tensor(one).item() == torch.tensor(other).item()
+    rates = torch.tensor([one, other], dtype=torch.float32, device="cpu")
+    return bool(rates[0] == rates[1])
 
 
 def _trained(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, _Trained]:
@@ -246,7 +247,10 @@ def _torch_entry(state: Mapping[str, Any], steps: int) -> _Tree:
     FBGEMM counts batches for Adam only; without a decay of the rate torch counts them in vain.
     """
     keys = _TWINS[state["optimizer"]].keys if state["optimizer"] in _TWINS else ()
-    values = {"step": torch.tensor(float(steps))} if "step" in keys else {}
+    # In the dtype that torch's optimizers count in.
+    dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+    step = torch.tensor(float(steps), dtype=dtype, device="cpu")
+    values = {"step": step} if "step" in keys else {}
     return {"keys": list(keys), "values": values, "on_host": ["step"]}
 
 

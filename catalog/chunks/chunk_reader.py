@@ -65,7 +65,7 @@ class StoredRows:
                 for end in (wanted.start, wanted.stop)
             )
         else:
-            ends = torch.tensor([wanted.start, wanted.stop])
+            ends = torch.tensor([wanted.start, wanted.stop], device="cpu")
             start, stop = torch.searchsorted(rows, ends).tolist()
         return range(start, max(start, stop))
 
@@ -196,7 +196,7 @@ def read_rows(
     spec = manifest.tables[entry.table]
     sections = chunk.sections
     exact = entry.scheme == "exact"
-    none = torch.empty(0)
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
     return StoredRows(
         rows=row_ids(chunk, entry, spec),
         scheme=entry.scheme,

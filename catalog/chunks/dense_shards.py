@@ -100,7 +100,7 @@ def join_shards(shards: Sequence[DenseShard], *, name: str) -> Tensor:
         MalformedObject: as `fill_part`; nothing has been allocated for what is not there.
     """
     filled = _checked(shards, name)
-    whole = torch.empty(shards[0].shape, dtype=shards[0].tensor.dtype)
+    whole = torch.empty(shards[0].shape, dtype=shards[0].tensor.dtype, device="cpu")
     _copy(filled, (0,) * whole.dim(), whole)
     return whole
 

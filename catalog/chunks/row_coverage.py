@@ -74,12 +74,16 @@ class RowCoverage:
         """Whether the sets of ids overlap each other or `ranges`, which are disjoint."""
         if self._sets:
             ids = torch.cat(self._sets).sort().values
-            edges = torch.tensor([(rows.start, rows.stop) for rows in ranges], dtype=torch.int64)
+            edges = torch.tensor(
+                [(rows.start, rows.stop) for rows in ranges], dtype=torch.int64, device="cpu"
+            )
             before = torch.searchsorted(ids, edges.reshape(-1, 2))
             return bool((ids[1:] == ids[:-1]).any() or (before[:, 0] != before[:, 1]).any())
         if self._bitmap is None:
             return False
         for rows in ranges:
-            dirty_bitmap.mark(self._bitmap, torch.arange(rows.start, rows.stop), rows=self._rows)
+            dirty_bitmap.mark(
+                self._bitmap, torch.arange(rows.start, rows.stop, device="cpu"), rows=self._rows
+            )
         added = self._set_rows + sum(len(rows) for rows in ranges)
         return dirty_bitmap.count(self._bitmap) != added

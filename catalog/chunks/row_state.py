@@ -19,7 +19,7 @@ def to_bfloat16(values: Tensor) -> Tensor:
     are; nothing finite becomes infinite. The error is at most 2^-8 of a value's magnitude, and at
     most 2^-134 below the smallest normal number.
     """
-    rounded = torch.empty(values.shape, dtype=torch.bfloat16)
+    rounded = torch.empty(values.shape, dtype=torch.bfloat16, device="cpu")
     # A part that stays in the caches at a time: fresh memory costs more than the rounding.
     parts = zip(values.reshape(-1).split(_PART), rounded.view(-1).split(_PART), strict=True)
     for part, into in parts:

@@ -46,7 +46,7 @@ class SeenRows:
             Which of them nothing newer has brought: positions int64 [m], ascending; None: all.
         """
         if self.all:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         positions = dirty_bitmap.mark_new(self._bitmap, rows, rows=self._rows)
         self._seen += positions.numel()
         return None if positions.numel() == len(rows) else positions
@@ -58,13 +58,13 @@ class SeenIds:
     all = False
 
     def __init__(self) -> None:
-        self._seen = torch.empty(0, dtype=torch.int64)
+        self._seen = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def claim(self, rows: range | Tensor) -> Tensor | None:
         """See `SeenRows.claim`."""
-        ids = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+        ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         places = torch.searchsorted(self._seen, ids)
-        known = torch.zeros(ids.numel(), dtype=torch.bool)
+        known = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
         inside = places < self._seen.numel()
         known[inside] = self._seen[places[inside]] == ids[inside]
         positions = (~known).nonzero().flatten()

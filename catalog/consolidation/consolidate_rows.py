@@ -154,6 +154,6 @@ def _within(moved: MovedRows, section: range) -> tuple[range | Tensor, int]:
         return range(first - section.start, stop - section.start), first - rows.start
     if rows[0] >= section.start and rows[-1] < section.stop:
         return (rows - section.start if section.start else rows), 0
-    ends = torch.tensor([section.start, section.stop])
+    ends = torch.tensor([section.start, section.stop], device="cpu")
     first, stop = torch.searchsorted(rows, ends).tolist()
     return rows[first:stop] - section.start, first

@@ -266,7 +266,9 @@ class _Waiting:
     def append_range(self, moved: MovedRows, first: int, count: int) -> None:
         at = slice(self.rows, self.rows + count)
         rows = moved.rows[first : first + count]
-        self._ids[at] = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+        self._ids[at] = (
+            torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
+        )
         for name, part in self._parts.items():
             part[at] = moved.parts[name][first : first + count]
         self.rows += count

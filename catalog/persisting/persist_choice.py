@@ -76,7 +76,7 @@ def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
     """Some of the staged rows of a table, or all when they are few: f32 [n, dim]."""
     table = staged.job.tables[index]
     count = table.row_count
-    every = torch.arange(count) if count <= SAMPLE_ROWS else drawn(count, seed)
+    every = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
     extents = tuple(
         staged.extent(values_name(index), first=position, count=1) for position in every.tolist()
     )

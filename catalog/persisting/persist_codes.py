@@ -36,7 +36,7 @@ def staged_codes(staged: StagedJob, block: RowBlock, rows_each: int) -> Iterator
         if bool((wide > 1).any()):
             _refuse(staged, block, "wide", f"a flag of {int(wide.max())}", "0 or 1")
         low, high = np.searchsorted(exact_at, (first, first + count))
-        exact = torch.zeros(count, dtype=torch.bool)
+        exact = torch.zeros(count, dtype=torch.bool, device="cpu")
         exact[torch.from_numpy(exact_at[low:high] - first)] = True
         found = PackedRows(codes, scale, offset, exact, wide.to(torch.bool))
         _check(staged, block, found)
@@ -118,7 +118,7 @@ def _read(staged: StagedJob, block: RowBlock, array: CodeArray, first: int, coun
     read_into(memoryview(buffer), extent)
     dtype = torch.uint8 if segment.dtype == "BOOL" else torch_dtype(segment.dtype)
     if not buffer:
-        return torch.empty((count, *segment.shape[1:]), dtype=dtype)
+        return torch.empty((count, *segment.shape[1:]), dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype).reshape(count, *segment.shape[1:])
 
 

@@ -73,9 +73,9 @@ class MemoryTarget:
 
 def _empty(table: LogicalTable) -> TableTarget:
     return TableTarget(
-        values=torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype)),
+        values=torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype), device="cpu"),
         row_states=tuple(
-            torch.empty(table.rows, *state.shape, dtype=torch_dtype(state.dtype))
+            torch.empty(table.rows, *state.shape, dtype=torch_dtype(state.dtype), device="cpu")
             for state in table.row_states
         ),
     )

@@ -100,14 +100,14 @@ class PieceSink:
             inside = stored.positions_of(wanted)
             chosen = positions
             if chosen is not None:
-                ends = torch.tensor([inside.start, inside.stop])
+                ends = torch.tensor([inside.start, inside.stop], device="cpu")
                 first, last = torch.searchsorted(chosen, ends).tolist()
                 chosen = chosen[first:last] - inside.start
             _place(stored.within(wanted), chosen, part)
 
     def mark(self, rows: range | Tensor) -> None:
         """See `RowSink.mark`."""
-        ids = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+        ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         for part in self._parts:
             wanted = self._of(part)
             inside = ids[(ids >= wanted.start) & (ids < wanted.stop)] - wanted.start

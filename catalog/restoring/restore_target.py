@@ -60,7 +60,7 @@ class TableTarget:
 def mark_rows(changed: Tensor | None, rows: range | Tensor, *, of: int) -> None:
     """Mark rows in a dirty bitmap of so many, if there is one."""
     if changed is not None:
-        ids = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+        ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         dirty_bitmap.mark(changed, ids, rows=of)
 
 

@@ -149,7 +149,7 @@ def _plain_error(values: Tensor, stored: DecodedRows) -> Tensor:
     """
     rows = values.to(torch.float32).contiguous()
     methods = [quantize.ASYMMETRIC] + ([quantize.SYMMETRIC] if stored.symmetric else [])
-    worst = torch.zeros(len(rows), dtype=torch.float64)
+    worst = torch.zeros(len(rows), dtype=torch.float64, device="cpu")
     for method in methods:
         for half in (False, True):  # as parameters may be stored
             packed, scale, offset, refused, _ = quantize.quantize_packed(

@@ -74,7 +74,7 @@ class RowValidation:
         self._samples = samples
         self._whole = whole
         # Of each sample, the positions of the rows that were not met yet.
-        self._left = [torch.arange(0 if s is None else len(s.ids)) for s in samples]
+        self._left = [torch.arange(0 if s is None else len(s.ids), device="cpu") for s in samples]
         # Of one link no row comes twice, so that nothing has to be remembered.
         several = whole and len(links) > 1
         self._seen = SeenRows(self._spec.rows) if several else None

@@ -61,7 +61,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     require_codes(codes, bits)
     n, dim = codes.shape
     width = packed_width(dim, bits)
-    packed = torch.empty(n, width, dtype=torch.uint8)
+    packed = torch.empty(n, width, dtype=torch.uint8, device="cpu")
     addresses = codes.data_ptr(), packed.data_ptr()
 
     def part(start: int, stop: int) -> None:
@@ -76,7 +76,7 @@ def unpack(packed: Tensor, *, dim: int, bits: int) -> Tensor:
     """The codes u8 [n, dim]."""
     require_packed(packed, dim, bits)
     n, width = packed.shape
-    codes = torch.empty(n, dim, dtype=torch.uint8)
+    codes = torch.empty(n, dim, dtype=torch.uint8, device="cpu")
     addresses = packed.data_ptr(), codes.data_ptr()
 
     def part(start: int, stop: int) -> None:

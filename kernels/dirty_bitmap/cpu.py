@@ -275,7 +275,7 @@ def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
         if not ids.is_cpu:
             raise ValueError(f"ids: device {ids.device}, expected cpu")
         address = ids.data_ptr()
-    positions = torch.empty(n, dtype=torch.int64)
+    positions = torch.empty(n, dtype=torch.int64, device="cpu")
     if n == 0:
         return positions
     new = _mark_new(bitmap.data_ptr(), address, first, n, rows, positions.data_ptr())
@@ -388,7 +388,7 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     """
     require_fit(bitmap, rows)
     spans = _spans(bitmap)
-    ids = torch.empty(sum(found for _, found in spans), dtype=torch.int64)
+    ids = torch.empty(sum(found for _, found in spans), dtype=torch.int64, device="cpu")
     positions = {}
     position = 0
     for first, found in spans:

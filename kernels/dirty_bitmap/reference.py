@@ -35,7 +35,7 @@ def _write(bitmap: Tensor, marked: set[int]) -> None:
     for row in marked:
         words[row // 32] |= 1 << row % 32
     signed = [word - (1 << 32) if word >> 31 else word for word in words]
-    bitmap.copy_(torch.tensor(signed, dtype=torch.int32))
+    bitmap.copy_(torch.tensor(signed, dtype=torch.int32, device="cpu"))
 
 
 def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
@@ -65,7 +65,7 @@ def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
             new.append(position)
             seen.add(row)
     _write(bitmap, seen)
-    return torch.tensor(new, dtype=torch.int64)
+    return torch.tensor(new, dtype=torch.int64, device="cpu")
 
 
 def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
@@ -97,7 +97,7 @@ def count(bitmap: Tensor) -> int:
 
 def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     """The marked rows: int64 [n], ascending."""
-    return torch.tensor(sorted(_read(bitmap)), dtype=torch.int64)
+    return torch.tensor(sorted(_read(bitmap)), dtype=torch.int64, device="cpu")
 
 
 def count_many(bitmaps: Sequence[Tensor]) -> list[int]:

@@ -80,11 +80,11 @@ def _encode(
     require_rows(rows, bits)
     n, dim = rows.shape
     width = packed_width(dim, code_bits)
-    packed = torch.empty(n, width, dtype=torch.uint8)
-    scale = torch.empty(n, dtype=torch.float32)
-    offset = torch.empty(n, dtype=torch.float32)
-    exact = torch.empty(n, dtype=torch.bool)
-    wide = torch.empty(n, dtype=torch.bool)
+    packed = torch.empty(n, width, dtype=torch.uint8, device="cpu")
+    scale = torch.empty(n, dtype=torch.float32, device="cpu")
+    offset = torch.empty(n, dtype=torch.float32, device="cpu")
+    exact = torch.empty(n, dtype=torch.bool, device="cpu")
+    wide = torch.empty(n, dtype=torch.bool, device="cpu")
     parameters = scale.data_ptr(), offset.data_ptr(), exact.data_ptr(), wide.data_ptr()
     to = packed.data_ptr(), code_bits, width, *parameters
     search = _search(dim, bits, method)
@@ -136,7 +136,7 @@ def _search(dim: int, bits: int, method: Method) -> _Search | None:
 
 
 def _decode(packed: Tensor, scale: Tensor, offset: Tensor, dim: int, bits: int) -> Tensor:
-    rows = torch.empty(packed.shape[0], dim, dtype=torch.float32)
+    rows = torch.empty(packed.shape[0], dim, dtype=torch.float32, device="cpu")
     _decode_into(rows, packed, scale, offset, bits, None, None)
     return rows
 

@@ -49,9 +49,11 @@ def decode(clustered: Clustered) -> Tensor:
 
 def _clustered(rows: Tensor, count: int, rounds: int) -> Clustered:
     if not rows.shape[0]:
-        return Clustered(rows.to(torch.uint8), torch.empty(0, count))
+        return Clustered(
+            rows.to(torch.uint8), torch.empty(0, count, dtype=torch.float32, device="cpu")
+        )
     values = rows.double()
-    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     low, high = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
     starts = (torch.quantile(values, places, dim=1).t(), low + (high - low) * places)
     found, errors = [], []

@@ -24,7 +24,7 @@ def quantize(
 ) -> Quantized:
     """Quantize f32 rows [n, dim] to codes of `bits` bits."""
     require_rows(rows, bits)
-    levels = torch.tensor(float(2**bits - 1), dtype=torch.float32)
+    levels = torch.tensor(float(2**bits - 1), dtype=torch.float32, device="cpu")
     finite = rows.isfinite().all(dim=1)
     usable = torch.where(finite[:, None], rows, torch.zeros_like(rows))
     low, high = usable.amin(dim=1), usable.amax(dim=1)
@@ -33,7 +33,7 @@ def quantize(
     low = torch.where((low == 0) & negative_zero, torch.full_like(low, -0.0), low + 0.0)
 
     constant = (high == low) & ~((low == 0) & negative_zero)
-    smallest = torch.tensor(2.0**-126, dtype=torch.float32) * levels
+    smallest = torch.tensor(2.0**-126, dtype=torch.float32, device="cpu") * levels
     spread = (high - low >= smallest) & (high - low <= 2.0**126)
     if method.name == "symmetric":
         high = torch.where(spread, torch.maximum(low.abs(), high.abs()), high)
@@ -124,4 +124,4 @@ def dequantize_rows(
     """`dequantize_packed`, and a copy of the chosen rows to their places."""
     rows = dequantize_packed(packed, scale, offset, dim=table.shape[1], bits=bits)
     rows = rows if positions is None else rows[positions]
-    table[torch.arange(len(rows)) if ids is None else ids] = rows
+    table[torch.arange(len(rows), device="cpu") if ids is None else ids] = rows

@@ -40,7 +40,7 @@ def found_parameters(
         if not grid.fraction_bits(dim, bits):
             return stored
         found = _stored(*_refit(rows, bits, method, *plain), stored, halves)
-    margin = torch.tensor(1.25 * dim, dtype=torch.float32)
+    margin = torch.tensor(1.25 * dim, dtype=torch.float32, device="cpu")
     better = cost(rows, bits, *found, plain[0]) + margin <= cost(rows, bits, *stored, plain[0])
     return torch.where(better, found[0], stored[0]), torch.where(better, found[1], stored[1])
 
@@ -73,8 +73,10 @@ def _refit(
     rows: Tensor, bits: int, method: Method, step: Tensor, low: Tensor
 ) -> tuple[Tensor, Tensor]:
     dim = rows.shape[1]
-    top = torch.tensor(float(2**bits - 1))
-    unit = torch.tensor(float(1 << grid.fraction_bits(dim, bits)))
+    top = torch.tensor(float(2**bits - 1), dtype=torch.float32, device="cpu")
+    unit = torch.tensor(
+        float(1 << grid.fraction_bits(dim, bits)), dtype=torch.float32, device="cpu"
+    )
     middle = top * 0.5 * unit
     steps = (rows - low[:, None]) * (1.0 / step)[:, None]
     units = (steps * unit).round() - middle
@@ -94,7 +96,9 @@ def _refit(
 
     for its_slope, its_shift in table:
         consider(its_slope.expand_as(step), its_shift.expand_as(step))
-    nearby = torch.tensor(grid.half_spacing(dim, bits, method.bins), dtype=torch.float32)
+    nearby = torch.tensor(
+        grid.half_spacing(dim, bits, method.bins), dtype=torch.float32, device="cpu"
+    )
     first, last = 0.0 - shift / slope, (top - shift) / slope
     for raised in (-1.0, 0.0, 1.0):
         for lowered in (-1.0, 0.0, 1.0):
@@ -140,7 +144,7 @@ def _greedy(
     halves: Tensor,
 ) -> tuple[Tensor, Tensor]:
     step, low = plain
-    levels = torch.tensor(float(2**bits - 1))
+    levels = torch.tensor(float(2**bits - 1), dtype=torch.float32, device="cpu")
     high = low + step * levels
     move = step * levels / float(method.bins)
     best, best_cost = stored, cost(rows, bits, *stored, step)

@@ -103,14 +103,14 @@ def _on_cpu(
     n = table.shape[0] if ids is None else ids.numel()
     dim = table.shape[1]
     found = PackedRows(
-        torch.empty(n, packed_width(dim, bits), dtype=torch.uint8),
-        torch.empty(n, dtype=torch.float32),
-        torch.empty(n, dtype=torch.float32),
-        torch.empty(n, dtype=torch.bool),
-        torch.empty(n, dtype=torch.bool),
+        torch.empty(n, packed_width(dim, bits), dtype=torch.uint8, device="cpu"),
+        torch.empty(n, dtype=torch.float32, device="cpu"),
+        torch.empty(n, dtype=torch.float32, device="cpu"),
+        torch.empty(n, dtype=torch.bool, device="cpu"),
+        torch.empty(n, dtype=torch.bool, device="cpu"),
     )
     rows_each = max(1, _PASS_BYTES // (4 * dim))
-    buffer = torch.empty(min(rows_each, n), dim, dtype=table.dtype)
+    buffer = torch.empty(min(rows_each, n), dim, dtype=table.dtype, device="cpu")
     for start in range(0, n, rows_each):
         stop = min(start + rows_each, n)
         if ids is None:

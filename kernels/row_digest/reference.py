@@ -16,7 +16,7 @@ __all__ = ["digest"]
 def digest(rows: Tensor, ids: Tensor | int) -> int:
     """Sum of the rows' digests, modulo 2^64."""
     n, row_bytes = require_digestible(rows, ids)
-    first = torch.arange(ids, ids + n) if isinstance(ids, int) else ids
+    first = torch.arange(ids, ids + n, device="cpu") if isinstance(ids, int) else ids
     words = np.zeros((n, -(-row_bytes // 8) * 8), np.uint8)
     if row_bytes:
         words[:, :row_bytes] = rows.reshape(-1).view(torch.uint8).numpy().reshape(n, row_bytes)

@@ -251,13 +251,13 @@ def decode(
     """The ids: int64 [count]."""
     if coding == "range":
         check_range(first, payload, count=count, rows=rows)
-        return torch.arange(first, first + count, dtype=torch.int64)
+        return torch.arange(first, first + count, dtype=torch.int64, device="cpu")
     if coding == "bitmap":
         bits = open_bitmap(first, payload, count=count, rows=rows)
         return _read_bits(bits, first, count)
     if coding == "delta":
         stored = open_delta(first, payload, count=count, rows=rows)
-        ids = torch.empty(count, dtype=torch.int64)
+        ids = torch.empty(count, dtype=torch.int64, device="cpu")
         if _read_gaps(stored, 0, first, ids.numpy(), limit=rows) < 0:
             raise outside(rows)
         return ids
@@ -287,7 +287,7 @@ def _bits(ids: Tensor, span: int) -> Bytes:
 
 
 def _read_bits(bits: Bytes, first: int, count: int) -> Tensor:
-    ids = torch.empty(count, dtype=torch.int64)
+    ids = torch.empty(count, dtype=torch.int64, device="cpu")
     address = bits.ctypes.data
 
     def measure(start: int, stop: int) -> tuple[int, int]:
@@ -315,7 +315,7 @@ def _read_runs(first: int, payload: object, *, count: int, rows: int) -> Tensor:
         raise outside(rows)
     if _read_gaps(lengths, at, 0, starts, limit=count) < 0:
         raise too_long(count)
-    ids = torch.empty(count, dtype=torch.int64)
+    ids = torch.empty(count, dtype=torch.int64, device="cpu")
     _join_runs(offsets.ctypes.data, starts.ctypes.data, runs, ids.data_ptr(), count)
     return ids
 

@@ -74,7 +74,7 @@ def decode(
             raise outside(rows)
     else:
         raise unknown_coding(coding)
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def _read_runs(first: int, payload: object, *, count: int, rows: int) -> list[int]:

@@ -269,7 +269,7 @@ def feature_bounds(
         bags = (offsets.numel() - 1) // features
         found: list[int] = offsets[:: max(bags, 1)].tolist() if bags else [0] * (features + 1)
         return found
-    firsts = torch.tensor([0, *(sum(ranks) for ranks in sizes)]).cumsum(0)
+    firsts = torch.tensor([0, *(sum(ranks) for ranks in sizes)], device="cpu").cumsum(0)
     found = offsets[firsts.to(offsets.device)].tolist()
     return found
 
