@@ -63,7 +63,9 @@ class Checkpointer:
     `on_error="raise"` the next `step` raises it instead.
 
     A checkpoint holds the state between two batches. Gradients are no part of it: call
-    `zero_grad()` before each backward pass, as usual.
+    `zero_grad()` before each backward pass, as usual. With `set_to_none=False` a parameter that a
+    batch leaves out has a gradient of zeros, with which momentum goes on; after a restore it has
+    none until it takes part, and its optimizer passes it over.
 
     Args:
         model: holds every parameter that the optimizers train.
