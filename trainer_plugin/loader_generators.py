@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 __all__ = ["capture", "restore", "set_epochs"]
+
+_log = logging.getLogger("recpoint")
 
 #: Where the parts of a loader are: samplers may wrap samplers, and datasets other datasets.
 _PARTS = ("sampler", "batch_sampler", "dataset")
@@ -28,11 +31,25 @@ def capture(loader: object) -> dict[str, Any]:
 
 
 def restore(loader: object, saved: Mapping[str, Any]) -> None:
-    """Put the states back, each where `capture` found it; what is gone is passed over."""
+    """Put the states back, each where `capture` found it; what is gone is passed over.
+
+    So is what is of another kind by now, with a warning.
+    """
     states = saved["states"]
     for name, generator in _generators(loader):
-        if states.get(name) is not None:
+        if states.get(name) is None:
+            continue
+        try:
             _set_state(generator, states[name])
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            _log.warning(
+                "the training dataloader's generator %s goes on as the script made it, and the "
+                "batches that it draws will differ: it is a %s, and the checkpoint's was of "
+                "another kind (%s). Next: give the generator that the run was trained with",
+                name,
+                type(generator).__qualname__,
+                error,
+            )
 
 
 def set_epochs(loader: object, saved: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -73,18 +90,27 @@ def _generators(loader: object) -> Iterator[tuple[str, Any]]:
     """Each generator once, by where it is."""
     seen = set()
     for place, part in _parts(loader):
-        for name, value in _attributes(part).items():
+        # All at once: a dataset that reads ahead in a thread may come to others meanwhile.
+        for name, value in list(_attributes(part).items()):
             if _is_generator(value) and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{place}{name}", value
 
 
 def _is_generator(value: object) -> bool:
-    if isinstance(value, random.SystemRandom):
-        return False  # has no state
-    return isinstance(
-        value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-    )
+    """Whether it is one whose state is known to be stored, and put back.
+
+    What a class of somebody's own says of its state is not asked for: training waits, and would end
+    with an error there, or no checkpoint could be stored.
+    """
+    if isinstance(value, random.Random):  # SystemRandom is one, and has no state
+        kind = type(value)
+        return (kind.getstate, kind.setstate) == (random.Random.getstate, random.Random.setstate)
+    if isinstance(value, np.random.RandomState):  # it takes states of the first generator alone
+        return isinstance(value._bit_generator, np.random.MT19937)
+    if isinstance(value, np.random.Generator):
+        return type(value.bit_generator).__module__.startswith("numpy.random.")
+    return isinstance(value, torch.Generator)
 
 
 def _state(generator: Any) -> Any:

@@ -173,3 +173,56 @@ def test_generators_without_a_state_and_parts_that_hold_each_other_are_passed_ov
     sampler.dataset = sampler
     loader = DataLoader(_SAMPLES, batch_size=4, sampler=sampler)
     assert loader_generators.capture(loader) == {"states": {}, "epochs": {}}
+
+
+class _Dice(random.Random):
+    """Of a class of somebody's own, which is no help to who stores its state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(4)
+        self._state = state
+
+    def getstate(self) -> Any:
+        if self._state is None:
+            raise NotImplementedError("who throws dice keeps no state")
+        return self._state
+
+
+class _Wheel(np.random.PCG64):
+    @property  # type: ignore[misc]  # it cannot be set
+    def state(self) -> Any:
+        raise NotImplementedError("nor does a wheel")
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        _Dice(None),
+        _Dice(object()),
+        np.random.Generator(_Wheel(4)),
+        np.random.RandomState(np.random.PCG64(4)),  # numpy puts no such state back
+    ],
+)
+def test_a_generator_that_nobody_can_put_back_ends_no_training(generator: Any) -> None:
+    loader = ResumableLoader(DataLoader(_SAMPLES, batch_size=4, sampler=_Shuffled(generator)))
+    batches = iter(loader)
+    next(batches)
+    state = _stored(loader.state_dict())
+    loader.load_state_dict(state)
+    assert len(_batches(loader, 1)) == _BATCHES - 1
+
+
+@pytest.mark.parametrize("now", ["random", "numpy", "philox", "RandomState", "python"])
+@pytest.mark.parametrize("then", ["random", "numpy", "RandomState", "python"])
+def test_a_generator_of_another_kind_goes_on_as_it_was_made(
+    then: str, now: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = ResumableLoader(_loader(then))
+    next(iter(loader))
+    resumed = ResumableLoader(_loader(now))
+    resumed.load_state_dict(_stored(loader.state_dict()))
+    assert len(_batches(resumed, 1)) == _BATCHES - 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (then != now)
+    if then != now:
+        assert "generator sampler.generator goes on as the script made it" in caplog.text
+        assert _batches(resumed, 1) == _batches(ResumableLoader(_loader(now)), 2)[_BATCHES:]
