@@ -83,10 +83,13 @@ class StagingArea:
         """
         if not os.path.isdir(self._slots_directory):
             self.create()
+        self._keep_lock()
+
+    def _keep_lock(self) -> None:
         lost = self._lock
         if lost is not None and host_lock.is_lost(lost, self._lock_path):
             self.lock()
-            host_lock.release(lost)
+            self._release(lost)
 
     def lock(self) -> None:
         """Become the one training process of this rank here; released when the process ends.
@@ -112,12 +115,14 @@ class StagingArea:
         self._slots.clear()
         lock, self._lock = self._lock, None
         if lock is not None:
-            try:
-                host_lock.release(lock)
-            except OSError as error:
-                # Closed it is, and the lock free with it, if the host of the file can be reached.
-                why = error.strerror or error
-                _log.warning("%s: %s when it was released", self._lock_path, why)
+            self._release(lock)
+
+    def _release(self, lock: int) -> None:
+        try:
+            host_lock.release(lock)
+        except OSError as error:
+            # Closed it is, and the lock free with it, if the host of the file can be reached.
+            _log.warning("%s: %s when released", self._lock_path, error.strerror or error)
 
     def agent_is_running(self) -> bool:
         """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it.
@@ -303,7 +308,14 @@ class StagingArea:
                 durable.remove(path)
 
     def say_ended(self) -> None:
-        """Leave word that training has ended and was not killed; only while the lock is held."""
+        """Leave word that training has ended and was not killed; only while the lock is held.
+
+        Another process that trains here by now says it itself: killed, it would count as ended.
+        """
+        try:
+            self._keep_lock()
+        except StagingError as error:
+            return _log.warning("no note for the agent that training has ended: %s", error)
         if self._lock is not None:
             self._note("ended")
 

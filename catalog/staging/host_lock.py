@@ -126,7 +126,10 @@ def is_lost(descriptor: int, path: Path) -> bool:
         return True
     except OSError:
         return False  # who cannot look has nothing to go by
-    return not os.path.samestat(os.fstat(descriptor), there)
+    try:
+        return not os.path.samestat(os.fstat(descriptor), there)
+    except OSError:
+        return True  # NFS does not know it any more: removed on another host
 
 
 def is_held(path: Path) -> bool:

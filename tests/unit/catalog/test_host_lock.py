@@ -49,3 +49,14 @@ def test_a_lock_that_another_thread_gives_back_meanwhile_hides_none(tmp_path: Pa
     finally:
         host_lock._held.discard(other)
         host_lock.release(lock)
+
+
+def test_a_lock_of_which_the_system_knows_nothing_any_more_is_lost(tmp_path: Path) -> None:
+    """NFS says so of a file that was removed on another host; an agent would end with its error."""
+    path = tmp_path / "lock"
+    lock = host_lock.acquire(path, expected="a free lock", next_step="wait")
+    assert not host_lock.is_lost(lock, path)
+    unknown = os.dup(lock)
+    os.close(unknown)
+    assert host_lock.is_lost(unknown, path)
+    host_lock.release(lock)

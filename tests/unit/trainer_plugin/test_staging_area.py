@@ -13,6 +13,7 @@ import pytest
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.trainer_note import read_note, trainer_state
 from recpoint.trainer_plugin.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage
@@ -94,3 +95,30 @@ def test_a_lock_whose_file_was_removed_is_taken_anew_before_a_slot_is_written(
         assert staged.trainer_is_running(area.run_directory)
     area.close()
     assert not staged.trainer_is_running(area.run_directory)
+
+
+def test_whose_lock_is_anothers_by_now_does_not_say_that_its_training_has_ended(
+    tmp_path: Path,
+) -> None:
+    first, second = (StagingArea(tmp_path, "/runs/own") for _ in range(2))
+    first.create()
+    first.lock()
+    first.take_over(1)
+    lock = staged.trainer_lock_path(first.run_directory)
+    lock.unlink()
+    second.lock()
+    second.take_over(2)
+    first.say_ended()
+    first.close()
+    second.close()  # killed
+    assert _state(second) == "lost"
+    second.lock()
+    lock.unlink()  # and nobody has come
+    second.say_ended()
+    assert _state(second) == "training"
+    second.close()
+    assert _state(second) == "ended"
+
+
+def _state(area: StagingArea) -> str:
+    return trainer_state(area.run_directory, read_note(area.run_directory))
