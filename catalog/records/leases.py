@@ -117,6 +117,8 @@ def reading(
     except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
         _LOG.info("reading without a lease: %s", error)
         _release(lease)  # or what it covers would be kept until it expires
+        lease = None
+    if lease is None:  # not above: what the block raises would seem to follow from that error
         yield None
         return
     try:

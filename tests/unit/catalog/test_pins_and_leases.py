@@ -436,9 +436,15 @@ class TestLeases:
             assert lease is None
 
     def test_who_cannot_start_the_thread_that_renews_it_reads_without(self, run: Run) -> None:
-        with no_threads(), leases.reading(run, purpose="restore") as lease:
+        with (
+            pytest.raises(LookupError) as raised,
+            no_threads(),
+            leases.reading(run, purpose="restore") as lease,
+        ):
             assert lease is None
             assert leases.look(run, Clocks.read()) == []
+            raise LookupError("of the reader's own")
+        assert raised.value.__context__ is None
 
     def test_it_is_renewed_for_as_long_as_the_reader_reads(self, run: Run) -> None:
         puts: list[str] = []
