@@ -19,6 +19,7 @@ from typing import Literal
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AGENT, DRAIN
+from recpoint.errors import StagingError
 from recpoint.flows.agent_end import leave_soon, stopped_by_signals
 from recpoint.flows.agent_failures import postpone
 from recpoint.flows.agent_jobs import AgentJobs
@@ -49,6 +50,8 @@ _STATUS_SECONDS = 5.0
 _DRAIN_SECONDS = 25.0
 _TELL_SECONDS = 5.0
 _RUNS_AT_ONCE = 4
+#: Of a process that ends with a StagingError (`cli.reporting.EXIT_CODES`).
+_STATUS_REFUSED = 2
 
 
 def run_agent(
@@ -107,7 +110,13 @@ def run_agent(
         watched = nullcontext() if watch is None else watch(agent)
         with watched, stopped_by_signals(agent.stop):
             left = agent.serve(once=once)
-            turn.require_kept()
+            try:
+                turn.require_kept()
+            except StagingError as error:
+                if agent.works:  # nothing could be said after that
+                    _LOG.error("%s", error)
+                    leave_soon(at_once=True, status=_STATUS_REFUSED)
+                raise
             if agent.was_stopped:
                 leave_soon(at_once=agent.works)
             return left

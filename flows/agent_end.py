@@ -40,7 +40,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def leave_soon(*, at_once: bool) -> None:
+def leave_soon(*, at_once: bool, status: int = 0) -> None:
     """End the process in a few seconds, unless it ends by itself.
 
     Python waits at its end for the threads of an upload, which may take hours, and Prefect for an
@@ -49,16 +49,17 @@ def leave_soon(*, at_once: bool) -> None:
     Args:
         at_once: end it here, since a thread still works. Python's own end takes from it what it
             works with, piece by piece, and what that leads to would look like a fault of its job.
+        status: of the process, where this ends it.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    leave = threading.Timer(_LEAVE_SECONDS, os._exit, (0,))
+    leave = threading.Timer(_LEAVE_SECONDS, os._exit, (status,))
     leave.daemon = True
     try:
         leave.start()
     except RuntimeError:  # no thread is left on this host
-        os._exit(0)
+        os._exit(status)
     if at_once:
         logging.shutdown()  # which may wait, for no longer than the timer
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(status)

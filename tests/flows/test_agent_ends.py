@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import job_store, staged
-from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, agent_lock_path
+from recpoint.cli.reporting import exit_code
+from recpoint.errors import StagingError
 from recpoint.flows.agent import Agent, run_agent
 from recpoint.flows.prefect_gate import PrefectGate
 from tests.catalog_builder import new_run
@@ -34,23 +36,29 @@ def start(*command: str, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def test_jobs_that_outlast_the_end_of_their_agent_stay_staged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", ["a signal", "its lock is another's"])
+def test_jobs_that_outlast_the_end_of_their_agent_stay_staged(tmp_path: Path, why: str) -> None:
     staging, log = tmp_path / "staging", tmp_path / "log"
+    refused = exit_code(StagingError("the lock", found="another", expected="none", next_step=""))
     jobs = []
     for name in (UPLOADS, "other"):
         run = new_run(tmp_path / name)
         run.claim(None)
         jobs += stage_chain(run, staging, count=1)
     process = start("-m", "tests.slow_agent_program", str(staging), log=log)
-    try:
+    with ExitStack() as held:
+        held.callback(process.wait)
+        held.callback(process.kill)
         until(lambda: {"uploading", "looking"} <= set(log.read_text().replace("root ", "").split()))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_SECONDS) == 0
-    finally:
-        process.kill()
-        process.wait()
+        if why == "a signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            agent_lock_path(staging).unlink()
+            held.enter_context(AgentLock(staging))
+        assert process.wait(PATIENCE_SECONDS) == (0 if why == "a signal" else refused)
     said = log.read_text()
     assert said.count("stays staged") == 2 and "Traceback" not in said, said
+    assert ("a lock held by process" in said) == (why != "a signal")
     assert all(job.exists() for job in jobs)
     assert run_agent(staging, once=True, prefect="off", consolidate="off") == 0
     for job in jobs:
