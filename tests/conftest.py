@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+gc.disable()  # until all is collected: of what is imported until then nothing is garbage
+
 pytest.register_assert_rewrite("recpoint.testing.store_suite")
 
 from recpoint.testing.seaweed import SeaweedServer  # noqa: E402  (after the rewriting is set up)
@@ -94,3 +96,4 @@ def pytest_collection_finish() -> None:
     """Leave what has been imported and collected by now out of each later collection of garbage."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -215,17 +215,18 @@ with checkpointer(training, place, interval_batches=10**6) as ckpt:
         sys.exit()
     elif sys.argv[4] == "closes":
         ckpt.close(final=False)
-    elif sys.argv[4] in ("step", "checkpoint", "restore"):
-        try:
-            getattr(ckpt, sys.argv[4])()
-        except SettingsError as refused:
-            assert f"{sys.argv[4]}(): found a forked child (process {os.getpid()})" in str(refused)
-        else:
-            raise AssertionError("it was not refused")
+    elif sys.argv[4] == "goes on":
+        for name in ("step", "checkpoint", "restore"):
+            try:
+                getattr(ckpt, name)()
+            except SettingsError as refused:
+                assert f"{name}(): found a forked child (process {os.getpid()})" in str(refused)
+            else:
+                raise AssertionError(f"{name}() was not refused")
 """
 
 
-@pytest.mark.parametrize("how", ["goes on", "exits", "closes", "step", "checkpoint", "restore"])
+@pytest.mark.parametrize("how", ["leaves", "exits", "closes", "goes on"])
 def test_a_forked_child_takes_no_checkpoint(place: Place, how: str) -> None:
     root = Path(__file__).parents[3]
     ran = subprocess.run(
