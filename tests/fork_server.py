@@ -30,3 +30,4 @@ asyncio.run(_make_a_client())
 # A collection in a forked process writes to each page that holds an object, which copies it.
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 __all__ = ["ForkedProcess"]
 
 _PRELOADED = [
+    "tests.fork_server_begins",
     "torch._dynamo",  # imported by the first optimizer otherwise, for seconds
     "recpoint.trainer_plugin.checkpointer",
     "recpoint.flows.agent",
