@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "restore", "set_epochs"]
+__all__ = ["capture", "is_told_later", "restore", "set_epochs"]
 
 _log = logging.getLogger("recpoint")
 
@@ -65,6 +65,13 @@ def set_epochs(loader: object, saved: Mapping[str, Any]) -> tuple[int, int] | No
             part.set_epoch(epoch)
             changed = changed or (told, epoch)
     return changed
+
+
+def is_told_later(loader: object, saved: Mapping[str, Any]) -> bool:
+    """Whether a sampler is told to begin an epoch after that in which `capture` found it."""
+    return any(
+        part.epoch > saved["epochs"].get(place, part.epoch) for place, part in _with_epoch(loader)
+    )
 
 
 def _parts(loader: object) -> Iterator[tuple[str, object]]:

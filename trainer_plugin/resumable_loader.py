@@ -197,14 +197,32 @@ class ResumableLoader:
         if isinstance(self.loader, Stateful):
             return iter(self.loader), loaded
         if loaded is not None and loaded["began"] is not None:
-            return self._skip(loaded), loaded
-        if loaded is not None:
+            if not self._is_left_behind(loaded):
+                return self._skip(loaded), loaded
+            self._forget_epoch()
+            self._keep_workers(loaded.get("keeps_workers"))
+            loader_generators.restore(self.loader, loaded["drawing"])
+        elif loaded is not None:
             self._keep_workers(loaded.get("keeps_workers"))
             if loaded.get("drawing") is not None:
                 loader_generators.restore(self.loader, loaded["drawing"])
             rng_state.restore(loaded["fetch"])
         self._began = self._generators()
         return iter(self.loader), None
+
+    def _is_left_behind(self, loaded: dict[str, Any]) -> bool:
+        """Whether all of its epoch was trained, and the script begins with a later one.
+
+        Else it gives nothing and ends, as the epoch that was going on when training ended. Who
+        counts epochs by `batches_done` has none for that one, and would lose the one after it.
+        """
+        drawing = loaded["began"].get("drawing")
+        if drawing is None or not loader_generators.is_told_later(self.loader, drawing):
+            return False
+        try:
+            return bool(loaded["given"] >= len(self))
+        except (TypeError, NotImplementedError):
+            return False
 
     def _skip(self, loaded: dict[str, Any]) -> Iterator[Any]:
         """Begin the epoch as it was begun then, and drop the batches that were trained."""

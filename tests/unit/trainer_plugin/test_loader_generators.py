@@ -156,6 +156,55 @@ def test_a_sampler_that_is_told_another_epoch_goes_on_with_its_own(
     assert "begin the loop over epochs with 2" in message
 
 
+class _EpochsOfItsOwn(_Shuffled):
+    """Shuffles by its generator and by the epoch that it is told."""
+
+    epoch: int
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(generator)
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(_SAMPLES)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        ids = list(super().__iter__())
+        return iter(ids[self.epoch :] + ids[: self.epoch])
+
+
+@pytest.mark.parametrize("kind", ["distributed", "own"])
+@pytest.mark.parametrize("counts", ["by batches_done", "from 0"])
+@pytest.mark.parametrize("done", [5, 6, 7, 12, 13])
+def test_a_script_that_knows_its_epoch_trains_each_batch_once_wherever_it_ended(
+    kind: str, counts: str, done: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(epochs: range, state: Any = None) -> tuple[list[Any], Any]:
+        sampler: Any = _EpochsOfItsOwn(np.random.default_rng(4))
+        if kind == "distributed":
+            sampler = DistributedSampler(_SAMPLES, num_replicas=1, rank=0)
+        loader = ResumableLoader(DataLoader(_SAMPLES, batch_size=4, sampler=sampler))
+        if state is not None:
+            loader.load_state_dict(state)
+        taken, states = [], []
+        for epoch in epochs:
+            loader.sampler.set_epoch(epoch)
+            for batch in loader:
+                taken.append(batch[0].tolist())
+                states.append(_stored(loader.state_dict()))
+        return taken, states
+
+    whole, states = run(range(4))
+    # From 0: with the epoch that was going on, of which nothing may be left.
+    first = done // _BATCHES if counts == "by batches_done" else (done - 1) // _BATCHES
+    resumed, others = run(range(first, 4), states[done - 1])
+    assert resumed == whole[done:] and not caplog.records
+    assert run(range(3, 4), others[17 - done])[0] == whole[18:]
+
+
 def test_a_state_of_an_earlier_release_has_the_loaders_generator_alone() -> None:
     loader = ResumableLoader(_loader("loader"))
     own = loader_generators.capture(loader.loader)["states"]["generator"]
