@@ -315,7 +315,8 @@ class StagingArea:
         try:
             self._keep_lock()
         except StagingError as error:
-            return _log.warning("no note for the agent that training has ended: %s", error)
+            _log.warning("no note for the agent that training has ended: %s", error)
+            return
         if self._lock is not None:
             self._note("ended")
 

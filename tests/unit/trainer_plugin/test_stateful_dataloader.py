@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,7 +68,13 @@ class Life:
         self.seen: list[list[int]] = []
         self._batches = self._epochs()
 
-    def _epochs(self) -> Iterator[Sample]:
+    def end(self) -> None:
+        """End the workers. Collected as garbage the loader waits for each of them for five seconds:
+        what would tell them to end is gone then, as part of the same garbage."""
+        self._batches.close()
+        self.loader._iterator = None
+
+    def _epochs(self) -> Generator[Sample, None, None]:
         while True:
             yield from self.loader
 
@@ -99,6 +105,7 @@ def test_resumed_is_bit_identical(workers: dict[str, Any], place: Place) -> None
         uninterrupted.batch()
     assert sorted(sum(uninterrupted.seen[:BATCHES_AN_EPOCH], [])) == list(range(len(Samples())))
     expected = everything(uninterrupted.training)
+    uninterrupted.end()
     first = Life(1, workers)
     with place.agent(), checkpointer(first.training, place, interval_batches=1000) as ckpt:
         ckpt.restore()
@@ -112,6 +119,7 @@ def test_resumed_is_bit_identical(workers: dict[str, Any], place: Place) -> None
         first.batch()
         ckpt.step()
         ckpt.close(final=False)  # the last batch is lost, as by a kill
+    first.end()
     for cut in CUTS:
         second = Life(9, workers)
         with checkpointer(second.training, place, interval_batches=1000) as again:
@@ -123,3 +131,4 @@ def test_resumed_is_bit_identical(workers: dict[str, Any], place: Place) -> None
             again.close(final=False)
         assert second.seen == uninterrupted.seen[cut:]
         assert everything(second.training) == expected
+        second.end()
