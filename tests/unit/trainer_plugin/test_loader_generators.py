@@ -130,21 +130,25 @@ def test_an_epoch_that_has_not_begun_is_drawn_alike(kind: str) -> None:
     assert _batches(resumed, 1) == whole[_BATCHES:]
 
 
+def _told_epochs(sampler: Any, epochs: range, state: Any) -> tuple[list[Any], list[Any]]:
+    """The batches of a loop that tells the sampler its epochs, and the state after each."""
+    loader = ResumableLoader(DataLoader(_SAMPLES, batch_size=4, sampler=sampler))
+    if state is not None:
+        loader.load_state_dict(state)
+    taken, states = [], []
+    for epoch in epochs:
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            taken.append(batch[0].tolist())
+            states.append(_stored(loader.state_dict()))
+    return taken, states
+
+
 def test_a_sampler_that_is_told_another_epoch_goes_on_with_its_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def run(epochs: range, state: Any = None) -> tuple[list[Any], Any]:
-        sampler: DistributedSampler[Any] = DistributedSampler(_SAMPLES, num_replicas=1, rank=0)
-        loader = ResumableLoader(DataLoader(_SAMPLES, batch_size=4, sampler=sampler))
-        if state is not None:
-            loader.load_state_dict(state)
-        taken, states = [], []
-        for epoch in epochs:
-            loader.sampler.set_epoch(epoch)
-            for batch in loader:
-                taken.append(batch[0].tolist())
-                states.append(_stored(loader.state_dict()))
-        return taken, states
+    def run(epochs: range, state: Any = None) -> tuple[list[Any], list[Any]]:
+        return _told_epochs(DistributedSampler(_SAMPLES, num_replicas=1, rank=0), epochs, state)
 
     whole, states = run(range(3))
     assert not caplog.records
@@ -182,20 +186,11 @@ class _EpochsOfItsOwn(_Shuffled):
 def test_a_script_that_knows_its_epoch_trains_each_batch_once_wherever_it_ended(
     kind: str, counts: str, done: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(epochs: range, state: Any = None) -> tuple[list[Any], Any]:
+    def run(epochs: range, state: Any = None) -> tuple[list[Any], list[Any]]:
         sampler: Any = _EpochsOfItsOwn(np.random.default_rng(4))
         if kind == "distributed":
             sampler = DistributedSampler(_SAMPLES, num_replicas=1, rank=0)
-        loader = ResumableLoader(DataLoader(_SAMPLES, batch_size=4, sampler=sampler))
-        if state is not None:
-            loader.load_state_dict(state)
-        taken, states = [], []
-        for epoch in epochs:
-            loader.sampler.set_epoch(epoch)
-            for batch in loader:
-                taken.append(batch[0].tolist())
-                states.append(_stored(loader.state_dict()))
-        return taken, states
+        return _told_epochs(sampler, epochs, state)
 
     whole, states = run(range(4))
     # From 0: with the epoch that was going on, of which nothing may be left.
