@@ -23,6 +23,8 @@ from recpoint.kernels.code_cache import cache_of
 __all__ = [
     "ask_for",
     "bits_of_float",
+    "call_for_int",
+    "call_with",
     "compiled",
     "compiled_team_work",
     "copy_row",
@@ -234,3 +236,29 @@ def take_turn(typingctx: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", place, ir.Constant(word, 1), "seq_cst")
 
     return types.int64(types.intp), build
+
+
+@machine_operation
+def call_with(typingctx: Any, function: Any, data: Any) -> Any:
+    """Call the C function `void function(void *data)` at an address."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
+        place, given = arguments
+        builder.call(
+            builder.inttoptr(place, kind.as_pointer()), [builder.inttoptr(given, cgutils.voidptr_t)]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), build
+
+
+@machine_operation
+def call_for_int(typingctx: Any, function: Any) -> Any:
+    """What the C function `int function(void)` at an address returns."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
+
+    return types.int32(types.intp), build

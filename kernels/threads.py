@@ -15,11 +15,15 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import cache
 from threading import Lock
-from typing import Final, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
+from numba.np.numpy_support import carray
 
-__all__ = ["as_team", "over_rows", "team_size"]
+from recpoint.kernels.intrinsics import call_for_int, call_with, compiled_team_work, pointer
+
+__all__ = ["as_team", "over_rows", "prepare", "team_size"]
 
 #: Below this many bytes of traffic handing a part to another thread costs more than it saves.
 SPLIT_BYTES: Final = 1 << 20
@@ -58,7 +62,9 @@ def team_size(pieces: int, traffic_bytes: int) -> int:
     return max(1, min(torch.get_num_threads(), traffic_bytes // SPLIT_BYTES + 1, pieces))
 
 
-def as_team(work: int, data: int, *, threads: int) -> None:
+def as_team(
+    work: int, data: int, *, threads: int, meanwhile: Callable[[], None] | None = None
+) -> None:
     """Call the C function `void work(void *data)` in so many threads at once, or fewer.
 
     Uses the OpenMP threads of torch where there are any. After each operation of torch they go on
@@ -70,33 +76,106 @@ def as_team(work: int, data: int, *, threads: int) -> None:
             done when those calls have returned that were begun, however many there are.
         data: address of what it works on.
         threads: `team_size` of it.
+        meanwhile: is called once by the calling thread, while others are at work where they can
+            be; then that thread takes part. What it has torch do is done by this thread alone.
+
+    Raises:
+        BaseException: what `meanwhile` raised; the work is done nevertheless.
     """
-    if threads > 1 and (parallel := _openmp()) is not None:
-        parallel(work, data, threads, 0)
+    if threads > 1 and (openmp := _openmp()) is not None:
+        if meanwhile is None:
+            openmp.parallel(work, data, threads, 0)
+        else:
+            _led(openmp, work, data, threads, meanwhile)
         return
     call = _WORK(work)
-    _together(lambda: call(data), threads=threads)
+    if meanwhile is None:
+        _together(lambda: call(data), threads=threads)
+        return
+    try:
+        meanwhile()
+    finally:
+        _together(lambda: call(data), threads=threads)
+
+
+def prepare() -> None:
+    """Compile what leads a team, before it is needed."""
+    _lead_or_work()
 
 
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
+# Fields of what a led team is called with.
+_THREAD_NUMBER: Final = 0  # address of omp_get_thread_num
+_LEAD: Final = 1  # address of what the leader calls first
+_WORK_AT: Final = 2
+_DATA: Final = 3
+_ORDERS: Final = 4
+
+
+@compiled_team_work
+def _lead_or_work(data: int) -> None:
+    """One thread of a led team: the calling one, number 0, leads before it works."""
+    orders = carray(pointer(data), _ORDERS, np.int64)
+    if call_for_int(orders[_THREAD_NUMBER]) == 0:
+        call_with(orders[_LEAD], 0)
+    call_with(orders[_WORK_AT], orders[_DATA])
+
+
+def _led(
+    openmp: _OpenMP, work: int, data: int, threads: int, meanwhile: Callable[[], None]
+) -> None:
+    ended: list[BaseException | None] = []
+
+    def lead(_: object) -> None:
+        try:
+            meanwhile()
+            ended.append(None)
+        except BaseException as error:
+            # It must not leave a callback, which drops errors: raised below, once all have worked.
+            ended.append(error)
+
+    callback = _WORK(lead)
+    orders = np.array(
+        [openmp.thread_number, ctypes.cast(callback, ctypes.c_void_p).value, work, data],
+        dtype=np.int64,
+    )
+    openmp.parallel(_lead_or_work(), orders.ctypes.data, threads, 0)
+    if not ended:
+        # A handler of a signal raised on the way into `lead`, before it could be caught there.
+        raise KeyboardInterrupt
+    for error in ended:
+        if error is not None:
+            raise error
+
+
+class _OpenMP(NamedTuple):
+    """Of OpenMP; GNU's interface, LLVM's has it too.
+
+    parallel: `GOMP_parallel(function, data, threads, flags)`.
+    thread_number: address of `int omp_get_thread_num(void)`.
+    """
+
+    parallel: Callable[[int, int, int, int], None]
+    thread_number: int
+
 
 @cache
-def _openmp() -> Callable[[int, int, int, int], None] | None:
-    """OpenMP's `GOMP_parallel(function, data, threads, flags)`: GNU's interface, LLVM's has it too.
+def _openmp() -> _OpenMP | None:
+    """Looked up among the libraries in the process: torch has brought one, or there is none.
 
-    Looked up among the libraries in the process: torch has brought one, or there is none. It stays
-    usable as long as the process lives, and only in this one: see `_forget_pool`.
+    It stays usable as long as the process lives, and only in this one: see `_forget_pool`.
     """
     if _is_forked_child:
         return None
     try:
-        parallel = ctypes.CDLL(None).GOMP_parallel
+        process = ctypes.CDLL(None)
+        parallel, number = process.GOMP_parallel, process.omp_get_thread_num
     except (AttributeError, OSError, TypeError):
         return None
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
-    return cast("Callable[[int, int, int, int], None]", parallel)
+    return _OpenMP(parallel, cast(int, ctypes.cast(number, ctypes.c_void_p).value))
 
 
 def _together(work: Callable[[], T], *, threads: int) -> list[T]:

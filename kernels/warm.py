@@ -12,6 +12,7 @@ from recpoint.kernels import (
     row_digest,
     row_gather,
     row_set,
+    threads,
 )
 
 __all__ = ["warm_up"]
@@ -46,6 +47,7 @@ def warm_up() -> None:
     row_gather.move(part, torch.arange(found.numel(), device="cpu"), table, found)
     to = dirty_rows.Destination(torch.empty_like(found), ((table, torch.empty_like(part)),))
     dirty_rows.count([bitmap], rows=[rows]).copy([to])
+    threads.prepare()
 
     row_digest.digest(torch.zeros(2, 2, dtype=torch.float32, device="cpu"), found[:2])
     row_digest.digest(part, 0)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from recpoint.format import state_tree
@@ -17,22 +18,27 @@ from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import huge_pages
 from recpoint.trainer_plugin.base_history import BaseHistory
+from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.layout import Shard
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.policy import Link, Tip, next_link
 from recpoint.trainer_plugin.precision import in_bits, table_widths
-from recpoint.trainer_plugin.sample import Sampler
+from recpoint.trainer_plugin.sample import Sample, Sampler, live_rows
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.slot import Slot
 from recpoint.trainer_plugin.snapshot import (
+    SMALL_BYTES,
     MarkedRows,
+    Placed,
     Snapshot,
     TablePart,
-    fill,
+    copy_state,
+    copy_tables,
     full_bytes,
     now_ms,
-    place,
+    place_state,
+    place_tables,
 )
 from recpoint.trainer_plugin.table_codes import RowsToCode, TableQuantizer
 from recpoint.trainer_plugin.tracking import Dirty, Tracker
@@ -46,6 +52,31 @@ class Cut(NamedTuple):
 
     snapshot: Snapshot
     pending: Pending
+
+
+class _BehindTables(NamedTuple):
+    """What a slot holds besides the tables: all that has still to be copied, and its places."""
+
+    tree: bytes
+    tensors: list[Tensor]
+    placed: tuple[Placed, ...]
+    end: int
+    sample: Sample
+
+    @property
+    def slot_bytes(self) -> int:
+        """Where the sample, which is written later, will end."""
+        return self.end + self.sample.size_bytes
+
+    @property
+    def is_small(self) -> bool:
+        """Whether one thread is to write it."""
+        return sum(tensor.nbytes for tensor in self.tensors) <= SMALL_BYTES
+
+    def write(self, slot: Slot) -> None:
+        """Copy it to its places, but for the sample; raises as `Slot.grow` does."""
+        slot.grow(self.slot_bytes)
+        copy_state(self.placed, slot.data, self.tree, self.tensors)
 
 
 class Cutter:
@@ -96,6 +127,7 @@ class Cutter:
         self._sampler = Sampler()
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
         self._specs: dict[str, tuple[object, TableSpec]] = {}
+        self._behind_tables = 0  # bytes in a slot, when that was last known
 
     def settle(self) -> None:
         """Move large tables, and the row states that are there, to large pages: before training.
@@ -127,7 +159,10 @@ class Cutter:
             self._part(shard, self._spec(shard, None), shard.held_rows) for shard in self._shards
         ]
         sample_bytes = self._sampler.size_bytes([part.spec for part in parts], self._held())
-        return place(parts, tree, tensors)[1] + sample_bytes
+        end = place_tables(parts)[1]
+        size = place_state(tree, tensors, end)[1] + sample_bytes
+        self._behind_tables = size - end
+        return size
 
     def link(
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
@@ -180,7 +215,6 @@ class Cutter:
         try:
             for name, tracker in self._trackers.items():
                 dirty[name] = tracker.marked() if keep else tracker.take()
-            tree, tensors = state_tree.flatten(self._state.capture(ref.step))
             marked = self._marked(dirty if link.kind == "increment" else {})
             parts = [
                 self._part(shard, spec, count, dirty.get(shard.key), history.precision)
@@ -192,10 +226,22 @@ class Cutter:
             self._name_methods(parts, link, ref.step)
             if self._quantizer.wanted:
                 self._quantize(parts)
-            placed, slot_bytes = place(parts, tree, tensors)
-            sample = self._sampler.draw(specs, self._held(), ref.attempt)
-            slot.reserve(slot_bytes + sample.size_bytes)
-            device = fill(placed, slot.data, parts, marked, tree, tensors, sample)
+            placed, end = place_tables(parts)
+            slot.reserve(end + self._behind_tables)
+            found: list[_BehindTables] = []
+
+            def look_behind(device: DeviceDrain) -> None:
+                rest = self._behind(ref, specs, parts, end, device)
+                found.append(rest)
+                if rest.is_small:
+                    rest.write(slot)
+
+            device = copy_tables(placed, slot.data, parts, marked, look_behind)
+            (rest,) = found
+            if not rest.is_small:
+                rest.write(slot)  # by as many threads as torch likes
+            self._behind_tables = rest.slot_bytes - end
+            device.release_training()
         except BaseException:
             for name, rows in taken.items():
                 self._trackers[name].merge_back(rows)
@@ -206,16 +252,16 @@ class Cutter:
             policy=self._policy.name,
             tables=tuple(part.staged for part in parts),
             slot=slot,
-            placed=placed,
-            slot_bytes=slot_bytes,
+            placed=placed + rest.placed,
+            slot_bytes=rest.end,
             device=device,
-            sample=sample,
+            sample=rest.sample,
             quantized_on=frozenset(
                 part.values.device.type for part in parts if part.codes is not None
             ),
             snapshot_ms=snapshot_ms,
             stall_us=(time.perf_counter_ns() - started_ns) // 1_000,
-            full_bytes=full_bytes(parts, tree, tensors),
+            full_bytes=full_bytes(parts, rest.tree, rest.tensors),
             interval_batches=interval_batches,
             history=history,
         )
@@ -230,6 +276,26 @@ class Cutter:
             bits=tuple(part.bits for part in parts),
         )
         return Cut(snapshot, pending)
+
+    def _behind(
+        self,
+        ref: CheckpointRef,
+        specs: tuple[TableSpec, ...],
+        parts: Sequence[TablePart],
+        end: int,
+        device: DeviceDrain,
+    ) -> _BehindTables:
+        """What comes behind tables that end at `end`; the sampled rows are copied already.
+
+        This is Python that runs out of cold caches, half a millisecond of it: meanwhile other
+        threads copy the dirty rows. Neither changes what the other reads.
+        """
+        tree, tensors = state_tree.flatten(self._state.capture(ref.step))
+        placed, state_end = place_state(tree, tensors, end)
+        sample = self._sampler.draw(specs, self._held(), ref.attempt)
+        with torch.no_grad():
+            sample.copy([live_rows(part.values, part.row_states) for part in parts], device)
+        return _BehindTables(tree, tensors, placed, state_end, sample)
 
     def _held(self) -> list[range]:
         return [shard.held for shard in self._shards]

@@ -67,6 +67,29 @@ class Slot:
         except OSError as error:
             raise self._error(error, size_bytes) from error
 
+    def grow(self, size_bytes: int) -> None:
+        """Have `size_bytes` of space in all; what was written since `reserve` stays.
+
+        Raises:
+            StagingFull: there is no room; what was reserved before still is.
+            StagingError: the file cannot be extended or mapped, or is not the reserved one any
+                more: what was written would not be in it.
+        """
+        if self._data is not None and self._data.numel() >= size_bytes:
+            return
+        try:
+            if not self._is_ours():
+                raise StagingError(
+                    str(self.path),
+                    found="another file, or none, under that name",
+                    expected="the slot that the snapshot was being copied into",
+                    next_step="find out what removes files of the staging area; the next "
+                    "checkpoint holds these rows too",
+                )
+            self._extend(size_bytes)
+        except OSError as error:
+            raise self._error(error, size_bytes) from error
+
     def sync(self) -> None:
         """Make what was written durable.
 

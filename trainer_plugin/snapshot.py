@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import secrets
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,26 +21,29 @@ from recpoint.format.state_values import booleans
 from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.policy import Link, PolicyName
-from recpoint.trainer_plugin.sample import Sample, StagedRows, live_rows
+from recpoint.trainer_plugin.sample import Sample, StagedRows
 from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES, Slot, array_view
 from recpoint.trainer_plugin.table_codes import Codes
 
 __all__ = [
+    "SMALL_BYTES",
     "MarkedRows",
     "Placed",
     "Snapshot",
     "TablePart",
-    "fill",
+    "copy_state",
+    "copy_tables",
     "full_bytes",
     "new_attempt",
     "now_ms",
-    "place",
     "place_sample",
+    "place_state",
+    "place_tables",
 ]
 
 
 #: Up to this size one thread copies.
-_SMALL_BYTES = 4 << 20
+SMALL_BYTES = 4 << 20
 
 
 class MarkedRows:
@@ -73,9 +76,15 @@ class MarkedRows:
         for i, count in zip(here, self._tally.counts, strict=True):
             self.counts[i] = count
 
-    def copy(self, destinations: Mapping[int, dirty_rows.Destination]) -> None:
-        """Copy the rows of tables on the CPU; of those that have a destination."""
-        self._tally.copy([destinations.get(i) for i in self._on_cpu])
+    def copy(
+        self, destinations: Mapping[int, dirty_rows.Destination], meanwhile: Callable[[], None]
+    ) -> None:
+        """Copy the rows of tables on the CPU; of those that have a destination.
+
+        Args:
+            meanwhile: called once, while other threads copy where there are any.
+        """
+        self._tally.copy([destinations.get(i) for i in self._on_cpu], meanwhile=meanwhile)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +146,11 @@ class Placed:
     offset: int
     size_bytes: int
 
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.size_bytes
+
     def view(self, data: Tensor) -> Tensor:
         """The array in the slot's bytes; no copy."""
         return array_view(data, self.offset, torch_dtype(self.dtype), self.shape)
@@ -168,7 +182,7 @@ class Snapshot:
 
 def new_attempt() -> str:
     """A checkpoint's identity; from the system, so that no generator of the training moves."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor]) -> int:
@@ -182,18 +196,15 @@ def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor
     return total
 
 
-def place(
-    parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor]
-) -> tuple[tuple[Placed, ...], int]:
-    """Where each array goes, and how many bytes that takes (format §7, segments)."""
+def place_tables(parts: Sequence[TablePart]) -> tuple[tuple[Placed, ...], int]:
+    """Where the arrays of tables go, and how many bytes that takes (format §7, segments)."""
     placed: list[Placed] = []
     end = 0
 
     def add(name: str, dtype: Dtype, shape: tuple[int, ...]) -> None:
         nonlocal end
-        spot = _placed(name, dtype, shape, end)
-        placed.append(spot)
-        end = spot.offset + spot.size_bytes
+        placed.append(_placed(name, dtype, shape, end))
+        end = placed[-1].end
 
     for index, part in enumerate(parts):
         rows = part.row_count
@@ -208,28 +219,32 @@ def place(
                 add(f"t{index}.{name}", dtype or part.spec.dtype, tuple(array.shape))
         for number, state in enumerate(part.spec.row_states):
             add(f"t{index}.state.{number}", state.dtype, (rows, *state.shape))
-    add("tree", "U8", (len(tree),))
-    for number, tensor in enumerate(tensors):
-        add(f"tensor.{number}", dtype_name(tensor.dtype), tuple(tensor.shape))
     return tuple(placed), end
 
 
-def fill(
+def place_state(tree: bytes, tensors: Sequence[Tensor], end: int) -> tuple[tuple[Placed, ...], int]:
+    """Where the state goes, behind tables that end at `end`, and where it ends itself."""
+    placed = [_placed("tree", "U8", (len(tree),), end)]
+    for number, tensor in enumerate(tensors):
+        name, dtype = f"tensor.{number}", dtype_name(tensor.dtype)
+        placed.append(_placed(name, dtype, tuple(tensor.shape), placed[-1].end))
+    return tuple(placed), placed[-1].end
+
+
+def copy_tables(
     placed: Sequence[Placed],
     data: Tensor,
     parts: Sequence[TablePart],
     marked: MarkedRows,
-    tree: bytes,
-    tensors: Sequence[Tensor],
-    sample: Sample,
+    meanwhile: Callable[[DeviceDrain], None],
 ) -> DeviceDrain:
-    """Copy everything to its place. On return training may go on, and bitmaps may change.
+    """Copy the tables to their places.
 
     Args:
-        placed: as `place` returned it for the same parts, tree and tensors.
+        placed: as `place_tables` returned it for the same parts.
         data: the slot's bytes, reserved.
         marked: the parts' dirty rows.
-        sample: rows to remember, which are copied too, but not into the slot.
+        meanwhile: called once, while other threads copy where there are any.
 
     Returns:
         What is still on a device and has to be drained.
@@ -265,14 +280,23 @@ def fill(
             else:
                 found = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
                 _rows(found, ids, outs, device)
-        marked.copy(together)
-        if tree:
-            ctypes.memmove(data.data_ptr() + by_name["tree"].offset, tree, len(tree))
-        for number, tensor in enumerate(tensors):
-            _copy(tensor, by_name[f"tensor.{number}"], data)
-        sample.copy([live_rows(part.values, part.row_states) for part in parts], device)
-    device.release_training()
+    marked.copy(together, lambda: meanwhile(device))
     return device
+
+
+def copy_state(
+    placed: Sequence[Placed], data: Tensor, tree: bytes, tensors: Sequence[Tensor]
+) -> None:
+    """Copy the state to its places, which `place_state` has chosen for it.
+
+    Args:
+        data: the slot's bytes, reserved.
+    """
+    spot, *others = placed
+    ctypes.memmove(data.data_ptr() + spot.offset, tree, len(tree))
+    with torch.no_grad():
+        for tensor, spot in zip(tensors, others, strict=True):
+            _copy(tensor, spot, data)
 
 
 def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
@@ -302,7 +326,7 @@ def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
         spot = _placed(name, dtype_name(array.dtype), tuple(array.shape), end)
         spot.view(data).copy_(array)
         placed.append(spot)
-        end = spot.offset + spot.size_bytes
+        end = spot.end
     return tuple(placed), end
 
 
@@ -337,7 +361,7 @@ def _codes(array: Tensor, place: Placed, data: Tensor, device: DeviceDrain) -> N
 
 def _copy(source: Tensor, place: Placed, data: Tensor) -> None:
     plain = source.is_cpu and source.is_contiguous() and not source.is_neg()
-    if not plain or source.nbytes != place.size_bytes or place.size_bytes > _SMALL_BYTES:
+    if not plain or source.nbytes != place.size_bytes or place.size_bytes > SMALL_BYTES:
         place.view(data).copy_(source)
     elif place.size_bytes:
         # No thread is woken and no view made for what is usually one of many small tensors. Safe:

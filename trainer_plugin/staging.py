@@ -386,7 +386,7 @@ class StagingArea:
         )
 
     def _name(self, index: int) -> str:
-        return staged.slot_path(self.run_directory, self.rank, index).name
+        return staged.slot_name(self.rank, index)
 
     def _is_foreign(self, index: int) -> bool:
         job = self._foreign.get(index)

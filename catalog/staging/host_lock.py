@@ -121,7 +121,7 @@ def is_lost(descriptor: int, path: Path) -> bool:
         path: as it was given to them.
     """
     try:
-        there = path.lstat()
+        there = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:

@@ -39,6 +39,7 @@ __all__ = [
     "remember_consolidated_run",
     "run_directories",
     "run_directory",
+    "slot_name",
     "slot_path",
     "slots_directory",
     "spool_directory",
@@ -134,11 +135,16 @@ def spool_directory(run_dir: Path | str) -> Path:
     return Path(run_dir) / "spool"
 
 
-def slot_path(run_dir: Path | str, rank: int, index: int) -> Path:
-    """Slot `index` of `rank`."""
+def slot_name(rank: int, index: int) -> str:
+    """Name of the file of slot `index` of `rank`."""
     if not (0 <= rank <= MAX_RANK and 0 <= index <= MAX_SLOT):
         raise ValueError(f"rank {rank}, slot {index}: outside 0 … {MAX_RANK}, 0 … {MAX_SLOT}")
-    return slots_directory(run_dir) / f"r{rank:05d}-{index}.bin"
+    return f"r{rank:05d}-{index}.bin"
+
+
+def slot_path(run_dir: Path | str, rank: int, index: int) -> Path:
+    """Slot `index` of `rank`."""
+    return slots_directory(run_dir) / slot_name(rank, index)
 
 
 def job_path(run_dir: Path | str, generation: int, step: int, rank: int) -> Path:

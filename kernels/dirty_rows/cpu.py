@@ -7,7 +7,7 @@ a part at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -124,12 +124,23 @@ class Tally:
         _run(_count(), parts_at, len(self._parts), _NO_ARRAYS, sum(b.nbytes for b in bitmaps))
         self.counts = tuple(_total(parts_at, start, stop) for start, stop in self._spans)
 
-    def copy(self, destinations: Sequence[Destination | None]) -> None:
-        """Copy the rows out, table by table as they were given to `count`; None: none of a table.
+    def copy(
+        self,
+        destinations: Sequence[Destination | None],
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Copy the rows out, table by table as they were given to `count`.
+
+        Args:
+            destinations: None: no row of that table is wanted.
+            meanwhile: is called once, while other threads copy, and also where nothing is to be
+                copied; see `threads.as_team`.
 
         Raises:
-            ValueError: a destination does not fit its table; nothing was copied.
+            ValueError: a destination does not fit its table; nothing was copied or called.
             RuntimeError: a bitmap was changed since it was counted; what was copied is worthless.
+            BaseException: what `meanwhile` raised.
         """
         arrays: list[tuple[int, int, int, int]] = []
         tasks: _Table = np.empty_like(self._parts)
@@ -150,9 +161,11 @@ class Tally:
                 tasks.ctypes.data, n, to.ids.data_ptr(), first_array, len(arrays),
             )  # fmt: skip
         if not n:
+            if meanwhile is not None:
+                meanwhile()
             return
         table = np.array(arrays, dtype=np.int64).reshape(-1, 4)
-        changed = _run(_copy(), tasks.ctypes.data, n, table, total_bytes)
+        changed = _run(_copy(), tasks.ctypes.data, n, table, total_bytes, meanwhile)
         if changed:
             raise RuntimeError(f"dirty bitmap: {changed} parts have changed while they were read")
 
@@ -213,10 +226,18 @@ def _join(
     return n
 
 
-def _run(work: int, parts_at: int, parts: int, arrays: _Table, traffic_bytes: int) -> int:
+def _run(
+    work: int,
+    parts_at: int,
+    parts: int,
+    arrays: _Table,
+    traffic_bytes: int,
+    meanwhile: Callable[[], None] | None = None,
+) -> int:
     """Compiled work on all parts, in as many threads as pay; how many parts had changed."""
     data = np.array([parts_at, parts, arrays.ctypes.data, len(arrays), 0, 0], dtype=np.int64)
-    as_team(work, data.ctypes.data, threads=team_size(parts, traffic_bytes))
+    threads = team_size(parts, traffic_bytes)
+    as_team(work, data.ctypes.data, threads=threads, meanwhile=meanwhile)
     return int(data[_CHANGED])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -20,7 +20,12 @@ class Tally:
         self._tables = list(zip(bitmaps, rows, strict=True))
         self.counts = tuple(dirty_bitmap.count(bitmap) for bitmap in bitmaps)
 
-    def copy(self, destinations: Sequence[Destination | None]) -> None:
+    def copy(
+        self,
+        destinations: Sequence[Destination | None],
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Copy the rows out."""
         for (bitmap, rows), count, to in zip(self._tables, self.counts, destinations, strict=True):
             if to is None:
@@ -29,6 +34,8 @@ class Tally:
             to.ids.copy_(dirty_bitmap.collect(bitmap, rows=rows))
             for source, out in to.arrays:
                 row_gather.gather(source, to.ids, out)
+        if meanwhile is not None:
+            meanwhile()
 
 
 def count(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> Tally:

@@ -82,6 +82,39 @@ def test_a_removed_slot_is_made_again(tmp_path: Path) -> None:
     slot.close()
 
 
+def test_a_slot_that_grows_keeps_what_was_written(small_tmpfs: Path) -> None:
+    slot = Slot(small_tmpfs / "r00000-0.bin")
+    slot.reserve(100)
+    slot.data.fill_(1)
+    before = slot.data
+    slot.grow(100)
+    assert slot.data is before
+    slot.grow(300)
+    slot.data[100:].fill_(2)
+    assert slot.path.read_bytes() == b"\1" * 100 + b"\2" * 200
+    with pytest.raises(StagingFull, match="r00000-0.bin"):
+        slot.grow(4 * TMPFS_BYTES)
+    assert slot.path.read_bytes() == b"\1" * 100 + b"\2" * 200
+    slot.close()
+
+
+@pytest.mark.parametrize("instead", ["nothing", "another file"])
+def test_a_slot_that_is_removed_does_not_grow(instead: str, tmp_path: Path) -> None:
+    """A new file would not have what was written to the old one."""
+    slot = Slot(tmp_path / "r00000-0.bin")
+    slot.reserve(100)
+    slot.data.fill_(1)
+    slot.path.unlink()
+    if instead == "another file":
+        slot.path.write_bytes(bytes(1000))
+    with pytest.raises(StagingError, match="r00000-0.bin: found another file, or none"):
+        slot.grow(300)
+    slot.reserve(300)
+    slot.data.fill_(3)
+    assert slot.path.read_bytes()[:300] == b"\3" * 300
+    slot.close()
+
+
 def test_a_link_in_place_of_a_slot_is_refused(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     slot = Slot(tmp_path / "r00000-0.bin")

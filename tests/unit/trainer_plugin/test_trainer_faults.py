@@ -123,6 +123,32 @@ def test_a_full_disk(place: Place, full_disk: tuple[Path | None, Callable[[], No
     assert_restores(place, training)
 
 
+def test_a_slot_that_is_removed_while_it_is_written_is_no_checkpoint(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=2)
+    ckpt.restore()
+    with place.agent():
+        train(training, ckpt, 2)
+        until(lambda: ckpt.stats.committed == 1)
+        state_dict = training.reader.state_dict
+
+        def more_of_it() -> dict[str, Any]:
+            # Rows are in the slot by now, or on their way; this no longer fits behind them.
+            for slot in (place.run_directory / "slots").iterdir():
+                slot.unlink()
+            return {**state_dict(), "more": torch.zeros(100_000)}
+
+        training.reader.state_dict = more_of_it  # type: ignore[method-assign]
+        train(training, ckpt, 2)
+        assert ckpt.stats.failed == 1
+        assert "r00000-0.bin: found another file, or none" in str(ckpt.stats.last_error)
+        training.reader.state_dict = state_dict  # type: ignore[method-assign]
+        train(training, ckpt, 2)
+        until(lambda: ckpt.stats.committed == 2)
+        ckpt.close()
+    assert_restores(place, training)
+
+
 def test_a_disk_that_optimizer_state_does_not_fit_on_is_told_before_a_checkpoint_fails(
     place: Place, mount: Mount | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,186 @@
+"""What the calling thread does while others copy dirty rows: done once, and nothing is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+import pytest
+import torch
+
+from recpoint.kernels import dirty_bitmap, dirty_rows
+from recpoint.kernels import threads as kernel_threads
+from recpoint.kernels.dirty_rows import Destination
+
+ROWS = 1_000_000
+
+
+class _Copy:
+    """Every third row of a table, in some 60 parts."""
+
+    def __init__(self) -> None:
+        self.table = torch.arange(2 * ROWS, dtype=torch.float32).view(ROWS, 2)
+        self.wanted = torch.arange(0, ROWS, 3)
+        self.bitmap = dirty_bitmap.new(ROWS)
+        dirty_bitmap.mark(self.bitmap, self.wanted, rows=ROWS)
+        self.ids, self.out = torch.zeros_like(self.wanted), torch.zeros(len(self.wanted), 2)
+
+    def run(self, meanwhile: Callable[[], None]) -> None:
+        tally = dirty_rows.count([self.bitmap], rows=[ROWS])
+        tally.copy([Destination(self.ids, ((self.table, self.out),))], meanwhile=meanwhile)
+
+    @property
+    def is_done(self) -> bool:
+        # numpy: torch's operations have no threads in a forked child.
+        wanted = self.wanted.numpy()
+        return np.array_equal(self.ids.numpy(), wanted) and np.array_equal(
+            self.out.numpy(), self.table.numpy()[wanted]
+        )
+
+
+@pytest.fixture(params=["openmp", "other threads"])
+def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: int) -> str:
+    if request.param == "other threads":
+        monkeypatch.setattr(kernel_threads, "_openmp", lambda: None)
+    return f"{request.param} {threads}"
+
+
+def test_the_calling_thread_does_it_once_and_the_rows_are_copied(team: str) -> None:
+    copy = _Copy()
+    called: list[threading.Thread] = []
+    sums: list[float] = []
+
+    def meanwhile() -> None:
+        called.append(threading.current_thread())
+        sums.append(float(torch.ones(1 << 20).sum()))  # which torch splits over threads
+
+    for n in range(1, 6):
+        copy.ids.zero_()
+        copy.out.zero_()
+        copy.run(meanwhile)
+        assert copy.is_done
+        assert called == [threading.current_thread()] * n
+    assert sums == [float(1 << 20)] * 5
+    assert float(torch.ones(1 << 20).sum()) == float(1 << 20)
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit, KeyboardInterrupt])
+def test_what_it_raises_is_raised_once_the_rows_are_copied(
+    error: type[BaseException], team: str
+) -> None:
+    copy = _Copy()
+
+    def meanwhile() -> None:
+        raise error("of my own")
+
+    with pytest.raises(error, match="of my own"):
+        copy.run(meanwhile)
+    assert copy.is_done
+
+
+def test_it_is_done_where_nothing_is_to_be_copied() -> None:
+    called: list[int] = []
+    dirty_rows.count([], rows=[]).copy([], meanwhile=lambda: called.append(1))
+    bitmap = dirty_bitmap.new(100)
+    ids, table = torch.empty(0, dtype=torch.int64), torch.rand(100, 2)
+    to = Destination(ids, ((table, torch.empty(0, 2)),))
+    dirty_rows.count([bitmap], rows=[100]).copy([to], meanwhile=lambda: called.append(2))
+    assert called == [1, 2]
+
+
+def test_other_threads_copy_in_the_meantime() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        copy = _Copy()
+        seen: list[bool] = []
+
+        def meanwhile() -> None:
+            deadline = time.monotonic() + 60
+            while not copy.is_done and time.monotonic() < deadline:
+                time.sleep(0.001)
+            seen.append(copy.is_done)
+
+        copy.run(meanwhile)
+        assert seen == [True]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*ctypes callback:pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_on_the_way_into_it_is_not_lost(threads: int) -> None:
+    """A callback drops what a signal's handler raises before its first line."""
+    copy = _Copy()
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "lead":
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        if threads == 1:
+            copy.run(lambda: None)  # there is no callback
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                copy.run(lambda: None)
+    finally:
+        sys.setprofile(None)
+    assert copy.is_done
+
+
+def test_ctrl_c_in_it_ends_training_once_the_rows_are_copied() -> None:
+    code = (
+        "import os, signal, torch\n"
+        "from tests.unit.kernels.test_led_team import _Copy\n"
+        "torch.set_num_threads(2)\n"
+        "copy = _Copy()\n"
+        "def meanwhile():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    while True:\n"
+        "        pass\n"
+        "try:\n"
+        "    copy.run(meanwhile)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', copy.is_done)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert ran.stdout == "interrupted True\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_may_be_forked_in_it() -> None:
+    """Readers start their workers when they are asked for their state."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        copy, own = _Copy(), _Copy()
+        ended: list[int | None] = []
+
+        def work() -> None:
+            own.run(lambda: None)
+            total = float(torch.ones(1 << 20).sum())
+            os._exit(0 if own.is_done and total == float(1 << 20) else 1)
+
+        def meanwhile() -> None:
+            child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+            child.start()
+            child.join(60)
+            ended.append(child.exitcode)
+            if child.exitcode is None:
+                os.kill(child.pid or 0, signal.SIGKILL)
+
+        copy.run(meanwhile)
+        assert ended == [0]
+        assert copy.is_done
+    finally:
+        torch.set_num_threads(before)
