@@ -13,6 +13,7 @@ from torch import Tensor
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History, Precision
+from recpoint.format.job import StagedTable
 from recpoint.format.manifest import CODE_BITS, Quantizer, RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
@@ -55,13 +56,18 @@ class Cut(NamedTuple):
 
 
 class _BehindTables(NamedTuple):
-    """What a slot holds besides the tables: all that has still to be copied, and its places."""
+    """What a slot holds besides the tables, with its places, and what the job says of both.
+
+    `end`: of the state, behind which the sample comes; `full_bytes`: see `snapshot.full_bytes`.
+    """
 
     tree: bytes
     tensors: list[Tensor]
     placed: tuple[Placed, ...]
     end: int
     sample: Sample
+    tables: tuple[StagedTable, ...]
+    full_bytes: int
 
     @property
     def slot_bytes(self) -> int:
@@ -250,7 +256,7 @@ class Cutter:
             ref=ref,
             link=link,
             policy=self._policy.name,
-            tables=tuple(part.staged for part in parts),
+            tables=rest.tables,
             slot=slot,
             placed=placed + rest.placed,
             slot_bytes=rest.end,
@@ -261,7 +267,7 @@ class Cutter:
             ),
             snapshot_ms=snapshot_ms,
             stall_us=(time.perf_counter_ns() - started_ns) // 1_000,
-            full_bytes=full_bytes(parts, rest.tree, rest.tensors),
+            full_bytes=rest.full_bytes,
             interval_batches=interval_batches,
             history=history,
         )
@@ -295,7 +301,15 @@ class Cutter:
         sample = self._sampler.draw(specs, self._held(), ref.attempt)
         with torch.no_grad():
             sample.copy([live_rows(part.values, part.row_states) for part in parts], device)
-        return _BehindTables(tree, tensors, placed, state_end, sample)
+        return _BehindTables(
+            tree=tree,
+            tensors=tensors,
+            placed=placed,
+            end=state_end,
+            sample=sample,
+            tables=tuple(part.staged for part in parts),
+            full_bytes=full_bytes(parts, tree, tensors),
+        )
 
     def _held(self) -> list[range]:
         return [shard.held for shard in self._shards]
