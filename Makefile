@@ -37,13 +37,16 @@ test: style ## everything that has to pass: linters, types, all tests
 	$(MAKE) --no-print-directory unit; unit=$$?; \
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
 
-# The kernels are compiled once and not by each worker, and so are the modules, which dozens of
-# processes import: a caller's PYTHONDONTWRITEBYTECODE would keep that from lasting. Threads of OpenMP
+# The kernels are compiled once and not by each worker, and so are, beside them, the modules and tests,
+# which dozens of processes import: a caller's PYTHONDONTWRITEBYTECODE would keep that from lasting.
+# What is wrong with a test is said when they run, not when they are collected. Threads of OpenMP
 # that look for work while they have none would take the cores from the tests of other workers.
 unit: export PYTHONDONTWRITEBYTECODE =
 unit: export OMP_WAIT_POLICY = passive
 unit: $(INSTALLED)
-	$(BIN)/python -c 'from recpoint import kernels; kernels.warm_up()'
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 & compiling=$$!; \
+	$(BIN)/python -c 'from recpoint import kernels; kernels.warm_up()'; code=$$?; \
+	wait $$compiling; exit $$code
 	@files=$$(mktemp -d "$(or $(TEST_FILES),$${TMPDIR:-/tmp})/recpoint-tests.XXXXXX") || exit 1; \
 	trap 'rm -rf "$$files"' INT TERM; \
 	TMPDIR=$$files $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
