@@ -23,7 +23,7 @@ from recpoint.kernels.code_cache import cache_of
 __all__ = [
     "ask_for",
     "bits_of_float",
-    "call_for_int",
+    "call_for_long",
     "call_with",
     "compiled",
     "compiled_team_work",
@@ -254,11 +254,11 @@ def call_with(typingctx: Any, function: Any, data: Any) -> Any:
 
 
 @machine_operation
-def call_for_int(typingctx: Any, function: Any) -> Any:
-    """What the C function `int function(void)` at an address returns."""
+def call_for_long(typingctx: Any, function: Any) -> Any:
+    """What the C function `long function(void)` at an address returns, or what is as long."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
+        kind = ir.FunctionType(ir.IntType(64), [])
         return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
 
-    return types.int32(types.intp), build
+    return types.int64(types.intp), build

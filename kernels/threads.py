@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numba.np.numpy_support import carray
 
-from recpoint.kernels.intrinsics import call_for_int, call_with, compiled_team_work, pointer
+from recpoint.kernels.intrinsics import call_for_long, call_with, compiled_team_work, pointer
 
 __all__ = ["as_team", "over_rows", "prepare", "team_size"]
 
@@ -106,18 +106,19 @@ def prepare() -> None:
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # Fields of what a led team is called with.
-_THREAD_NUMBER: Final = 0  # address of omp_get_thread_num
-_LEAD: Final = 1  # address of what the leader calls first
-_WORK_AT: Final = 2
-_DATA: Final = 3
-_ORDERS: Final = 4
+_WHO_AM_I: Final = 0  # address of pthread_self
+_LEADER: Final = 1  # what it returns in the calling thread
+_LEAD: Final = 2  # address of what that thread calls first
+_WORK_AT: Final = 3
+_DATA: Final = 4
+_ORDERS: Final = 5
 
 
 @compiled_team_work
 def _lead_or_work(data: int) -> None:
-    """One thread of a led team: the calling one, number 0, leads before it works."""
+    """One thread of a led team: the calling one leads before it works."""
     orders = carray(pointer(data), _ORDERS, np.int64)
-    if call_for_int(orders[_THREAD_NUMBER]) == 0:
+    if call_for_long(orders[_WHO_AM_I]) == orders[_LEADER]:
         call_with(orders[_LEAD], 0)
     call_with(orders[_WORK_AT], orders[_DATA])
 
@@ -136,10 +137,8 @@ def _led(
             ended.append(error)
 
     callback = _WORK(lead)
-    orders = np.array(
-        [openmp.thread_number, ctypes.cast(callback, ctypes.c_void_p).value, work, data],
-        dtype=np.int64,
-    )
+    lead_at = ctypes.cast(callback, ctypes.c_void_p).value
+    orders = np.array([openmp.who_am_i, openmp.own_name(), lead_at, work, data], dtype=np.int64)
     openmp.parallel(_lead_or_work(), orders.ctypes.data, threads, 0)
     if not ended:
         # A handler of a signal raised on the way into `lead`, before it could be caught there.
@@ -150,14 +149,17 @@ def _led(
 
 
 class _OpenMP(NamedTuple):
-    """Of OpenMP; GNU's interface, LLVM's has it too.
+    """What there is of OpenMP, and what tells its threads apart.
 
-    parallel: `GOMP_parallel(function, data, threads, flags)`.
-    thread_number: address of `int omp_get_thread_num(void)`.
+    parallel: `GOMP_parallel(function, data, threads, flags)`: GNU's interface, LLVM's has it too.
+    own_name: `pthread_self()`, not OpenMP's numbers: of two OpenMPs in a process, as scikit-learn
+        brings a second one, the one that is asked for a number may not be the one at work.
+    who_am_i: its address.
     """
 
     parallel: Callable[[int, int, int, int], None]
-    thread_number: int
+    own_name: Callable[[], int]
+    who_am_i: int
 
 
 @cache
@@ -170,12 +172,13 @@ def _openmp() -> _OpenMP | None:
         return None
     try:
         process = ctypes.CDLL(None)
-        parallel, number = process.GOMP_parallel, process.omp_get_thread_num
+        parallel, own_name = process.GOMP_parallel, process.pthread_self
     except (AttributeError, OSError, TypeError):
         return None
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
-    return _OpenMP(parallel, cast(int, ctypes.cast(number, ctypes.c_void_p).value))
+    own_name.argtypes, own_name.restype = (), ctypes.c_long
+    return _OpenMP(parallel, own_name, cast(int, ctypes.cast(own_name, ctypes.c_void_p).value))
 
 
 def _together(work: Callable[[], T], *, threads: int) -> list[T]:
