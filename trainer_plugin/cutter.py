@@ -133,7 +133,6 @@ class Cutter:
         self._sampler = Sampler()
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
         self._specs: dict[str, tuple[object, TableSpec]] = {}
-        self._behind_tables = 0  # bytes in a slot, when that was last known
 
     def settle(self) -> None:
         """Move large tables, and the row states that are there, to large pages: before training.
@@ -165,10 +164,7 @@ class Cutter:
             self._part(shard, self._spec(shard, None), shard.held_rows) for shard in self._shards
         ]
         sample_bytes = self._sampler.size_bytes([part.spec for part in parts], self._held())
-        end = place_tables(parts)[1]
-        size = place_state(tree, tensors, end)[1] + sample_bytes
-        self._behind_tables = size - end
-        return size
+        return place_state(tree, tensors, place_tables(parts)[1])[1] + sample_bytes
 
     def link(
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
@@ -233,7 +229,9 @@ class Cutter:
             if self._quantizer.wanted:
                 self._quantize(parts)
             placed, end = place_tables(parts)
-            slot.reserve(end + self._behind_tables)
+            # No more on a guess: what came behind them last time may be less by now, and room for
+            # it may be what there is none of.
+            slot.reserve(end)
             found: list[_BehindTables] = []
 
             def look_behind(device: DeviceDrain) -> None:
@@ -246,7 +244,6 @@ class Cutter:
             (rest,) = found
             if not rest.is_small:
                 rest.write(slot)  # by as many threads as torch likes
-            self._behind_tables = rest.slot_bytes - end
             device.release_training()
         except BaseException:
             for name, rows in taken.items():
