@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import cache
 from threading import Lock
@@ -127,25 +127,41 @@ def _led(
     openmp: _OpenMP, work: int, data: int, threads: int, meanwhile: Callable[[], None]
 ) -> None:
     ended: list[BaseException | None] = []
+    told: list[int] = []  # how many threads torch is to have from now on
 
-    def lead(_: object) -> None:
+    def lead() -> Generator[None, object, None]:
         try:
-            meanwhile()
+            # A function would be left by what a handler of a signal raises before its first line;
+            # what one raises on the way into this comes here.
+            yield
+            before = torch.get_num_threads()
+            try:
+                meanwhile()
+            finally:
+                if (after := torch.get_num_threads()) != before:
+                    told.append(after)
             ended.append(None)
         except BaseException as error:
             # It must not leave a callback, which drops errors: raised below, once all have worked.
             ended.append(error)
+        yield
 
-    callback = _WORK(lead)
+    leading = lead()
+    next(leading)
+    callback = _WORK(leading.send)
     lead_at = ctypes.cast(callback, ctypes.c_void_p).value
     orders = np.array([openmp.who_am_i, openmp.own_name(), lead_at, work, data], dtype=np.int64)
     openmp.parallel(_lead_or_work(), orders.ctypes.data, threads, 0)
+    for number in told:
+        torch.set_num_threads(number)  # OpenMP forgets with a team what it was told there
     if not ended:
-        # A handler of a signal raised on the way into `lead`, before it could be caught there.
+        # A handler of a signal raised while what an earlier one had raised was being caught.
         raise KeyboardInterrupt
-    for error in ended:
-        if error is not None:
+    if (error := ended.pop()) is not None:
+        try:
             raise error
+        finally:
+            del error  # its traceback has this frame: the two would keep each other, and buffers
 
 
 class _OpenMP(NamedTuple):

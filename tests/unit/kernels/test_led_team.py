@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 
@@ -115,25 +118,57 @@ def test_other_threads_copy_in_the_meantime() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.filterwarnings("ignore:.*ctypes callback:pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_on_the_way_into_it_is_not_lost(threads: int) -> None:
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit, KeyboardInterrupt])
+def test_what_a_handler_raises_on_the_way_into_it_is_raised(
+    error: type[BaseException], threads: int
+) -> None:
     """A callback drops what a signal's handler raises before its first line."""
     copy = _Copy()
+    before_it: list[None] = []
 
     def interrupt(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name == "lead":
-            raise KeyboardInterrupt
+            before_it.append(None)
+            if len(before_it) == 2:  # it has been begun, and is called now
+                raise error("of a handler")
 
     sys.setprofile(interrupt)
     try:
         if threads == 1:
             copy.run(lambda: None)  # there is no callback
         else:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(error, match="of a handler"):
                 copy.run(lambda: None)
     finally:
         sys.setprofile(None)
     assert copy.is_done
+
+
+def test_an_error_of_it_is_let_go_of(team: str) -> None:
+    """With its traceback it would keep the slot that was written until garbage is collected."""
+    copy = _Copy()
+    kept: list[weakref.ref[_Copy]] = []
+
+    def meanwhile() -> None:
+        own = _Copy()
+        kept.append(weakref.ref(own))
+        raise ArithmeticError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ArithmeticError):
+            copy.run(meanwhile)
+        assert [ref() for ref in kept] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_number_of_threads_that_is_set_in_it_stays(number: int, team: str) -> None:
+    copy = _Copy()
+    copy.run(lambda: torch.set_num_threads(number))
+    assert copy.is_done
+    assert torch.get_num_threads() == number
 
 
 def test_ctrl_c_in_it_ends_training_once_the_rows_are_copied() -> None:
