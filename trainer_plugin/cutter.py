@@ -133,6 +133,7 @@ class Cutter:
         self._sampler = Sampler()
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
         self._specs: dict[str, tuple[object, TableSpec]] = {}
+        self._has_large_state = False  # besides tables; at the last cut
 
     def settle(self) -> None:
         """Move large tables, and the row states that are there, to large pages: before training.
@@ -217,6 +218,11 @@ class Cutter:
         try:
             for name, tracker in self._trackers.items():
                 dirty[name] = tracker.marked() if keep else tracker.take()
+            # Now, where bitmaps stay in use: a `state_dict` that looks rows up marks them, which
+            # must not happen once they are counted. And where a `state_dict` may have much to
+            # clone: for that torch has all its threads here.
+            early = keep or self._has_large_state
+            state = self._captured(ref.step) if early else None
             marked = self._marked(dirty if link.kind == "increment" else {})
             parts = [
                 self._part(shard, spec, count, dirty.get(shard.key), history.precision)
@@ -235,7 +241,8 @@ class Cutter:
             found: list[_BehindTables] = []
 
             def look_behind(device: DeviceDrain) -> None:
-                rest = self._behind(ref, specs, parts, end, device)
+                captured = state or self._captured(ref.step)
+                rest = self._behind(captured, ref, specs, parts, end, device)
                 found.append(rest)
                 if rest.is_small:
                     rest.write(slot)
@@ -244,6 +251,7 @@ class Cutter:
             (rest,) = found
             if not rest.is_small:
                 rest.write(slot)  # by as many threads as torch likes
+            self._has_large_state = not rest.is_small
             device.release_training()
         except BaseException:
             for name, rows in taken.items():
@@ -280,8 +288,13 @@ class Cutter:
         )
         return Cut(snapshot, pending)
 
+    def _captured(self, step: int) -> tuple[bytes, list[Tensor]]:
+        """All state but the tables; its tensors are the live ones."""
+        return state_tree.flatten(self._state.capture(step))
+
     def _behind(
         self,
+        captured: tuple[bytes, list[Tensor]],
         ref: CheckpointRef,
         specs: tuple[TableSpec, ...],
         parts: Sequence[TablePart],
@@ -290,10 +303,10 @@ class Cutter:
     ) -> _BehindTables:
         """What comes behind tables that end at `end`; the sampled rows are copied already.
 
-        This is Python that runs out of cold caches, half a millisecond of it: meanwhile other
-        threads copy the dirty rows. Neither changes what the other reads.
+        This, and capturing it, is Python that runs out of cold caches, half a millisecond of it:
+        meanwhile other threads copy the dirty rows. Neither changes what the other reads.
         """
-        tree, tensors = state_tree.flatten(self._state.capture(ref.step))
+        tree, tensors = captured
         placed, state_end = place_state(tree, tensors, end)
         sample = self._sampler.draw(specs, self._held(), ref.attempt)
         with torch.no_grad():

@@ -23,7 +23,10 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> Any:
-        """The state right now: for a reader, after the batches that training has consumed."""
+        """The state right now: for a reader, after the batches that training has consumed.
+
+        Rows of tables MUST stay as they are: other threads may be copying them already.
+        """
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Go on from a state that `state_dict` returned, in this or another process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -81,6 +81,26 @@ def test_one_shot_increments_hold_what_changed_since_the_full(place: Place) -> N
         Stored(5, "increment", 1, 2, 3),
     ]
     assert {m.policy for m in manifests(place)} == {"one_shot"}
+    check_restores(place, training)
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_a_state_dict_may_look_rows_up(policy: str, place: Place) -> None:
+    """It marks them, for increments that stand on a full in the bitmap that is copied."""
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1, policy=policy)
+    ckpt.restore()
+    state = training.reader.state_dict
+
+    def after_a_lookup() -> dict[str, Any]:
+        training.model.users(torch.arange(ckpt.batches_done * 10))
+        return state()
+
+    training.reader.state_dict = after_a_lookup  # type: ignore[method-assign]
+    for user in range(1, 5):
+        step(training, ckpt, place, user)
+    ckpt.close(final=False)
+    assert ckpt.stats.failed == 0
     check_restores(place, training)
 
 

@@ -1,0 +1,52 @@
+"""What a `state_dict` may count on that is asked while other threads copy rows."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from recpoint.kernels import threads as kernel_threads
+from tests.training_builder import Place, checkpointer, simple_training, train, until
+
+
+class Buffer:
+    """An extra that clones its state, and notes whether torch uses one thread for that."""
+
+    def __init__(self, values: int) -> None:
+        self.state = torch.rand(values)
+        self.in_a_team: list[bool] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.in_a_team.append(bool(ctypes.CDLL(None).omp_in_parallel()))
+        return {"state": self.state.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+@pytest.mark.skipif(kernel_threads._openmp() is None, reason="torch has no OpenMP here")
+@pytest.mark.parametrize(("values", "beside"), [(100, True), (2_000_000, False)])
+def test_large_state_is_cloned_by_all_threads(
+    values: int, beside: bool, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where little is to be gained by looking at it while tables are copied, and much to lose."""
+    monkeypatch.setattr(kernel_threads, "SPLIT_BYTES", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        training, buffer = simple_training(), Buffer(values)
+        ckpt = checkpointer(training, place, interval_batches=1, extras={"buffer": buffer})
+        ckpt.restore()
+        with place.agent():
+            for stored in range(1, 4):
+                buffer.in_a_team.clear()
+                train(training, ckpt, 1)
+                until(lambda stored=stored: ckpt.stats.committed == stored)  # type: ignore[misc]
+                if stored > 1:  # the first is a full, of which no rows are copied by a team
+                    assert buffer.in_a_team == [beside]
+            ckpt.close(final=False)
+    finally:
+        torch.set_num_threads(before)
