@@ -7,7 +7,7 @@ thread that merges a refused checkpoint back cannot lose each other's bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -132,45 +132,74 @@ def count_words(words_at: int, words: int) -> int:
     return int(total)
 
 
+#: Pairs of words whose ids are written without a look at the room that each leaves.
+_BLOCK_PAIRS: Final = 8
+
+
 @compiled(nogil=True)
 def write_ids(words_at: int, words: int, first_row: int, ids: int, room: int) -> int:
     """Write the marked rows of `words` words, the first of which holds row `first_row`.
 
     Writes at most `room` ids; returns how many are marked, also when that is more.
     """
-    pairs = carray(pointer(words_at), words // 2, np.uint64)
     out = carray(pointer(ids), room, np.int64)
-    n = np.uint64(0)
     most = np.uint64(room)
-    # How often a word goes on is a toss, which no branch prediction survives. So some ids are
-    # always written; what is none yet is overwritten by those that follow.
+    n = np.uint64(0)
     crowded = room > 3 * (words // 2)
-    always = np.uint64(8) if crowded else np.uint64(2)
-    for i in range((words + 1) // 2):
-        if i < words // 2:
-            pair = pairs[i]
+    blocks = words // (2 * _BLOCK_PAIRS)
+    done = 0
+    # Where all 64 bits of each word fit, nothing else has to.
+    while done < blocks and n + np.uint64(64 * _BLOCK_PAIRS) <= most:
+        pairs = carray(pointer(words_at + 8 * _BLOCK_PAIRS * done), _BLOCK_PAIRS, np.uint64)
+        first = first_row + 64 * _BLOCK_PAIRS * done
+        if crowded:
+            n = write_block(pairs, first, out, n, 8)
+        else:
+            n = write_block(pairs, first, out, n, 2)
+        done += 1
+    last = _BLOCK_PAIRS * done
+    for i in range(last, (words + 1) // 2):
+        if 2 * i + 1 < words:
+            pair = carray(pointer(words_at + 8 * i), 1, np.uint64)[0]
         else:
             pair = np.uint64(carray(pointer(words_at + 8 * i), 1, np.uint32)[0])
-        row = first_row + 64 * i
         bits = set_bits(pair)
-        k = np.uint64(0)
-        if n + max(bits, always) <= most:
-            if crowded:
-                for j in range(8):
-                    out[n + np.uint64(j)] = row + np.int64(lowest_bit(pair))
-                    pair &= pair - np.uint64(1)
-            else:
-                for j in range(2):
-                    out[n + np.uint64(j)] = row + np.int64(lowest_bit(pair))
-                    pair &= pair - np.uint64(1)
-            k = always
-        while k < bits:
-            if n + k < most:
-                out[n + k] = row + np.int64(lowest_bit(pair))
+        if n + max(bits, np.uint64(8)) <= most:
+            n = write_pair(pair, first_row + 64 * i, out, n, 2)
+            continue
+        while pair != np.uint64(0):
+            if n < most:
+                out[n] = first_row + 64 * i + np.int64(lowest_bit(pair))
             pair &= pair - np.uint64(1)
-            k += np.uint64(1)
-        n += bits
+            n += np.uint64(1)
     return int(n)
+
+
+@inlined
+def write_block(pairs: Any, first_row: int, out: Any, n: Any, always: int) -> Any:
+    """Write the ids of a block behind n others; how many there are then."""
+    for i in range(_BLOCK_PAIRS):
+        n = write_pair(pairs[i], first_row + 64 * i, out, n, always)
+    return n
+
+
+@inlined
+def write_pair(pair: Any, row: int, out: Any, n: Any, always: int) -> Any:
+    """Write row + p for each bit p behind n ids; how many there are then.
+
+    How often a word goes on is a toss, which no branch prediction survives. So some ids are always
+    written; what is none yet is overwritten by those that follow.
+    """
+    bits = set_bits(pair)
+    for j in range(always):
+        out[n + np.uint64(j)] = row + np.int64(lowest_bit(pair))
+        pair &= pair - np.uint64(1)
+    k = np.uint64(always)
+    while k < bits:
+        out[n + k] = row + np.int64(lowest_bit(pair))
+        pair &= pair - np.uint64(1)
+        k += np.uint64(1)
+    return n + bits
 
 
 def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:

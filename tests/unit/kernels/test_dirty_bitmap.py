@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recpoint.kernels import dirty_bitmap
-from recpoint.kernels.dirty_bitmap import reference
+from recpoint.kernels.dirty_bitmap import cpu, reference
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -249,3 +249,21 @@ def test_what_mark_new_cannot_take_is_refused() -> None:
             dirty_bitmap.mark_new(bitmap, ids, rows=40)
     with pytest.raises(ValueError, match="bitmap"):
         dirty_bitmap.mark_new(bitmap, range(3), rows=70)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.004, 0.02, 0.1, 0.9, 1.0])
+@pytest.mark.parametrize("words", [1, 2, 15, 16, 17, 31, 33, 129])
+def test_no_id_is_written_past_its_room(words: int, density: float) -> None:
+    """A bitmap may have come to more bits than were counted, wherever its blocks end."""
+    generator = torch.Generator().manual_seed(words)
+    marked = torch.rand(32 * words, generator=generator) < density
+    bitmap = dirty_bitmap.new(32 * words)
+    dirty_bitmap.mark(bitmap, marked.nonzero().reshape(-1), rows=32 * words)
+    wanted = (marked.nonzero().reshape(-1) + 1000).tolist()
+    for room in {0, 1, 2, 7, 8, 511, 512, 513, len(wanted) // 2, len(wanted), len(wanted) + 600}:
+        out = torch.full((room + 64,), -1)
+        at = out[:room].data_ptr() if room else out.data_ptr()
+        assert cpu.write_ids(bitmap.data_ptr(), words, 1000, at, room) == len(wanted)
+        written = min(room, len(wanted))
+        assert out[:written].tolist() == wanted[:written]
+        assert (out[room:] == -1).all()
