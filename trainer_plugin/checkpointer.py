@@ -335,8 +335,8 @@ class Checkpointer:
         """Take a checkpoint now, whatever the interval says.
 
         Returns:
-            Whether it was cut: not while earlier ones wait (see `when_busy`), after an error, or
-            twice at one batch.
+            Whether it was cut: not while earlier ones wait (see `when_busy`), after an error,
+            twice at one batch, or from within another: from a `state_dict`, a signal's handler.
         """
         pipeline, pace = self._running("checkpoint()")
         pipeline.outcomes.fetch()

@@ -113,6 +113,7 @@ class Pipeline:
         self._handoff = Handoff(area, run=run.id, run_url=run.url, ranks=ranks.count)
         self._last_cut = start.batches_done
         self._cuts = 0
+        self._is_taking = False
         self._ends = ends
         self._due_until: float | None = None  # monotonic; a checkpoint is due and waits for room
         self._cancelled_at: int | None = None  # the newest stored batch when one was cancelled
@@ -163,6 +164,18 @@ class Pipeline:
             batches_done: so far.
             late: it has been skipped already: take it if there is room now, and do nothing else.
         """
+        if self._is_taking:
+            # A `state_dict` asks for one, or a handler of a signal: it would be cut into the slot
+            # that is being written, as of the same batch.
+            _log.info("no checkpoint at batch %d: one is being cut", batches_done)
+            return False
+        try:
+            self._is_taking = True
+            return self._take(batches_done, late)
+        finally:
+            self._is_taking = False
+
+    def _take(self, batches_done: int, late: bool) -> bool:
         able = self.outcomes.has_thread()
         again = self._ledger.newest_step == batches_done
         if self.outcomes.superseded:

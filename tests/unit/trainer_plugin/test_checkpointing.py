@@ -81,6 +81,28 @@ def test_an_increment_holds_the_rows_that_were_looked_up(place: Place) -> None:
     assert kinds(place)[1] == (2, "increment", expected)
 
 
+def test_a_state_dict_that_asks_for_a_checkpoint_gets_none(place: Place) -> None:
+    """It would be cut into the slot that is being written."""
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    state, cut = training.reader.state_dict, [False]
+
+    def after_asking() -> dict[str, Any]:
+        if not any(cut):  # else without end
+            cut.append(ckpt.checkpoint())
+        return state()
+
+    training.reader.state_dict = after_asking  # type: ignore[method-assign]
+    with place.agent():
+        for stored in (1, 2):
+            train(training, ckpt, 1)
+            until(lambda stored=stored: ckpt.stats.committed == stored)  # type: ignore[misc]
+        ckpt.close(final=False)
+    assert not any(cut) and len(cut) == 3
+    assert ckpt.stats.failed == 0
+
+
 def test_a_new_row_state_needs_a_full(place: Place) -> None:
     training = simple_training()
     training.optimizers[0] = torch.optim.Adagrad(training.model.parameters(), lr=0.1)
