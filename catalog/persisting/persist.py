@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,7 @@ from recpoint.catalog.persisting.rank_parts import (
     missing_ranks,
     own_part,
     ranks_missing,
+    remove_parts,
     write_part,
 )
 from recpoint.catalog.runs.commit import check_fence, commit
@@ -157,6 +159,8 @@ def open_target(job_file: Path | str, store: Store | None = None) -> Run:
 def already_committed(run: Run, job_file: Path | str) -> Committed | None:
     """What an agent that was killed right after the commit had done; None if it is all to do.
 
+    Of several ranks, this one's part is removed if it is there still.
+
     Raises:
         StaleWriter: it is not committed and never will be; nothing has to be uploaded for that.
         MissingLink: nor will it be, since the store knows nothing of its generation.
@@ -168,7 +172,14 @@ def already_committed(run: Run, job_file: Path | str) -> Committed | None:
     except ObjectNotFound:
         check_fence(run, job.generation, job.step)
         return None
-    return committed(run, manifest, job.rank) if manifest.attempt == job.attempt else None
+    if manifest.attempt != job.attempt:
+        return None
+    if job.ranks > 1:
+        # One that was killed between commit and removal left it; and who commits may remove it
+        # while its own agent is not yet told that it was written, which then writes it once more.
+        with suppress(StoreError):  # a sweep removes what is left
+            remove_parts(run, job.ref, rank=job.rank)
+    return committed(run, manifest, job.rank)
 
 
 def is_stored(run: Run, job_file: Path | str) -> bool:

@@ -122,6 +122,23 @@ def test_both_are_last_at_once(run: Run, tmp_path: Path) -> None:
         require_restores(run, trained, ranks=2, step=step)
 
 
+def test_a_part_that_is_written_again_after_the_commit_does_not_stay(
+    run: Run, tmp_path: Path
+) -> None:
+    """Whoever commits removes it, maybe before its own agent is told that it was written."""
+    first, last = two_hosts(run, tmp_path, tables()).stage(10)
+    with pytest.raises(RanksMissing):
+        persist.persist_job(last)
+    job = staged.read_job(last)
+    key = part_key(10, 1, job.attempt, rank=1)
+    part = run.store.get(key, max_bytes=1 << 20)
+    assert persist.persist_job(first).result == "committed"
+    assert not parts_there(run, job.ref)
+    run.store.put(key, part)
+    assert persist.persist_job(last).result == "committed"
+    assert not parts_there(run, job.ref)
+
+
 def test_what_is_waited_for_is_dropped_when_its_trainer_asks(run: Run, tmp_path: Path) -> None:
     jobs = two_hosts(run, tmp_path, tables())
     first, last = jobs.stage(10)
