@@ -7,36 +7,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from recpoint.format import state_tree
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History, Precision
-from recpoint.format.job import StagedTable
 from recpoint.format.manifest import CODE_BITS, Quantizer, RowStateSpec, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import huge_pages
 from recpoint.trainer_plugin.base_history import BaseHistory
+from recpoint.trainer_plugin.behind_tables import BehindTables, behind_tables
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.layout import Shard
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.policy import Link, Tip, next_link
 from recpoint.trainer_plugin.precision import in_bits, table_widths
-from recpoint.trainer_plugin.sample import Sample, Sampler, live_rows
+from recpoint.trainer_plugin.sample import Sampler
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.slot import Slot
 from recpoint.trainer_plugin.snapshot import (
-    SMALL_BYTES,
     MarkedRows,
-    Placed,
     Snapshot,
     TablePart,
-    copy_state,
     copy_tables,
-    full_bytes,
     now_ms,
     place_state,
     place_tables,
@@ -53,36 +48,6 @@ class Cut(NamedTuple):
 
     snapshot: Snapshot
     pending: Pending
-
-
-class _BehindTables(NamedTuple):
-    """What a slot holds besides the tables, with its places, and what the job says of both.
-
-    `end`: of the state, behind which the sample comes; `full_bytes`: see `snapshot.full_bytes`.
-    """
-
-    tree: bytes
-    tensors: list[Tensor]
-    placed: tuple[Placed, ...]
-    end: int
-    sample: Sample
-    tables: tuple[StagedTable, ...]
-    full_bytes: int
-
-    @property
-    def slot_bytes(self) -> int:
-        """Where the sample, which is written later, will end."""
-        return self.end + self.sample.size_bytes
-
-    @property
-    def is_small(self) -> bool:
-        """Whether one thread is to write it."""
-        return sum(tensor.nbytes for tensor in self.tensors) <= SMALL_BYTES
-
-    def write(self, slot: Slot) -> None:
-        """Copy it to its places, but for the sample; raises as `Slot.grow` does."""
-        slot.grow(self.slot_bytes)
-        copy_state(self.placed, slot.data, self.tree, self.tensors)
 
 
 class Cutter:
@@ -238,11 +203,14 @@ class Cutter:
             # No more on a guess: what came behind them last time may be less by now, and room for
             # it may be what there is none of.
             slot.reserve(end)
-            found: list[_BehindTables] = []
+            found: list[BehindTables] = []
 
             def look_behind(device: DeviceDrain) -> None:
+                # Python that runs out of cold caches, half a millisecond of it: meanwhile other
+                # threads copy the dirty rows. Neither changes what the other reads.
                 captured = state or self._captured(ref.step)
-                rest = self._behind(captured, ref, specs, parts, end, device)
+                sample = self._sampler.draw(specs, self._held(), ref.attempt)
+                rest = behind_tables(parts, end, *captured, sample, device)
                 found.append(rest)
                 if rest.is_small:
                     rest.write(slot)
@@ -291,35 +259,6 @@ class Cutter:
     def _captured(self, step: int) -> tuple[bytes, list[Tensor]]:
         """All state but the tables; its tensors are the live ones."""
         return state_tree.flatten(self._state.capture(step))
-
-    def _behind(
-        self,
-        captured: tuple[bytes, list[Tensor]],
-        ref: CheckpointRef,
-        specs: tuple[TableSpec, ...],
-        parts: Sequence[TablePart],
-        end: int,
-        device: DeviceDrain,
-    ) -> _BehindTables:
-        """What comes behind tables that end at `end`; the sampled rows are copied already.
-
-        This, and capturing it, is Python that runs out of cold caches, half a millisecond of it:
-        meanwhile other threads copy the dirty rows. Neither changes what the other reads.
-        """
-        tree, tensors = captured
-        placed, state_end = place_state(tree, tensors, end)
-        sample = self._sampler.draw(specs, self._held(), ref.attempt)
-        with torch.no_grad():
-            sample.copy([live_rows(part.values, part.row_states) for part in parts], device)
-        return _BehindTables(
-            tree=tree,
-            tensors=tensors,
-            placed=placed,
-            end=state_end,
-            sample=sample,
-            tables=tuple(part.staged for part in parts),
-            full_bytes=full_bytes(parts, tree, tensors),
-        )
 
     def _held(self) -> list[range]:
         return [shard.held for shard in self._shards]
