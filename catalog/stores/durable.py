@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -122,6 +123,10 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
     Args:
         path: the directory.
         mode: of those that are made, before the process's umask.
+
+    Raises:
+        FileNotFoundError: somebody else has removed one of them meanwhile, as empty ones are.
+        OSError: it cannot be made.
     """
     target = Path(path)
     missing = []
@@ -135,7 +140,13 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
         try:
             os.mkdir(directory, mode)
         except FileExistsError:
-            if not directory.is_dir():
+            try:
+                is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
+            except FileNotFoundError:
+                if not os.path.islink(directory):
+                    raise  # made by somebody else, and removed again
+                is_directory = False
+            if not is_directory:
                 raise NotADirectoryError(
                     errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)
                 ) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -57,6 +59,25 @@ def test_creating_twice_gives_the_same_run(tmp_path: Path) -> None:
     first = Run.create(LocalStore(tmp_path))
     assert Run.create(LocalStore(tmp_path)).record == first.record
     assert Run.open(LocalStore(tmp_path)).record == first.record
+
+
+def test_a_directory_that_another_makes_and_removes_at_once_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two do that look at the same moment whether a store can create."""
+    made = os.mkdir
+    refused: list[object] = []
+
+    def mkdir(path: Path, mode: int = 0o777) -> None:
+        if path.name == "chunks" and not refused:
+            refused.append(path)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        made(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    store = LocalStore(tmp_path)
+    store.put("chunks/one", b"1")
+    assert refused and store.get("chunks/one", max_bytes=9) == b"1"
 
 
 def test_of_many_creators_all_get_the_winners_run(tmp_path: Path) -> None:
