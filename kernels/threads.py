@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+from array import array
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import cache
@@ -149,9 +150,10 @@ def _led(
     leading = lead()
     next(leading)
     callback = _WORK(leading.send)
-    lead_at = ctypes.cast(callback, ctypes.c_void_p).value
-    orders = np.array([openmp.who_am_i, openmp.own_name(), lead_at, work, data], dtype=np.int64)
-    openmp.parallel(_lead_or_work(), orders.ctypes.data, threads, 0)
+    lead_at = cast(int, ctypes.cast(callback, ctypes.c_void_p).value)
+    orders = array("q", (openmp.who_am_i, openmp.own_name(), lead_at, work, data))
+    orders_at, _ = orders.buffer_info()
+    openmp.parallel(_lead_or_work(), orders_at, threads, 0)
     for number in told:
         torch.set_num_threads(number)  # OpenMP forgets with a team what it was told there
     if not ended:

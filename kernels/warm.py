@@ -45,7 +45,7 @@ def warm_up() -> None:
     row_gather.gather(table, found, part)
     row_gather.scatter(part, found, table)
     row_gather.move(part, torch.arange(found.numel(), device="cpu"), table, found)
-    to = dirty_rows.Destination(torch.empty_like(found), ((table, torch.empty_like(part)),))
+    to = dirty_rows.into(torch.empty_like(found), (table, torch.empty_like(part)))
     dirty_rows.count([bitmap], rows=[rows]).copy([to])
     threads.prepare()
 

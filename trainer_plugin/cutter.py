@@ -148,7 +148,9 @@ class Cutter:
         self,
         slot: Slot,
         *,
-        ref: CheckpointRef,
+        step: int,
+        generation: int,
+        attempt: str,
         link: Link,
         specs: tuple[TableSpec, ...],
         tip: Tip | None,
@@ -163,7 +165,9 @@ class Cutter:
 
         Args:
             slot: a free one.
-            ref: what it becomes.
+            step: batches done.
+            generation: of this trainer.
+            attempt: what it is called; with step and generation, what it becomes.
             link: as `link` returned it, or a full.
             specs: as `link` returned them, in this same stall.
             tip: of the chain, before it.
@@ -187,7 +191,7 @@ class Cutter:
             # must not happen once they are counted. And where a `state_dict` may have much to
             # clone: for that torch has all its threads here.
             early = keep or self._has_large_state
-            state = self._captured(ref.step) if early else None
+            state = self._captured(step) if early else None
             marked = self._marked(dirty if link.kind == "increment" else {})
             parts = [
                 self._part(shard, spec, count, dirty.get(shard.key), history.precision)
@@ -196,27 +200,38 @@ class Cutter:
             for index, ids in marked.ids.items():
                 if parts[index].bitmap is not None:
                     parts[index] = replace(parts[index], ids=ids)
-            self._name_methods(parts, link, ref.step)
+            self._name_methods(parts, link, step)
             if self._quantizer.wanted:
                 self._quantize(parts)
             placed, end = place_tables(parts)
             # No more on a guess: what came behind them last time may be less by now, and room for
             # it may be what there is none of.
             slot.reserve(end)
-            found: list[BehindTables] = []
+            found: list[tuple[BehindTables, Pending]] = []
 
             def look_behind(device: DeviceDrain) -> None:
-                # Python that runs out of cold caches, half a millisecond of it: meanwhile other
+                # Python that runs out of cold caches, most of a millisecond of it: meanwhile other
                 # threads copy the dirty rows. Neither changes what the other reads.
-                captured = state or self._captured(ref.step)
-                sample = self._sampler.draw(specs, self._held(), ref.attempt)
+                captured = state or self._captured(step)
+                sample = self._sampler.draw(specs, self._held(), attempt)
                 rest = behind_tables(parts, end, *captured, sample, device)
-                found.append(rest)
                 if rest.is_small:
                     rest.write(slot)
+                ref = CheckpointRef(step=step, generation=generation, attempt=attempt)
+                pending = Pending(
+                    ref=ref,
+                    link=link,
+                    dirty=taken,
+                    tip_before=tip,
+                    tip_after=link.tip(ref, specs, before=tip, policy=self._policy),
+                    slot=slot.path.name,
+                    cut_seconds=cut_seconds,
+                    bits=tuple(part.bits for part in parts),
+                )
+                found.append((rest, pending))
 
             device = copy_tables(placed, slot.data, parts, marked, look_behind)
-            (rest,) = found
+            ((rest, pending),) = found
             if not rest.is_small:
                 rest.write(slot)  # by as many threads as torch likes
             self._has_large_state = not rest.is_small
@@ -226,7 +241,7 @@ class Cutter:
                 self._trackers[name].merge_back(rows)
             raise
         snapshot = Snapshot(
-            ref=ref,
+            ref=pending.ref,
             link=link,
             policy=self._policy.name,
             tables=rest.tables,
@@ -243,16 +258,6 @@ class Cutter:
             full_bytes=rest.full_bytes,
             interval_batches=interval_batches,
             history=history,
-        )
-        pending = Pending(
-            ref=ref,
-            link=link,
-            dirty=taken,
-            tip_before=tip,
-            tip_after=link.tip(ref, specs, before=tip, policy=self._policy),
-            slot=slot.path.name,
-            cut_seconds=cut_seconds,
-            bits=tuple(part.bits for part in parts),
         )
         return Cut(snapshot, pending)
 

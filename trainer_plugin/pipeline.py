@@ -15,7 +15,6 @@ from recpoint.catalog.runs.run_end import tell_ended
 from recpoint.errors import StagingError
 from recpoint.format.manifest import TableSpec
 from recpoint.format.naming import shared_attempt
-from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.cutter import Cut, Cutter
 from recpoint.trainer_plugin.handoff import Handoff
@@ -314,11 +313,9 @@ class Pipeline:
         try:
             cut = self._cutter.cut(
                 self._area.free_slot(self._ledger.busy_slots),
-                ref=CheckpointRef(
-                    step=batches_done,
-                    generation=self._generation,
-                    attempt=self._attempt(batches_done),
-                ),
+                step=batches_done,
+                generation=self._generation,
+                attempt=self._attempt(batches_done),
                 link=plan.link,
                 specs=plan.specs,
                 tip=self._ledger.tip,

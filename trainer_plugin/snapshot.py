@@ -155,6 +155,16 @@ class Placed:
         """The array in the slot's bytes; no copy."""
         return array_view(data, self.offset, torch_dtype(self.dtype), self.shape)
 
+    def room(self, data: Tensor) -> dirty_rows.Room:
+        """The same for a kernel.
+
+        Raises:
+            ValueError: the slot ends before.
+        """
+        if self.end > data.numel():
+            raise ValueError(f"{self.name}: room for {data.numel()} bytes, expected {self.end}")
+        return dirty_rows.Room(data.data_ptr() + self.offset, self.size_bytes, data)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
@@ -258,28 +268,30 @@ def copy_tables(
                 continue
             arrays = []
             if part.codes is None:
-                arrays.append((part.values.detach(), by_name[f"t{index}.values"]))
+                arrays.append((part.values, by_name[f"t{index}.values"]))
             else:
                 for name, _, array in part.codes.arrays():
                     _codes(array, by_name[f"t{index}.{name}"], data, device)
             for number, state in enumerate(part.row_states):
-                arrays.append((state.detach(), by_name[f"t{index}.state.{number}"]))
+                arrays.append((state, by_name[f"t{index}.state.{number}"]))
             if part.bitmap is None:
                 for source, spot in arrays:
                     if source.is_cuda:
-                        device.gather(source, None, spot.view(data))
+                        device.gather(source.detach(), None, spot.view(data))
                     else:
-                        _copy(source, spot, data)
+                        _copy(source.detach(), spot, data)
                 continue
-            ids = by_name[f"t{index}.ids"].view(data)
-            outs = tuple((source, spot.view(data)) for source, spot in arrays)
-            if part.ids is not None:
-                _rows(part.ids, ids, outs, device)
-            elif part.bitmap.is_cpu and all(source.is_cpu for source, _ in outs):
-                together[index] = dirty_rows.Destination(ids, outs)
-            else:
-                found = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
-                _rows(found, ids, outs, device)
+            ids_spot = by_name[f"t{index}.ids"]
+            on_cpu = part.bitmap.is_cpu and all(source.is_cpu for source, _ in arrays)
+            if part.ids is None and on_cpu:
+                rooms = tuple((source, _room_for(source, spot, data)) for source, spot in arrays)
+                together[index] = dirty_rows.Destination(ids_spot.room(data), rooms)
+                continue
+            ids = part.ids
+            if ids is None:
+                ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
+            outs = tuple((source.detach(), spot.view(data)) for source, spot in arrays)
+            _rows(ids, ids_spot.view(data), outs, device)
     marked.copy(together, lambda: meanwhile(device))
     return device
 
@@ -350,6 +362,13 @@ def _rows(
             device.gather(source, ids.to(source.device), out)
         else:
             row_gather.gather(source, ids.to(source.device), out)
+
+
+def _room_for(source: Tensor, spot: Placed, data: Tensor) -> dirty_rows.Room:
+    """What a kernel is told of `spot`: bytes alone, which would hide that the dtype is another."""
+    if source.dtype is not torch_dtype(spot.dtype):
+        raise ValueError(f"{spot.name}: dtype {source.dtype}, expected {spot.dtype}")
+    return spot.room(data)
 
 
 def _codes(array: Tensor, place: Placed, data: Tensor, device: DeviceDrain) -> None:

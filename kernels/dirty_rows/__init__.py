@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from recpoint.kernels.dirty_rows import cpu
-from recpoint.kernels.dirty_rows.destination import Destination
+from recpoint.kernels.dirty_rows.destination import Destination, Room, into
 
-__all__ = ["Destination", "Tally", "count"]
+__all__ = ["Destination", "Room", "Tally", "count", "into"]
 
 Tally = cpu.Tally
 

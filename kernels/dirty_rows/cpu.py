@@ -7,11 +7,13 @@ a part at most.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+import torch
 from numba.np.numpy_support import carray
 from torch import Tensor
 
@@ -51,6 +53,7 @@ _SOURCE_AT: Final = 0
 _OUT_AT: Final = 1
 _ROW_BYTES: Final = 2
 _LINES: Final = 3
+_ARRAY_COLUMNS: Final = 4
 
 # Fields of what the threads work on.
 _PARTS_AT: Final = 0
@@ -60,10 +63,6 @@ _ARRAYS_N: Final = 3
 _TURN: Final = 4  # the next part to take
 _CHANGED: Final = 5  # parts that were not as they were counted
 _FIELDS: Final = 6
-
-_Table = np.ndarray[Any, np.dtype[np.int64]]
-
-_NO_ARRAYS: _Table = np.zeros((0, 4), dtype=np.int64)
 
 
 @compiled_team_work
@@ -88,7 +87,7 @@ def _copy(data: int) -> None:
     work = carray(pointer(data), _FIELDS, np.int64)
     n, turn = work[_PARTS], data + 8 * _TURN
     table = carray(pointer(work[_PARTS_AT]), (n, _COLUMNS), np.int64)
-    array = carray(pointer(work[_ARRAYS_AT]), (max(work[_ARRAYS_N], 1), 4), np.int64)
+    arrays = carray(pointer(work[_ARRAYS_AT]), (max(work[_ARRAYS_N], 1), _ARRAY_COLUMNS), np.int64)
     part = take_turn(turn)
     while part < n:
         room = table[part, _COUNT]
@@ -100,9 +99,9 @@ def _copy(data: int) -> None:
             take_turn(data + 8 * _CHANGED)
         else:
             for k in range(table[part, _ARRAYS], table[part, _ARRAYS_END]):
-                size = array[k, _ROW_BYTES]
-                to = array[k, _OUT_AT] + table[part, _START] * size
-                copy_rows(array[k, _SOURCE_AT], ids, to, size, array[k, _LINES], room)
+                size = arrays[k, _ROW_BYTES]
+                to = arrays[k, _OUT_AT] + table[part, _START] * size
+                copy_rows(arrays[k, _SOURCE_AT], ids, to, size, arrays[k, _LINES], room)
         part = take_turn(turn)
 
 
@@ -122,11 +121,11 @@ class Tally:
         self._rows = tuple(rows)
         sizes = [-(-bitmap.numel() // _PART_WORDS) for bitmap in bitmaps]
         self._spans = tuple(zip(accumulate(sizes, initial=0), accumulate(sizes), strict=False))
-        self._parts: _Table = np.empty((sum(sizes), _COLUMNS), dtype=np.int64)
-        parts_at = self._parts.ctypes.data
+        self._parts = torch.empty((sum(sizes), _COLUMNS), dtype=torch.int64, device="cpu")
+        parts_at = self._parts.data_ptr()
         for (start, stop), bitmap, expected in zip(self._spans, bitmaps, rows, strict=True):
             _cut_up(parts_at, start, stop, bitmap.data_ptr(), bitmap.numel(), expected)
-        _run(_count(), parts_at, len(self._parts), _NO_ARRAYS, sum(b.nbytes for b in bitmaps))
+        _run(_count(), parts_at, sum(sizes), [], sum(b.nbytes for b in bitmaps))
         self.counts = tuple(_total(parts_at, start, stop) for start, stop in self._spans)
 
     def copy(
@@ -147,30 +146,30 @@ class Tally:
             RuntimeError: a bitmap was changed since it was counted; what was copied is worthless.
             BaseException: what `meanwhile` raised.
         """
-        arrays: list[tuple[int, int, int, int]] = []
-        tasks: _Table = np.empty_like(self._parts)
+        arrays: list[int] = []  # row by row
+        tasks = torch.empty_like(self._parts)
+        parts_at, tasks_at = self._parts.data_ptr(), tasks.data_ptr()
         n = total_bytes = 0
         tables = zip(self._spans, self.counts, self._rows, destinations, strict=True)
         for (start, stop), count, rows, to in tables:
             if to is None or count == 0:
                 continue
-            first_array = len(arrays)
-            for size, (source, out) in zip(
+            first_array = len(arrays) // _ARRAY_COLUMNS
+            for size, (source, room) in zip(
                 row_bytes(to, count=count, rows=rows), to.arrays, strict=True
             ):
-                addresses = source.data_ptr(), out.data_ptr()
-                arrays.append((*addresses, size, lines_to_stream(size, count * size, *addresses)))
+                addresses = source.data_ptr(), room.address
+                arrays += *addresses, size, lines_to_stream(size, count * size, *addresses)
                 total_bytes += 2 * count * size
             n = _join(
-                self._parts.ctypes.data, start, stop, count,
-                tasks.ctypes.data, n, to.ids.data_ptr(), first_array, len(arrays),
+                parts_at, start, stop, count,
+                tasks_at, n, to.ids.address, first_array, len(arrays) // _ARRAY_COLUMNS,
             )  # fmt: skip
         if not n:
             if meanwhile is not None:
                 meanwhile()
             return
-        table = np.array(arrays, dtype=np.int64).reshape(-1, 4)
-        changed = _run(_copy(), tasks.ctypes.data, n, table, total_bytes, meanwhile)
+        changed = _run(_copy(), tasks_at, n, arrays, total_bytes, meanwhile)
         if changed:
             raise RuntimeError(f"dirty bitmap: {changed} parts have changed while they were read")
 
@@ -235,14 +234,17 @@ def _run(
     work: int,
     parts_at: int,
     parts: int,
-    arrays: _Table,
+    arrays: Sequence[int],
     traffic_bytes: int,
     meanwhile: Callable[[], None] | None = None,
 ) -> int:
     """Compiled work on all parts, in as many threads as pay; how many parts had changed."""
-    data = np.array([parts_at, parts, arrays.ctypes.data, len(arrays), 0, 0], dtype=np.int64)
-    threads = team_size(parts, traffic_bytes)
-    as_team(work, data.ctypes.data, threads=threads, meanwhile=meanwhile)
+    # Not numpy's arrays, nor views of them: out of cold caches their addresses alone take long.
+    table = array("q", arrays)
+    table_at, _ = table.buffer_info()
+    data = array("q", (parts_at, parts, table_at, len(table) // _ARRAY_COLUMNS, 0, 0))
+    data_at, _ = data.buffer_info()
+    as_team(work, data_at, threads=team_size(parts, traffic_bytes), meanwhile=meanwhile)
     return int(data[_CHANGED])
 
 

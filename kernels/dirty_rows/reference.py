@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from recpoint.kernels.dirty_bitmap import reference as dirty_bitmap
-from recpoint.kernels.dirty_rows.destination import Destination, row_bytes
+from recpoint.kernels.dirty_rows.destination import Destination, Room, row_bytes
 from recpoint.kernels.row_gather import reference as row_gather
 
 __all__ = ["Tally", "count"]
@@ -31,9 +33,12 @@ class Tally:
             if to is None:
                 continue
             row_bytes(to, count=count, rows=rows)
-            to.ids.copy_(dirty_bitmap.collect(bitmap, rows=rows))
-            for source, out in to.arrays:
-                row_gather.gather(source, to.ids, out)
+            ids = dirty_bitmap.collect(bitmap, rows=rows)
+            _fill(to.ids, ids)
+            for source, room in to.arrays:
+                out = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device="cpu")
+                row_gather.gather(source, ids, out)
+                _fill(room, out)
         if meanwhile is not None:
             meanwhile()
 
@@ -41,3 +46,7 @@ class Tally:
 def count(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> Tally:
     """Count the marked rows of each table."""
     return Tally(bitmaps, rows)
+
+
+def _fill(room: Room, array: Tensor) -> None:
+    ctypes.memmove(room.address, array.data_ptr(), room.size_bytes)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint.kernels import dirty_bitmap, dirty_rows, quantize, row_gather
-from recpoint.kernels.dirty_rows import Destination
 from recpoint.kernels.quantize import reference
 
 DTYPES = st.sampled_from(
@@ -109,7 +108,7 @@ def test_dirty_rows_fill_their_room_and_nothing_behind_it(
         expected.append((filled, wanted))
     dirty_rows.count(bitmaps, rows=lengths).copy(
         [
-            Destination(numbers[1:-1], ((table, room[1:-1]),))
+            dirty_rows.into(numbers[1:-1], (table, room[1:-1]))
             for numbers, table, room in zip(found, tables, rooms, strict=True)
         ]
     )

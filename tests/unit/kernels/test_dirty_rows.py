@@ -9,7 +9,7 @@ import torch
 
 from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.kernels import threads as kernel_threads
-from recpoint.kernels.dirty_rows import Destination, reference
+from recpoint.kernels.dirty_rows import into, reference
 
 
 def _bitmap(rows: int, ids: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_rows_of_several_tables_are_copied(rows: int, density: float, threads: i
     ]
     tally.copy(
         [
-            Destination(ids[:-1], ((table, weights[:-1]), (state, values[:-1])))
+            into(ids[:-1], (table, weights[:-1]), (state, values[:-1]))
             for (ids, weights, values), table, state in zip(places, tables, states, strict=True)
         ]
     )
@@ -62,7 +62,7 @@ def test_no_dirty_row_behind_a_crowded_beginning(threads: int) -> None:
     bitmap = _bitmap(rows, torch.arange(crowded))
     for _ in range(30):  # whether a stale id was read hung on which thread came first
         ids, out = torch.full((crowded,), 1 << 40), torch.empty(crowded, 2)
-        dirty_rows.count([bitmap], rows=[rows]).copy([Destination(ids, ((table, out),))])
+        dirty_rows.count([bitmap], rows=[rows]).copy([into(ids, (table, out))])
         assert torch.equal(ids, torch.arange(crowded))
         assert torch.equal(out, table[:crowded])
 
@@ -73,7 +73,7 @@ def test_a_table_without_destination_is_left_out(threads: int) -> None:
     out = torch.empty(2, 3)
     ids = torch.empty(2, dtype=torch.int64)
     tally = dirty_rows.count([bitmap, bitmap], rows=[100, 100])
-    tally.copy([None, Destination(ids, ((table, out),))])
+    tally.copy([None, into(ids, (table, out))])
     assert ids.tolist() == [3, 70]
     assert torch.equal(out, table[ids])
 
@@ -81,7 +81,7 @@ def test_a_table_without_destination_is_left_out(threads: int) -> None:
 def test_no_tables_and_no_arrays_are_fine() -> None:
     dirty_rows.count([], rows=[]).copy([])
     ids = torch.empty(1, dtype=torch.int64)
-    dirty_rows.count([_bitmap(9, torch.tensor([4]))], rows=[9]).copy([Destination(ids, ())])
+    dirty_rows.count([_bitmap(9, torch.tensor([4]))], rows=[9]).copy([into(ids)])
     assert ids.tolist() == [4]
 
 
@@ -90,14 +90,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied() -> None:
     ids, out = torch.empty(2, dtype=torch.int64), torch.full((2, 3), 5.0)
     bitmap = _bitmap(100, torch.tensor([3, 70]))
     tally = dirty_rows.count([bitmap], rows=[100])
-    with pytest.raises(ValueError, match="room for 1, expected 2"):
-        tally.copy([Destination(ids[:1], ((table, out[:1]),))])
+    with pytest.raises(ValueError, match="room for 8 bytes, expected 16"):
+        tally.copy([into(ids[:1], (table, out[:1]))])
     with pytest.raises(ValueError, match="source: 99 rows, expected 100"):
-        tally.copy([Destination(ids, ((table[:99], out),))])
+        tally.copy([into(ids, (table[:99], out))])
     with pytest.raises(ValueError, match="dtype"):
-        tally.copy([Destination(ids, ((table.double(), out),))])
+        tally.copy([into(ids, (table.double(), out))])
     with pytest.raises(ValueError, match="not contiguous"):
-        tally.copy([Destination(ids, ((table.t().contiguous().t(), out),))])
+        tally.copy([into(ids, (table.t().contiguous().t(), out))])
     with pytest.raises(ValueError):
         tally.copy([])
     with pytest.raises(ValueError, match="ceil"):
@@ -116,7 +116,7 @@ def test_a_bitmap_that_changes_in_between_is_found_out(change: str, threads: int
         dirty_bitmap.clear(bitmap)
     ids, out = torch.full((3,), -7), torch.full((3, 3), 5.0)
     with pytest.raises(RuntimeError, match="changed while they were read"):
-        tally.copy([Destination(ids[:2], ((table, out[:2]),))])
+        tally.copy([into(ids[:2], (table, out[:2]))])
     assert ids[2] == -7
     assert (out == 5.0).all()
 
@@ -127,7 +127,7 @@ def test_bits_past_the_last_row_read_no_memory() -> None:
     bitmap[1] = 0b100  # row 34
     tally = dirty_rows.count([bitmap], rows=[33])
     with pytest.raises(RuntimeError, match="changed"):
-        tally.copy([Destination(torch.empty(1, dtype=torch.int64), ((table, table[:1].clone()),))])
+        tally.copy([into(torch.empty(1, dtype=torch.int64), (table, table[:1].clone()))])
 
 
 class _Case:
@@ -143,7 +143,7 @@ class _Case:
 
     def is_copied(self) -> bool:
         tally = dirty_rows.count([self.bitmap], rows=[self.rows])
-        tally.copy([Destination(self.ids, ((self.table, self.out),))])
+        tally.copy([into(self.ids, (self.table, self.out))])
         # numpy: in a forked child torch's own operations may wait for threads that are not there.
         return np.array_equal(self.ids.numpy(), self.wanted.numpy()) and np.array_equal(
             self.out.numpy(), self.expected.numpy()
@@ -187,6 +187,6 @@ def test_equals_the_reference() -> None:
             tally = count([bitmap], rows=[500])
             ids = torch.empty(tally.counts[0], dtype=torch.int64)
             outs = [torch.empty(n, *t.shape[1:], dtype=t.dtype) for t in (table, state)]
-            tally.copy([Destination(ids, tuple(zip((table, state), outs, strict=True)))])
+            tally.copy([into(ids, *zip((table, state), outs, strict=True))])
             found.append([ids, *outs])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

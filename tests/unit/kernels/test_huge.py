@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels import dirty_bitmap, dirty_rows, quantize, row_gather
-from recpoint.kernels.dirty_rows import Destination
 from recpoint.kernels.quantize import reference
 
 ELEMENTS = 2**31
@@ -133,7 +132,7 @@ def test_dirty_rows_far_behind_are_copied(huge: Huge, table: Tensor, threads: in
         torch.full((3, DIM), float("nan")),
     )
     tally.copy(
-        [Destination(found[0], ((narrow, values),)), Destination(found[1], ((table, weights),))]
+        [dirty_rows.into(found[0], (narrow, values)), dirty_rows.into(found[1], (table, weights))]
     )
     assert all(_same(left, right) for left, right in zip(found, ids, strict=True))
     assert _same(values, narrow[ids[0]])

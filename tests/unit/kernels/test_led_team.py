@@ -21,7 +21,7 @@ import torch
 
 from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.kernels import threads as kernel_threads
-from recpoint.kernels.dirty_rows import Destination
+from recpoint.kernels.dirty_rows import into
 
 ROWS = 1_000_000
 
@@ -38,7 +38,7 @@ class _Copy:
 
     def run(self, meanwhile: Callable[[], None]) -> None:
         tally = dirty_rows.count([self.bitmap], rows=[ROWS])
-        tally.copy([Destination(self.ids, ((self.table, self.out),))], meanwhile=meanwhile)
+        tally.copy([into(self.ids, (self.table, self.out))], meanwhile=meanwhile)
 
     @property
     def is_done(self) -> bool:
@@ -94,7 +94,7 @@ def test_it_is_done_where_nothing_is_to_be_copied() -> None:
     dirty_rows.count([], rows=[]).copy([], meanwhile=lambda: called.append(1))
     bitmap = dirty_bitmap.new(100)
     ids, table = torch.empty(0, dtype=torch.int64), torch.rand(100, 2)
-    to = Destination(ids, ((table, torch.empty(0, 2)),))
+    to = into(ids, (table, torch.empty(0, 2)))
     dirty_rows.count([bitmap], rows=[100]).copy([to], meanwhile=lambda: called.append(2))
     assert called == [1, 2]
 

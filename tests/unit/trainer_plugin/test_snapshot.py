@@ -1,0 +1,54 @@
+"""Rows go to where the job says that they are, or nowhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recpoint.format.manifest import TableSpec
+from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.snapshot import MarkedRows, TablePart, copy_tables, place_tables
+
+ROWS = 100
+
+
+def _part(values: torch.Tensor, marked: list[int]) -> TablePart:
+    bitmap = dirty_bitmap.new(ROWS)
+    dirty_bitmap.mark(bitmap, torch.tensor(marked), rows=ROWS)
+    return TablePart(
+        spec=TableSpec(name="t", rows=ROWS, dim=3, dtype="F32", row_states=(), columns=None),
+        held=range(ROWS),
+        values=values,
+        row_states=(),
+        bitmap=bitmap,
+        row_count=len(marked),
+        bits=32,
+        quantizer="auto",
+        state_bits=None,
+    )
+
+
+def _copied(part: TablePart, spare_bytes: int) -> torch.Tensor:
+    placed, end = place_tables([part])
+    data = torch.full((end + spare_bytes,), 7, dtype=torch.uint8)
+    copy_tables(placed, data, [part], MarkedRows([part.bitmap], [ROWS]), lambda device: None)
+    ids, values = (spot.view(data) for spot in placed)
+    assert ids.tolist() == [3, 70]
+    assert (data[end:] == 7).all()
+    return values
+
+
+def test_rows_are_copied_to_their_places() -> None:
+    values = torch.rand(ROWS, 3)
+    assert torch.equal(_copied(_part(values, [3, 70]), 64), values[[3, 70]])
+
+
+def test_a_slot_that_is_too_short_is_not_written_to() -> None:
+    with pytest.raises(ValueError, match=r"t0\.values: room for \d+ bytes, expected \d+"):
+        _copied(_part(torch.rand(ROWS, 3), [3, 70]), -1)
+
+
+def test_rows_of_another_dtype_than_the_job_names_are_not_copied() -> None:
+    """Of as many bytes: nothing but their names would tell."""
+    with pytest.raises(ValueError, match=r"t0\.values: dtype torch\.int32, expected F32"):
+        _copied(_part(torch.ones(ROWS, 3, dtype=torch.int32), [3, 70]), 0)
