@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from recpoint.errors import SettingsError
+from recpoint.format.state_values import MAX_TREE_DEPTH
 from recpoint.trainer_plugin import left_out, rng_state
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
@@ -135,11 +136,11 @@ class TrainingState:
             "model": self.model.capture(),
             "optimizers": self.optimizers.capture(),
             "schedulers": [
-                _plain(_state_of(f"schedulers[{i}]", scheduler))
+                _plain_state_of(f"schedulers[{i}]", scheduler)
                 for i, scheduler in enumerate(self._schedulers)
             ],
             "extras": {
-                name: _plain(_state_of(f"extras[{name!r}]", extra))
+                name: _plain_state_of(f"extras[{name!r}]", extra)
                 for name, extra in self._extras.items()
             },
             "sources": {name: source.state_dict() for name, source in self._sources.items()},
@@ -307,6 +308,19 @@ def _state_of(subject: str, thing: Stateful) -> Any:
         if note not in getattr(error, "__notes__", ()):  # one error may be raised many times
             error.add_note(note)
         raise
+
+
+def _plain_state_of(subject: str, thing: Stateful) -> Any:
+    state = _state_of(subject, thing)
+    try:
+        return _plain(state)
+    except RecursionError:
+        raise SettingsError(
+            subject,
+            found="a state that contains itself, or has hundreds of levels",
+            expected=f"at most {MAX_TREE_DEPTH} levels as JSON",
+            next_step="leave out of its state_dict() what refers back to it",
+        ) from None
 
 
 def _plain(value: Any) -> Any:

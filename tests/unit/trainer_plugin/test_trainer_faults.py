@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -418,6 +419,26 @@ def test_an_error_of_a_state_dict_says_of_which(place: Place, of: str) -> None:
     train(training, ckpt, 2)
     assert ckpt.stats.failed == 2
     assert ckpt.stats.last_error == f"ValueError: no state today (from state_dict() of {of})"
+    ckpt.close(final=False)
+
+
+@pytest.mark.parametrize("of", ["reader", "schedulers[0]", "extras['metric']"])
+def test_a_state_that_contains_itself_is_named(place: Place, of: str) -> None:
+    around: dict[str, Any] = {}
+    around["itself"] = [around, around]
+    training = simple_training()
+    metric = torch.nn.Linear(1, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizers[0], 5)
+    things = {"reader": training.reader, "schedulers[0]": scheduler, "extras['metric']": metric}
+    ckpt = checkpointer(
+        training, place, interval_batches=1, schedulers=[scheduler], extras={"metric": metric}
+    )
+    ckpt.restore()
+    vars(things[of])["state_dict"] = lambda: around
+    train(training, ckpt, 1)
+    assert ckpt.stats.failed == 1
+    said = str(ckpt.stats.last_error)
+    assert "levels as JSON" in said and re.split(r"\W+", of)[0] in said, said
     ckpt.close(final=False)
 
 
