@@ -10,9 +10,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from recpoint.format import state_tree
-from recpoint.format.dtypes import dtype_name, item_bytes
+from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import History, Precision
-from recpoint.format.manifest import CODE_BITS, Quantizer, RowStateSpec, TableSpec
+from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import huge_pages
@@ -21,6 +21,7 @@ from recpoint.trainer_plugin.behind_tables import BehindTables, behind_tables
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.layout import Shard
 from recpoint.trainer_plugin.ledger import Pending
+from recpoint.trainer_plugin.live_tables import LiveTable, LiveTables
 from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.policy import Link, Tip, next_link
 from recpoint.trainer_plugin.precision import in_bits, table_widths
@@ -79,14 +80,13 @@ class Cutter:
         rank: int = 0,
     ) -> None:
         self._shards = tuple(shards)
-        self._tables = tuple(shard.table for shard in shards if shard.table is not None)
         self._trackers = trackers
         self._watch = watch
         self._state = state
         self._rank = rank
         names = {shard.name for shard in shards}
         self._widths = table_widths(
-            self._tables,
+            [shard.table for shard in shards if shard.table is not None],
             settings.bits,
             settings.table_bits,
             exact_up_to=settings.small_table_values,
@@ -97,7 +97,7 @@ class Cutter:
         self._policy = settings.chosen_policy
         self._sampler = Sampler()
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
-        self._specs: dict[str, tuple[object, TableSpec]] = {}
+        self._live = LiveTables(shards, state.optimizers)
         self._has_large_state = False  # besides tables; at the last cut
 
     def settle(self) -> None:
@@ -105,10 +105,11 @@ class Cutter:
 
         Lookups gain from it too. States that optimizers create later stay where they are.
         """
-        for table in self._tables:
-            states = self._state.optimizers.row_states(table).tensors
-            huge_pages.advise([table.weight, *states.values()])
-        self._follow_row_states()
+        tables = self._live.look(None)
+        for live in tables:
+            if live.table is not None:
+                huge_pages.advise([live.weight, *live.row_states])
+        self._follow_row_states(tables)
         self._quantizer.prepare(self._widths)
 
     def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
@@ -126,23 +127,25 @@ class Cutter:
             SettingsError: something in the state cannot be stored; its path is named.
         """
         tree, tensors = state_tree.flatten(self._state.capture_fixed())
-        parts = [
-            self._part(shard, self._spec(shard, None), shard.held_rows) for shard in self._shards
-        ]
-        sample_bytes = self._sampler.size_bytes([part.spec for part in parts], self._held())
+        tables = self._live.look(None)
+        parts = [self._part(live, len(live.held)) for live in tables]
+        sample_bytes = self._sampler.size_bytes(
+            [live.spec for live in tables], [live.held for live in tables]
+        )
         return place_state(tree, tensors, place_tables(parts)[1])[1] + sample_bytes
 
     def link(
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
-    ) -> tuple[Link, tuple[TableSpec, ...]]:
+    ) -> tuple[Link, tuple[LiveTable, ...]]:
         """Where a checkpoint that is cut now stands in its chain, and the tables it holds."""
         for tracker in self._trackers.values():
             tracker.follow_weight()
         self._watch.follow_groups()
-        self._follow_row_states()
-        specs = tuple(self._spec(shard, tip) for shard in self._shards)
+        tables = self._live.look(tip)
+        self._follow_row_states(tables)
+        specs = [live.spec for live in tables]
         link = next_link(tip, base_history, step=step, tables=specs, policy=self._policy)
-        return link, specs
+        return link, tables
 
     def cut(
         self,
@@ -152,7 +155,7 @@ class Cutter:
         generation: int,
         attempt: str,
         link: Link,
-        specs: tuple[TableSpec, ...],
+        tables: tuple[LiveTable, ...],
         tip: Tip | None,
         interval_batches: int,
         history: History,
@@ -169,7 +172,7 @@ class Cutter:
             generation: of this trainer.
             attempt: what it is called; with step and generation, what it becomes.
             link: as `link` returned it, or a full.
-            specs: as `link` returned them, in this same stall.
+            tables: as `link` returned them, in this same stall.
             tip: of the chain, before it.
             interval_batches: since the checkpoint before.
             history: of the state.
@@ -192,10 +195,10 @@ class Cutter:
             # clone: for that torch has all its threads here.
             early = keep or self._has_large_state
             state = self._captured(step) if early else None
-            marked = self._marked(dirty if link.kind == "increment" else {})
+            marked = _marked(tables, dirty if link.kind == "increment" else {})
             parts = [
-                self._part(shard, spec, count, dirty.get(shard.key), history.precision)
-                for shard, spec, count in zip(self._shards, specs, marked.counts, strict=True)
+                self._part(live, count, dirty.get(live.key), history.precision)
+                for live, count in zip(tables, marked.counts, strict=True)
             ]
             for index, ids in marked.ids.items():
                 if parts[index].bitmap is not None:
@@ -213,7 +216,9 @@ class Cutter:
                 # Python that runs out of cold caches, most of a millisecond of it: meanwhile other
                 # threads copy the dirty rows. Neither changes what the other reads.
                 captured = state or self._captured(step)
-                sample = self._sampler.draw(specs, self._held(), attempt)
+                specs = tuple([live.spec for live in tables])
+                held = [live.held for live in tables]
+                sample = self._sampler.draw(specs, held, attempt)
                 rest = behind_tables(parts, end, *captured, sample, device)
                 if rest.is_small:
                     rest.write(slot)
@@ -265,47 +270,29 @@ class Cutter:
         """All state but the tables; its tensors are the live ones."""
         return state_tree.flatten(self._state.capture(step))
 
-    def _held(self) -> list[range]:
-        return [shard.held for shard in self._shards]
-
-    def _follow_row_states(self) -> None:
-        for table in self._tables:
-            states = self._state.optimizers.row_states(table).tensors
-            self._trackers[table.key].follow_row_states(list(states.values()))
-
-    def _marked(self, dirty: Mapping[str, Dirty]) -> MarkedRows:
-        """Counts the rows to store; all of a table that is not in `dirty`, or is dirty as a whole.
-
-        Waits for the devices of the tables.
-        """
-        bitmaps: list[Tensor | None] = []
-        for shard in self._shards:
-            taken = dirty.get(shard.key)
-            bitmaps.append(None if taken is None or taken.all_rows else taken.bitmap)
-        return MarkedRows(bitmaps, [shard.held_rows for shard in self._shards])
+    def _follow_row_states(self, tables: Sequence[LiveTable]) -> None:
+        for live in tables:
+            if live.table is not None:
+                self._trackers[live.key].follow_row_states(live.row_states)
 
     def _part(
         self,
-        shard: Shard,
-        spec: TableSpec,
+        live: LiveTable,
         row_count: int,
         dirty: Dirty | None = None,
         precision: Precision | None = None,
     ) -> TablePart:
-        table = shard.table
-        states: tuple[Tensor, ...] = ()
-        width: int = 8 * item_bytes(spec.dtype)
-        if table is not None:
-            states = tuple(self._state.optimizers.row_states(table).tensors.values())
-            chosen = in_bits(self._widths[table.key], precision)
+        width: int = 8 * item_bytes(live.spec.dtype)
+        if live.table is not None:
+            chosen = in_bits(self._widths[live.key], precision)
             # Exact is what the dtype has now: `model.half()` may have changed it.
             width = chosen if chosen in CODE_BITS else width
         return TablePart(
-            spec=spec,
-            held=shard.held,
-            values=shard.weight,
-            row_states=states,
-            bitmap=dirty.bitmap if dirty is not None and row_count < shard.held_rows else None,
+            spec=live.spec,
+            held=live.held,
+            values=live.weight,
+            row_states=live.row_states,
+            bitmap=dirty.bitmap if dirty is not None and row_count < len(live.held) else None,
             row_count=row_count,
             bits=width,
             quantizer=self._settings.quantizer,
@@ -337,47 +324,14 @@ class Cutter:
         for index, codes in zip(wanted, self._quantizer.codes([*wanted.values()]), strict=True):
             parts[index] = replace(parts[index], codes=codes)
 
-    def _spec(self, shard: Shard, tip: Tip | None) -> TableSpec:
-        """Built anew only when something differs: checked models take long in a stall."""
-        table = shard.table
-        if table is None:
-            return self._foreign_spec(shard, tip)
-        found = self._state.optimizers.row_states(table)
-        form = [(name, t.dtype, tuple(t.shape[1:])) for name, t in found.tensors.items()]
-        key = (shard.rows, shard.dim, shard.dtype, found.optimizer, tuple(form))
-        known = self._specs.get(shard.key)
-        if known is not None and known[0] == key:
-            return known[1]
-        states = tuple(
-            RowStateSpec(
-                name=name, dtype=dtype_name(dtype), shape=shape, optimizer=found.optimizer or 0
-            )
-            for name, dtype, shape in form
-        )
-        spec = _spec_of(shard, states)
-        self._specs[shard.key] = (key, spec)
-        return spec
 
-    def _foreign_spec(self, shard: Shard, tip: Tip | None) -> TableSpec:
-        """Of a table of which this rank stores no row: which row states it has, others know.
+def _marked(tables: Sequence[LiveTable], dirty: Mapping[str, Dirty]) -> MarkedRows:
+    """Counts the rows to store; all of a table that is not in `dirty`, or is dirty as a whole.
 
-        Those of the tip count as unchanged here; a rank that holds rows says when they are not.
-        """
-        known = self._specs.get(shard.key)
-        spec = _spec_of(shard, ()) if known is None else known[1]
-        self._specs[shard.key] = (None, spec)
-        for there in () if tip is None else tip.tables:
-            if there.model_copy(update={"row_states": ()}) == spec:
-                return there
-        return spec
-
-
-def _spec_of(shard: Shard, row_states: tuple[RowStateSpec, ...]) -> TableSpec:
-    return TableSpec(
-        name=shard.name,
-        rows=shard.rows,
-        dim=shard.dim,
-        dtype=shard.dtype,
-        row_states=row_states,
-        columns=shard.columns,
-    )
+    Waits for the devices of the tables.
+    """
+    bitmaps: list[Tensor | None] = []
+    for live in tables:
+        taken = dirty.get(live.key)
+        bitmaps.append(None if taken is None or taken.all_rows else taken.bitmap)
+    return MarkedRows(bitmaps, [len(live.held) for live in tables])

@@ -49,10 +49,11 @@ class OptimizerState:
         own = table.row_states
         if own is not None:
             return RowState(None, own)
+        weight = table.weight
         for number, optimizer in enumerate(self.optimizers):
-            state = optimizer.state.get(table.weight)
+            state = optimizer.state.get(weight)
             if state:
-                return RowState(number, row_states(state, table.rows))
+                return RowState(number, row_states(state, weight.shape[0]))
         return RowState(None, {})
 
     def table_names(self) -> set[str]:

@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import tell_ended
 from recpoint.errors import StagingError
-from recpoint.format.manifest import TableSpec
 from recpoint.format.naming import shared_attempt
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.cutter import Cut, Cutter
 from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.ledger import Ledger
+from recpoint.trainer_plugin.live_tables import LiveTable
 from recpoint.trainer_plugin.memory_bound import MemoryBound
 from recpoint.trainer_plugin.outcomes import Outcomes
 from recpoint.trainer_plugin.outlook import Outlook
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     """What a checkpoint is to be, found in the stall that cuts it."""
 
     link: Link
-    specs: tuple[TableSpec, ...]
+    tables: tuple[LiveTable, ...]
     sketch: Sketch  # of what all ranks have alike
 
 
@@ -216,7 +216,7 @@ class Pipeline:
             for tracker in self._trackers.values():
                 tracker.report_surprise()
             self._area.create_if_cleared()
-            link, specs = self._cutter.link(
+            link, tables = self._cutter.link(
                 step=batches_done, tip=self._ledger.tip, base_history=self._ledger.base_history
             )
             sketch = self._replicas.sketch() if self._ranks.several else NOTHING
@@ -224,7 +224,7 @@ class Pipeline:
             # As in _cut.
             self.outcomes.note_failure(error)
             return None
-        return Plan(link, specs, sketch)
+        return Plan(link, tables, sketch)
 
     def _agreed(self, plan: Plan | None, batches_done: int, *, again: bool) -> _Agreed:
         """The same with what all ranks need."""
@@ -317,7 +317,7 @@ class Pipeline:
                 generation=self._generation,
                 attempt=self._attempt(batches_done),
                 link=plan.link,
-                specs=plan.specs,
+                tables=plan.tables,
                 tip=self._ledger.tip,
                 interval_batches=batches_done - self._last_cut,
                 history=self._outlook.history(
