@@ -147,6 +147,8 @@ class Tally:
             BaseException: what `meanwhile` raised.
         """
         arrays: list[int] = []  # row by row
+        # `meanwhile` may give a source other memory: what its address is of stays until the end.
+        kept: list[torch.UntypedStorage] = []
         tasks = torch.empty_like(self._parts)
         parts_at, tasks_at = self._parts.data_ptr(), tasks.data_ptr()
         n = total_bytes = 0
@@ -158,6 +160,7 @@ class Tally:
             for size, (source, room) in zip(
                 row_bytes(to, count=count, rows=rows), to.arrays, strict=True
             ):
+                kept.append(source.untyped_storage())
                 addresses = source.data_ptr(), room.address
                 arrays += *addresses, size, lines_to_stream(size, count * size, *addresses)
                 total_bytes += 2 * count * size

@@ -89,6 +89,23 @@ def test_what_it_raises_is_raised_once_the_rows_are_copied(
     assert copy.is_done
 
 
+def test_a_source_that_is_given_other_memory_meanwhile_is_copied_as_it_was(team: str) -> None:
+    """As `vector_to_parameters` does: threads read what nobody else holds any more."""
+    copy = _Copy()
+    copy.table = copy.table.clone()  # no view, whose base would hold the memory
+    rows, storage = copy.table[copy.wanted], weakref.ref(copy.table.untyped_storage())
+    is_kept: list[bool] = []
+
+    def meanwhile() -> None:
+        copy.table.data = torch.zeros_like(copy.table)
+        is_kept.append(storage() is not None)
+
+    copy.run(meanwhile)
+    is_kept.append(storage() is not None)
+    assert is_kept == [True, False]
+    assert torch.equal(copy.out, rows)
+
+
 def test_it_is_done_where_nothing_is_to_be_copied() -> None:
     called: list[int] = []
     dirty_rows.count([], rows=[]).copy([], meanwhile=lambda: called.append(1))
