@@ -84,7 +84,13 @@ class MarkedRows:
         Args:
             meanwhile: called once, while other threads copy where there are any.
         """
-        self._tally.copy([destinations.get(i) for i in self._on_cpu], meanwhile=meanwhile)
+        wanted = [destinations.get(i) for i in self._on_cpu]
+        sources = [source for to in destinations.values() for source, _ in to.arrays]
+        before = [0 if source.is_inference() else source._version for source in sources]
+        self._tally.copy(wanted, meanwhile=meanwhile)
+        if before != [0 if source.is_inference() else source._version for source in sources]:
+            # A `state_dict` may lend a table other values: the state is what it left there.
+            self._tally.copy(wanted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

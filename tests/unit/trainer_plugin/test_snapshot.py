@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
 from recpoint.format.manifest import TableSpec
 from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.snapshot import MarkedRows, TablePart, copy_tables, place_tables
 
 ROWS = 100
@@ -41,6 +45,41 @@ def _copied(part: TablePart, spare_bytes: int) -> torch.Tensor:
 def test_rows_are_copied_to_their_places() -> None:
     values = torch.rand(ROWS, 3)
     assert torch.equal(_copied(_part(values, [3, 70]), 64), values[[3, 70]])
+
+
+def test_rows_are_those_that_a_state_dict_leaves_behind() -> None:
+    """It may lend a table other values; other threads copy rows while it is asked."""
+    rows = 200_000
+    bitmap = dirty_bitmap.new(rows)
+    dirty_bitmap.mark(bitmap, torch.arange(1, rows), rows=rows)
+    spec = TableSpec(name="t", rows=rows, dim=64, dtype="F32", row_states=(), columns=None)
+    many = replace(
+        _part(torch.rand(ROWS, 3), [3]),
+        spec=spec,
+        held=range(rows),
+        values=torch.rand(rows, 64),
+        bitmap=bitmap,
+        row_count=rows - 1,
+    )
+    few = _part(torch.rand(ROWS, 3), [3, 70])
+    parts = [many, few]  # in this order they are copied
+    placed, end = place_tables(parts)
+    data = torch.empty(end, dtype=torch.uint8)
+
+    def lend(device: DeviceDrain) -> None:
+        few.values.mul_(2.0)
+        time.sleep(0.2)
+        few.values.mul_(0.5)
+
+    marked = MarkedRows([part.bitmap for part in parts], [rows, ROWS])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        copy_tables(placed, data, parts, marked, lend)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(placed[-1].view(data), few.values[[3, 70]])
+    assert torch.equal(placed[1].view(data), many.values[1:])
 
 
 def test_a_slot_that_is_too_short_is_not_written_to() -> None:
