@@ -18,7 +18,7 @@ import torch
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 
-__all__ = ["PARENT", "ForkedProgram", "be_module", "run_module"]
+__all__ = ["PARENT", "ForkedProgram", "be_code", "be_module", "run_module"]
 
 #: An argument that stands for the id of the process that a program is forked from.
 PARENT = "the parent's pid"
@@ -111,6 +111,12 @@ def be_module(module: str, *arguments: str) -> None:
     """A program that does what `python -m` does with these."""
     sys.argv = [module, *(str(os.getppid()) if one == PARENT else one for one in arguments)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def be_code(text: str, *arguments: str) -> None:
+    """A program that does what `python -c` does with these."""
+    sys.argv = ["-c", *arguments]
+    exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def _begin(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.torch_interpreter import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,15 +26,7 @@ print(check(torch.device("cpu"), rows=700, seed=torch.seed() % 2**31))
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_program(program, environment=os.environ | environment, directory=ROOT)
 
 
 @pytest.mark.parametrize("before", ["", WITHOUT_THEM], ids=["installed", "bare"])

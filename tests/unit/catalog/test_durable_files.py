@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from recpoint.catalog.stores import durable
 from recpoint.testing import die_at
+from tests.forked_program import run_module
 
 
 @pytest.fixture
@@ -114,29 +116,36 @@ def _die_at(how: list[str], *program: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _forked_die_at(
+    directory: Path, how: list[str], *program: Path
+) -> subprocess.CompletedProcess[str]:
+    arguments = ["recpoint.testing.die_at", *how, *map(str, program)]
+    return run_module(arguments, environment=os.environ, directory=directory)
+
+
 def test_killed_at_every_step_each_object_is_whole_or_not_there(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
-    counted = _die_at(["--count", str(tmp_path / "steps")], program, tmp_path / "counted")
+    forked = functools.partial(_forked_die_at, tmp_path)
+    counted = forked(["--count", str(tmp_path / "steps")], program, tmp_path / "counted")
     assert counted.stdout == "done\n", counted.stderr
     lines = (tmp_path / "steps").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == [str(n) for n in range(1, len(lines) + 1)]
     assert sum(line.endswith("\tlink one") for line in lines) == 1
     # Neighbouring fsyncs leave the same state behind when a process dies: one of them is enough.
     telling = [n for n, line in enumerate(lines, 1) if "fsync" not in line.split("\t")[2]]
+    beyond = [str(len(lines) + 1)]
     for number in telling:
         run = tmp_path / f"run-{number}"
-        killed = _die_at([str(number)], program, run)
+        killed = forked([str(number)], program, run)
         assert killed.returncode == -9, (number, killed.stderr)
         _check(run)
         # Started again, it finishes, and a sweep of what is unfinished leaves nothing of it.
-        again = subprocess.run(
-            [sys.executable, str(program), str(run)], capture_output=True, text=True, timeout=240
-        )
+        again = forked(beyond, program, run)
         assert again.stdout == "done\n", (number, again.stderr)
         _check(run, finished=True)
-    beyond = _die_at([str(len(lines) + 1)], program, tmp_path / "beyond")
-    assert beyond.returncode == 0 and beyond.stdout == "done\n"
+    survived = forked(beyond, program, tmp_path / "beyond")
+    assert survived.returncode == 0 and survived.stdout == "done\n"
 
 
 def test_children_count_and_die_too_when_asked_to(tmp_path: Path) -> None:

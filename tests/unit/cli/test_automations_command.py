@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,16 @@ import pytest
 
 from recpoint.errors import SettingsError
 from recpoint.flows.automations import AlertSettings
+from tests.forked_program import run_module
 
 
 def refused(home: Path, *arguments: str, **variables: str) -> dict[str, Any]:
     clean = {name: v for name, v in os.environ.items() if not name.startswith("PREFECT_")}
     homes = {"RECPOINT_HOME": str(home), "PREFECT_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-m", "recpoint", "automations", *arguments, "--json"],
-        env={**clean, **homes, **variables},
-        capture_output=True,
-        text=True,
-        timeout=240,
+    done = run_module(
+        ["recpoint", "automations", *arguments, "--json"],
+        environment={**clean, **homes, **variables},
+        directory=home,
     )
     assert done.returncode == 2, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import recpoint
+from tests.torch_interpreter import run_program
 
 PROGRAM = """
 import torch
@@ -17,20 +16,26 @@ print(quantize(torch.tensor([[0.0, 1.3, 3.0]]), 2).codes.tolist())
 """
 ROUNDED, SHIFTED = "_splat(_FLOATS, 0.5)", "_splat(_FLOATS, 0.8)"
 
-LOGGED = "import logging\nlogging.basicConfig(level=logging.INFO)\n" + PROGRAM
+COUNTED = """
+import logging, resource
+from pathlib import Path
+from recpoint.kernels import dirty_bitmap, dirty_rows
+logging.basicConfig(level=logging.INFO)
+bitmap = dirty_bitmap.new(64)
+bitmap[0] = 7
+"""
+ALONE = COUNTED + "print(dirty_bitmap.count(bitmap))\n"
+IN_ANOTHER = COUNTED + "print(*dirty_rows.count([bitmap], rows=[64]).counts)\n"
+TWO_KERNELS = ALONE + "print(*dirty_rows.count([bitmap], rows=[64]).counts)\n"
+ONCE, OFTEN = "total += set_bits(pairs[i])", "total += np.uint64(1000) * set_bits(pairs[i])"
 
 
 def said(kept_in: Path, **environment: str) -> list[str]:
-    """What a process says of compiling while it quantizes."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOGGED],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(kept_in)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    assert done.stdout.strip() == "[[0, 1, 3]]"
+    """What a process says of compiling while it runs two kernels."""
+    kept = {"NUMBA_CACHE_DIR": str(kept_in)}
+    done = run_program(TWO_KERNELS, environment=os.environ | kept | environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3\n3\n"
     return [line for line in done.stderr.splitlines() if "compiling kernels" in line]
 
 
@@ -50,15 +55,9 @@ def changed(file: Path, text: str, new: str) -> None:
 
 def printed(program: str, place: Path) -> tuple[list[str], str]:
     """Lines that a program prints that uses the package there, and what it logs."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(place), "NUMBA_CACHE_DIR": str(place / "cache")},
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    used = {"PYTHONPATH": str(place), "NUMBA_CACHE_DIR": str(place / "cache")}
+    done = run_program(program, environment=os.environ | used, directory=place)
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 
 
@@ -79,19 +78,6 @@ def test_a_process_that_can_keep_nothing_says_what_to_do(tmp_path: Path) -> None
     assert "each process does so" in line and line.endswith(
         "Next: set NUMBA_CACHE_DIR to one that it can write"
     )
-
-
-COUNTED = """
-import logging, resource
-from pathlib import Path
-from recpoint.kernels import dirty_bitmap, dirty_rows
-logging.basicConfig(level=logging.INFO)
-bitmap = dirty_bitmap.new(64)
-bitmap[0] = 7
-"""
-ALONE = COUNTED + "print(dirty_bitmap.count(bitmap))"
-IN_ANOTHER = COUNTED + "print(*dirty_rows.count([bitmap], rows=[64]).counts)"
-ONCE, OFTEN = "total += set_bits(pairs[i])", "total += np.uint64(1000) * set_bits(pairs[i])"
 
 
 def test_an_update_on_a_full_disk_runs_nothing_that_was_compiled_before(tmp_path: Path) -> None:
@@ -130,15 +116,9 @@ def test_a_changed_file_is_compiled_into_the_kernels_that_use_it(tmp_path: Path)
     folder = copied_package(tmp_path)
 
     def codes() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": ""},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=True,
-        )
+        used = {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+        done = run_program(PROGRAM, environment=os.environ | used, directory=tmp_path)
+        assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     assert codes() == "[[0, 1, 3]]"

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.kernels import threads as kernel_threads
 from recpoint.kernels.dirty_rows import into
+from tests.torch_interpreter import run_program
 
 ROWS = 1_000_000
 
@@ -203,10 +203,8 @@ def test_ctrl_c_in_it_ends_training_once_the_rows_are_copied() -> None:
         "except KeyboardInterrupt:\n"
         "    print('interrupted', copy.is_done)\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
-    )
-    assert ran.stdout == "interrupted True\n"
+    ran = run_program(code)
+    assert (ran.returncode, ran.stdout) == (0, "interrupted True\n"), ran.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

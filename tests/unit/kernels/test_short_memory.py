@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.torch_interpreter import run_program
 
 PROGRAM = """
 import re
@@ -62,13 +63,7 @@ print("done")
 @pytest.mark.parametrize("room", ["none", "some"])
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process by what it has mapped")
 def test_codes_are_written_or_an_error_is_raised(work: str, room: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, work, room],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = run_program(PROGRAM, work, room)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout == ("refused\n" if room == "none" else "done\n")

@@ -13,6 +13,7 @@ import torch
 
 from recpoint import kernels
 from recpoint.kernels import threads as kernel_threads
+from tests.torch_interpreter import run_program
 
 
 def test_the_kernels_import_without_triton() -> None:
@@ -28,6 +29,8 @@ def test_the_kernels_import_without_triton() -> None:
 
 def test_after_warming_up_nothing_is_compiled() -> None:
     code = (
+        "import warnings\n"
+        "warnings.simplefilter('error')\n"
         "import torch\n"
         "from numba.core.dispatcher import Dispatcher\n"
         "import sys\n"
@@ -40,7 +43,8 @@ def test_after_warming_up_nothing_is_compiled() -> None:
         "cold = [name for name, kernel in found.items() if not kernel.signatures]\n"
         "assert not cold, cold\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=240)
+    ran = run_program(code)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -61,7 +65,8 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         "    os._exit(0 if work() else 3)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    ran = run_program(code)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_part_that_fails_is_reported_after_all_have_ended(
@@ -114,10 +119,8 @@ def test_an_interrupt_waits_for_the_threads_that_write_to_the_callers_memory(the
         "except KeyboardInterrupt:\n"
         "    print('interrupted', ended.is_set())\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
-    )
-    assert ran.stdout == "interrupted True\n"
+    ran = run_program(code)
+    assert (ran.returncode, ran.stdout) == (0, "interrupted True\n"), ran.stderr
 
 
 def test_an_interrupt_while_work_is_handed_over_waits_for_it_too(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.torch_interpreter import TorchInterpreter
 
 _PROGRAM = """
 import atexit, sys, threading
@@ -12,7 +12,7 @@ import atexit, sys, threading
 def say():
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("recpoint")])
 
-atexit.register(say)  # called last
+atexit.register(say)  # called after those of what is imported below
 import torch.distributed as dist
 from recpoint.trainer_plugin.ranks import Ranks
 
@@ -27,15 +27,7 @@ dist.barrier()
 
 
 def test_nobody_looks_for_a_signal_of_others_when_the_interpreter_ends(tmp_path: Path) -> None:
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(tmp_path / "met"), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    both = [TorchInterpreter(_PROGRAM, str(tmp_path / "met"), str(rank)) for rank in range(2)]
     said = [one.communicate(timeout=120) for one in both]
     for one, (out, err) in zip(both, said, strict=True):
         assert one.returncode == 0, err
@@ -69,15 +61,7 @@ ranks.close()
 
 
 def test_a_rank_that_is_gone_is_named_where_no_thread_can_look_for_it(tmp_path: Path) -> None:
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _LOST, str(tmp_path / "met"), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    both = [TorchInterpreter(_LOST, str(tmp_path / "met"), str(rank)) for rank in range(2)]
     said = [one.communicate(timeout=120) for one in both]
     assert [one.returncode for one in both] == [0, 0], said
     assert said[0][0].splitlines() == ["can't start new thread", "rank 1 of 2"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,18 +14,19 @@ from recpoint.catalog.runs.run_end import read_end
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import read_note, trainer_state
 from recpoint.catalog.stores.store import open_store
+from tests.forked_program import ForkedProgram, be_code
 from tests.polling import PATIENCE_SECONDS
+from tests.torch_interpreter import run_program
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 SCRIPT = """
 import sys, signal
-sys.path.insert(0, sys.argv[1])
 import torch
 torch.sparse.check_sparse_tensor_invariants.disable()
 from pathlib import Path
 from tests.training_builder import Place, checkpointer, simple_training
-place = Place(sys.argv[2], Path(sys.argv[3]))
-if sys.argv[4] == "own":
+place = Place(sys.argv[1], Path(sys.argv[2]))
+if sys.argv[3] == "own":
     def own(*_):
         print("own handler", flush=True)
         sys.exit(7)
@@ -42,27 +41,34 @@ with checkpointer(training, place, interval_batches=10**6, handle_sigterm=True) 
 """
 
 
-def start(place: Place, handler: str) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[3]
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(root), place.run, str(place.staging), handler],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+def start(script: str, place: Place, said: Path, *arguments: str) -> ForkedProgram:
+    """Start the script with the place; what it says is in a file."""
+    return ForkedProgram(
+        be_code,
+        [script, place.run, str(place.staging), *arguments],
+        environment=os.environ,
+        output=(said, said),
     )
 
 
+def first_line(said: Path) -> str:
+    """The first whole one, once it is there."""
+    until(lambda: "\n" in said.read_text())
+    return said.read_text().splitlines()[0]
+
+
 @pytest.mark.parametrize(("handler", "code"), [("default", -signal.SIGTERM), ("own", 7)])
-def test_a_final_checkpoint_then_the_handler_before(place: Place, handler: str, code: int) -> None:
+def test_a_final_checkpoint_then_the_handler_before(
+    place: Place, tmp_path: Path, handler: str, code: int
+) -> None:
+    said = tmp_path / "said"
     with place.agent():
-        process = start(place, handler)
-        assert process.stdout is not None
-        with process.stdout:
-            first = process.stdout.readline()
-            process.send_signal(signal.SIGTERM)
-            lines = [first.strip(), *process.stdout.read().splitlines()]
-        assert process.wait(PATIENCE_SECONDS) == code, lines
+        process = start(SCRIPT, place, said, handler)
+        first_line(said)
+        process.send_signal(signal.SIGTERM)
+        ended = process.wait()
+    lines = said.read_text().splitlines()
+    assert ended == code, lines
     assert ("own handler" in lines) == (handler == "own")
     last = max(int(line) for line in lines if line.isdigit())
     run = Run.open(open_store(place.run))
@@ -129,33 +135,23 @@ def test_the_last_checkpoint_is_staged_before_the_signal_goes_on(place: Place) -
 
 FORK = """
 import os, signal, sys
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from tests.training_builder import Place, checkpointer, simple_training
-place = Place(sys.argv[2], Path(sys.argv[3]))
+place = Place(sys.argv[1], Path(sys.argv[2]))
 ckpt = checkpointer(simple_training(), place, handle_sigterm=True)
 ckpt.restore()
 child = os.fork()
 if child == 0:
     print(os.getpid(), flush=True)
-    while True:
-        signal.pause()
-sys.stdin.read()
+while True:
+    signal.pause()
 """
 
 
-def forking_trainer(place: Place) -> tuple[subprocess.Popen[str], int]:
+def forking_trainer(place: Place, said: Path) -> tuple[ForkedProgram, int]:
     """A trainer that has forked a child after its start, and the child's process id."""
-    root = Path(__file__).parents[3]
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORK, str(root), place.run, str(place.staging)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
+    process = start(FORK, place, said)
+    return process, int(first_line(said))
 
 
 def has_ended(pid: int) -> bool:
@@ -165,35 +161,34 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_forked_child_ends_when_it_is_told_to(place: Place) -> None:
-    process, child = forking_trainer(place)
-    with process:
-        try:
-            os.kill(child, signal.SIGTERM)
-            until(lambda: has_ended(child))
-        finally:
-            if not has_ended(child):
-                os.kill(child, signal.SIGKILL)
-            process.kill()
-
-
-def test_a_forked_child_that_lives_on_does_not_keep_the_run(place: Place) -> None:
-    process, child = forking_trainer(place)
-    with process:
-        try:
-            process.kill()
-            process.wait(PATIENCE_SECONDS)
-            assert not has_ended(child)
-            ckpt = checkpointer(simple_training(), place)
-            ckpt.restore()
-            ckpt.close(final=False)
-        finally:
+def test_a_forked_child_ends_when_it_is_told_to(place: Place, tmp_path: Path) -> None:
+    process, child = forking_trainer(place, tmp_path / "said")
+    try:
+        os.kill(child, signal.SIGTERM)
+        until(lambda: has_ended(child))
+    finally:
+        if not has_ended(child):
             os.kill(child, signal.SIGKILL)
+        process.kill()
 
 
+def test_a_forked_child_that_lives_on_does_not_keep_the_run(place: Place, tmp_path: Path) -> None:
+    process, child = forking_trainer(place, tmp_path / "said")
+    try:
+        process.kill()
+        process.wait()
+        assert not has_ended(child)
+        ckpt = checkpointer(simple_training(), place)
+        ckpt.restore()
+        ckpt.close(final=False)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+# No end of a child searches what was imported for garbage: that takes longer than all else it does.
 LEAVING = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
+import gc, os, sys
+import torch._dynamo  # as the first optimizer does
 from pathlib import Path
 from recpoint.errors import SettingsError
 from tests.training_builder import Place, checkpointer, simple_training
@@ -229,52 +224,52 @@ def forked(how, place):
                 refuses(ckpt, name)
     sys.exit()  # of the child
 
+gc.freeze()
 for how in ("leaves", "exits", "closes", "goes on"):
     # Flushed: what a child has of it, it would print once more.
-    print(how, forked(how, Place(f"{sys.argv[2]} {how}", Path(sys.argv[3]))), flush=True)
+    print(how, forked(how, Place(f"{sys.argv[1]} {how}", Path(sys.argv[2]))), flush=True)
 """
 
 
 def test_a_forked_child_takes_no_checkpoint(place: Place) -> None:
-    root = Path(__file__).parents[3]
-    ran = subprocess.run(
-        [sys.executable, "-c", LEAVING, str(root), place.run, str(place.staging)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = run_program(LEAVING, place.run, str(place.staging), environment=alone)
     ways = ("leaves", "exits", "closes", "goes on")
     expected = [f"{how} ['00000001-000000000002-r00000']" for how in ways]
     assert (ran.returncode, ran.stdout.splitlines()) == (0, expected), ran.stderr
 
 
+# Each of its children ends as an interpreter does: by itself, without close().
 UNCLOSED = """
-import sys
-sys.path.insert(0, sys.argv[1])
+import gc, os, sys
+import torch._dynamo  # as the first optimizer does
 from pathlib import Path
+from recpoint.catalog.staging import staged
+from tests import training_builder
 from tests.training_builder import Place, checkpointer, simple_training
-place = Place(sys.argv[2], Path(sys.argv[3]))
-training = simple_training()
-ckpt = checkpointer(training, place, interval_batches=1)
-ckpt.restore()
-training.batch()
-ckpt.step()
+training_builder.ROWS = 2_000_000  # which takes longer to stage than a process to end
+place = Place(sys.argv[1], Path(sys.argv[2]))
+gc.freeze()
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        training = simple_training()
+        ckpt = checkpointer(training, place, interval_batches=1)
+        ckpt.restore()
+        training.batch()
+        ckpt.step()
+        break
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, len(staged.staged_jobs(place.run_directory)), flush=True)
 """
 
 
 def test_a_process_that_ends_without_close_ends_well_and_leaves_what_was_cut(place: Place) -> None:
-    root = Path(__file__).parents[3]
-    for _ in range(3):  # without the wait most of them abort
-        ended = subprocess.run(
-            [sys.executable, "-c", UNCLOSED, str(root), place.run, str(place.staging)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=PATIENCE_SECONDS,
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert len(staged.staged_jobs(place.run_directory)) == 1
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = run_program(UNCLOSED, place.run, str(place.staging), environment=alone)
+    # Without the wait nearly all of them leave nothing, and some abort.
+    assert ran.stdout.splitlines() == 3 * ["0 1"], ran.stderr
+    assert ran.returncode == 0
 
 
 def test_a_second_signal_does_not_wait(place: Place) -> None:

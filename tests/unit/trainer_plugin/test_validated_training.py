@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.validate import record, validate
 from recpoint.errors import NothingToRestore, SettingsError
+from tests.forked_program import run_module
 from tests.training_builder import (
     Place,
     Training,
@@ -142,17 +142,18 @@ def test_a_trainer_goes_on_from_what_was_validated_if_it_is_near(place: Place) -
 
 
 @pytest.mark.parametrize("steps", range(1, 7))
-def test_a_validation_that_is_killed_leaves_nothing_that_counts(place: Place, steps: int) -> None:
+def test_a_validation_that_is_killed_leaves_nothing_that_counts(
+    place: Place, tmp_path: Path, steps: int
+) -> None:
     training = simple_training(3)
     with place.agent(), checkpointer(training, place) as ckpt:
         ckpt.restore()
         train(training, ckpt, 2)
-    program = ["-m", "recpoint.testing.die_at", str(steps), "-m", "recpoint"]
-    done = subprocess.run(
-        [sys.executable, *program, "validate", place.run, "--level", "full"],
-        capture_output=True,
-        text=True,
-        timeout=240,
+    program = ["recpoint.testing.die_at", str(steps), "-m", "recpoint"]
+    done = run_module(
+        [*program, "validate", place.run, "--level", "full"],
+        environment=os.environ,
+        directory=tmp_path,
     )
     run = Run.open(open_store(place.run))
     known = verdicts(run)

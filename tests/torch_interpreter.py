@@ -1,0 +1,158 @@
+"""Programs in an interpreter that has imported torch and nothing else, without the second of that.
+
+What `tests.forked` forks has all of recpoint imported and ends at once. A program here imports what
+it uses by itself, from where it is told to, and ends as any interpreter does: what is done then is
+done, and a process that would abort aborts. Each is forked from one interpreter that has torch and
+no second thread. What a process takes from its environment before its first line it has from there,
+and nobody's end searches torch for garbage, which takes longer than most programs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.polling import PATIENCE_SECONDS
+
+__all__ = ["TorchInterpreter", "run_program"]
+
+# A request is a line, and so is its answer: the process id of a program that was started, or the
+# exit code of one that was asked for, null while it has not ended. The program is run where this
+# text ends, in place of it.
+_FORKS = """
+import gc, json, os, sys
+import torch
+gc.freeze()
+for line in iter(sys.stdin.readline, ""):
+    asked = json.loads(line)
+    if isinstance(asked, int):
+        pid, status = os.waitpid(asked, os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+        continue
+    pid = os.fork()
+    if not pid:
+        break
+    print(pid, flush=True)
+else:
+    sys.exit()
+for path, number in zip(asked["files"], range(3)):
+    os.dup2(os.open(path, os.O_RDWR), number)
+os.environ.clear()
+os.environ.update(asked["environment"])
+os.chdir(asked["directory"])
+sys.argv[1:] = asked["arguments"]
+sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+if "OMP_NUM_THREADS" in os.environ:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+program = compile(asked["program"], "<string>", "exec")
+del asked, line, number, path, pid
+exec(program)
+"""
+
+
+class TorchInterpreter:
+    """A process that runs the text of a program; as `subprocess.Popen` has it.
+
+    Args:
+        arguments: `sys.argv` behind its first.
+        environment: all that it has; that of this process unless it is given.
+        directory: where it runs, and imports from first.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        self.returncode: int | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self._said = [Path(self._folder.name) / name for name in ("out", "err")]
+        for path in self._said:
+            path.touch()
+        asked = {
+            "program": program,
+            "arguments": arguments,
+            "environment": dict(os.environ if environment is None else environment),
+            "directory": str(Path.cwd() if directory is None else directory),
+            "files": [os.devnull, *map(str, self._said)],
+        }
+        self.pid: int = _answer(asked)
+
+    def poll(self) -> int | None:
+        """The exit code, less than 0 where a signal ended it; None while it has not ended."""
+        if self.returncode is None:
+            self.returncode = _answer(self.pid)
+        return self.returncode
+
+    def kill(self) -> None:
+        """Send it SIGKILL, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self, timeout: float = PATIENCE_SECONDS) -> tuple[str, str]:
+        """Wait until it has ended; what it wrote to standard output and standard error.
+
+        Raises:
+            subprocess.TimeoutExpired: it had not ended in so many seconds, and was killed.
+        """
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise subprocess.TimeoutExpired("a program after torch", timeout)
+            time.sleep(0.005)
+        out, err = (path.read_text() for path in self._said)
+        self._folder.cleanup()
+        return out, err
+
+
+def run_program(
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the text of a program until it ends; what it said.
+
+    Raises:
+        subprocess.TimeoutExpired: it does not end.
+    """
+    process = TorchInterpreter(program, *arguments, environment=environment, directory=directory)
+    out, err = process.communicate()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess([program, *arguments], process.returncode, out, err)
+
+
+@functools.cache
+def _forks() -> subprocess.Popen[str]:
+    """The interpreter that programs are forked from, which ends with this process."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FORKS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    atexit.register(process.communicate)
+    return process
+
+
+def _answer(asked: object) -> Any:
+    forks = _forks()
+    assert forks.stdin is not None and forks.stdout is not None
+    print(json.dumps(asked), file=forks.stdin, flush=True)
+    return json.loads(forks.stdout.readline())
