@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,8 +142,7 @@ class TablePart:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Placed:
+class Placed(NamedTuple):
     """An array's place in the slot: a job's segment without its digest."""
 
     name: str
