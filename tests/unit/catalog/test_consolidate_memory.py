@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, new_run, publish
 from tests.job_builder import Links, stage
+from tests.torch_interpreter import run_program
 
 # The peak is that of the process alone, after everything has been imported and warmed up.
 _PROGRAM = """
@@ -64,12 +63,8 @@ def test_a_large_chain_takes_bounded_memory(tmp_path: Path, bits: int | None, ra
         else:
             persist_chain(run, tmp_path / "staging", table, first)
         del values, table
-    answer = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, run.url],
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=180,
-    )
+    answer = run_program(_PROGRAM, run.url)
+    assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
     assert report["outcome"] == "created" and report["read"] > 60e6
     # Three chunks of 32 MiB that were read, 48 MiB of all ranks' that wait, one being built, two on

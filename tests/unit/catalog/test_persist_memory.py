@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from recpoint.catalog.persisting.persist_plan import GROUP_SPOOL_BYTES
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import stage
+from tests.torch_interpreter import run_program
 
 # The peak is that of the process alone, after everything has been imported and warmed up.
 _PROGRAM = """
@@ -67,12 +66,8 @@ print(json.dumps({"result": outcome.result, "took": took}))
 
 def _persisted(jobs: list[Path]) -> dict[str, int]:
     """Bytes that the second of the jobs took: of its own, in the spool, and of both at once."""
-    answer = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *map(str, jobs)],
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=240,
-    )
+    answer = run_program(_PROGRAM, *map(str, jobs))
+    assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
     assert report["result"] == "committed"
     took: dict[str, int] = report["took"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from recpoint.errors import RecpointError, RestoreError, SettingsError, StoreUna
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, new_run, publish, tables
 from tests.interposed_store import InterposedStore, unavailable
+from tests.torch_interpreter import run_program
 
 STATE = {
     "model": {"tensors": {"top.bias": torch.arange(3.0), "steps": torch.tensor(7)}, "extra": {}},
@@ -485,12 +484,8 @@ def test_a_table_larger_than_its_share_of_memory(tmp_path: Path) -> None:
         )
         publish(run, checkpoint)
         del checkpoint
-    answer = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, run.url, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=180,
-    )
+    answer = run_program(_PROGRAM, run.url, str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
     with safe_open(next((tmp_path / "large").glob("model-*")), framework="pt") as file:
         assert torch.equal(file.get_tensor("model/t.weight"), values)
     # Of a table of 410 MB. Four threads let seven chunks of 15 MB be there at once, the one that is

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import subprocess
-import sys
 import urllib.error
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from recpoint.catalog.overview.histogram import SECONDS, Histogram
 from recpoint.dashboards.metric_table import AGENT_METRICS, METRICS, TRAINER_METRICS
 from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
 from tests.scraping import scrape, value
+from tests.torch_interpreter import run_program
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
@@ -213,9 +212,7 @@ except recpoint.errors.SettingsError as error:
     print(error)
 assert "prefect" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
     assert "no prometheus_client installed" in done.stdout
     assert "pip install 'recpoint[metrics]'" in done.stdout
