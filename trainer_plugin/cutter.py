@@ -15,7 +15,7 @@ from recpoint.format.history import History, Precision
 from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin import huge_pages
+from recpoint.trainer_plugin import huge_pages, rng_state
 from recpoint.trainer_plugin.base_history import BaseHistory
 from recpoint.trainer_plugin.behind_tables import BehindTables, behind_tables
 from recpoint.trainer_plugin.device_drain import DeviceDrain
@@ -126,7 +126,8 @@ class Cutter:
         Raises:
             SettingsError: something in the state cannot be stored; its path is named.
         """
-        tree, tensors = state_tree.flatten(self._state.capture_fixed())
+        with rng_state.untouched():  # of an extra that draws: a life more would draw others
+            tree, tensors = state_tree.flatten(self._state.capture_fixed())
         tables = self._live.look(None)
         parts = [self._part(live, len(live.held)) for live in tables]
         sample_bytes = self._sampler.size_bytes(

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from recpoint.kernels import threads as kernel_threads
-from tests.training_builder import Place, checkpointer, simple_training, train, until
+from tests.training_builder import (
+    Place,
+    checkpointer,
+    everything,
+    simple_training,
+    train,
+    until,
+)
 
 
 class Buffer:
@@ -50,3 +57,31 @@ def test_large_state_is_cloned_by_all_threads(
             ckpt.close(final=False)
     finally:
         torch.set_num_threads(before)
+
+
+class Drawing:
+    """An extra whose `state_dict` draws, as a `StatefulDataLoader` does that begins an epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.rand(1)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_weighing_the_state_draws_nothing(place: Place) -> None:
+    """A start asks what fits into memory: it went on with other random numbers after that."""
+    with place.agent():
+        training = simple_training(1)
+        ckpt = checkpointer(training, place, extras={"drawing": Drawing()})
+        ckpt.restore()
+        train(training, ckpt, 2)
+        until(lambda: ckpt.stats.committed == 1)
+        ckpt.close(final=False)
+        done = everything(training)
+        again = simple_training(2)
+        ckpt = checkpointer(again, place, extras={"drawing": Drawing()})
+        ckpt.restore()
+        ckpt.close(final=False)
+    assert everything(again) == done
