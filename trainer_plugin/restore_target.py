@@ -26,11 +26,13 @@ from recpoint.trainer_plugin.training_state import OF_ALL_RANKS, OF_TRAINERS, Tr
 __all__ = ["ModelTarget", "PartialTarget", "tip_of"]
 
 _NEXT = (
-    "build model and optimizers as they were, or load parts of the checkpoint by name: "
+    "build model and optimizers as they were when it was taken, with what training had added to "
+    "them (add_param_group before restore()), or load parts of the checkpoint by name: "
     'restore(partial={"tables": [...], "dense": [...]})'
 )
 _NEXT_OF_RANKS = (
-    "build model and optimizers as they were; parts of the checkpoint are loaded by name in a "
+    "build model and optimizers as they were when it was taken, with what training had added to "
+    "them (add_param_group before restore()); parts of the checkpoint are loaded by name in a "
     "process without other ranks: restore(partial=...)"
 )
 _NEXT_PARTS = (

@@ -73,7 +73,9 @@ def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
                     f"tables {earlier!r} and {full_name!r}",
                     "two names for one table (tied weights)",
                     "one module for each table",
-                    "look rows up through one module, or give each module its own weight",
+                    "look rows up through one module, as emb(ids), and use its weight elsewhere "
+                    "without giving it to a second one, as F.linear(x, emb.weight); or give each "
+                    "module its own weight",
                 )
             if is_table:
                 assert isinstance(module, Lookup)
