@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, ParamSpec
@@ -182,9 +181,9 @@ def showing_bytes(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], No
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One line of JSON on stdout."""
+    """One line of JSON on stdout, there at once: what reads a pipe may act on each."""
     # ASCII only: names from a store cannot reach the terminal as control characters.
-    sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
+    print(json.dumps(document, ensure_ascii=True, allow_nan=False), flush=True)
 
 
 def _print_error(error: BaseException, *, as_json: bool, url: object) -> None:

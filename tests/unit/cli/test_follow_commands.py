@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -97,7 +98,11 @@ def _next(lines: IO[str]) -> dict[str, Any]:
 def test_prints_each_version_until_it_is_interrupted(tmp_path: Path) -> None:
     run = made(tmp_path)
     command = [sys.executable, "-m", "recpoint", "follow", run.url, "--poll-seconds", "0.05"]
-    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True)
+    # As most shells have it: else Python writes each line at once by itself.
+    environment = {n: value for n, value in os.environ.items() if n != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [*command, "--json"], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stdout is not None
     try:
         assert _next(process.stdout)["step"] == 3
