@@ -400,13 +400,10 @@ def test_a_thread_that_dies_during_a_cut_and_cannot_be_started(place: Place) -> 
     assert_restores(place, training)
 
 
-@pytest.mark.parametrize("of", ["reader", "schedulers[0]", "extras['metric']"])
-def test_an_error_of_a_state_dict_says_of_which(place: Place, of: str) -> None:
-    error = ValueError("no state today")
-
-    def broken() -> Any:
-        raise error
-
+def with_state_dict(
+    place: Place, of: str, state_dict: Callable[[], Any]
+) -> tuple[Training, Checkpointer]:
+    """A training that has begun, of which one thing answers so when it is asked for its state."""
     training = simple_training()
     metric = torch.nn.Linear(1, 1)
     scheduler = torch.optim.lr_scheduler.StepLR(training.optimizers[0], 5)
@@ -415,7 +412,18 @@ def test_an_error_of_a_state_dict_says_of_which(place: Place, of: str) -> None:
         training, place, interval_batches=1, schedulers=[scheduler], extras={"metric": metric}
     )
     ckpt.restore()
-    vars(things[of])["state_dict"] = broken
+    vars(things[of])["state_dict"] = state_dict
+    return training, ckpt
+
+
+@pytest.mark.parametrize("of", ["reader", "schedulers[0]", "extras['metric']"])
+def test_an_error_of_a_state_dict_says_of_which(place: Place, of: str) -> None:
+    error = ValueError("no state today")
+
+    def broken() -> Any:
+        raise error
+
+    training, ckpt = with_state_dict(place, of, broken)
     train(training, ckpt, 2)
     assert ckpt.stats.failed == 2
     assert ckpt.stats.last_error == f"ValueError: no state today (from state_dict() of {of})"
@@ -426,15 +434,7 @@ def test_an_error_of_a_state_dict_says_of_which(place: Place, of: str) -> None:
 def test_a_state_that_contains_itself_is_named(place: Place, of: str) -> None:
     around: dict[str, Any] = {}
     around["itself"] = [around, around]
-    training = simple_training()
-    metric = torch.nn.Linear(1, 1)
-    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizers[0], 5)
-    things = {"reader": training.reader, "schedulers[0]": scheduler, "extras['metric']": metric}
-    ckpt = checkpointer(
-        training, place, interval_batches=1, schedulers=[scheduler], extras={"metric": metric}
-    )
-    ckpt.restore()
-    vars(things[of])["state_dict"] = lambda: around
+    training, ckpt = with_state_dict(place, of, lambda: around)
     train(training, ckpt, 1)
     assert ckpt.stats.failed == 1
     said = str(ckpt.stats.last_error)
