@@ -14,7 +14,7 @@ TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint style types format unit fuzz clean
+.PHONY: help install demo test lint style types format unit fuzz faults clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ fuzz: $(INSTALLED) ## fuzz each parser a million times, outside CI (tests/fuzz)
 	for target in records chunk tree; do \
 		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -runs=1000000 -max_len=8192 -rss_limit_mb=6000 || exit 1; done
 	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
+
+faults: $(INSTALLED) ## interrupt each call of ours at every place, outside CI (tests/fault)
+	RECPOINT_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist src/*.egg-info

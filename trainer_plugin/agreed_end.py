@@ -20,6 +20,9 @@ class AgreedEnd:
     Args:
         ranks: all of them; those that were not told learn it from those that were.
         wait_seconds: how long the ranks may take to find a batch that none has passed.
+
+    Attributes:
+        is_done: `come` has done all that is to be done before `hand_on`.
     """
 
     def __init__(self, ranks: Ranks, *, wait_seconds: float) -> None:
@@ -28,6 +31,7 @@ class AgreedEnd:
         self._notice = TerminationNotice()
         self._ends_by: float | None = None  # monotonic
         self._over = False
+        self.is_done = False
 
     def watch(self) -> None:
         """Take SIGTERM from now on, and hear of other ranks that got one."""
@@ -64,11 +68,18 @@ class AgreedEnd:
                 "at together. Next: nothing; training goes on from the newest checkpoint",
                 batches_done,
             )
-        self._over = True
+        self._over = self.is_done = True
+
+    def hand_on(self) -> None:
+        """Give the signal to the handler that was there before; by default the process ends.
+
+        Not inside `interrupts.held`: it compares, and replaces, handlers.
+        """
+        self.is_done = False
         self._notice.redeliver()
 
     def close(self) -> None:
         """Training is over: give the signal back, and hand on one that nobody has acted on."""
-        if self._notice.requested:
-            self._notice.redeliver()
+        if self._notice.requested or self.is_done:
+            self.hand_on()
         self._notice.remove()

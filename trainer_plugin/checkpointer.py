@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from recpoint.trainer_plugin.agreed_end import AgreedEnd
 from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.deleted_rows import held_ids, zero_rows
 from recpoint.trainer_plugin.failures import ExpectedFailures
+from recpoint.trainer_plugin.interrupts import Hold, held
 from recpoint.trainer_plugin.pace import Pace
 from recpoint.trainer_plugin.parts import Seed
 from recpoint.trainer_plugin.pipeline import Pipeline
@@ -45,6 +47,8 @@ from recpoint.trainer_plugin.tracking import Tracker
 from recpoint.trainer_plugin.wanted_start import Wanted
 
 __all__ = ["Checkpointer"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("recpoint")
 
@@ -172,6 +176,8 @@ class Checkpointer:
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
         self._closed = False
+        self._is_busy = False  # in one of its calls
+        self._close_wanted: bool | None = None  # by a call from within another; `final` of it
         self._process = os.getpid()
         self.batches_done = 0
         try:
@@ -222,38 +228,64 @@ class Checkpointer:
                 build the model anew before you start `fresh`.
             StagingError, StoreError: area or store cannot be used; or another process trains here.
             SettingsError: called twice, or in a forked child, or options exclude each other.
+            BaseException: what a signal's handler has raised. Either nothing has begun, and the
+                call can be repeated; or all has, and training can go on from there.
         """
         self._refuse_child("restore()")
-        if self._pipeline is not None or self._closed:
+        if self._pipeline is not None or self._closed or self._is_busy:
             raise _misuse("restore()", "a second call", "one call before training")
         wanted = Wanted(step, generation, fresh, partial, seed, validated_only, validated_within)
         with naming_errors(self._store.url):
             wanted = wanted.checked()
             self._state.warn_of_schedulers()
-            return self._restore(wanted)
+            report = self._whole(lambda hold: self._restore(wanted, hold))
+        if self._settings.handle_sigterm:
+            self.take_sigterm()
+        return report
 
-    def _restore(self, wanted: Wanted) -> RestoreReport | None:
-        generators = rng_state.capture()
+    def _whole(self, call: Callable[[Hold], T]) -> T:
+        """Do all of something, whatever handlers of signals raise meanwhile: that is raised last.
+
+        What a handler or a `state_dict` asks of this object meanwhile is refused or done after it.
+        """
         try:
-            drain_seconds = self._settings.drain_seconds
-            run, staged = takeover.open_run(self._store, self._area, self._ranks, drain_seconds)
-            policy = self._settings.chosen_policy
-            job = takeover.Job(
-                ranks=self._ranks,
-                tables=self._tables,
-                names=frozenset(shard.name for shard in self._shards),
-                state=self._state,
-                staged=staged,
-            )
-            start = takeover.start(run, job, policy, wanted)
+            with held() as hold:
+                self._is_busy = True
+                try:
+                    return call(hold)
+                finally:
+                    self._is_busy = False
+        finally:
+            if self._close_wanted is not None:
+                self._stop(final=self._close_wanted)
+
+    def _restore(self, wanted: Wanted, hold: Hold) -> RestoreReport | None:
+        generators, gradients = rng_state.capture(), torch.is_grad_enabled()
+        try:
+            # As long as this takes, it may be interrupted: training has not begun, and a repeated
+            # call writes over what is there.
+            run, start = hold.let_through(lambda: self._taken_over(wanted))
             if not start.resumed:
                 rng_state.restore(generators)  # as in rng_state.untouched
             self._area.take_over(start.generation)
         except BaseException:
+            torch.set_grad_enabled(gradients)  # a `no_grad` may have been left where it began
             self._area.close()
             raise
         self._begin(run, start)
         return start.report
+
+    def _taken_over(self, wanted: Wanted) -> tuple[Run, takeover.Start]:
+        drain_seconds = self._settings.drain_seconds
+        run, staged = takeover.open_run(self._store, self._area, self._ranks, drain_seconds)
+        job = takeover.Job(
+            ranks=self._ranks,
+            tables=self._tables,
+            names=frozenset(shard.name for shard in self._shards),
+            state=self._state,
+            staged=staged,
+        )
+        return run, takeover.start(run, job, self._settings.chosen_policy, wanted)
 
     def _begin(self, run: Run, start: takeover.Start) -> None:
         self.batches_done = start.batches_done
@@ -290,11 +322,9 @@ class Checkpointer:
             replicas=self._replicas,
         )
         pipeline.prepare()
-        if self._settings.handle_sigterm:
-            self.take_sigterm()
         self._state.warn_of_batches(start.batches_done)
         self._pace = Pace(self._reader, pipeline)
-        self._pace.restart()
+        self._pace.restart(start.batches_done)
 
     def take_sigterm(self) -> None:
         """Take SIGTERM from now on, as `restore` does unless `handle_sigterm=False`.
@@ -321,9 +351,22 @@ class Checkpointer:
             SettingsError: `restore` was not called; or this is a forked child of the process that
                 built this.
             RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
+            BaseException: what a signal's handler has raised, once a checkpoint that is due has
+                been cut.
         """
         pipeline, pace = self._running("step()")
         self.batches_done += 1
+        if (
+            pace.is_over(self.batches_done)
+            or pipeline.outcomes.has_news()
+            or self._memory.has_grown()
+            or self._end.is_due
+        ):
+            self._whole(lambda _: self._act(pipeline, pace))
+        if self._end.is_done:
+            self._end.hand_on()
+
+    def _act(self, pipeline: Pipeline, pace: Pace) -> None:
         pipeline.outcomes.fetch()
         self._memory.follow()
         pace.step(self.batches_done)
@@ -338,7 +381,14 @@ class Checkpointer:
             Whether it was cut: not while earlier ones wait (see `when_busy`), after an error,
             twice at one batch, or from within another: from a `state_dict`, a signal's handler.
         """
+        if self._is_busy:
+            # It would be cut into the slot that is being written, as of the same batch.
+            _log.info("no checkpoint at batch %d: one is being cut", self.batches_done)
+            return False
         pipeline, pace = self._running("checkpoint()")
+        return self._whole(lambda _: self._take(pipeline, pace))
+
+    def _take(self, pipeline: Pipeline, pace: Pace) -> bool:
         pipeline.outcomes.fetch()
         cut = pace.take(self.batches_done)
         pipeline.outcomes.raise_noted()
@@ -373,19 +423,21 @@ class Checkpointer:
         checkpoints, until they are trained again. Call it after a step; arguments as for `mark`.
         """
         for one, tracker in self._named(table):
-            held = held_ids(one, ids)
+            here = held_ids(one, ids)
             states = list(self._state.optimizers.row_states(one).tensors.values())
-            tracker.look(states)  # the mark below would count for other changes, too
-            zero_rows(one, states, held)
-            tracker.mark(held)
+            with held():
+                tracker.look(states)  # the mark below would count for other changes, too
+                zero_rows(one, states, here)
+                tracker.mark(here)
 
     @property
     def stats(self) -> Stats:
         """What happened to the checkpoints so far."""
         if self._pipeline is None:
             return Statistics().read(self.batches_done)
-        if not self._is_over():
-            self._pipeline.outcomes.fetch()
+        if self._pipeline.outcomes.has_news() and not (self._is_over() or self._is_busy):
+            with held():
+                self._pipeline.outcomes.fetch()
         return self._pipeline.statistics.read(self.batches_done)
 
     def close(self, *, final: bool = True) -> None:
@@ -395,12 +447,17 @@ class Checkpointer:
             final: take that checkpoint and wait at most `close_wait_seconds` for outcomes. False:
                 only make sure that what was cut is staged.
 
+        From a handler of a signal or a `state_dict`, in the middle of another call, it returns at
+        once, and all this happens when that call ends.
+
         Raises:
             RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
+            BaseException: what a signal's handler has raised: it ends the wait for outcomes alone.
         """
-        if not final and self._pipeline is not None and not self._is_over():
-            self._pipeline.say_ended()  # else once the last one is cut
-        self._stop(final=final)
+        if self._is_busy:
+            self._close_wanted = final
+            return
+        self._stop(final=final, told=not final)
         if self._pipeline is not None:
             self._pipeline.outcomes.raise_noted()
 
@@ -412,15 +469,26 @@ class Checkpointer:
         """
         return self._closed or os.getpid() != self._process
 
-    def _stop(self, *, final: bool) -> None:
+    def _stop(self, *, final: bool, told: bool = False) -> None:
+        """End, as `close` says; `told`: leave word that training has ended though not `final`."""
         if self._is_over():
             return
+        try:
+            with held():
+                self._stop_whole(final=final, told=told)
+        finally:
+            self._end.close()
+
+    def _stop_whole(self, *, final: bool, told: bool) -> None:
         pipeline = self._pipeline
+        self._is_busy, self._close_wanted = True, None
         try:
             if pipeline is not None and final:
                 pipeline.finish(self.batches_done)
+            elif pipeline is not None and told:
+                pipeline.say_ended()
         finally:
-            self._closed = True
+            self._is_busy, self._closed = False, True
             if pipeline is not None:
                 pipeline.close()
             self._watch.remove()
@@ -430,7 +498,6 @@ class Checkpointer:
                 tracker.remove()
             self._area.close()
             self._ranks.close()
-            self._end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -448,6 +515,8 @@ class Checkpointer:
             self._stop(final=False)
 
     def _running(self, call: str) -> tuple[Pipeline, Pace]:
+        if self._is_busy:
+            raise _misuse(call, "a call from within another one", "calls between two batches")
         if self._pipeline is None or self._pace is None or self._closed:
             raise SettingsError(
                 call,

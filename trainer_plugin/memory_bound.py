@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.host_memory import HostShare, host_share
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.staging import StagingArea
 
@@ -74,8 +75,17 @@ class MemoryBound:
         self._told_bytes = self.host.bound_bytes
         return self.host
 
+    def has_grown(self) -> bool:
+        """After each step: whether optimizers have made state, so that `follow` is due."""
+        try:
+            return self._count() != self._entries
+        except Exception as error:
+            if came_from_handler(error):
+                raise
+            return True  # a user's state that cannot be asked; `follow` says so
+
     def follow(self) -> None:
-        """After each step: measure again if optimizers have made state. Never raises."""
+        """Measure again if optimizers have made state. Never raises."""
         try:
             if self._count() != self._entries:
                 self._grow(self._measured())

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.optimizer_rows import (
     AllRows,
     FullyDirtyTables,
@@ -128,8 +129,10 @@ class OptimizerWatch:
         def hook(*_: Any) -> None:
             try:
                 look(number)
-            except Exception as error:  # whatever it is, and not knowing the rows has a safe form
+            except BaseException as error:  # not knowing the rows has a safe form, whatever it is
                 self._give_up(error)
+                if not isinstance(error, Exception) or came_from_handler(error):
+                    raise  # Ctrl-C, a watchdog's time-out
 
         return hook
 
@@ -223,7 +226,6 @@ class OptimizerWatch:
                 tracker.before_step()
 
     def _after_step(self, number: int) -> None:
-        self._stepping[number] = False
         found = []
         for group in self._groups[number]:
             if group.watched.differ(group.group):
@@ -236,6 +238,7 @@ class OptimizerWatch:
             found += after_steps(group.trackers)
         if found:
             mark_together(found)
+        self._stepping[number] = False  # last: a step that is interrupted until here has failed
 
     def _after_load(self, number: int) -> None:
         """It has other row states now, and other parameter groups than those looked at."""
@@ -244,7 +247,7 @@ class OptimizerWatch:
             for tracker in group.trackers:
                 tracker.all_rows = True
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """What a hook was to find out is not known. It must not stop training: that is safe."""
         for tracker in self._trackers.values():
             tracker.give_up(error)

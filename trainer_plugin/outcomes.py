@@ -17,6 +17,7 @@ from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.handoff import Answered, Event, Failed, Handoff, Staged
+from recpoint.trainer_plugin.interrupts import is_interrupted
 from recpoint.trainer_plugin.ledger import Ledger
 from recpoint.trainer_plugin.policy import superseded
 from recpoint.trainer_plugin.settings import Settings
@@ -74,6 +75,10 @@ class Outcomes:
         self.last_safe = batches_done
         self.superseded = False
 
+    def has_news(self) -> bool:
+        """Whether `fetch` has something to act on, or `raise_noted` to raise; costs no lock."""
+        return self._unraised is not None or self._handoff.has_events()
+
     def fetch(self) -> None:
         """Act on what has happened since the last call; costs nothing when nothing has."""
         if self._handoff.has_events():
@@ -93,6 +98,8 @@ class Outcomes:
     ) -> None:
         """Wait until fewer than `until_below` checkpoints are on their way.
 
+        A signal's handler that raises, as Ctrl-C does, ends the wait.
+
         Args:
             deadline: no longer than until this monotonic time.
             until_below: see above.
@@ -106,6 +113,8 @@ class Outcomes:
             self.fetch()
             now = time.monotonic()
             if len(self._ledger) < until_below or now >= deadline or (training and self._ends()):
+                return
+            if is_interrupted():
                 return
             if self._area.agent_is_running():
                 agent_seen = now

@@ -24,19 +24,23 @@ class Pace:
     def __init__(self, reader: object, pipeline: Pipeline) -> None:
         self._reader = reader
         self._pipeline = pipeline
-        self._granted = self._left = 0
+        self._granted_from = self._granted_until = 0  # batches done
         self._ends_by = math.inf  # monotonic; the grant is over then, whatever is left of it
 
-    def restart(self) -> None:
+    def restart(self, batches_done: int) -> None:
         """An interval begins: training does, or a checkpoint was taken."""
         now = time.monotonic()
         self._pipeline.statistics.interval_begins(now)
-        self._grant(self._pipeline.schedule.restart(now, in_parts=self._pipeline.is_overdue))
+        in_parts = self._pipeline.is_overdue
+        self._grant(self._pipeline.schedule.restart(now, in_parts=in_parts), batches_done)
+
+    def is_over(self, batches_done: int) -> bool:
+        """Whether the grant has ended, so that `step` has something to do."""
+        return batches_done >= self._granted_until or time.monotonic() >= self._ends_by
 
     def step(self, batches_done: int) -> None:
-        """One more batch is done: where the grant ends, take a checkpoint if one is due."""
-        self._left -= 1
-        if self._left <= 0 or time.monotonic() >= self._ends_by:
+        """Where the grant has ended, take a checkpoint if one is due."""
+        if self.is_over(batches_done):
             self._decide(batches_done)
 
     def take(self, batches_done: int) -> bool:
@@ -44,25 +48,25 @@ class Pace:
         cut = self._pipeline.take(batches_done)
         if self._pipeline.is_due:
             # It is taken where a grant ends, so grants are short until there is room for it.
-            self._grant(1)
+            self._grant(1, batches_done)
         else:
-            self.restart()
+            self.restart(batches_done)
         return cut
 
     def _decide(self, batches_done: int) -> None:
         more = 0
         if not self._pipeline.is_due:
-            used = self._granted - self._left
+            used = batches_done - self._granted_from
             more = self._pipeline.schedule.extend(time.monotonic(), batches=used)
         if more <= 0:
             self.take(batches_done)
         elif self._pipeline.is_overdue and self._pipeline.take(batches_done, late=True):
-            self.restart()
+            self.restart(batches_done)
         else:
-            self._grant(more)
+            self._grant(more, batches_done)
 
-    def _grant(self, batches: int) -> None:
-        self._granted = self._left = batches
+    def _grant(self, batches: int, batches_done: int) -> None:
+        self._granted_from, self._granted_until = batches_done, batches_done + batches
         told = True
         try:
             told = announce(self._reader, batches)

@@ -112,7 +112,6 @@ class Pipeline:
         self._handoff = Handoff(area, run=run.id, run_url=run.url, ranks=ranks.count)
         self._last_cut = start.batches_done
         self._cuts = 0
-        self._is_taking = False
         self._ends = ends
         self._due_until: float | None = None  # monotonic; a checkpoint is due and waits for room
         self._cancelled_at: int | None = None  # the newest stored batch when one was cancelled
@@ -163,18 +162,6 @@ class Pipeline:
             batches_done: so far.
             late: it has been skipped already: take it if there is room now, and do nothing else.
         """
-        if self._is_taking:
-            # A `state_dict` asks for one, or a handler of a signal: it would be cut into the slot
-            # that is being written, as of the same batch.
-            _log.info("no checkpoint at batch %d: one is being cut", batches_done)
-            return False
-        try:
-            self._is_taking = True
-            return self._take(batches_done, late)
-        finally:
-            self._is_taking = False
-
-    def _take(self, batches_done: int, late: bool) -> bool:
         able = self.outcomes.has_thread()
         again = self._ledger.newest_step == batches_done
         if self.outcomes.superseded:
@@ -329,21 +316,21 @@ class Pipeline:
         except Exception as error:
             # Disk, driver, a user's state_dict: none of it may stop training. Noted, not lost.
             failure = error
-        if cut is not None:
-            self._memory.cut(cut.snapshot.slot_bytes + cut.snapshot.sample.size_bytes)
         try:
+            if cut is not None:
+                self._memory.cut(cut.snapshot.slot_bytes + cut.snapshot.sample.size_bytes)
             failed, bounds = after_cut(
                 self._ranks,
                 failed=failure is not None,
                 bound_bytes=self._memory.own_bytes,
                 step=batches_done,
             )
+            self._memory.hear(bounds)
+            if failed and failure is None:
+                failure = incomplete(batches_done, failed, self._ranks.count)
         except BaseException:
             self._take_back(cut)
             raise
-        self._memory.hear(bounds)
-        if failed and failure is None:
-            failure = incomplete(batches_done, failed, self._ranks.count)
         if cut is None or failure is not None:
             self._take_back(cut)  # a part of a checkpoint that another rank has no part of
             assert failure is not None
@@ -352,7 +339,11 @@ class Pipeline:
         self._last_cut = batches_done
         self._ledger.add(cut.pending)
         self.statistics.stalled((time.perf_counter_ns() - started_ns) / 1e6)
-        self._handoff.submit(cut.snapshot)
+        try:
+            self._handoff.submit(cut.snapshot)
+        except BaseException as error:  # else it would be waited for, and nothing cut after it
+            self._ledger.lost(cut.pending.ref, type(error).__name__)
+            raise
         return True
 
     def _take_back(self, cut: Cut | None) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin import loader_generators, rng_state
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.reader import Stateful, refuse_prepared
 
 __all__ = ["ResumableLoader"]
@@ -147,6 +148,8 @@ class ResumableLoader:
         try:
             return self._here()
         except Exception as error:  # the loader's
+            if came_from_handler(error):
+                raise
             return error
 
     def _here(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.tracking import Tracker
 
 __all__ = ["after_steps", "mark_together"]
@@ -38,8 +39,10 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
                             continue
             left = tracker.after_step()
         except Exception as error:
-            tracker.give_up(error)  # it must not stop training
-            continue
+            tracker.give_up(error)
+            if came_from_handler(error):
+                raise
+            continue  # it must not stop training
         if left is not None:
             found.append((tracker, left))
     return found
@@ -61,3 +64,5 @@ def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:
         except Exception as error:
             for tracker, _ in marks:
                 tracker.give_up(error)
+            if came_from_handler(error):
+                raise

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.lookup_hook import LookupHook, outside_graphs
 from recpoint.trainer_plugin.table import Table
 
@@ -114,16 +115,15 @@ class Tracker:
         self._known = self._whole = False
 
     def _use(self, bitmap: Tensor) -> None:
-        self.bitmap = bitmap
-        self._mark = dirty_bitmap.marker(bitmap, rows=self.rows)
-        self._prepare_quick()
+        mark, quick = dirty_bitmap.marker(bitmap, rows=self.rows), self._quick(bitmap)
+        # All at once, when all are there: an address must never outlive the bitmap it is of.
+        self.quick, self._mark, self.bitmap = quick, mark, bitmap
 
-    def _prepare_quick(self) -> None:
-        """Put at hand what `step_marks` needs."""
-        self.quick = None
-        if self.by_gradient and self.bitmap.is_cpu:
-            mark = dirty_bitmap.compiled_mark()
-            self.quick = self.weight, mark, self.bitmap.data_ptr(), self.rows
+    def _quick(self, bitmap: Tensor) -> tuple[Tensor, Callable[..., int], int, int] | None:
+        """What `step_marks` needs."""
+        if self.by_gradient and bitmap.is_cpu:
+            return self.weight, dirty_bitmap.compiled_mark(), bitmap.data_ptr(), self.rows
+        return None
 
     @property
     def bitmap_bytes(self) -> int:
@@ -166,7 +166,7 @@ class Tracker:
         if wanted == self.by_gradient:
             return
         self.by_gradient = wanted
-        self._prepare_quick()
+        self.quick = self._quick(self.bitmap)
         if self._installed:
             self.remove()
             self.install()
@@ -206,6 +206,8 @@ class Tracker:
         except Exception as error:
             # Whatever it is, it must not stop training, and not knowing the rows has a safe form.
             self._unexplained(f"a lookup could not be marked ({error})")
+            if came_from_handler(error):
+                raise
         if rewritten:
             self.rewrites += 1
         self.unapplied = self.unapplied or trains
@@ -298,7 +300,7 @@ class Tracker:
         if whole or not self.unapplied:
             self._unexplained("a step of its optimizer did not end")
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, error: BaseException) -> None:
         """The rows that a step changed could not be marked: all of them are dirty."""
         self._unexplained(f"the rows that a step changed could not be marked ({error})")
 
@@ -402,7 +404,7 @@ class Tracker:
         if self.table.weight is not self.weight or self._lies_elsewhere():
             self.weight = self.table.weight
             self._know_weight()
-            self._prepare_quick()
+            self.quick = self._quick(self.bitmap)
             self._unexplained("its weight was replaced")
         if self.weight.device != self.bitmap.device or self.table.rows != self.rows:
             self.rows = self.table.rows

@@ -29,6 +29,7 @@ from torchrec.distributed.batched_embedding_kernel import (
 )
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.table_source import Marker
 
 __all__ = ["Kernel"]
@@ -231,6 +232,8 @@ class _ForwardHook:
                 _log.warning("all rows of a table are stored next: %s", error)
                 for marker in self._markers:
                     marker.mark_all()
+                if came_from_handler(error):
+                    raise
 
         output.register_hook(before_backward)
 

@@ -1,0 +1,143 @@
+"""Signals that arrive at a chosen place of a call, between two instructions of Python."""
+
+from __future__ import annotations
+
+import dis
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+__all__ = ["Arrival", "Interrupt", "Spot", "TimeOut", "Visits", "arrivals", "handler_raises"]
+
+#: After these, and where a function begins, CPython looks for signals.
+_LOOKS = frozenset(
+    dis.opmap[name]
+    for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "RESUME", "SEND")
+    if name in dis.opmap
+)
+
+_SIGNAL = signal.SIGUSR1
+
+
+class Interrupt(BaseException):
+    """A Ctrl-C by another name: nobody catches it by catching `Exception`."""
+
+
+class TimeOut(Exception):
+    """What a watchdog raises."""
+
+
+class Spot(NamedTuple):
+    """A place in the code at which Python may run a handler."""
+
+    file: str
+    function: str
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.function}+{self.offset}"
+
+
+class Arrival(NamedTuple):
+    """The signal comes when this spot is reached for the `visit`th time, from 1."""
+
+    spot: Spot
+    visit: int
+    error: type[BaseException]
+
+
+@contextmanager
+def handler_raises(error: type[BaseException]) -> Iterator[None]:
+    """The signal's handler raises `error`."""
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(_SIGNAL, handler)
+    try:
+        yield
+        assert signal.getsignal(_SIGNAL) is handler, "somebody has kept the handler"
+    finally:
+        signal.signal(_SIGNAL, before)
+
+
+class Visits:
+    """Calls something and looks at each spot it comes to, in this thread.
+
+    Args:
+        arrival: where the signal comes; None: nowhere.
+
+    Attributes:
+        counts: how often each spot was reached.
+        arrived: whether the signal came.
+    """
+
+    def __init__(self, arrival: Arrival | None = None) -> None:
+        self.counts: Counter[Spot] = Counter()
+        self.arrived = False
+        self._arrival = arrival
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call it; raises what it raises."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            return function()
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if code.co_filename == __file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        operations = _operations(code)
+        looks = False
+
+        def within(frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
+            nonlocal looks
+            if event == "opcode":
+                if looks:
+                    self._visit(code, frame.f_lasti)
+                looks = operations[frame.f_lasti] in _LOOKS
+            return within
+
+        self._visit(code, -1)
+        return within
+
+    def _visit(self, code: CodeType, offset: int) -> None:
+        spot = Spot(code.co_filename, code.co_qualname, offset)
+        self.counts[spot] += 1
+        if self._arrival is not None and self._arrival[:2] == (spot, self.counts[spot]):
+            self.arrived = True
+            signal.raise_signal(_SIGNAL)
+
+
+@cache
+def _operations(code: CodeType) -> bytes:
+    return code.co_code
+
+
+def arrivals(visits: Visits, *, every: int = 1, always: str = "") -> list[Arrival]:
+    """The first and the last visit of each spot that was found.
+
+    Args:
+        visits: that were made without a signal.
+        every: of so many spots one is taken; of a single visit, with either error in turn.
+        always: spots in a file whose name ends so are all taken.
+    """
+    found = []
+    for number, (spot, count) in enumerate(visits.counts.items()):
+        if number % every == 0 or (always and spot.file.endswith(always)):
+            errors = (Interrupt, TimeOut) if number // every % 2 else (TimeOut, Interrupt)
+            if count > 1 or every == 1:
+                found += [Arrival(spot, 1, errors[0]), Arrival(spot, count, errors[1])]
+            else:
+                found.append(Arrival(spot, 1, errors[0]))
+    return found
