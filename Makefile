@@ -74,7 +74,7 @@ fuzz: $(INSTALLED) ## fuzz each parser a million times, outside CI (tests/fuzz)
 	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
 
 faults: $(INSTALLED) ## interrupt each call of ours at every place, outside CI (tests/fault)
-	RECPOINT_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
+	RECPOINT_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist src/*.egg-info

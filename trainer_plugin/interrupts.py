@@ -135,7 +135,8 @@ class Hold:
 
     def _give_back(self) -> None:
         for number, standin in self._standins:
-            if signal.getsignal(number) is standin:  # else somebody has chosen another
+            there: object = signal.getsignal(number)
+            if there is standin:  # else somebody has chosen another
                 signal.signal(number, standin.handler)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.resumable_loader import ResumableLoader
 
@@ -41,7 +42,9 @@ def warn_of_schedulers(
     """
     try:
         held = _held(schedulers, extras)
-    except Exception:
+    except Exception as error:
+        if came_from_handler(error):
+            raise
         return  # attributes are the user's, and asking for one may raise whatever it likes
     if held is None:
         return
@@ -129,7 +132,9 @@ def in_no_optimizer(
             for name, parameter in parameters.items()
             if id(parameter) not in held and not parameter.is_inference()
         ]
-    except Exception:
+    except Exception as error:
+        if came_from_handler(error):
+            raise
         return []  # as above
 
 
