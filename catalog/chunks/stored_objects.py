@@ -11,9 +11,9 @@ from recpoint.catalog.runs.chain import Chain
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import attempt_prefix, parse_chunk_key
+from recpoint.format.naming import parse_chunk_key
 
-__all__ = ["Missing", "look_at_stored"]
+__all__ = ["Missing", "look_at_stored", "why_missing"]
 
 
 _LISTINGS = 16
@@ -43,16 +43,36 @@ def look_at_stored(store: Store, chain: Chain) -> Iterator[Missing]:
         StoreError: the store cannot be listed.
     """
     chunks = _needed(chain)
-    attempts = (parse_chunk_key(entry.key) for _, entry in chunks)
-    prefixes = {attempt_prefix(*attempt) for attempt in attempts if attempt is not None}
+    prefixes = {_prefix_of(entry) for _, entry in chunks if parse_chunk_key(entry.key)}
     sizes: dict[str, int] = {}
+    refused: dict[str, ObjectNotFound] = {}
     # A listing each, and most of it waiting: a long chain's are made several at a time.
     with ChunkPool(min(_LISTINGS, len(prefixes) or 1)) as pool:
-        for _, listing in pool.in_order(sorted(prefixes), lambda prefix: list(store.list(prefix))):
-            sizes.update((info.key, info.size_bytes) for info in listing.result())
+        for prefix, listing in pool.in_order(sorted(prefixes), lambda one: list(store.list(one))):
+            try:
+                sizes.update((info.key, info.size_bytes) for info in listing.result())
+            except ObjectNotFound as error:
+                refused[prefix] = error
     for manifest, entry in chunks:
         try:
             check_entry(manifest, entry)
             check_stored(manifest, entry, sizes)
         except (FormatError, ObjectNotFound) as error:
-            yield Missing(entry, error)
+            yield Missing(entry, refused.get(_prefix_of(entry), error))
+
+
+def why_missing(store: Store, entry: ChunkEntry) -> ObjectNotFound | None:
+    """The store's own reason why the chunks beside `entry` cannot be listed; None: it has none.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    try:
+        any(store.list(_prefix_of(entry)))
+    except ObjectNotFound as error:
+        return error
+    return None
+
+
+def _prefix_of(entry: ChunkEntry) -> str:
+    return entry.key.rpartition("/")[0] + "/"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import Final
 
 from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.store_contract import (
@@ -20,19 +21,30 @@ from recpoint.catalog.stores.store_contract import (
     no_create_only,
     probe_create_only,
 )
-from recpoint.catalog.stores.store_errors import for_os_error, missing, too_large, too_short
-from recpoint.errors import (
-    StoreAccessDenied,
+from recpoint.catalog.stores.store_errors import (
+    for_os_error,
+    linked,
+    missing,
+    too_large,
+    too_short,
 )
+from recpoint.errors import StoreAccessDenied
 
 __all__ = ["LocalStore"]
 
 # A sweep may remove a directory that has just become empty while an object is on its way into it.
 _TRIES = 5
+#: Opens a directory on the way to an object. O_PATH needs no permission to list it.
+_ON_THE_WAY: Final = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_LISTED: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class LocalStore(Store):
     """Objects as files under `directory`, which is made when the first object is written.
+
+    `directory` may be reached through symbolic links. Below it no link is followed: an object
+    or a prefix behind one counts as missing, and writing and deleting there are refused. Otherwise
+    a listing of the whole run, which passes over links, and a read would disagree on what is there.
 
     Args:
         directory: an absolute path; it is also the store's URL.
@@ -135,8 +147,12 @@ class LocalStore(Store):
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
-        with self._translated(self._where(key), "looking at"):
-            status = os.lstat(self._path(key))
+        *above, name = check_key(key).split("/")
+        with (
+            self._translated(self._where(key), "looking at"),
+            self._directory(above, self._where(key)) as directory,
+        ):
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise missing(self._where(key))
         return status.st_size
@@ -146,6 +162,7 @@ class LocalStore(Store):
         path = self._path(key)
         durable.step(f"delete {key}")
         with self._translated(self._where(key), "deleting", writing=True):
+            self._require_no_link(path)
             durable.remove(path)
         for directory in self._directories_above(path):
             try:
@@ -169,6 +186,7 @@ class LocalStore(Store):
         check_key(f"{directory}{slash}x{name}")
         durable.step(f"delete unfinished {directory}")
         with self._translated(self._where(key), "deleting", writing=True):
+            self._require_no_link(self._root / key)
             durable.remove(self._root / key)
         durable.step(f"deleted unfinished {directory}")
 
@@ -207,12 +225,20 @@ class LocalStore(Store):
         One that is there may have been made by a process that died, or has not come, before its
         fsync; so the first use of each syncs the one above it.
         """
+        self._require_no_link(path)
         durable.make_directory(path.parent)
         for directory in self._directories_above(path):
             inode = os.stat(directory).st_ino
             if self._durable_directories.get(directory) != inode:
                 durable.fsync_directory(directory.parent)
                 self._durable_directories[directory] = inode
+
+    def _require_no_link(self, path: Path) -> None:
+        """Refuse to change `path` where a directory between the root and it is a link."""
+        for directory in self._directories_above(path):
+            if directory.is_symlink():
+                where = self._where(path.relative_to(self._root).as_posix())
+                raise linked(where, str(directory), reading=False)
 
     def _directories_above(self, path: Path) -> Iterator[Path]:
         """Directories between `path` and the root, neither included, deepest first."""
@@ -223,41 +249,80 @@ class LocalStore(Store):
 
     def _walk(self, directory: str) -> Iterator[tuple[ObjectInfo, bool]]:
         """Regular files under `directory` ascending by key, each with whether it is temporary."""
-        with self._translated(self._where(directory), "listing"):
-            try:
-                with os.scandir(self._root / directory) as scan:
-                    entries = [(e, e.is_dir(follow_symlinks=False)) for e in scan]
-            except (FileNotFoundError, NotADirectoryError):
-                return
-        # A directory sorts as its keys do, with the slash behind its name.
-        entries.sort(key=lambda item: item[0].name + "/" * item[1])
-        for entry, is_directory in entries:
-            key = f"{directory}/{entry.name}" if directory else entry.name
-            if is_directory:
+        for name, status in self._entries(directory):
+            key = f"{directory}/{name}" if directory else name
+            if stat.S_ISDIR(status.st_mode):
                 yield from self._walk(key)
-                continue
-            is_temporary = entry.name.startswith(durable.TEMPORARY_PREFIX)
-            with self._translated(self._where(key), "listing"):
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue  # removed since
-            if stat.S_ISREG(status.st_mode):
+            elif stat.S_ISREG(status.st_mode):
                 yield (
                     ObjectInfo(
                         key=key,
                         size_bytes=status.st_size,
                         modified_ms=status.st_mtime_ns // 1_000_000,
                     ),
-                    is_temporary,
+                    name.startswith(durable.TEMPORARY_PREFIX),
                 )
+
+    def _entries(self, directory: str) -> Sequence[tuple[str, os.stat_result]]:
+        """What lies in `directory`, in the order of the keys; nothing where it is not there."""
+        found = []
+        where = self._where(directory)
+        with self._translated(where, "listing"):
+            try:
+                parts = directory.split("/") if directory else []
+                with self._directory(parts, where, flags=_LISTED) as descriptor:
+                    for name in os.listdir(descriptor):
+                        try:
+                            status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue  # removed since
+                        found.append((name, status))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        # A directory sorts as its keys do, with the slash behind its name.
+        found.sort(key=lambda entry: entry[0] + "/" * stat.S_ISDIR(entry[1].st_mode))
+        return found
+
+    @contextmanager
+    def _directory(
+        self, parts: Sequence[str], where: str, *, flags: int = _ON_THE_WAY
+    ) -> Iterator[int]:
+        """Open a directory below the root, and none on the way to it that is a link.
+
+        Args:
+            parts: its names below the root; none: the root itself, which may be a link.
+            where: the object or the listing that was asked for.
+            flags: to open it with.
+
+        Raises:
+            ObjectNotFound: one of them is a link.
+            OSError: one of them is not there, or no directory.
+        """
+        descriptor = os.open(self._root, flags)
+        try:
+            for depth, name in enumerate(parts):
+                try:
+                    below = os.open(name, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+                except NotADirectoryError:
+                    status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    if not stat.S_ISLNK(status.st_mode):
+                        raise
+                    link = self._root.joinpath(*parts[: depth + 1])
+                    raise linked(where, str(link), reading=True) from None
+                os.close(descriptor)
+                descriptor = below
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     @contextmanager
     def _open(self, key: str) -> Iterator[BufferedReader]:
         """The object's file; a link, pipe or device in its place counts as no object."""
         # O_NONBLOCK: opening a pipe that somebody put there must not hang.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(self._path(key), flags)
+        *above, name = check_key(key).split("/")
+        with self._directory(above, self._where(key)) as directory:
+            descriptor = os.open(name, flags, dir_fd=directory)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise missing(self._where(key))

@@ -116,7 +116,11 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose keys start with `prefix`, ascending by key; nothing is cached."""
+        """All objects whose keys start with `prefix`, ascending by key; nothing is cached.
+
+        Raises:
+            ObjectNotFound: of a local store: the directory of `prefix` lies behind a symbolic link.
+        """
 
     @abstractmethod
     def size(self, key: str) -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "for_answer",
     "for_no_answer",
     "for_os_error",
+    "linked",
     "missing",
     "too_large",
     "too_short",
@@ -54,6 +55,25 @@ def missing(where: str) -> ObjectNotFound:
         found="no such object",
         expected="an object",
         next_step="look at what is there with `recpoint check`",
+    )
+
+
+def linked(where: str, link: str, *, reading: bool) -> StoreError:
+    """The error for a directory of a run that is a symbolic link.
+
+    Args:
+        where: the object or the listing that was asked for.
+        link: path of the link.
+        reading: something was to be read or listed. It counts as missing then, so that a restore
+            passes over the checkpoint; a change is refused.
+    """
+    kind = ObjectNotFound if reading else StoreError
+    return kind(
+        where,
+        found=f"a symbolic link at {link}",
+        expected="a directory: below the directory of a run no link is followed",
+        next_step=f"move the directory that {link} leads to into the place of the link; the "
+        "directory of the run as a whole may be a link",
     )
 
 

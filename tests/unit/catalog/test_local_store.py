@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,3 +227,55 @@ def test_errors_name_object_found_expected_and_next_step(store: LocalStore) -> N
         store.get("manifests/x", max_bytes=1)
     for part in [store.url, "manifests/x", "no such object", "recpoint check"]:
         assert part in str(caught.value)
+
+
+def _listed(store: LocalStore, prefix: str) -> list[str]:
+    return [info.key for info in store.list(prefix)]
+
+
+def test_no_link_below_the_directory_of_the_run_is_followed(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "k").write_bytes(b"theirs")
+    (outside / ".tmp-k").write_bytes(b"")
+    store.put("top/deep/own", b"own")
+    (_root(store) / "top" / "link").symlink_to(outside)
+    (_root(store) / "linked").symlink_to(outside)
+    for directory in ("linked", "top/link"):
+        key, named = f"{directory}/k", f"a symbolic link at .*/{directory};"
+        reads: list[Callable[[], object]] = [
+            partial(store.get, key, max_bytes=9),
+            partial(store.get_range, key, start=0, end=1),
+            partial(store.size, key),
+            partial(_listed, store, f"{directory}/"),
+        ]
+        for read in reads:
+            with pytest.raises(ObjectNotFound, match=named):
+                read()
+        changes: list[Callable[[], object]] = [
+            partial(store.put, key, b"ours"),
+            partial(store.create, f"{directory}/d/k", b"ours"),
+            partial(store.delete, key),
+            partial(store.delete_unfinished, f"{directory}/.tmp-k"),
+        ]
+        for change in changes:
+            with pytest.raises(StoreError, match=named) as caught:
+                change()
+            assert not caught.value.retryable
+    assert [info.key for info in store.list()] == ["top/deep/own"]
+    assert sorted(path.name for path in outside.iterdir()) == [".tmp-k", "k"]
+    assert (outside / "k").read_bytes() == b"theirs"
+
+
+def test_the_directory_of_the_run_may_be_reached_through_links(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    (tmp_path / "current").symlink_to(tmp_path / "data" / "run")
+    store = LocalStore(tmp_path / "current")
+    store.create("a/k", b"1")
+    assert store.get("a/k", max_bytes=1) == b"1"
+    assert [info.key for info in store.list("a/")] == ["a/k"]
+    store.delete("a/k")
+    assert not (tmp_path / "disk" / "run" / "a").exists()
