@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from recpoint.catalog.chunks.chunk_pool import ChunkPool
-from recpoint.catalog.chunks.chunk_reader import check_entry, check_stored, read_rows
+from recpoint.catalog.chunks.chunk_reader import (
+    check_entry,
+    check_stored,
+    read_chunk,
+    read_rows,
+)
 from recpoint.catalog.chunks.row_coverage import RowCoverage
+from recpoint.catalog.chunks.stored_objects import why_missing
 from recpoint.catalog.persisting.ranks_text import ranks_text
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.restoring.state_reading import read_state
@@ -19,7 +25,16 @@ from recpoint.catalog.runs.manifests_gone import why_gone
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import superseded_alone, superseded_text
 from recpoint.catalog.validation.check_graph import Damage, RepresentationGraph
-from recpoint.errors import FormatError, GenerationRecordLost, MissingLink, NothingToRestore
+from recpoint.catalog.validation.check_records import is_side_record, record_defect
+from recpoint.catalog.validation.sampled_rows import decode_samples
+from recpoint.errors import (
+    FormatError,
+    GenerationRecordLost,
+    MissingLink,
+    NothingToRestore,
+    ObjectNotFound,
+)
+from recpoint.format.chunk import Section
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (
     RUN_KEY,
@@ -101,8 +116,9 @@ def check(
 
     Args:
         run: the run.
-        level: `"metadata"`: every record, every chain, and whether each chunk is there in its
-            length. `"full"`: also every byte of every chunk, decoded.
+        level: `"metadata"`: generations, manifests, every chain, and whether each chunk is there
+            in its length. `"full"`: also every byte of every chunk, decoded, and without a step
+            every record beside the manifests: pins, validations and the like.
         step: only the checkpoints of this step and what they depend on.
         threads: chunks read at once.
         on_step: called after each manifest that was read, from this thread.
@@ -135,6 +151,7 @@ class _Checking:
         self._chunks_read = self._bytes_read = self._bytes_to_read = 0
         self._on_progress: Callable[[int, int], None] | None = None
         self._parts: dict[AttemptName, list[int]] = {}
+        self._unlisted: dict[str, ObjectNotFound | None] = {}
         self._nothing_counts = False
         numbers = run.generation_numbers()
         # Manifests before chunks: whatever a manifest names was there before it, so that one which
@@ -229,12 +246,17 @@ class _Checking:
                     check_entry(manifest, entry)
                     check_stored(manifest, entry, self._sizes)
                 except DAMAGE as error:
-                    if entry.content == "sample":
-                        self._add("warning", entry.key, str(error))  # no restore reads it
-                    else:
-                        of_state = entry.content == "state"
-                        self._damaged_part(one, entry.key, error, of_state=of_state)
+                    self._damaged_chunk(one, entry, self._as_the_store_says(entry, error))
         self._look_at_the_rest()
+
+    def _as_the_store_says(self, entry: ChunkEntry, error: Damage) -> Damage:
+        """The store's reason for a chunk that its listing lacks, where it has one."""
+        if not isinstance(error, ObjectNotFound):
+            return error
+        directory = entry.key.rpartition("/")[0]
+        if directory not in self._unlisted:
+            self._unlisted[directory] = why_missing(self._run.store, entry)
+        return self._unlisted[directory] or error
 
     def _look_at_the_rest(self) -> None:
         """Keys that are not ours, and chunks that no manifest names."""
@@ -305,13 +327,10 @@ class _Checking:
     def look_at_bytes(
         self, pool: ChunkPool, on_progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read, verify and decode every chunk of every chain."""
+        """Read, verify and decode every chunk of every chain, and the records beside them."""
         self._on_progress = on_progress
         self._bytes_to_read = sum(
-            entry.bytes
-            for _, manifest in self._graph.sound()
-            for entry in manifest.chunks
-            if entry.content != "sample"
+            entry.bytes for _, manifest in self._graph.sound() for entry in manifest.chunks
         )
         for one, manifest in self._graph.sound():
             self._look_at_rows(pool, one, manifest)
@@ -323,6 +342,35 @@ class _Checking:
                     entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
                 )
                 self._damaged_part(one, next(subjects, error.subject), error, of_state=True)
+            self._look_at_samples(pool, one, manifest)
+        self._look_at_side_records(pool)
+
+    def _look_at_samples(self, pool: ChunkPool, one: Representation, manifest: Manifest) -> None:
+        """The rows that validations compare with: a warning each, since no restore reads them."""
+        entries = [entry for entry in manifest.chunks if entry.content == "sample"]
+        sound: list[tuple[ChunkEntry, dict[str, Section]]] = []
+        for entry, outcome in pool.in_order(
+            entries, lambda entry: read_chunk(self._run.store, manifest, entry)
+        ):
+            try:
+                sound.append((entry, outcome.result().sections))
+            except DAMAGE as error:
+                self._damaged_chunk(one, entry, error)
+            self._account(entry)
+        try:
+            decode_samples(manifest, sound)
+        except FormatError as error:
+            self._add_once("warning", error.subject, str(error))
+
+    def _look_at_side_records(self, pool: ChunkPool) -> None:
+        """Pins, validations and the like: a warning each, since no restore needs them."""
+        if self._step is not None:
+            return  # as with what no manifest names: the other checkpoints are not looked at
+        keys = [key for key in self._sizes if is_side_record(key)]
+        for key, outcome in pool.in_order(keys, lambda key: record_defect(self._run, key)):
+            error = outcome.result()
+            if error is not None:
+                self._add_once("warning", key, str(error))
 
     def _look_at_rows(self, pool: ChunkPool, one: Representation, manifest: Manifest) -> None:
         by_table: dict[int, list[ChunkEntry]] = {}
@@ -360,6 +408,12 @@ class _Checking:
     def _counts(self, name: ManifestName) -> bool:
         """Whether it is on the live line, or may be for all that is known."""
         return self._live is None or name in self._live
+
+    def _damaged_chunk(self, one: Representation, entry: ChunkEntry, error: Damage) -> None:
+        if entry.content == "sample":  # no restore reads it
+            self._add_once("warning", entry.key, str(error))
+        else:
+            self._damaged_part(one, entry.key, error, of_state=entry.content == "state")
 
     def _damaged_part(
         self, one: Representation, key: str, error: Damage, *, of_state: bool = False

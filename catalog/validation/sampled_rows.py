@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +14,9 @@ from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import Section, section_tensor
-from recpoint.format.manifest import Manifest, TableSpec
+from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
 
-__all__ = ["Sampled", "read_samples"]
+__all__ = ["Sampled", "decode_samples", "read_samples"]
 
 _NEXT_STEP = "none for restoring; a later checkpoint's sample may be good"
 
@@ -46,10 +47,25 @@ def read_samples(store: Store, manifest: Manifest, pool: ChunkPool) -> dict[int,
         FormatError: one is damaged, or samples what is not there.
         StoreError: one could not be read.
     """
-    found: dict[int, dict[int, Sampled]] = {}
     entries = [entry for entry in manifest.chunks if entry.content == "sample"]
-    for entry, outcome in pool.in_order(entries, lambda entry: read_chunk(store, manifest, entry)):
-        sections = outcome.result().sections
+    read = pool.in_order(entries, lambda entry: read_chunk(store, manifest, entry))
+    return decode_samples(manifest, ((entry, outcome.result().sections) for entry, outcome in read))
+
+
+def decode_samples(
+    manifest: Manifest, chunks: Iterable[tuple[ChunkEntry, dict[str, Section]]]
+) -> dict[int, Sampled]:
+    """The samples in sample chunks of a checkpoint, by the index of their table.
+
+    Args:
+        manifest: the checkpoint.
+        chunks: its entries, each with the sections of the chunk, which were checked for form.
+
+    Raises:
+        FormatError: they sample what is not there.
+    """
+    found: dict[int, dict[int, Sampled]] = {}
+    for entry, sections in chunks:
         for name in sections:
             _, table, part = name.split(".", 2)
             if part != "ids":

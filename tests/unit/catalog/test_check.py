@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from recpoint.catalog.records.pins import DEFAULT_NAME, pin
+from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.check import CheckReport, check
-from recpoint.errors import NothingToRestore
+from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.validation.check import CheckReport, Level, check
+from recpoint.catalog.validation.validate import validate
+from recpoint.errors import FormatError, NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
+from recpoint.format.naming import (
+    FEW_OF_A_GENERATION,
+    attempt_prefix,
+    generation_key,
+    manifest_key,
+    pin_key,
+)
 from tests.catalog_builder import build, copy_run, new_run, publish, tables, upload
 from tests.interposed_store import InterposedStore
+from tests.validated_run import validated_run
 
 DIRTY = [torch.tensor([1, 4, 7, 9]), torch.tensor([0, 3])]
 
@@ -206,3 +219,93 @@ def test_a_checkpoint_committed_meanwhile_does_not_look_damaged(
     assert report.ok and not pending
     report = check(run)
     assert report.ok and restorable(report) == [30, 21, 20, 11, 10]
+
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "v1"
+
+
+def one_record_of_each_kind() -> dict[str, str]:
+    """A key of each kind of record, in the golden run (format §2)."""
+    found: dict[str, str] = {}
+    for path in sorted(GOLDEN.rglob("*.json")):
+        key = path.relative_to(GOLDEN).as_posix()
+        kind = key.partition("/")[0]
+        if kind != "staging" and not kind.startswith("expected-"):
+            found.setdefault(kind, key)
+    return found
+
+
+def undetected(store: LocalStore, key: str) -> list[int]:
+    """Of eight bits all over an object the bytes where a flipped one is not found."""
+    before = check(Run.open(store), level="full").findings
+    sound = store.get(key, max_bytes=1 << 20)
+    passed = []
+    for bit in range(8):
+        at = bit * (len(sound) - 1) // 7
+        data = bytearray(sound)
+        data[at] ^= 1 << bit
+        store.put(key, bytes(data))
+        try:
+            findings = check(Run.open(store), level="full").findings
+        except FormatError as error:
+            assert error.subject == key  # it is run.json: nothing else can be looked at
+            continue
+        if key not in {finding.key for finding in set(findings) - set(before)}:
+            passed.append(at)
+    store.put(key, sound)
+    assert check(Run.open(store), level="full").findings == before
+    return passed
+
+
+@pytest.mark.parametrize("kind", one_record_of_each_kind())
+def test_one_bit_that_flips_in_a_record_is_found(kind: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "run")
+    assert undetected(LocalStore(tmp_path / "run"), one_record_of_each_kind()[kind]) == []
+
+
+def test_the_golden_run_has_a_record_of_each_kind() -> None:
+    alone = {"deletion.json", "retention.json", "run.json"}
+    of_prefixes = {prefix.rstrip("/") for prefix in FEW_OF_A_GENERATION}
+    of_prefixes |= {"leases", "published", "rejections"}
+    assert set(one_record_of_each_kind()) == alone | of_prefixes
+
+
+def test_one_bit_that_flips_in_a_chunk_is_found(tmp_path: Path) -> None:
+    run, manifests = validated_run(tmp_path)
+    for content in ("rows", "state", "sample"):
+        key = first(manifests[1], content).key
+        assert undetected(LocalStore(run.url), key) == [], content
+    assert check(run, level="full").chunks_read == sum(len(one.chunks) for one in manifests)
+
+
+def test_a_record_that_lies_under_the_key_of_another_is_found(
+    run: Run, links: list[Manifest]
+) -> None:
+    pin(run, ManifestName(10, 1), who="somebody", why="a test")
+    assert not check(run, level="full").findings
+    here, there = (pin_key(step, 1, DEFAULT_NAME) for step in (10, 20))
+    run.store.put(there, run.store.get(here, max_bytes=1 << 20))
+    report = check(run, level="full")
+    assert report.ok and found(report, "warning") == [there]
+    assert not check(run, level="full", step=20).findings
+
+
+@pytest.mark.parametrize("level", ["metadata", "full"])
+def test_what_lies_behind_a_link_is_no_object_for_check_validation_and_restore(
+    run: Run, links: list[Manifest], tmp_path: Path, level: Level
+) -> None:
+    inside = Path(run.url) / first(links[3], "rows").key
+    outside = tmp_path / "elsewhere"
+    shutil.move(inside.parent, outside)
+    inside.parent.symlink_to(outside)
+    report = check(run, level=level)
+    assert not report.ok and restorable(report) == [20, 11, 10]
+    wrong = [finding for finding in report.findings if finding.severity == "error"]
+    assert {finding.key for finding in wrong} == {entry.key for entry in links[3].chunks}
+    assert all(f"a symbolic link at {inside.parent}" in finding.text for finding in wrong)
+    validation = validate(run, ManifestName(21, 1), level=level)
+    assert validation.result == "failed"
+    assert any("a symbolic link at" in str(finding) for finding in validation.findings)
+    restored = restore(run, MemoryTarget())
+    assert restored.restored.step == 20
+    assert "a symbolic link at" in str(restored.skipped[0])
