@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from recpoint.catalog.restoring.restore import RestoreReport
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.run_url import naming_errors
-from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin import rng_state, takeover
@@ -156,7 +155,7 @@ class Checkpointer:
             )
             settings.check_ranks(self._ranks.count)
             with rng_state.untouched():
-                self._store = open_store(run)
+                self._store = takeover.store_of(run)
             trained = look_at(model, optimizers)
         parts = assemble(
             self._ranks,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
 from recpoint.catalog.stores.run_url import naming_errors
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.stores.store import S3Timeouts, open_store
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
@@ -38,11 +38,14 @@ from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import TrainingState
 from recpoint.trainer_plugin.wanted_start import Wanted
 
-__all__ = ["Job", "Start", "open_run", "start"]
+__all__ = ["Job", "Start", "open_run", "start", "store_of"]
 
 _log = logging.getLogger("recpoint")
 
 _READERS = 8
+
+#: A start is not given up for one answer of the store that the next try may better.
+_TIMEOUTS: Final = S3Timeouts(refused_seconds=30.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,15 @@ class OpenedRun(NamedTuple):
 
     run: Run
     staged: int
+
+
+def store_of(url: str) -> Store:
+    """The store of a run that a trainer starts on, or starts with parts of; nothing is read yet.
+
+    Raises:
+        SettingsError: see `open_store`.
+    """
+    return open_store(url, timeouts=_TIMEOUTS)
 
 
 def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float) -> OpenedRun:
@@ -339,7 +351,7 @@ def _start_seeded(
 ) -> Start:
     """Begin a run that has no checkpoint with parts of another's."""
     target = PartialTarget(tables, state, seed.parts)
-    store = open_store(seed.url)
+    store = store_of(seed.url)
     with naming_errors(store.url):  # the source, not the run that begins
         source = Run.open(store)
     with reading(source, purpose="restore") as lease:

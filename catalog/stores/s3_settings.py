@@ -24,8 +24,13 @@ class S3Timeouts:
     call ends after `call_seconds`, plus the time its bytes take at `slowest_mib_per_second`. A
     listing makes one such call for every thousand objects.
 
+    An answer of 403 or 409 ends a call at once, unless `refused_seconds` is more than 0: for so
+    long the call is made again. Somebody who waits at a terminal with a wrong key wants to hear of
+    it; a trainer that starts must not end for one such answer of a server that has just restarted.
+    `put` is never made again for it: where a reader may not write its lease, it goes on without.
+
     Raises:
-        SettingsError: one of them is not a positive, finite number.
+        SettingsError: one of them is not a positive, finite number; `refused_seconds` may be 0.
     """
 
     connect_seconds: float = 3.0
@@ -33,15 +38,19 @@ class S3Timeouts:
     attempts: int = 5
     call_seconds: float = 120.0
     slowest_mib_per_second: float = 1.0
+    refused_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
+            may_be_zero = field.default == 0
+            if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
                 raise SettingsError(
                     f"S3Timeouts.{field.name}",
                     found=repr(value),
-                    expected="a positive, finite number",
+                    expected="a finite number of 0 or more"
+                    if may_be_zero
+                    else "a positive, finite number",
                     next_step=f"leave it out, or set it to something like {field.default}",
                 )
 

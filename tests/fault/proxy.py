@@ -11,7 +11,11 @@ from tests.polling import PATIENCE_SECONDS
 
 __all__ = ["Break", "FaultProxy"]
 
-_CANNED = {403: ("Forbidden", "AccessDenied"), 503: ("Service Unavailable", "SlowDown")}
+_CANNED = {
+    403: ("Forbidden", "AccessDenied"),
+    409: ("Conflict", "OperationAborted"),
+    503: ("Service Unavailable", "SlowDown"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,8 @@ class Break:
 
     Attributes:
         match: part of the request line, for instance `PUT` or `GET /bucket/key`.
-        times: so many requests are struck; None: all.
+        after: so many requests that match are let through first.
+        times: so many requests are struck then; None: all.
         latency_seconds: the request is held back so long.
         reset_after_bytes: the connection is reset after so many bytes of the answer.
         lose_reply: the request reaches the server and is answered; the client gets a reset.
@@ -33,6 +38,7 @@ class Break:
     """
 
     match: str = ""
+    after: int = 0
     times: int | None = None
     latency_seconds: float = 0.0
     reset_after_bytes: int | None = None
@@ -121,9 +127,11 @@ class FaultProxy:
         self.requests.append(line)
         for planned in self.plan:
             struck = self._struck.get(planned, 0)
-            if planned.match in line and (planned.times is None or struck < planned.times):
+            last = None if planned.times is None else planned.after + planned.times
+            if planned.match in line and (last is None or struck < last):
                 self._struck[planned] = struck + 1
-                return planned
+                if struck >= planned.after:
+                    return planned
         return Break()
 
     async def _exchange(

@@ -30,6 +30,7 @@ from recpoint.testing.faults import READS, Fault, FaultStore
 from recpoint.testing.seaweed import SeaweedServer
 from tests.fault.proxy import Break, FaultProxy
 from tests.polling import PATIENCE_SECONDS, until
+from tests.training_builder import Place, checkpointer, simple_training
 
 #: Of clients that are to give up: a server that is alive may take longer than that for an answer.
 _QUICK = S3Timeouts(connect_seconds=1, read_seconds=1, attempts=2, call_seconds=6)
@@ -81,6 +82,10 @@ def _calls(store: Store) -> list[Callable[[], object]]:
     ]
 
 
+#: Which of `_calls` is `put`.
+_PUT = 2
+
+
 def _check_error(error: StoreError, store: Store) -> None:
     assert store.url in error.subject
     assert error.found and error.expected and error.next_step
@@ -117,6 +122,77 @@ def test_a_refusal_is_access_denied_at_once(store: Store, proxy: FaultProxy) -> 
         assert len(proxy.requests) == 1  # what cannot heal is not asked for again
     proxy.plan = []
     _check_healed(store)
+
+
+@pytest.mark.parametrize("status", [403, 409])
+def test_who_waits_out_refusals_is_refused_by_none_that_passes(
+    store: Store, proxy: FaultProxy, status: int
+) -> None:
+    patient = open_store(store.url, timeouts=S3Timeouts(attempts=2, refused_seconds=60))
+    for number, call in enumerate(_calls(patient)):
+        proxy.plan = [Break(status=status, times=2, latency_seconds=number / 1000)]
+        proxy.requests.clear()
+        if number == _PUT:
+            with pytest.raises((StoreAccessDenied, StoreUnavailable)):
+                call()
+            assert len(proxy.requests) == 1
+            continue
+        call()
+        assert len(proxy.requests) > 2
+    proxy.plan = []
+    _check_healed(patient)
+
+
+def test_who_waits_out_refusals_hears_of_one_that_stays(store: Store, proxy: FaultProxy) -> None:
+    patient = open_store(store.url, timeouts=S3Timeouts(attempts=2, refused_seconds=1))
+    proxy.plan = [Break(status=403)]
+    for call in (_calls(patient)[0], _calls(patient)[3], _calls(patient)[4]):
+        proxy.requests.clear()
+        started = time.monotonic()
+        with pytest.raises(StoreAccessDenied, match="AccessDenied") as caught:
+            call()
+        assert time.monotonic() - started < _BOUND_SECONDS
+        _check_error(caught.value, patient)
+        assert len(proxy.requests) > 1
+
+
+@pytest.mark.parametrize("status", [403, 409])
+def test_a_trainer_starts_whichever_of_its_requests_is_refused_once(
+    s3_environment: SeaweedServer,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    status: int,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    place = Place(s3_environment.run_url(), tmp_path / "staging")
+    training = simple_training()
+    ckpt = checkpointer(training, place, drain_seconds=0, close_wait_seconds=0)
+    ckpt.restore()
+    training.batch()
+    ckpt.step()
+    assert ckpt.checkpoint()
+    ckpt.close()
+    place.persist_all()
+
+    def start() -> int:
+        """Begin a trainer; how many requests that took until it had its generation."""
+        proxy.requests.clear()
+        ckpt = checkpointer(simple_training(), place, drain_seconds=0, close_wait_seconds=0)
+        report = ckpt.restore()
+        requests = len(proxy.requests)
+        proxy.plan = []
+        ckpt.close()
+        assert report is not None and report.restored.step == 1
+        return requests
+
+    struck = 0
+    healthy = start()
+    assert healthy > 10
+    for number in range(healthy):
+        proxy.plan = [Break(status=status, after=number, times=1)]
+        struck += start() > number
+    assert struck == healthy
 
 
 def test_throttling_is_waited_out(store: Store, proxy: FaultProxy) -> None:

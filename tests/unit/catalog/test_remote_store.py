@@ -313,10 +313,13 @@ def test_the_package_for_a_scheme_is_named_when_it_is_missing(
         open_store("s3://bucket/run")
 
 
-@pytest.mark.parametrize("name", ["connect_seconds", "attempts", "call_seconds"])
+@pytest.mark.parametrize("name", ["connect_seconds", "attempts", "call_seconds", "refused_seconds"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
 def test_time_outs_that_cannot_work_are_refused(name: str, value: float) -> None:
     settings: dict[str, Any] = {name: value}
+    if name == "refused_seconds" and value == 0:
+        assert S3Timeouts(**settings).refused_seconds == 0  # never again: commands end at once
+        return
     with pytest.raises(SettingsError, match=name):
         S3Timeouts(**settings)
 
