@@ -19,7 +19,7 @@ from typing import Literal
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AGENT, DRAIN
-from recpoint.errors import StagingError
+from recpoint.errors import StagingError, StagingRefused
 from recpoint.flows.agent_end import leave_soon, stopped_by_signals
 from recpoint.flows.agent_failures import postpone
 from recpoint.flows.agent_jobs import AgentJobs
@@ -209,7 +209,7 @@ class Agent:
         for run_dir in run_dirs:
             try:
                 staged.clean(run_dir)
-            except OSError as error:
+            except (OSError, StagingRefused) as error:
                 _LOG.warning("%s: cannot be cleaned: %s", run_dir.name, error)
         self._gate.start()
         self._background.start(run_dirs)
@@ -332,7 +332,7 @@ class Agent:
                     "sweep": self._sweeps.status(run_dir),
                 },
             )
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             _LOG.warning("%s: no status could be written: %s", run_dir.name, error)
 
 

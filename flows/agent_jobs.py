@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.staging import staged
-from recpoint.errors import FormatError, RanksMissing, RecpointError
+from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingRefused
 from recpoint.flows.agent_failures import postpone_or_reject
 from recpoint.flows.agent_persist import AgentPersist
 from recpoint.flows.agent_queue import AgentQueue, is_dropped
@@ -120,7 +120,7 @@ def _wait(state: RunState, job_file: Path, ranks: tuple[int, ...], log: _Log) ->
 def _readable(job_file: Path) -> Job | None:
     try:
         return staged.read_job(job_file)
-    except (OSError, FormatError):
+    except (OSError, FormatError, StagingRefused):
         return None  # it is rejected, or tried again, by who persists it
 
 

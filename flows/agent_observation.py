@@ -14,7 +14,7 @@ from pathlib import Path
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import TrainerState, read_note, trainer_state
 from recpoint.catalog.stores.run_url import parse_run_url
-from recpoint.errors import SettingsError
+from recpoint.errors import SettingsError, StagingRefused
 from recpoint.flows.agent_runs import RunFacts, RunState
 
 __all__ = ["AgentObservation", "RunObservation", "observe_agent"]
@@ -141,6 +141,6 @@ def _staged_at(run_dir: Path) -> list[float]:
                 found.append(path.stat().st_mtime)
             except FileNotFoundError:
                 continue  # answered since
-    except OSError:
+    except (OSError, StagingRefused):
         return found  # the agent's log says what cannot be read
     return found

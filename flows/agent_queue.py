@@ -13,7 +13,7 @@ from pathlib import Path
 
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.cancel import is_cancelled
-from recpoint.errors import FormatError, StagingError
+from recpoint.errors import FormatError, StagingError, StagingRefused
 from recpoint.flows.agent_runs import RunState
 
 __all__ = ["AgentQueue", "is_dropped"]
@@ -30,25 +30,40 @@ class AgentQueue:
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging
-        self._unreadable: dict[Path, OSError] = {}
+        self._unreadable: dict[Path, OSError | StagingRefused] = {}
 
     def run_directories(self) -> list[Path] | None:
-        """Those of all runs; None while the staging area cannot be read."""
+        """Those of all runs; None while the staging area cannot be read.
+
+        Those of other users are named once, and left alone.
+        """
+        foreign: set[Path] = set()
+
+        def refused(run_dir: Path, error: StagingRefused) -> None:
+            foreign.add(run_dir)
+            if run_dir not in self._unreadable:
+                _LOG.warning("%s: left alone: %s", run_dir.name, error)
+            self._unreadable[run_dir] = error
+
         try:
-            run_dirs = staged.run_directories(self._staging)
-        except OSError as error:
+            run_dirs = staged.run_directories(self._staging, refused=refused)
+        except (OSError, StagingRefused) as error:
             if self._staging not in self._unreadable:
                 _LOG.warning("cannot look into %s: %s", self._staging, error)
             self._unreadable[self._staging] = error
             return None
         self._unreadable.pop(self._staging, None)
+        still_there = foreign.union(run_dirs)
+        for path in list(self._unreadable):
+            if path not in still_there:
+                self._unreadable.pop(path, None)
         return run_dirs
 
     def jobs(self, run_dir: Path) -> list[Path]:
         """The run's jobs; none while its directory cannot be read: others must not wait for it."""
         try:
             jobs = staged.staged_jobs(run_dir)
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             if run_dir not in self._unreadable:
                 _LOG.warning("%s: its jobs cannot be read: %s", run_dir.name, error)
             self._unreadable[run_dir] = error
@@ -97,9 +112,12 @@ class AgentQueue:
         left = sum(len(self.jobs(run_dir)) for run_dir in self.run_directories() or ())
         if all_must_be_known:
             for path, error in list(self._unreadable.items()):  # one is enough to mend
+                subject, found = str(path), str(error)
+                if isinstance(error, StagingRefused):
+                    subject, found = error.subject, error.found
                 raise StagingError(
-                    str(path),
-                    found=f"{error}; {left} checkpoints are still staged elsewhere here",
+                    subject,
+                    found=f"{found}; {left} checkpoints are still staged elsewhere here",
                     expected="a directory whose jobs can be read",
                     next_step="mend it, or take it away; then recpoint agent --once again",
                 )
@@ -110,5 +128,5 @@ def is_dropped(job_file: Path) -> bool:
     """Whether a job is to be dropped, so that it need not wait for the store to come back."""
     try:
         return is_cancelled(job_file)
-    except (FormatError, OSError):
+    except (FormatError, OSError, StagingRefused):
         return False  # what is wrong with it is told when its turn comes

@@ -28,7 +28,7 @@ from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTrigger
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.store import open_store
-from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
+from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost, StagingRefused
 from recpoint.flows.background_process import answer_of, environment_of
 from recpoint.flows.consolidate_process import READY, damage_of
 from recpoint.flows.pauses import growing_pause
@@ -109,7 +109,7 @@ class BackgroundConsolidation:
         wanted = self._which == "all" or (self._which == "auto" and job.policy == "continuous")
         try:
             staged.remember_consolidated_run(run_dir, job.run_url if wanted else None)
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             _LOG.warning("%s: cannot be noted for the next agent: %s", run_dir.name, error)
         with self._lock:
             if not wanted:

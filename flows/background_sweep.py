@@ -21,7 +21,7 @@ from typing import Final
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import read_note, trainer_state
 from recpoint.catalog.sweeping.last_sweep import last_sweep, note_sweep, swept_ms
-from recpoint.errors import FormatError, RecpointError, SettingsError
+from recpoint.errors import FormatError, RecpointError, SettingsError, StagingRefused
 from recpoint.flows.background_process import answer_of, environment_of
 from recpoint.flows.pauses import growing_pause
 
@@ -141,7 +141,7 @@ class BackgroundSweep:
         while not self._stop.wait(_LOOK_SECONDS):
             try:
                 run_dirs = staged.run_directories(self._staging)
-            except OSError:
+            except (OSError, StagingRefused):
                 continue  # the agent's log says so
             except Exception:  # or this thread would end, and nothing be swept any more
                 _LOG.exception("the runs that there are cannot be told; asked again")
@@ -242,6 +242,6 @@ def _run_url(run_dir: Path) -> str | None:
     for path in staged.staged_jobs(run_dir):
         try:
             return staged.read_job(path).run_url
-        except (FormatError, FileNotFoundError):
+        except (FormatError, StagingRefused, FileNotFoundError):
             continue
     return None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recpoint.catalog.staging.free_slots import free_slots_of_ended
+from recpoint.errors import StagingRefused
 from recpoint.flows.agent_runs import RunState
 
 __all__ = ["free_ended_slots"]
@@ -25,7 +26,7 @@ def free_ended_slots(runs: Mapping[Path, RunState]) -> None:
             continue
         try:
             freed = free_slots_of_ended(run_dir)
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             _LOG.warning("%s: its slots cannot be removed: %s", run_dir.name, error)
             continue
         if freed:

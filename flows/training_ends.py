@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import owned, staged
 from recpoint.catalog.staging.trainer_note import read_note, trainer_state
 from recpoint.catalog.stores import durable
+from recpoint.errors import StagingRefused
 from recpoint.flows.agent_runs import RunState
 from recpoint.format.job import Job
 
@@ -64,7 +65,7 @@ def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
         try:
             if trainer_state(run_dir, note) != "ended" or staged.staged_jobs(run_dir):
                 continue
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             _LOG.warning("%s: whether it has ended cannot be told: %s", run_dir.name, error)
             continue
         expected = _expected(run_dir)
@@ -84,10 +85,17 @@ def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
 def _expected(run_dir: Path) -> _Expected | None:
     """What was kept; None: nothing was, or it is damaged."""
     try:
-        with (run_dir / _FILE).open("rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
+        found = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
         run_id, run_url, told_ms = found["run"], found["run_url"], found.get("told_ms")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        OSError,
+        StagingRefused,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
     if not isinstance(run_id, str) or not isinstance(run_url, str):
         return None
@@ -99,9 +107,12 @@ def _keep(run_dir: Path, expected: _Expected) -> None:
     document: dict[str, object] = {"run": expected.run_id, "run_url": expected.run_url}
     if expected.told_ms is not None:
         document["told_ms"] = expected.told_ms
-    temporary = run_dir / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
     try:
-        temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        temporary.replace(run_dir / _FILE)
-    except OSError as error:
+        owned.replace(
+            run_dir.parent,
+            run_dir / _FILE,
+            (json.dumps(document) + "\n").encode(),
+            temporary=f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}",
+        )
+    except (OSError, StagingRefused) as error:
         _LOG.warning("%s: %s cannot be written: %s", run_dir.name, _FILE, error)

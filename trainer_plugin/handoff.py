@@ -19,7 +19,6 @@ import crc32c
 
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.cancel import remove_mark, write_mark
-from recpoint.catalog.stores import durable
 from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Job, Outcome, Segment
 from recpoint.format.manifest import check_quantizers
@@ -276,8 +275,8 @@ class Handoff:
         )
         self._area.create()  # here, and not in the stall: somebody may have cleared it
         # An answer to an earlier attempt at this step would be taken for the answer to this one.
-        durable.remove(self._outcome_path(ref))
-        durable.write_atomically(self._job_path(ref), pack_record(job))
+        self._area.forget_outcome(self._outcome_path(ref))
+        self._area.write_job(self._job_path(ref), pack_record(job))
 
     def _to_mark(self) -> set[CheckpointRef]:
         """Those that the agent is to be told of: staged ones, for only a job can be cancelled."""
@@ -291,7 +290,7 @@ class Handoff:
             self._marked.add(ref)
             try:
                 write_mark(self._area.run_directory, ref, self._area.rank)
-            except OSError as error:
+            except (OSError, StagingError) as error:
                 _log.warning("checkpoint of %s cannot be cancelled, and goes on: %s", ref, error)
 
     def _forget_mark(self, ref: CheckpointRef) -> None:
@@ -300,7 +299,7 @@ class Handoff:
         if ref in self._marked:
             self._marked.discard(ref)
             # The answer is there; a mark that stays means nothing for any other job.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, StagingError):
                 remove_mark(self._area.run_directory, ref, self._area.rank)
 
     def _look_for_outcomes(self) -> None:
@@ -320,7 +319,7 @@ class Handoff:
                 return None
             path = self._outcome_path(ref)
             outcome = staged.read_outcome(path)
-            durable.remove(path)
+            self._area.forget_outcome(path)
         except FileNotFoundError:
             error: Exception = StagingError(
                 str(self._job_path(ref)),
@@ -329,7 +328,7 @@ class Handoff:
                 next_step="see who removed it; the next checkpoint holds these rows too",
             )
             return Failed(ref=ref, error=error)
-        except (FormatError, OSError) as broken:
+        except (FormatError, StagingError, OSError) as broken:
             return Failed(ref=ref, error=broken)
         if outcome.attempt != ref.attempt:
             found = f"an outcome for attempt {outcome.attempt}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from recpoint.catalog.staging import owned
 from recpoint.catalog.stores import durable
 from recpoint.errors import StagingError, StagingFull
 
@@ -56,6 +57,7 @@ class Slot:
 
         Raises:
             StagingFull: there is no room; what was reserved before still is.
+            StagingRefused: the file, or a directory above it, is not this user's own.
             StagingError: the file cannot be created, extended or mapped.
         """
         size_bytes = max(size_bytes, 1)
@@ -126,12 +128,13 @@ class Slot:
 
     def _open(self) -> None:
         self.close()
-        durable.make_directory(self.path.parent)
+        area = self.path.parent.parent.parent  # <area>/<run>/slots/<name>
+        owned.make_directory(area, self.path.parent)
         durable.step(f"open slot {self.path.name}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self.path, flags, 0o600)
+        self._descriptor = owned.open_file(area, self.path, os.O_RDWR | os.O_CREAT)
         self._inode = os.fstat(self._descriptor).st_ino
-        durable.fsync_directory(self.path.parent)
+        with owned.directory(area, self.path.parent) as above:
+            durable.fsync_open_directory(above, self.path.parent.name)
 
     def _extend(self, size_bytes: int) -> None:
         assert self._descriptor is not None

@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Collection
 from pathlib import Path
 
-from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.staging import host_lock, owned, staged
 from recpoint.catalog.staging.agent_lock import agent_lock_path, at_work
 from recpoint.catalog.staging.cancel import cancels_directory
 from recpoint.catalog.staging.free_slots import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.staging.trainer_note import NoteState, write_note
 from recpoint.catalog.stores import durable
-from recpoint.errors import FormatError, StagingError
+from recpoint.errors import FormatError, StagingError, StagingRefused
 from recpoint.format.naming import parse_job_stem
 from recpoint.trainer_plugin.host_memory import HostShare
 from recpoint.trainer_plugin.slot import Slot
@@ -27,7 +27,6 @@ __all__ = ["SmallStagingArea", "StagingArea"]
 _log = logging.getLogger("recpoint")
 
 _POLL_SECONDS = 0.05
-_TEMPORARY = f"{durable.TEMPORARY_PREFIX}*"
 
 
 class SmallStagingArea(RuntimeWarning):
@@ -48,7 +47,7 @@ class StagingArea:
         self.run_url = run_url
         self.run_directory = staged.run_directory(self.root, run_url)
         self.rank = rank
-        self._slots_directory = str(staged.slots_directory(self.run_directory))
+        self._slots_directory = staged.slots_directory(self.run_directory)
         self._lock: int | None = None
         self._lock_path = staged.trainer_lock_path(self.run_directory, rank)
         self._agent_seen = True  # until the first answer: what an agent may read is left alone
@@ -60,18 +59,21 @@ class StagingArea:
         """Make the directories that are missing.
 
         Raises:
-            StagingError: that is not possible, or others may write to the staging area.
+            StagingRefused: one that is there is another user's, or a link, or open to others; or
+                the agent's lock is.
+            StagingError: that is not possible.
         """
         try:
-            staged.make_root(self.root)
+            owned.make_root(self.root)
             # Other users of the host have no business with a model's weights, wherever they lie.
-            durable.make_directory(self.run_directory, mode=0o700)
             for directory in (
                 staged.slots_directory(self.run_directory),
                 staged.jobs_directory(self.run_directory),
                 staged.outcomes_directory(self.run_directory),
             ):
-                durable.make_directory(directory)
+                owned.make_directory(self.root, directory)
+            # No agent of this user could take it, and training would wait for the other user's.
+            owned.require_own(self.root, agent_lock_path(self.root))
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -79,10 +81,16 @@ class StagingArea:
         """`create` and `lock`, when somebody has removed what they made. Training waits for this.
 
         Raises:
-            StagingError: as `create` and `lock` do: another process may write to the slots now.
+            StagingError: as `create` and `lock` do: another process may write to the slots now, or
+                another user has made the directories anew.
         """
-        if not os.path.isdir(self._slots_directory):
+        try:
+            with owned.directory(self.root, self._slots_directory):
+                pass
+        except FileNotFoundError:
             self.create()
+        except OSError as error:
+            raise self._unusable(error) from error
         self._keep_lock()
 
     def _keep_lock(self) -> None:
@@ -104,6 +112,7 @@ class StagingArea:
                 next_step="stop that process, or train under another run URL",
                 here="call close() of the other Checkpointer in this process first, or train "
                 "under another run URL",
+                root=self.root,
             )
         except OSError as error:
             raise self._unusable(error) from error
@@ -132,17 +141,21 @@ class StagingArea:
         """
         try:
             other = at_work(self.root)
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             self._tell_unanswered(error)
         else:
             self._agent_seen = other is not None and other.serves(self.run_directory)
             self._told_unanswered = False
         return self._agent_seen
 
-    def _tell_unanswered(self, error: OSError) -> None:
+    def _tell_unanswered(self, error: OSError | StagingRefused) -> None:
         if self._told_unanswered:
             return  # this is asked several times a second
         self._told_unanswered = True
+        seen = "an agent" if self._agent_seen else "no agent"
+        if isinstance(error, StagingRefused):
+            _log.warning("%s. Training goes on as if there were %s, as before", error, seen)
+            return
         unknown = StagingError(
             str(error.filename or agent_lock_path(self.root)),
             found=error.strerror or str(error),
@@ -150,7 +163,6 @@ class StagingArea:
             next_step="see that flock works there (on NFS: its lock daemon), or give a directory "
             "of this host: staging= or RECPOINT_STAGING",
         )
-        seen = "an agent" if self._agent_seen else "no agent"
         _log.warning("%s. Training goes on as if there were %s, as before", unknown, seen)
 
     def agent_command(self) -> str:
@@ -172,7 +184,7 @@ class StagingArea:
             Generation and step -> rank -> how many ranks take part; 0: that cannot be told.
         """
         found: dict[tuple[int, int], dict[int, int]] = {}
-        answered = staged.outcomes_directory(self.run_directory).glob("*.json")
+        answered = self._files(staged.outcomes_directory(self.run_directory), ".json")
         for path in [*answered, *staged.staged_jobs(self.run_directory)]:
             name = parse_job_stem(path.stem)
             if name is None:
@@ -215,12 +227,12 @@ class StagingArea:
             StagingError: they cannot be removed.
         """
         try:
-            for path in cancels_directory(self.run_directory).glob("*.json"):
+            for path in self._files(cancels_directory(self.run_directory), ".json"):
                 name = parse_job_stem(path.stem)
                 if name is not None and name[2] == self.rank:
-                    durable.remove(path)
-            for path in cancels_directory(self.run_directory).glob(_TEMPORARY):
-                durable.remove(path)
+                    owned.remove(self.root, path)
+            for path in self._half_written(cancels_directory(self.run_directory)):
+                owned.remove(self.root, path)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -245,7 +257,7 @@ class StagingArea:
             if name is None or name[0] >= generation:
                 continue
             if not agent:
-                durable.remove(path)
+                owned.remove(self.root, path)
                 continue
             try:
                 self._foreign[_slot_index(staged.read_job(path).slot)] = path
@@ -255,8 +267,8 @@ class StagingArea:
         # A trainer killed while it wrote a job; this process has the lock, so none is writing now:
         # ranks write one only once all of them have come further than this.
         jobs = staged.jobs_directory(self.run_directory)
-        for path in jobs.glob(_TEMPORARY):
-            durable.remove(path)
+        for path in self._half_written(jobs):
+            owned.remove(self.root, path)
         self._note("training")
 
     def clear_other_ranks(self, ranks: Collection[int], generation: int) -> None:
@@ -273,7 +285,7 @@ class StagingArea:
             for rank, slots in slots_by_rank(self.run_directory).items():
                 if rank not in ranks:
                     self._clear_rank(rank, slots, generation)
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             _log.warning("slots of ranks that are gone could not be removed: %s", error)
 
     def _clear_rank(self, rank: int, slots: list[Path], generation: int) -> None:
@@ -289,23 +301,53 @@ class StagingArea:
                 staged.trainer_lock_path(self.run_directory, rank),
                 expected=f"no trainer of rank {rank}, which is none of this job here",
                 next_step="stop that process",
+                root=self.root,
             )
+        except StagingRefused:
+            raise
         except StagingError:
             return  # it trains, or another rank of this job is here first
         with contextlib.ExitStack() as afterwards:
             try:
                 for path in old:
-                    durable.remove(path)
+                    owned.remove(self.root, path)
                 self._remove_outcomes(rank, generation)
                 remove_unnamed(jobs, slots, afterwards)
             finally:
                 host_lock.release(lock)
 
     def _remove_outcomes(self, rank: int, generation: int) -> None:
-        for path in staged.outcomes_directory(self.run_directory).glob("*.json"):
+        for path in self._files(staged.outcomes_directory(self.run_directory), ".json"):
             name = parse_job_stem(path.stem)
             if name is not None and name[0] < generation and name[2] == rank:
-                durable.remove(path)
+                owned.remove(self.root, path)
+
+    def _files(self, directory: Path, suffix: str) -> list[Path]:
+        """What lies in a directory and ends so."""
+        names = owned.names(self.root, directory)
+        return [directory / name for name in names if name.endswith(suffix)]
+
+    def _half_written(self, directory: Path) -> list[Path]:
+        names = owned.names(self.root, directory)
+        return [directory / name for name in names if name.startswith(durable.TEMPORARY_PREFIX)]
+
+    def write_job(self, path: Path, data: bytes) -> None:
+        """Make a staged job exist (format §7, S4); `forget_outcome` comes before.
+
+        Raises:
+            StagingRefused: its directory is not this user's own.
+            OSError: it could not be written; it may exist all the same.
+        """
+        owned.write_atomically(self.root, path, data)
+
+    def forget_outcome(self, path: Path) -> None:
+        """Remove an answer of the agent, so that the slot may be written again.
+
+        Raises:
+            StagingRefused: its directory is not this user's own.
+            OSError: it could not be removed.
+        """
+        owned.remove(self.root, path)
 
     def say_ended(self) -> None:
         """Leave word that training has ended and was not killed; only while the lock is held.
@@ -371,7 +413,7 @@ class StagingArea:
     def _note(self, state: NoteState) -> None:
         try:
             write_note(self.run_directory, self.run_url, state)
-        except OSError as error:
+        except (OSError, StagingRefused) as error:
             # Nothing but what people are told depends on it.
             _log.warning(
                 "%s: no note for the agent could be written: %s", self.run_directory, error

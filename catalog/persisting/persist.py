@@ -54,6 +54,7 @@ from recpoint.errors import (
     RecpointError,
     RunRecordLost,
     StagingFull,
+    StagingRefused,
     StaleWriter,
     StoreError,
 )
@@ -118,10 +119,18 @@ def classify(error: BaseException) -> Literal["rejected", "deferred"]:
     """Whether a job that failed with `error` can never succeed, or may do so later.
 
     Whatever the store or this host does, also refusing access, may be repaired, and a record that
-    is lost be brought back: the job then stays staged. What is wrong with the job itself, or was
+    is lost be brought back: the job then stays staged. So does one of another user, or whose slot
+    is: it is neither taken nor answered. What is wrong with the job itself, or was
     decided by another writer, stays so.
     """
-    later = (StoreError, StagingFull, NothingToRestore, RanksMissing, GenerationRecordLost)
+    later = (
+        StoreError,
+        StagingFull,
+        StagingRefused,
+        NothingToRestore,
+        RanksMissing,
+        GenerationRecordLost,
+    )
     if isinstance(error, RecpointError) and not isinstance(error, later):
         return "rejected"
     return "deferred"

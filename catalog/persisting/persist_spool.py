@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
 
+from recpoint.catalog.staging import owned
 from recpoint.catalog.staging.staged_job import Extent, StagedJob
 from recpoint.catalog.stores import durable
 from recpoint.errors import StagingFull
@@ -27,6 +27,7 @@ __all__ = [
     "extent_from",
     "extent_list",
     "load_result",
+    "open_in_spool",
     "result_path",
     "save_result",
 ]
@@ -58,13 +59,15 @@ class SpoolFile:
 
     Raises:
         StagingFull: there is no room for it, when it is opened, added to, flushed or closed.
+        StagingRefused: the spool is not this user's own.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("wb")
+            owned.make_directory(_area_of(path), path.parent)
+            descriptor = open_in_spool(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            self._file = open(descriptor, "wb")  # noqa: SIM115
         self._end = 0
 
     def append(self, data: bytes | np.ndarray[Any, Any]) -> Extent:
@@ -106,10 +109,10 @@ def empty_spool(staged: StagedJob) -> None:
     """Forget what has been encoded and uploaded of a job; nobody else may be at work on it.
 
     Raises:
+        StagingRefused: it is not this user's own.
         OSError: it cannot be removed.
     """
-    with suppress(FileNotFoundError):
-        shutil.rmtree(staged.spool)
+    owned.remove_tree(staged.spool.parent.parent.parent, staged.spool)
 
 
 def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
@@ -119,21 +122,32 @@ def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
         StagingFull: there is no room for it.
     """
     whole = {"form": _FORM, "attempt": staged.job.attempt, **value}
+    area = _area_of(path)
     with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(whole, separators=(",", ":")), encoding="utf-8")
-        os.replace(temporary, path)
+        owned.make_directory(area, path.parent)
+        data = json.dumps(whole, separators=(",", ":")).encode()
+        owned.replace(area, path, data, temporary=path.with_suffix(".tmp").name)
 
 
 def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
     """A step's result; None if this release has not done the step for this attempt."""
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with open(open_in_spool(path), encoding="utf-8") as file:
+            value: dict[str, Any] = json.load(file)
     except FileNotFoundError:
         return None
     known = value.get("form") == _FORM and value["attempt"] == staged.job.attempt
     return value if known else None
+
+
+def _area_of(path: Path) -> Path:
+    """The staging area of a file in the spool, which is `<area>/<run>/spool/<job>/<name>`."""
+    return path.parent.parent.parent.parent
+
+
+def open_in_spool(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of the spool; arguments and errors as those of `owned.open_file`."""
+    return owned.open_file(_area_of(path), path, flags)
 
 
 def extent_list(extents: tuple[Extent, ...]) -> list[list[Any]]:

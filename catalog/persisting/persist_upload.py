@@ -13,7 +13,11 @@ import crc32c
 
 from recpoint.catalog.persisting.persist_parts import Part, assemble_parts, part_from
 from recpoint.catalog.persisting.persist_plan import Group
-from recpoint.catalog.persisting.persist_spool import load_result, result_path
+from recpoint.catalog.persisting.persist_spool import (
+    load_result,
+    open_in_spool,
+    result_path,
+)
 from recpoint.catalog.staging.staged_job import Extent, StagedJob
 from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.store import Store
@@ -61,7 +65,8 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
                 stop.set()
                 raise
         try:
-            with lock, marker.open("a", encoding="ascii") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            with lock, open(open_in_spool(marker, flags), "a", encoding="ascii") as file:
                 # After a line break: half a line may be there, of one that there was no room for.
                 file.write(f"\n{staged.job.attempt} {chunk['entry']['key']}\n")
         except OSError:
@@ -114,7 +119,8 @@ def _file(part: Part) -> str:
 
 def _uploaded(marker: Path, staged: StagedJob) -> set[str]:
     try:
-        lines = marker.read_text(encoding="ascii").split("\n")
+        with open(open_in_spool(marker), encoding="ascii") as file:
+            lines = file.read().split("\n")
     except FileNotFoundError:
         return set()
     pairs = (line.partition(" ") for line in lines)

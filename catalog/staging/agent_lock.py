@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple, Self
 
 from recpoint.catalog.staging import host_lock
 from recpoint.catalog.staging.host_lock import Holder
-from recpoint.catalog.staging.staged import make_root
+from recpoint.catalog.staging.owned import make_root
 from recpoint.catalog.stores import durable
 from recpoint.errors import StagingError
 
@@ -74,6 +74,7 @@ def at_work(staging: Path | str) -> AtWork | None:
     """Who finishes jobs in a staging area now; None: nobody.
 
     Raises:
+        StagingRefused: the staging area, or its lock, is another user's.
         OSError: the file system does not say.
     """
     holder = host_lock.holder(agent_lock_path(staging))

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import owned, staged
 from recpoint.catalog.stores.run_url import naming_run
+from recpoint.errors import StagingRefused
 
 __all__ = ["AgentTrouble", "read_trouble"]
 
@@ -53,14 +54,13 @@ def read_trouble(run_dir: Path, run_url: str) -> AgentTrouble | None:
         run_url: for the commands that an error proposes.
     """
     try:
-        with staged.status_path(run_dir).open("rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
+        found = json.loads(owned.read(run_dir.parent, staged.status_path(run_dir), _MOST_BYTES))
         alive_ms, tries, text = found["alive_ms"], found["failures"], found["last_error"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, StagingRefused, ValueError, KeyError, TypeError, RecursionError):
         return None
     if type(alive_ms) is not int or type(tries) is not int or not isinstance(text, str):
         return None
-    # Of the future it is, where the clock has been put back: one that lives writes it anew.
+    # If the clock was set back, the time lies in the future; a live agent writes it anew.
     if not text or tries < 1 or abs(int(time.time() * 1000) - alive_ms) > _FRESH_MS:
         return None
     line = naming_run(" ".join(text.split()), run_url)[:_MOST_CHARACTERS]

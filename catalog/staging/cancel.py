@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from recpoint.catalog.staging import owned
 from recpoint.catalog.staging.staged import read_job
-from recpoint.catalog.stores import durable
-from recpoint.errors import CheckpointCancelled, FormatError
+from recpoint.errors import CheckpointCancelled, FormatError, StagingRefused
 from recpoint.format.job import Cancel
 from recpoint.format.naming import job_stem
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
@@ -38,17 +38,18 @@ def write_mark(run_dir: Path | str, ref: CheckpointRef, rank: int) -> None:
     The agent may commit the job all the same, when it is past the point where it looks.
 
     Raises:
+        StagingRefused: the directory is not this user's own; the job goes on.
         OSError: it could not be written; the job then goes on, most likely.
     """
-    path = cancel_path(run_dir, ref, rank)
-    durable.make_directory(path.parent)
+    path, area = cancel_path(run_dir, ref, rank), Path(run_dir).parent
+    owned.make_directory(area, path.parent)
     mark = Cancel(step=ref.step, generation=ref.generation, attempt=ref.attempt)
-    durable.write_atomically(path, pack_record(mark))
+    owned.write_atomically(area, path, pack_record(mark))
 
 
 def remove_mark(run_dir: Path | str, ref: CheckpointRef, rank: int) -> None:
     """The job has been answered. A mark that is left behind means nothing for any other job."""
-    durable.remove(cancel_path(run_dir, ref, rank))
+    owned.remove(Path(run_dir).parent, cancel_path(run_dir, ref, rank))
 
 
 def is_cancelled(job_file: Path | str) -> bool:
@@ -56,14 +57,14 @@ def is_cancelled(job_file: Path | str) -> bool:
 
     Raises:
         FileNotFoundError: there is no such job (any more).
-        FormatError: the job cannot be read.
+        FormatError, StagingRefused: the job cannot be read.
     """
     job_file = Path(job_file)
-    path = cancels_directory(job_file.parent.parent) / job_file.name
+    run_dir = job_file.parent.parent
+    path = cancels_directory(run_dir) / job_file.name
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_RECORD_BYTES + 1)
-    except OSError:
+        data = owned.read(run_dir.parent, path, MAX_RECORD_BYTES + 1)
+    except (OSError, StagingRefused):
         return False
     try:
         mark = unpack_record(Cancel, data, name=os.fspath(path), next_step="nothing: it is ignored")

@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import read_end
-from recpoint.catalog.staging import host_lock, staged
+from recpoint.catalog.staging import host_lock, owned, staged
 from recpoint.catalog.staging.trainer_note import read_note, trainer_state
 from recpoint.catalog.stores import durable
-from recpoint.errors import FormatError, StagingError
+from recpoint.errors import FormatError, StagingError, StagingRefused
 from recpoint.format.naming import parse_job_stem
 
 __all__ = [
@@ -72,6 +73,7 @@ def free_slots(
         dry_run: only say which.
 
     Raises:
+        StagingRefused: something in the run's directory is not this user's own.
         OSError: the staging area cannot be read or written.
     """
     found: list[FreeSlot] = []
@@ -87,7 +89,8 @@ def free_slots(
         ]
         reason = "training has ended" if ended else f"unused for more than {grace_seconds:g} s"
         if dry_run:
-            if not host_lock.is_held(staged.trainer_lock_path(run_dir, rank)):
+            lock = staged.trainer_lock_path(run_dir, rank)
+            if not host_lock.is_held(lock, root=run_dir.parent):
                 found += [
                     FreeSlot(path.name, path.stat().st_size, reason)
                     for path in read_rank_jobs(run_dir, rank, besides).unnamed(old)
@@ -119,6 +122,7 @@ def free_slots_of_ended(run_dir: Path) -> list[FreeSlot]:
     """`free_slots`, once training has ended and all that it staged is answered; cheap otherwise.
 
     Raises:
+        StagingRefused: something in the run's directory is not this user's own.
         OSError: the staging area cannot be read or written.
     """
     if not slots_by_rank(run_dir) or staged.staged_jobs(run_dir):
@@ -175,7 +179,7 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
                 slots.add(staged.read_job(path).slot)
         except FileNotFoundError:
             continue  # answered since
-        except FormatError:
+        except (FormatError, StagingRefused):
             slots = None
     named = None if slots is None else frozenset(slots)
     return RankJobs(run_dir=run_dir, rank=rank, files=files, slots=named)
@@ -184,14 +188,15 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
 def slots_by_rank(run_dir: Path) -> dict[int, list[Path]]:
     """Slot files of a run by rank, by name; links are not followed."""
     slots: dict[int, list[Path]] = {}
+    directory = staged.slots_directory(run_dir)
     try:
-        entries = sorted(os.scandir(staged.slots_directory(run_dir)), key=lambda one: one.name)
+        with owned.directory(run_dir.parent, directory) as opened:
+            for name in sorted(os.listdir(opened)):
+                match = _SLOT_NAME.match(name)
+                if match and _is_plain(name, opened):
+                    slots.setdefault(int(match[1]), []).append(directory / name)
     except (FileNotFoundError, NotADirectoryError):
         return slots
-    for entry in entries:
-        name = _SLOT_NAME.match(entry.name)
-        if name and entry.is_file(follow_symlinks=False):
-            slots.setdefault(int(name[1]), []).append(Path(entry.path))
     return slots
 
 
@@ -214,15 +219,17 @@ def remove_unnamed(
     removed: list[tuple[str, int]] = []
     if not jobs.hold():
         return removed
+    area = jobs.run_dir.parent
     for path in jobs.unnamed(slots):
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = owned.open_file(area, path)
         except FileNotFoundError:
             continue  # a trainer has come and gone since
         afterwards.callback(os.close, descriptor)
         size_bytes = os.fstat(descriptor).st_size
         durable.step(f"unlink {path.name}")
-        path.unlink(missing_ok=True)
+        with owned.directory(area, path.parent) as opened, suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=opened)
         removed.append((path.name, size_bytes))
     return removed
 
@@ -233,7 +240,10 @@ def _remove(jobs: RankJobs, slots: list[Path]) -> list[tuple[str, int]]:
             staged.trainer_lock_path(jobs.run_dir, jobs.rank),
             expected="no trainer of this rank",
             next_step="nothing: its slots are its own",
+            root=jobs.run_dir.parent,
         )
+    except StagingRefused:
+        raise
     except StagingError:
         return []
     with ExitStack() as afterwards:
@@ -241,6 +251,14 @@ def _remove(jobs: RankJobs, slots: list[Path]) -> list[tuple[str, int]]:
             return remove_unnamed(jobs, slots, afterwards)
         finally:
             host_lock.release(lock)
+
+
+def _is_plain(name: str, directory: int) -> bool:
+    try:
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False  # removed since
+    return stat.S_ISREG(status.st_mode)
 
 
 def _jobs_of(run_dir: Path, rank: int) -> list[Path]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from recpoint.catalog.staging import owned
 from recpoint.errors import StagingError
 
 __all__ = ["Holder", "acquire", "holder", "is_held", "is_lost", "release", "take"]
@@ -32,23 +33,32 @@ class Holder(NamedTuple):
     words: str
 
 
-def acquire(path: Path, *, expected: str, next_step: str, here: str | None = None) -> int:
+def acquire(
+    path: Path,
+    *,
+    expected: str,
+    next_step: str,
+    here: str | None = None,
+    root: Path | None = None,
+) -> int:
     """Take the lock, or say who has it.
 
     Args:
-        path: the lock file, made if it is not there; a link in its place is refused.
+        path: the lock file, made if it is not there; another user's, or a link, is refused.
         expected: for the error: what should have been.
         next_step: for the error: what to do.
         here: what to do instead where this process itself has it.
+        root: the staging area that it lies in; None: the directory that it lies in.
 
     Returns:
         A descriptor for `release`.
 
     Raises:
         StagingError: another process has it, or this one.
+        StagingRefused: the file, or a directory above it, is not this user's own.
         OSError: the file cannot be opened.
     """
-    taken = take(path)
+    taken = take(path, root=root)
     if isinstance(taken, Holder):
         held_here = here is not None and _is_held_here(path)
         raise StagingError(
@@ -60,18 +70,18 @@ def acquire(path: Path, *, expected: str, next_step: str, here: str | None = Non
     return taken
 
 
-def take(path: Path, words: str = "") -> int | Holder:
+def take(path: Path, words: str = "", *, root: Path | None = None) -> int | Holder:
     """Take the lock: a descriptor for `release`, or who has it.
 
     Args:
-        path: as for `acquire`.
+        path, root: as for `acquire`.
         words: that say who this is, on one line.
 
     Raises:
+        StagingRefused: the file, or a directory above it, is not this user's own.
         OSError: the file cannot be opened.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = owned.open_file(root or path.parent, path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             _lock(descriptor)
@@ -132,24 +142,29 @@ def is_lost(descriptor: int, path: Path) -> bool:
         return True  # NFS does not know it any more: removed on another host
 
 
-def is_held(path: Path) -> bool:
+def is_held(path: Path, *, root: Path | None = None) -> bool:
     """Whether any process has the lock now; raises as `holder` does."""
-    return holder(path) is not None
+    return holder(path, root=root) is not None
 
 
-def holder(path: Path) -> Holder | None:
+def holder(path: Path, *, root: Path | None = None) -> Holder | None:
     """Who has the lock now; None: nobody, whatever its file says.
 
     In the moment after a lock was taken its file may still speak of the one before.
 
     Raises:
-        OSError: the system does not say: NFS without its lock daemon, no more files may be opened,
-            the lock is another user's, or a link in its place; with the file's name.
+        StagingRefused: the file, or a directory above it, is not this user's own: another user's
+            lock says nothing.
+        OSError: the system does not say: NFS without its lock daemon, or no more files may be
+            opened; with the file's name.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = owned.open_file(root or path.parent, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        error.filename = str(path)  # which may name the directory above it
+        raise
     try:
         # Shared, and for microseconds: two processes that ask do not see each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -6,18 +6,17 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from recpoint.catalog.staging import host_lock
+from recpoint.catalog.staging import host_lock, owned
 from recpoint.catalog.stores import durable
-from recpoint.errors import ForeignObject, FormatError, StagingError
+from recpoint.errors import ForeignObject, FormatError, StagingRefused
 from recpoint.format.job import Job, Outcome
 from recpoint.format.naming import MAX_RANK, job_stem, parse_job_stem
 from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
@@ -31,7 +30,6 @@ __all__ = [
     "finish_answered",
     "job_path",
     "jobs_directory",
-    "make_root",
     "outcome_path",
     "outcomes_directory",
     "read_job",
@@ -54,6 +52,7 @@ __all__ = [
 MAX_SLOT = 9_999
 
 _RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
+_TRAINER_LOCK = re.compile(r"trainer(-r[0-9]{5})?\.lock\Z")
 #: Answers of this process that nobody has asked for yet, by job file; a trainer removes the files.
 _answers: dict[str, Outcome] = {}
 _MOST_ANSWERS = 64
@@ -75,36 +74,6 @@ def default_staging_root() -> Path:
     memory = Path("/dev/shm")
     parent = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return parent / f"recpoint-{os.getuid()}"
-
-
-def make_root(root: Path) -> None:
-    """Make the staging area if it is not there: nobody else on the host may read or replace jobs.
-
-    In a directory where everybody may write, like that of the default, anybody may have made it
-    first, or have put a link in its place: there it must be this user's own and closed to others.
-
-    Raises:
-        StagingError: it is not.
-        OSError: it cannot be made.
-    """
-    durable.make_directory(root.parent)
-    durable.make_directory(root, mode=0o700)
-    if not root.parent.stat().st_mode & stat.S_IWOTH:
-        return
-    there = root.lstat()
-    if (
-        not stat.S_ISDIR(there.st_mode)
-        or there.st_uid != os.geteuid()
-        or there.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    ):
-        raise StagingError(
-            str(root),
-            found=f"{stat.filemode(there.st_mode)}, owned by user {there.st_uid}, in a directory "
-            "where everybody may write",
-            expected=f"a directory of user {os.geteuid()} that nobody else can write to",
-            next_step="remove it or take it back (chown, chmod 700), or choose another: "
-            "RECPOINT_STAGING, staging= or --staging",
-        )
 
 
 def run_directory(staging: Path | str, run_url: str) -> Path:
@@ -168,32 +137,59 @@ def trainer_lock_path(run_dir: Path | str, rank: int = 0) -> Path:
 
 
 def trainer_is_running(run_dir: Path | str) -> bool:
-    """Whether a training process of any rank holds its lock."""
-    return any(host_lock.is_held(path) for path in Path(run_dir).glob("trainer*.lock"))
+    """Whether a training process of any rank holds its lock.
+
+    Raises:
+        StagingRefused: the directory, or a lock in it, is not this user's own.
+        OSError: the file system does not say.
+    """
+    run_dir = Path(run_dir)
+    locks = [name for name in owned.names(run_dir.parent, run_dir) if _TRAINER_LOCK.match(name)]
+    return any(host_lock.is_held(run_dir / name, root=run_dir.parent) for name in locks)
 
 
 # --- the queue ------------------------------------------------------------------------------------
 
 
-def run_directories(staging: Path | str) -> list[Path]:
-    """Directories of the runs staged here, by name; links are not followed."""
-    try:
-        entries = sorted(os.scandir(staging), key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return []
-    return [
-        Path(entry.path)
-        for entry in entries
-        if _RUN_DIRECTORY.search(entry.name) and entry.is_dir(follow_symlinks=False)
-    ]
+def run_directories(
+    staging: Path | str, *, refused: Callable[[Path, StagingRefused], None] | None = None
+) -> list[Path]:
+    """Directories of the runs staged here, by name; links are not followed.
+
+    Those of other users are left out: in a directory where everybody may write, anybody can make
+    one.
+
+    Args:
+        staging: the staging area.
+        refused: is told of each that was left out.
+
+    Raises:
+        StagingRefused: the staging area itself is another user's.
+        OSError: it cannot be read.
+    """
+    root, found = Path(staging), []
+    for name in sorted(owned.names(root, root)):
+        if not _RUN_DIRECTORY.search(name):
+            continue
+        try:
+            there = owned.require_own(root, root / name)
+        except StagingRefused as error:
+            if not (root / name).is_symlink() and refused is not None:
+                refused(root / name, error)
+            continue
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            found.append(root / name)
+    return found
 
 
 def staged_jobs(run_dir: Path | str) -> list[Path]:
-    """The job files of a run in the order in which they must be committed."""
-    try:
-        names = os.listdir(jobs_directory(run_dir))
-    except FileNotFoundError:
-        return []
+    """The job files of a run in the order in which they must be committed.
+
+    Raises:
+        StagingRefused: their directory, or the run's, is not this user's own.
+        OSError: it cannot be read.
+    """
+    names = owned.names(Path(run_dir).parent, jobs_directory(run_dir))
     named = [
         (stem, name)
         for name in names
@@ -208,9 +204,10 @@ def read_job(path: Path | str) -> Job:
     Raises:
         FileNotFoundError: it is not there (any more).
         FormatError: it is not a job, or not this run's.
+        StagingRefused: it, or a directory above it, is not this user's own.
     """
     path = Path(path)
-    status = path.stat()
+    status = owned.file_status(_area_of(path), path)
     return _read_job(path, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
@@ -218,7 +215,8 @@ def read_job(path: Path | str) -> Job:
 def _read_job(path: Path, inode: int, modified_ns: int, size_bytes: int) -> Job:
     # The arguments beside `path` are what makes a replaced file another entry of the cache: each
     # task of a persist opens the job again, and a job of many tables takes long to parse.
-    job = unpack_record(Job, _read_record(path), name=str(path), next_step=_REJECTED)
+    data = _read_record(_area_of(path), path)
+    job = unpack_record(Job, data, name=str(path), next_step=_REJECTED)
     if path.name != f"{job.stem}.json":
         raise ForeignObject(
             str(path), found=f"the job {job.stem}", expected=path.stem, next_step=_REJECTED
@@ -242,7 +240,7 @@ def staged_attempts(run_dir: Path | str, *, besides: Collection[Path] = ()) -> s
         besides: jobs that are not asked, since they would be rejected.
 
     Raises:
-        FormatError: a job cannot be read, so that it is unknown what it needs.
+        FormatError, StagingRefused: a job cannot be read, so that it is unknown what it needs.
     """
     attempts = set()
     for path in staged_jobs(run_dir):
@@ -264,22 +262,29 @@ def read_outcome(path: Path | str) -> Outcome:
     Raises:
         FileNotFoundError: there is none yet.
         FormatError: it is not an outcome.
+        StagingRefused: it, or a directory above it, is not this user's own.
     """
-    return unpack_record(
-        Outcome, _read_record(Path(path)), name=str(path), next_step="recpoint check RUN"
-    )
+    data = _read_record(_area_of(Path(path)), Path(path))
+    return unpack_record(Outcome, data, name=str(path), next_step="recpoint check RUN")
 
 
 def finish(job_file: Path | str, outcome: Outcome) -> None:
-    """Answer a job (format §7, S6): the job file goes last, so that no slot is free unanswered."""
+    """Answer a job (format §7, S6): the job file goes last, so that no slot is free unanswered.
+
+    Raises:
+        StagingRefused: one of the directories is not this user's own.
+        OSError: the answer could not be written, or the job could not be removed.
+    """
     job_file = Path(job_file)
-    answer = outcomes_directory(job_file.parent.parent) / job_file.name
+    area, run_dir = _area_of(job_file), job_file.parent.parent
+    answer = outcomes_directory(run_dir) / job_file.name
     # Before the answer, which may need its room; a later try answers the same without it.
-    shutil.rmtree(spool_directory(job_file.parent.parent) / job_file.stem, ignore_errors=True)
-    durable.make_directory(answer.parent)
-    durable.write_atomically(answer, pack_record(outcome))
+    with suppress(OSError, StagingRefused):
+        owned.remove_tree(area, spool_directory(run_dir) / job_file.stem)
+    owned.make_directory(area, answer.parent)
+    owned.write_atomically(area, answer, pack_record(outcome))
     _note_answer(job_file, outcome)
-    durable.remove(job_file)
+    owned.remove(area, job_file)
 
 
 def finish_answered(job_file: Path | str) -> bool:
@@ -293,7 +298,7 @@ def finish_answered(job_file: Path | str) -> bool:
     if outcome.attempt != job.attempt:
         return False  # the answer to an earlier job of this name, not fetched yet
     _note_answer(job_file, outcome)
-    durable.remove(job_file)
+    owned.remove(_area_of(job_file), job_file)
     return True
 
 
@@ -312,29 +317,38 @@ def clean(run_dir: Path | str) -> None:
     """Empty the spool and remove half-written outcomes and notes; only while no agent works on it.
 
     Beside an agent's notes a trainer writes its own, whose temporary names are others.
+
+    Raises:
+        StagingRefused: one of the directories is not this user's own.
+        OSError: something cannot be removed.
     """
-    shutil.rmtree(spool_directory(run_dir), ignore_errors=True)
-    for directory in (outcomes_directory(run_dir), Path(run_dir)):
-        for name in _listed(directory):
-            if _HALF_WRITTEN.match(name):
-                (directory / name).unlink(missing_ok=True)
+    run_dir = Path(run_dir)
+    with suppress(OSError):
+        owned.remove_tree(run_dir.parent, spool_directory(run_dir))
+    for directory in (outcomes_directory(run_dir), run_dir):
+        with suppress(FileNotFoundError), owned.directory(run_dir.parent, directory) as opened:
+            for name in os.listdir(opened):
+                if _HALF_WRITTEN.match(name):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=opened)
 
 
 def remember_consolidated_run(run_dir: Path | str, run_url: str | None) -> None:
     """Note the URL of the run, whose chain is to be consolidated; None: it no longer is."""
-    path = _consolidated_path(run_dir)
+    area, path = Path(run_dir).parent, _consolidated_path(run_dir)
     if run_url is None:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError), owned.directory(area, path.parent) as opened:
+            os.unlink(path.name, dir_fd=opened)
     elif consolidated_run(run_dir) != run_url:
-        durable.write_atomically(path, json.dumps({"run_url": run_url}).encode())
+        owned.write_atomically(area, path, json.dumps({"run_url": run_url}).encode())
 
 
 def consolidated_run(run_dir: Path | str) -> str | None:
     """The URL that was noted; None if there is none that can be read."""
     try:
-        found = json.loads(_read_record(_consolidated_path(run_dir)))
+        found = json.loads(_read_record(Path(run_dir).parent, _consolidated_path(run_dir)))
         run_url = found["run_url"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, StagingRefused, ValueError, KeyError, TypeError):
         return None
     return run_url if isinstance(run_url, str) else None
 
@@ -350,23 +364,21 @@ def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
     wrong: who reads it in that moment may find it half written.
 
     Raises:
+        StagingRefused: the directory is not this user's own.
         OSError: that could not be done either.
     """
-    path = status_path(run_dir)
-    temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}status-{threading.get_ident()}")
+    area, path = Path(run_dir).parent, status_path(run_dir)
     data = (json.dumps(status, indent=1, sort_keys=True) + "\n").encode()
     try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        temporary = f"{durable.TEMPORARY_PREFIX}status-{threading.get_ident()}"
+        owned.replace(area, path, data, temporary=temporary)
     except OSError:
-        with suppress(OSError):
-            temporary.unlink()
         if not path.is_file():
             raise
         # It has its pages in a file system in memory. Where it needs more of them it stays as it
         # is: half of it would say nothing at all. One that is shorter ends in blanks, and not in
         # what was there before.
-        with path.open("rb+", buffering=0) as file:
+        with open(owned.open_file(area, path, os.O_RDWR), "rb+", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             if before < len(data):
                 try:
@@ -377,14 +389,11 @@ def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
             file.write(data.ljust(before))
 
 
-def _listed(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
+def _area_of(path: Path) -> Path:
+    """The staging area that a job or an outcome lies in, as `<area>/<run>/jobs/<name>`."""
+    return path.parent.parent.parent
 
 
-def _read_record(path: Path) -> bytes:
+def _read_record(area: Path, path: Path) -> bytes:
     # One byte past the bound is enough for the parser to refuse the rest, whatever its size.
-    with path.open("rb") as file:
-        return file.read(MAX_RECORD_BYTES + 1)
+    return owned.read(area, path, MAX_RECORD_BYTES + 1)

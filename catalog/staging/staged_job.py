@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Self, cast
 
 import crc32c
 
+from recpoint.catalog.staging import owned
 from recpoint.catalog.staging.staged import read_job, slots_directory, spool_directory
 from recpoint.errors import DigestMismatch, MalformedObject, StagingError
 from recpoint.format.chunk import MAX_SAMPLE_ROWS, sample_arrays
@@ -143,6 +144,7 @@ def open_job(path: Path | str) -> StagedJob:
         FileNotFoundError: there is no such job (any more).
         FormatError: it is not a job, or its segments are not what its tables need.
         StagingError: its slot is missing, not a plain file, or too short.
+        StagingRefused: job, slot or a directory above them is not this user's own.
     """
     path = Path(path)
     job = read_job(path)
@@ -150,9 +152,11 @@ def open_job(path: Path | str) -> StagedJob:
     if not job.slot.startswith(f"r{job.rank:05d}-"):
         raise _malformed(path, f"the slot {job.slot}", f"a slot of rank {job.rank}")
     try:
-        status = slot.lstat()
+        status = owned.require_own(_area_of(slot), slot)
     except OSError as error:
         raise _no_slot(slot, error.strerror or str(error), "the slot the job names") from error
+    if status is None:
+        raise _no_slot(slot, os.strerror(errno.ENOENT), "the slot the job names")
     if not stat.S_ISREG(status.st_mode):
         raise _no_slot(slot, "something that is no plain file", "a slot")
     if status.st_size < job.slot_bytes:
@@ -270,6 +274,14 @@ def kernel_method(chosen: ChosenMethod) -> Method:
     )
 
 
+def _area_of(path: Path) -> Path:
+    """The staging area that a file in `slots` or `spool` of a run lies in; else its directory."""
+    for above in path.parents:
+        if above.name in ("slots", "spool"):
+            return above.parent.parent
+    return path.parent
+
+
 def _malformed(path: Path, found: str, expected: str) -> MalformedObject:
     return MalformedObject(str(path), found=found, expected=expected, next_step=_NEXT)
 
@@ -302,7 +314,7 @@ class _Files:
     def read(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view`."""
         if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._open[path] = owned.open_file(_area_of(Path(path)), Path(path))
         descriptor = self._open[path]
         done = 0
         while done < len(view):

@@ -6,16 +6,15 @@ finished, or obeyed a signal, or was killed: what is worth waking somebody up fo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import owned, staged
 from recpoint.catalog.stores.run_url import parse_run_url
-from recpoint.errors import SettingsError
+from recpoint.errors import SettingsError, StagingRefused
 
 __all__ = ["NoteState", "TrainerNote", "TrainerState", "read_note", "trainer_state", "write_note"]
 
@@ -38,27 +37,33 @@ def write_note(run_dir: Path, run_url: str, state: NoteState) -> None:
     """Replace the note; whole at every moment, but not made durable: it is about this boot.
 
     Raises:
+        StagingRefused: the directory is not this user's own.
         OSError: it cannot be written.
     """
-    temporary = run_dir / f".tmp-trainer-{os.getpid()}"
     document = {"run_url": run_url, "state": state, "at_ms": time.time_ns() // 1_000_000}
-    try:
-        temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        temporary.replace(run_dir / _FILE)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    owned.replace(
+        run_dir.parent,
+        run_dir / _FILE,
+        (json.dumps(document) + "\n").encode(),
+        temporary=f".tmp-trainer-{os.getpid()}",
+    )
 
 
 def read_note(run_dir: Path) -> TrainerNote | None:
     """The newest trainer's note; None if none can be read, or it is another run's."""
     try:
-        with (run_dir / _FILE).open("rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
+        found = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
         run_url = parse_run_url(str(found["run_url"])).url
         state, at_ms = found["state"], found["at_ms"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SettingsError):
+    except (
+        OSError,
+        StagingRefused,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+        SettingsError,
+    ):
         return None
     if state not in get_args(NoteState) or type(at_ms) is not int:
         return None
@@ -81,7 +86,7 @@ def trainer_state(run_dir: Path, note: TrainerNote | None) -> TrainerState:
     try:
         if staged.trainer_is_running(run_dir):
             return "training"
-    except OSError:
+    except (OSError, StagingRefused):
         return "unknown"  # whoever needs that lock tries to take it, and says what is wrong there
     if note is None:
         return "unknown"

@@ -21,6 +21,7 @@ __all__ = [
     "create_exclusively",
     "fsync_directory",
     "fsync_file",
+    "fsync_open_directory",
     "make_directory",
     "remove",
     "set_observer",
@@ -52,23 +53,34 @@ def step(name: str) -> None:
         _observer(name)
 
 
-def write_atomically(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
+def write_atomically(
+    path: str | os.PathLike[str],
+    data: bytes | bytearray | memoryview,
+    *,
+    directory: int | None = None,
+) -> None:
     """Make `data` the content of `path`, replacing what is there; durable when it returns.
 
     Whoever opens `path` sees the old content or the new, never a mixture.
+
+    Args:
+        path: the file.
+        data: its content.
+        directory: a descriptor of the directory that it lies in: that one is written to, whatever
+            the path leads to.
 
     Raises:
         OSError: of the step that failed; `path` is as it was, unless it was the last fsync.
     """
     target = Path(path)
-    temporary = _write_temporary(target, data)
+    temporary = _write_temporary(target, data, directory)
     try:
         step(f"rename {target.name}")
-        os.replace(temporary, target)
+        os.replace(temporary, _named(target, directory), src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
-        _discard(temporary)
+        _discard(temporary, directory)
         raise
-    fsync_directory(target.parent)
+    _fsync_above(target, directory)
 
 
 def create_exclusively(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
@@ -99,20 +111,24 @@ def create_exclusively(path: str | os.PathLike[str], data: bytes | bytearray | m
     fsync_directory(target.parent)
 
 
-def remove(path: str | os.PathLike[str]) -> None:
+def remove(path: str | os.PathLike[str], *, directory: int | None = None) -> None:
     """Remove the file; gone for good when it returns. It is no error when there is none.
 
     The directory is synced in that case too: an earlier try may have died before it.
+
+    Args:
+        path: the file.
+        directory: see `write_atomically`.
     """
     target = Path(path)
     step(f"unlink {target.name}")
     try:
-        os.unlink(target)
+        os.unlink(_named(target, directory), dir_fd=directory)
     except FileNotFoundError:
-        if not target.parent.is_dir():
+        if directory is None and not target.parent.is_dir():
             return
     try:
-        fsync_directory(target.parent)
+        _fsync_above(target, directory)
     except FileNotFoundError:
         return  # another remover has found it empty and removed the directory itself
 
@@ -158,6 +174,12 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
     _fsync(path, f"fsync directory {Path(path).name}", os.O_RDONLY | os.O_DIRECTORY)
 
 
+def fsync_open_directory(descriptor: int, name: str) -> None:
+    """As `fsync_directory`, of one that is open; `name` is for who observes the steps."""
+    step(f"fsync directory {name}")
+    os.fsync(descriptor)
+
+
 def fsync_file(file: int | str | os.PathLike[str]) -> None:
     """Make a file's bytes durable; `file` is a path or an open file descriptor."""
     if isinstance(file, int):
@@ -176,11 +198,26 @@ def _fsync(path: str | os.PathLike[str], name: str, flags: int) -> None:
         os.close(descriptor)
 
 
-def _write_temporary(target: Path, data: bytes | bytearray | memoryview) -> Path:
+def _named(target: Path, directory: int | None) -> Path | str:
+    """What a call names `target` by: relative to its directory, where that is open."""
+    return target if directory is None else target.name
+
+
+def _fsync_above(target: Path, directory: int | None) -> None:
+    if directory is None:
+        fsync_directory(target.parent)
+    else:
+        fsync_open_directory(directory, target.parent.name)
+
+
+def _write_temporary(
+    target: Path, data: bytes | bytearray | memoryview, directory: int | None = None
+) -> Path | str:
     """Write `data` durably under a new temporary name beside `target`."""
-    temporary = target.with_name(TEMPORARY_PREFIX + secrets.token_hex(16))
+    temporary = _named(target.with_name(TEMPORARY_PREFIX + secrets.token_hex(16)), directory)
     step(f"write {target.name}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o666, dir_fd=directory)
     try:
         try:
             left = memoryview(data).cast("B")
@@ -193,14 +230,14 @@ def _write_temporary(target: Path, data: bytes | bytearray | memoryview) -> Path
         finally:
             os.close(descriptor)
     except OSError:
-        _discard(temporary)
+        _discard(temporary, directory)
         raise
     return temporary
 
 
-def _discard(temporary: Path) -> None:
+def _discard(temporary: Path | str, directory: int | None = None) -> None:
     """Remove a temporary file after an error, which matters more than one met here."""
     try:
-        os.unlink(temporary)
+        os.unlink(temporary, dir_fd=directory)
     except OSError:
         pass  # what is left is found by `list_unfinished` and swept

@@ -19,7 +19,13 @@ from recpoint.catalog.staging.agent_lock import AgentLock, AtWork, at_work, swee
 from recpoint.catalog.staging.cancel import raise_if_cancelled
 from recpoint.catalog.staging.staged_job import open_job
 from recpoint.catalog.sweeping.staged_work import Fate, JobFate, StagedWork
-from recpoint.errors import MissingLink, ObjectNotFound, RanksMissing, RecpointError
+from recpoint.errors import (
+    MissingLink,
+    ObjectNotFound,
+    RanksMissing,
+    RecpointError,
+    StagingRefused,
+)
 from recpoint.format.job import Job
 from recpoint.format.records import CheckpointRef
 
@@ -73,6 +79,10 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
             job = staged.read_job(path)
         except FileNotFoundError:
             continue  # finished since
+        except StagingRefused as error:
+            fates.append(JobFate(path.stem, "stays", str(error)))
+            waits = f"{path.stem} is before it"
+            continue
         except RecpointError as error:
             fates.append(JobFate(path.stem, "would be rejected", str(error)))
             unreadable.append(path)

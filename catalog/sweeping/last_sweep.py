@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpoint.catalog.stores import durable
+from recpoint.catalog.staging import owned
+from recpoint.errors import StagingRefused
 
 __all__ = ["LastSweep", "last_sweep", "note_sweep", "swept_ms"]
 
@@ -32,21 +33,29 @@ def note_sweep(run_dir: Path, *, ended_ms: int | None = None) -> None:
     """Note that a run was swept now, or that one begins to wait for its first sweep.
 
     Raises:
+        StagingRefused: the directory is not this user's own.
         OSError: it cannot be written.
     """
     document: dict[str, int] = {"at_ms": time.time_ns() // 1_000_000}
     if ended_ms is not None:
         document["ended_ms"] = ended_ms
-    durable.write_atomically(run_dir / _FILE, json.dumps(document).encode())
+    owned.write_atomically(run_dir.parent, run_dir / _FILE, json.dumps(document).encode())
 
 
 def last_sweep(run_dir: Path) -> LastSweep | None:
     """What was noted last; None: nothing was, or it is damaged."""
     try:
-        with (run_dir / _FILE).open("rb") as file:
-            document = json.loads(file.read(_MOST_BYTES))
+        document = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
         at_ms, ended_ms = document["at_ms"], document.get("ended_ms")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        OSError,
+        StagingRefused,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
     if type(at_ms) is not int:
         return None

@@ -37,6 +37,7 @@ __all__ = [
     "StaleWriter",
     "StagingError",
     "StagingFull",
+    "StagingRefused",
     "StoreAccessDenied",
     "StoreError",
     "StoreFull",
@@ -263,3 +264,7 @@ class StagingError(RecpointError):
 
 class StagingFull(StagingError):
     """The staging area has no room for this checkpoint."""
+
+
+class StagingRefused(StagingError):
+    """Something in the staging area is another user's, or a link, or others may write to it."""

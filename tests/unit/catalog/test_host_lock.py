@@ -19,8 +19,8 @@ path = Path(sys.argv[1])
 lock = host_lock.acquire(path, expected="a free lock", next_step="wait")
 child = os.fork()
 if child == 0:
-    own = os.open(path.with_name("own"), os.O_CREAT | os.O_RDWR)
-    assert own == lock, "another number than that of the lock's file"
+    # Under the number of the lock's file, which is free in the child.
+    own = os.dup2(os.open(path.with_name("own"), os.O_CREAT | os.O_RDWR), lock)
     host_lock.release(lock)  # as a child does that leaves the trainer's `with Checkpointer`
     os.write(own, b"mine")
     os._exit(0)

@@ -16,7 +16,7 @@ import torch
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.persisting.persist_parts import assemble_parts, digest_parts
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import owned, staged
 from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path
 from recpoint.catalog.staging.staged_job import (
     PIECE_BYTES,
@@ -32,12 +32,16 @@ from recpoint.errors import (
     MalformedObject,
     RecpointError,
     StagingError,
+    StagingRefused,
     UnsupportedVersion,
 )
 from recpoint.format.job import Job, Segment
 from recpoint.format.naming import rejections_key
 from tests.catalog_builder import tables
 from tests.job_builder import rewrite, stage
+
+#: A user that is not the one of the tests.
+ANOTHER = 54_321
 
 
 @pytest.fixture
@@ -78,18 +82,16 @@ def test_the_default_root_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_staging_area_is_made_for_its_user_only(tmp_path: Path) -> None:
-    staged.make_root(tmp_path / "below" / "staging")
+    owned.make_root(tmp_path / "below" / "staging")
     assert (tmp_path / "below" / "staging").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("trap", ["writable", "foreign", "link"])
-def test_a_staging_area_that_another_user_made_first_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
-) -> None:
+def test_a_staging_area_that_another_user_made_first_is_refused(tmp_path: Path, trap: str) -> None:
     tmp_path.chmod(0o1777)
     root = tmp_path / "recpoint-0"
-    staged.make_root(root)
-    staged.make_root(root)
+    owned.make_root(root)
+    owned.make_root(root)
     if trap == "writable":
         root.chmod(0o770)
     elif trap == "link":
@@ -97,8 +99,7 @@ def test_a_staging_area_that_another_user_made_first_is_refused(
         (tmp_path / "elsewhere").mkdir()
         root.symlink_to(tmp_path / "elsewhere")
     else:
-        another = os.geteuid() + 1
-        monkeypatch.setattr(os, "geteuid", lambda: another)
+        os.chown(root, ANOTHER, -1)
     with pytest.raises(StagingError, match="RECPOINT_STAGING"), AgentLock(root):
         pytest.fail("an agent would serve a stranger's jobs")
 
@@ -351,7 +352,7 @@ def test_a_slot_that_is_a_link_is_not_followed(job_file: Path, tmp_path: Path) -
     slot = open_job(job_file).slot
     slot.rename(tmp_path / "elsewhere")
     slot.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StagingError, match="no plain file"):
+    with pytest.raises(StagingRefused, match="found a symbolic link"):
         open_job(job_file)
 
 
