@@ -56,7 +56,8 @@ def make_root(root: Path) -> None:
     """Make the staging area if it is not there, for this user alone.
 
     In a directory where everybody may write, anybody may have made it first, or have put a link in
-    its place: there it is no link, and one of this user's own is closed to others.
+    its place: there it is no link, and one of this user's own is closed to others, unless it was
+    opened to them on purpose, as `/tmp` is (mode 1777).
 
     Raises:
         StagingRefused: it is another user's, or such a link, or open to others there.
@@ -70,7 +71,8 @@ def make_root(root: Path) -> None:
     there = root.lstat()
     if stat.S_ISLNK(there.st_mode):
         raise _refused(root, there, "a directory, in a place where everybody may write")
-    if there.st_uid == os.geteuid() and there.st_mode & _OTHERS_WRITE:
+    opened = there.st_mode & _OTHERS_WRITE and not there.st_mode & stat.S_ISVTX
+    if there.st_uid == os.geteuid() and opened:
         raise _refused(
             root, there, "nobody else who can write to it, in a place where everybody may write"
         )
