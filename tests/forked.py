@@ -34,6 +34,7 @@ _PRELOADED = [
     "recpoint.catalog.sweeping.sweep",
     "tests.forked_program",
     "tests.forked_shell",
+    "tests.other_user",
     "tests.persist_process",
     "tests.fault.lives",
     "tests.fault.mesh_lives",

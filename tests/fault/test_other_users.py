@@ -29,6 +29,7 @@ from recpoint.flows.agent import run_agent
 from recpoint.trainer_plugin.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage
+from tests.other_user import area_of
 from tests.polling import until
 from tests.training_builder import Place, checkpointer, simple_training, train
 
@@ -205,6 +206,25 @@ def test_a_directory_of_root_where_everybody_may_write_is_a_staging_area(
             assert "ermission denied" in as_another('ls "$1"', path)
         assert run_agent(public, once=True, prefect="off") == 0
         assert [name.step for name in Run.open(open_store(place.run)).live_line()] == [2]
+
+
+def test_each_user_has_directories_of_their_own_in_a_directory_of_root(public: Path) -> None:
+    root = public / "volume"
+    root.mkdir()
+    root.chmod(0o1777)
+    assert area_of(ANOTHER, root, "/runs/theirs") == "taken"
+    run_dir = staged.run_directory(root, "/runs/theirs")
+    assert run_dir.stat().st_uid == ANOTHER and run_dir.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in (run_dir / "slots").iterdir()] == ["r00000-0.bin"]
+    # Root may own the volume, and nothing in it: who has made a run's directory reads the model.
+    staged.run_directory(root, "/runs/own").mkdir()
+    assert "of user 0" in area_of(ANOTHER, root, "/runs/own")
+    third = staged.run_directory(root, "/runs/third")
+    third.mkdir()
+    os.chown(third, ANOTHER + 1, -1)
+    third.chmod(0o777)
+    assert f"of user {ANOTHER + 1}" in area_of(ANOTHER, root, "/runs/third")
+    assert list(third.iterdir()) == []
 
 
 def test_a_staging_area_of_another_user_is_refused_by_who_stages_stores_and_sweeps(

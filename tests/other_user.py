@@ -1,0 +1,44 @@
+"""What a trainer of another user finds in a staging area; its own process, run as that user."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from recpoint.errors import StagingError
+from recpoint.trainer_plugin.staging import StagingArea
+from tests.forked import ForkedProcess
+from tests.polling import PATIENCE_SECONDS
+
+__all__ = ["area_of"]
+
+
+def area_of(user: int, root: Path, run_url: str) -> str:
+    """Have a user take the staging area of a run and reserve a slot; `taken`, or the error."""
+    said = root.with_name(root.name + f"-said-to-{user}")
+    process = ForkedProcess(target=_take, args=(user, root, run_url, said))
+    said.touch()
+    said.chmod(0o666)
+    process.start()
+    process.join(PATIENCE_SECONDS)
+    try:
+        assert process.exitcode == 0
+        return said.read_text(encoding="utf-8")
+    finally:
+        said.unlink()
+
+
+def _take(user: int, root: Path, run_url: str, said: Path) -> None:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    area = StagingArea(root, run_url)
+    try:
+        area.create()
+        area.lock()
+        area.free_slot(set()).reserve(4096)
+    except StagingError as error:
+        said.write_text(str(error), encoding="utf-8")
+        return
+    said.write_text("taken", encoding="utf-8")
+    area.close()
