@@ -249,7 +249,9 @@ class StagingArea:
         """Deal with what trainers before `generation` left: they can commit nothing any more.
 
         Their outcomes are removed: nobody waits for them. Their jobs are removed when no agent
-        runs; one that runs rejects them itself, and until then their slots are left alone.
+        runs, each with a line of the log; one that runs rejects them itself, and until then their
+        slots are left alone. To keep a job would keep its slot for nothing: what an earlier
+        generation commits after the claim of a later one is on no line (format §5).
         """
         agent = self.agent_is_running()
         for path in self.jobs():
@@ -257,7 +259,7 @@ class StagingArea:
             if name is None or name[0] >= generation:
                 continue
             if not agent:
-                owned.remove(self.root, path)
+                self._remove_job(path, generation)
                 continue
             try:
                 self._foreign[_slot_index(staged.read_job(path).slot)] = path
@@ -310,11 +312,29 @@ class StagingArea:
         with contextlib.ExitStack() as afterwards:
             try:
                 for path in old:
-                    owned.remove(self.root, path)
+                    self._remove_job(path, generation)
                 self._remove_outcomes(rank, generation)
                 remove_unnamed(jobs, slots, afterwards)
             finally:
                 host_lock.release(lock)
+
+    def _remove_job(self, path: Path, generation: int) -> None:
+        """Remove the job of an earlier generation, and say what is lost with it."""
+        owned.remove(self.root, path)
+        name = parse_job_stem(path.stem)
+        assert name is not None  # it was chosen by its name
+        _log.warning(
+            "%s: removed. It was the checkpoint of step %d (generation %d, rank %d), which nobody "
+            "had stored; generation %d has taken the run over, and no earlier one can commit any "
+            "more. What was trained after the newest committed checkpoint is trained again. Next: "
+            "start the agent before the trainer, which then waits for it: %s",
+            path,
+            name[1],
+            name[0],
+            name[2],
+            generation,
+            self.agent_command(),
+        )
 
     def _remove_outcomes(self, rank: int, generation: int) -> None:
         for path in self._files(staged.outcomes_directory(self.run_directory), ".json"):

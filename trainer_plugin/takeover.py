@@ -149,9 +149,10 @@ def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float
         waiting = area.wait_until_drained(drain_seconds, incomplete_parts(staged_parts))
         if waiting:
             _log.warning(
-                "%d staged checkpoint(s) of an earlier trainer are left behind. Next: keep an "
+                "%d staged checkpoint(s) of an earlier trainer are left behind: %s. Next: keep an "
                 "agent running: %s",
                 waiting,
+                ", ".join(path.stem for path in area.jobs()),
                 area.agent_command(),
             )
         if ranks.rank == 0:

@@ -57,6 +57,25 @@ def test_a_sweep_of_another_run_is_not_waited_for(
     area.close()
 
 
+def test_a_job_that_a_start_removes_is_named_with_what_is_lost(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = stage(run, tmp_path / "staging", tables(), step=7, generation=1)
+    area = StagingArea(tmp_path / "staging", run.url)
+    area.lock()
+    with caplog.at_level("WARNING"), AgentLock(area.root):
+        area.take_over(generation=2)
+    assert job.exists() and not caplog.records  # the agent rejects it, and says so
+    with caplog.at_level("WARNING"):
+        area.take_over(generation=2)
+    area.close()
+    assert not job.exists()
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith(f"{job}: removed")
+    assert "step 7 (generation 1, rank 0)" in told and "generation 2 has taken" in told
+    assert f"recpoint agent --staging {area.root}" in told
+
+
 def test_slots_that_a_job_which_nobody_can_read_may_name_stay(run: Run, tmp_path: Path) -> None:
     jobs = RankJobs(run, [tmp_path / "host"] * 3, tables())
     *_, last = jobs.stage(10)
