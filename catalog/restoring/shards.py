@@ -230,7 +230,8 @@ def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any
     path = directory / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}-{file}"
     try:
         with _translated(path):
-            with path.open("xb") as made:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(path, flags, into.scratch_mode), "wb") as made:
                 # All of it now: a disk that is full is an error here, and the end of the process
                 # where mapped bytes are written.
                 os.posix_fallocate(made.fileno(), 0, size_bytes)

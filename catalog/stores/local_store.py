@@ -50,6 +50,9 @@ class LocalStore(Store):
         directory: an absolute path; it is also the store's URL.
     """
 
+    #: The file becomes the object.
+    scratch_mode = 0o666
+
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._root = Path(directory)
         if not self._root.is_absolute():

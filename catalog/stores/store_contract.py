@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -63,6 +63,10 @@ class Store(ABC):
 
     #: The run URL, without credentials; safe to print and to store.
     url: str
+
+    #: Mode of a file that is made in `scratch_directory`, before the umask: a model is restored
+    #: there, which is nobody else's business in a directory that everybody can list.
+    scratch_mode: ClassVar[int] = 0o600
 
     @abstractmethod
     def get(self, key: str, *, max_bytes: int) -> bytes:

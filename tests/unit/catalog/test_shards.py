@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,6 +148,28 @@ def test_into_a_store_that_is_no_directory(
     assert restore_shards(run, into, shard_bytes=1).restored.step == 3  # it is there
     with pytest.raises(SettingsError, match=INDEX):
         restore_shards(run, into, shard_bytes=1, step=2)
+
+
+def test_nobody_else_can_read_what_is_made_here_for_a_store_elsewhere(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    modes: list[int] = []
+
+    def before(call: str, key: str) -> None:
+        modes.extend(path.stat().st_mode & 0o777 for path in scratch.iterdir())
+
+    into = InterposedStore(open_store(f"memory://private-{id(modes)}/out"), before=before)
+    restore_shards(chain[0], into, shard_bytes=1)
+    assert set(modes) == {0o600}
+    before_umask = os.umask(0o022)
+    try:
+        restore_shards(chain[0], open_store(str(tmp_path / "out")), shard_bytes=1)
+    finally:
+        os.umask(before_umask)
+    made = list((tmp_path / "out").iterdir())
+    assert made and {path.stat().st_mode & 0o777 for path in made} == {0o644}
 
 
 def test_damage_falls_back_and_leaves_nothing_of_it(
