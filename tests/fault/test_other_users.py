@@ -143,7 +143,11 @@ def test_each_directory_of_a_run_is_this_users_own(
     with pytest.raises(StagingError) as caught:
         area.create()
     assert caught.value.subject == str(path)
-    kind = {given_away: THEIRS, replaced_by_a_link: "a symbolic link", opened_to_all: "rwxrwxrwx"}
+    kind: dict[Callable[[Path], None], str] = {
+        given_away: THEIRS,
+        replaced_by_a_link: "a symbolic link",
+        opened_to_all: "rwxrwxrwx",
+    }
     assert kind[change] in caught.value.found
 
 
