@@ -94,8 +94,8 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
     Raises:
         FileNotFoundError: there is no such job (any more).
         RanksMissing: its part is stored, those of other ranks are not; the job stays staged.
-        StoreError, StagingFull, OSError: not now; the job stays staged and nothing is lost. Call
-            again later.
+        StoreError, StagingFull, StagingRefused, OSError: not now; the job stays staged and nothing
+            is lost. Call again later.
     """
     job_file = Path(job_file)
     try:

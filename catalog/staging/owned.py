@@ -244,17 +244,22 @@ def remove(root: Path, path: Path) -> None:
         return
 
 
-def remove_tree(root: Path, path: Path) -> None:
+def remove_tree(root: Path, path: Path, *, ignore_errors: bool = False) -> None:
     """Remove a directory with all that is in it, following no link; no error where it is gone.
+
+    Args:
+        root: the staging area.
+        path: the directory.
+        ignore_errors: remove what can be removed.
 
     Raises:
         StagingRefused: it, or one above it, is not this user's own.
-        OSError: something in it cannot be removed.
+        OSError: something in it cannot be removed; not with `ignore_errors`.
     """
     if require_own(root, path) is None:
         return
     with directory(root, path.parent) as above, suppress(FileNotFoundError):
-        shutil.rmtree(path.name, dir_fd=above)
+        shutil.rmtree(path.name, ignore_errors, dir_fd=above)
 
 
 def _walk(root: Path, path: Path) -> tuple[int, bool]:

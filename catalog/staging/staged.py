@@ -280,7 +280,7 @@ def finish(job_file: Path | str, outcome: Outcome) -> None:
     answer = outcomes_directory(run_dir) / job_file.name
     # Before the answer, which may need its room; a later try answers the same without it.
     with suppress(OSError, StagingRefused):
-        owned.remove_tree(area, spool_directory(run_dir) / job_file.stem)
+        owned.remove_tree(area, spool_directory(run_dir) / job_file.stem, ignore_errors=True)
     owned.make_directory(area, answer.parent)
     owned.write_atomically(area, answer, pack_record(outcome))
     _note_answer(job_file, outcome)
@@ -324,7 +324,7 @@ def clean(run_dir: Path | str) -> None:
     """
     run_dir = Path(run_dir)
     with suppress(OSError):
-        owned.remove_tree(run_dir.parent, spool_directory(run_dir))
+        owned.remove_tree(run_dir.parent, spool_directory(run_dir), ignore_errors=True)
     for directory in (outcomes_directory(run_dir), run_dir):
         with suppress(FileNotFoundError), owned.directory(run_dir.parent, directory) as opened:
             for name in os.listdir(opened):
