@@ -12,7 +12,7 @@ from recpoint.errors import ScriptingRefused
 if TYPE_CHECKING:
     from recpoint.trainer_plugin.tracking import Tracker
 
-__all__ = ["LookupHook", "outside_graphs"]
+__all__ = ["AfterLookupHook", "LookupHook", "outside_graphs"]
 
 #: Since when `torch.compiler.disable` takes a reason.
 _SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
@@ -48,7 +48,20 @@ class LookupHook:
         )
 
     def __reduce__(self) -> tuple[type[LookupHook], tuple[()]]:
-        return LookupHook, ()
+        return type(self), ()
+
+
+class AfterLookupHook(LookupHook):
+    """What a module whose lookups rewrite their rows calls after each, as `LookupHook` before."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any = None
+    ) -> None:
+        """See `Tracker.after_lookup`."""
+        if self._tracker is not None:
+            self._tracker.after_lookup(module, args, kwargs)
 
 
 def outside_graphs(

@@ -139,6 +139,10 @@ class Table(ABC):
         """Have `hook(module, args, kwargs)` called before each lookup; None: there is no way to."""
         return None
 
+    def after_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
+        """Have `hook(module, args, kwargs, output)` called after each lookup that returned."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleTable(Table):
@@ -169,4 +173,9 @@ class ModuleTable(Table):
     def before_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
         """See `Table.before_lookup`."""
         handle: Any = self.module.register_forward_pre_hook(hook, with_kwargs=True)
+        return handle  # type: ignore[no-any-return]
+
+    def after_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
+        """See `Table.after_lookup`."""
+        handle: Any = self.module.register_forward_hook(hook, with_kwargs=True)
         return handle  # type: ignore[no-any-return]

@@ -21,15 +21,15 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.interrupts import came_from_handler
-from recpoint.trainer_plugin.lookup_hook import LookupHook, outside_graphs
+from recpoint.trainer_plugin.lookup_hook import AfterLookupHook, LookupHook, outside_graphs
 from recpoint.trainer_plugin.table import Table
 
 __all__ = ["Dirty", "Tracker"]
@@ -49,6 +49,21 @@ class Dirty:
     rows: int
 
 
+class _Lookup(NamedTuple):
+    """A lookup of a module with max_norm that has begun.
+
+    Attributes:
+        ids: that were marked.
+        ids_version, version: how often they, and the weight, had been changed in place.
+        plain: it is torch's own, which rewrites the rows of its ids and counts that once.
+    """
+
+    ids: Tensor
+    ids_version: int
+    version: int
+    plain: bool
+
+
 class Tracker:
     """The dirty rows of one table.
 
@@ -64,17 +79,20 @@ class Tracker:
         bitmap: the one that is marked now.
         version: the weight's, as far as what changed it is known.
         changes: of the weight in steps, since the row states were looked at.
-        rewrites: lookups since `version` that were marked and change the weight once each.
+        rewrites: lookups since `version` that were marked and have changed the weight once each.
         quick: for `step_marks`, of a table on the CPU that is marked by gradient: weight, what
             marks (`dirty_bitmap.compiled_mark`), address of the bitmap, rows.
     """
 
     # One compact object: between two steps its memory has left the caches.
     __slots__ = (
+        "_after_compiled_lookup",
+        "_after_hook",
         "_before_compiled_lookup",
         "_hook",
         "_installed",
         "_known",
+        "_lookup",
         "_mark",
         "_spare",
         "_states",
@@ -108,6 +126,8 @@ class Tracker:
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
+        self._after_hook: RemovableHandle | None = None
+        self._lookup: _Lookup | None = None
         self._installed = False
         self.changes = 0
         self._states: list[tuple[weakref.ref[Tensor], int]] = []
@@ -138,14 +158,29 @@ class Tracker:
                 self.before_lookup, self.table.key, rewritten=self.table.changed_by_lookup
             )
             self._hook = self.table.before_lookup(LookupHook(self))
+        self._follow_rewrites()
+
+    def _follow_rewrites(self) -> None:
+        """Hook in behind the lookups of a table whose lookups rewrite it, and of no other."""
+        wanted = self._hook is not None and self.table.changed_by_lookup
+        if wanted and self._after_hook is None:
+            self._after_compiled_lookup = outside_graphs(
+                self.after_lookup, self.table.key, rewritten=True
+            )
+            self._after_hook = self.table.after_lookup(AfterLookupHook(self))
+        elif not wanted and self._after_hook is not None:
+            self._after_hook.remove()
+            self._after_hook = self._lookup = None
+            del self._after_compiled_lookup  # as in remove()
 
     def remove(self) -> None:
-        """Take the hook out of the module."""
+        """Take the hooks out of the module."""
         self._installed = False
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
             del self._before_compiled_lookup  # it keeps this, and with it the bitmaps
+        self._follow_rewrites()
 
     def choose(self, *, by_gradient: bool, whole: bool = False) -> None:
         """Mark after steps, or at lookups.
@@ -164,6 +199,7 @@ class Tracker:
             and not self.weight.is_inference()  # its version is not counted
         )
         if wanted == self.by_gradient:
+            self._follow_rewrites()
             return
         self.by_gradient = wanted
         self.quick = self._quick(self.bitmap)
@@ -200,7 +236,10 @@ class Tracker:
                 self._before_compiled_lookup(module, args, kwargs, True)  # is here again
             return
         try:
-            self._mark(args[0] if args else kwargs["input"])
+            ids = args[0] if args else kwargs["input"]
+            if rewritten:
+                self._rewrites_rows_of(module, ids)
+            self._mark(ids)
         except IndexError:
             return  # nothing was marked; the lookup itself fails, in its own words
         except Exception as error:
@@ -208,9 +247,56 @@ class Tracker:
             self._unexplained(f"a lookup could not be marked ({error})")
             if came_from_handler(error):
                 raise
-        if rewritten:
-            self.rewrites += 1
         self.unapplied = self.unapplied or trains
+
+    def _rewrites_rows_of(self, module: Any, ids: Tensor) -> None:
+        """A lookup begins that rewrites the rows of these ids; `after_lookup` is to follow."""
+        self._check_lookup()
+        if module.weight is not self.weight:
+            return  # `functional_call` has put another one in its place
+        # A `forward` that is not torch's may look up other ids, and write to the weight itself.
+        forward = None if "forward" in module.__dict__ else type(module).forward
+        plain = forward is nn.Embedding.forward or forward is nn.EmbeddingBag.forward
+        self._lookup = _Lookup(ids, _version(ids), _version(self.weight), plain)
+
+    def _check_lookup(self) -> None:
+        """Whatever lookup rewrites rows has ended by now.
+
+        One that failed may have rewritten some, and torch does not count the change then.
+        """
+        if self._lookup is not None:
+            self._lookup = None
+            self._unexplained("a lookup that rewrites its rows (max_norm) ended with an error")
+
+    def after_lookup(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outside_graph: bool = False,
+    ) -> None:
+        """Explain the one change of the weight by a lookup that `before_lookup` has marked.
+
+        Runs after each lookup of a table with max_norm that returned. What was changed beside that
+        is not explained, nor is it where other ids were looked up.
+
+        Args:
+            outside_graph: see `before_lookup`.
+        """
+        if not outside_graph and _is_compiling():
+            self._after_compiled_lookup(module, args, kwargs, True)  # is here again
+            return
+        lookup, self._lookup = self._lookup, None
+        if lookup is None or not lookup.plain or module.max_norm is None:
+            return
+        ids = args[0] if args else kwargs.get("input")  # a hook after ours may have replaced them
+        if (
+            ids is lookup.ids
+            and _version(lookup.ids) == lookup.ids_version
+            and module.weight is self.weight
+            and _version(self.weight) - lookup.version == 1
+        ):
+            self.rewrites += 1
 
     def looked_up(self, ids: Tensor) -> None:
         """Rows that are about to be changed; see `table_source.Marker`."""
@@ -227,6 +313,7 @@ class Tracker:
 
     def _check_version(self) -> None:
         """Whatever changed the weight until now was no step of its optimizer."""
+        self._check_lookup()
         if self._count() > self._rewritten():
             self._unexplained("its weight was changed outside the steps of its optimizer")
 
@@ -237,7 +324,7 @@ class Tracker:
         return count
 
     def _rewritten(self) -> int:
-        """How many of those changes, at most, were lookups that are marked."""
+        """How many of those changes were lookups that are marked."""
         rewrites, self.rewrites = self.rewrites, 0
         return rewrites
 
@@ -281,15 +368,16 @@ class Tracker:
 
     def _after_lookups(self, has_gradient: bool) -> None:
         count = self._count()
-        # A known optimizer has changed it once: lookups of a module with max_norm the other times,
-        # and those change no row states.
-        self.changes += min(count, 1)
+        # A known optimizer has changed it once, if it has a gradient, which it leaves there:
+        # lookups of a module with max_norm the other times, and those change no row states.
+        self.changes += min(count, int(has_gradient))
         looked_up, self.unapplied = self.unapplied, False
-        if count > 1 + self._rewritten() and self._known:
+        rewritten = self._rewritten()
+        if count and not (has_gradient or looked_up):
+            self._unexplained("a step changed it, and its gradient was gone after the step")
+        elif count > int(has_gradient) + rewritten and self._known:
             # In hooks of the step or in its closure: known optimizers change a weight once.
             self._unexplained("more than its optimizer has changed its weight during a step")
-        elif count and not (has_gradient or looked_up):
-            self._unexplained("a step changed it, and its gradient was gone after the step")
 
     def step_failed(self, *, whole: bool) -> None:
         """A step of its optimizer ended with an error: what it changed until then is unknown.
@@ -386,7 +474,7 @@ class Tracker:
         if changed is not None:
             dirty_bitmap.merge(self.bitmap, changed.to(self.bitmap.device))
         self.all_rows = self.unapplied = False
-        self.surprise = None
+        self.surprise = self._lookup = None
         self._know_weight()
 
     def _know_weight(self) -> None:

@@ -21,6 +21,7 @@ ROWS = 40
 _ids = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4)
 _actions = st.one_of(
     st.tuples(st.sampled_from(["lookup", "evaluation lookup", "direct use", "by hand"]), _ids),
+    st.tuples(st.sampled_from(["other weights", "failed lookup", "one write"]), _ids),
     st.tuples(st.sampled_from(["step", "forget gradient", "zero gradient", "cut"]), _ids),
 )
 
@@ -49,6 +50,15 @@ class _Loop:
             nn.functional.embedding(
                 torch.tensor(ids), weight, sparse=self.module.sparse
             ).sum().backward()
+        elif action == "other weights":
+            other = {"weight": torch.ones(ROWS, 4)}
+            torch.func.functional_call(self.module, other, (torch.tensor(ids),))
+        elif action == "failed lookup":
+            with pytest.raises(IndexError):
+                self.module(torch.tensor([*ids, ROWS]))
+        elif action == "one write":
+            with torch.no_grad():
+                weight.index_fill_(0, torch.tensor(ids), 1)
         elif action == "by hand":
             with torch.no_grad():
                 weight[ids] += 1
@@ -95,13 +105,14 @@ class _Loop:
     ids=["SGD-sparse", "Adagrad-sparse", "SparseAdam-sparse", "SGD-dense", "Adagrad-dense"],
 )
 @settings(deadline=None, max_examples=60)
-@given(program=st.lists(_actions, max_size=14))
+@given(max_norm=st.sampled_from([None, 0.5]), program=st.lists(_actions, max_size=14))
 def test_no_changed_row_is_missed(
     make: Callable[[list[Tensor]], Optimizer],
     sparse: bool,
+    max_norm: float | None,
     program: list[tuple[str, list[int]]],
 ) -> None:
-    loop = _Loop(make, nn.Embedding(ROWS, 4, sparse=sparse))
+    loop = _Loop(make, nn.Embedding(ROWS, 4, sparse=sparse, max_norm=max_norm))
     for action, ids in program:
         loop.do(action, ids)
     loop.cut()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.tracking import Tracker
 from tests.tracked import ROWS, Tracked, sparse_table
 
 
@@ -286,4 +288,150 @@ def test_restored_parameter_groups_are_watched() -> None:
     tracked.watch.install()
     optimizer.param_groups[0]["momentum"] = 0.5
     tracked.train(torch.tensor([1]))
+    assert tracked.dirty() is None
+
+
+class _Shifted(nn.Embedding):
+    """Looks up other rows than those it is called with."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids + 30)
+
+
+def _with_other_weights(module: nn.Module) -> None:
+    """As with averaged weights."""
+    torch.func.functional_call(module, {"weight": torch.ones(ROWS, 4)}, (torch.tensor([1]),))
+
+
+def _that_raises(module: nn.Module) -> None:
+    with pytest.raises(ValueError, match="offsets"):
+        module(torch.tensor([1]))
+
+
+def _that_a_hook_ends(module: nn.Module) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("as good as any")
+
+    hook = module.register_forward_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="as good"):
+        module(torch.tensor([1]))
+    hook.remove()
+
+
+def _in_a_thread_with_other_weights(module: nn.Module) -> None:
+    thread = threading.Thread(target=_with_other_weights, args=(module,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("make", "look_up"),
+    [
+        pytest.param(nn.Embedding, _with_other_weights, id="averaged weights"),
+        pytest.param(nn.EmbeddingBag, _that_raises, id="a bag without offsets"),
+        pytest.param(nn.Embedding, _that_a_hook_ends, id="a hook that raises"),
+        pytest.param(nn.Embedding, _in_a_thread_with_other_weights, id="another thread"),
+    ],
+)
+def test_a_lookup_that_rewrites_nothing_explains_no_change(
+    make: Any, look_up: Any, trained: bool
+) -> None:
+    module = make(ROWS, 4, max_norm=0.1)
+    tracked = Tracked(module.requires_grad_(trained))
+    module.eval()  # no step is to come for what is looked up
+    module(torch.tensor([[2]]))
+    tracked.dirty()
+    look_up(module)
+    with torch.no_grad():
+        module.weight[33] = 1
+    assert tracked.dirty() is None
+    tracked.tracker.surprise = None
+    for row in (3, 4):
+        module(torch.tensor([[row]]))
+    assert tracked.dirty() == [3, 4] and tracked.tracker.surprise is None, "and the next one does"
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_a_failed_lookup_has_rewritten_are_stored(make: Any) -> None:
+    """torch counts no change then."""
+    tracked = Tracked(make(ROWS, 4, max_norm=0.1))
+    before, version = tracked.module.weight.detach().clone(), tracked.module.weight._version
+    with pytest.raises(IndexError):
+        tracked.module(torch.tensor([[1, ROWS]]))
+    assert not torch.equal(before[1], tracked.module.weight.detach()[1])
+    assert tracked.module.weight._version == version
+    assert tracked.dirty() is None
+    assert "ended with an error" in str(tracked.tracker.surprise)
+
+
+def test_a_lookup_explains_the_rows_of_its_own_ids_alone() -> None:
+    """Of a `forward` that is not torch's, and of ids that a hook has put in their place."""
+    shifted = Tracked(_Shifted(ROWS, 4, max_norm=0.1)).tracker
+    replaced = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1)).tracker
+    replaced.table.module.register_forward_pre_hook(lambda _, args: (args[0] + 30,))  # type: ignore[attr-defined]
+    in_place = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1)).tracker
+    in_place.table.module.register_forward_pre_hook(lambda _, args: (args[0].add_(30),))  # type: ignore[attr-defined]
+    patched = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1)).tracker
+    module = patched.table.module  # type: ignore[attr-defined]
+    module.forward = lambda ids: nn.Embedding.forward(module, ids + 30)
+    for tracker in (shifted, replaced, in_place, patched):
+        before = tracker.weight.detach().clone()
+        tracker.table.module.eval()(torch.tensor([1]))  # type: ignore[attr-defined]
+        assert not torch.equal(before[31], tracker.weight.detach()[31])
+        assert _holds(tracker, 31)
+
+
+def _holds(tracker: Tracker, row: int) -> bool:
+    """Whether the next checkpoint does."""
+    taken = tracker.take()
+    return taken.all_rows or row in dirty_bitmap.collect(taken.bitmap, rows=ROWS).tolist()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_change_during_a_lookup_is_not_explained_by_it(when: str) -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1))
+
+    def change(*_: Any) -> None:
+        with torch.no_grad():
+            tracked.module.weight[33] = 1
+
+    if when == "before":
+        tracked.module.register_forward_pre_hook(change)
+    else:
+        tracked.module.register_forward_hook(change, prepend=True)
+    tracked.module(torch.tensor([1]))
+    assert tracked.dirty() is None
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_step_without_a_gradient_explains_no_change(max_norm: float | None) -> None:
+    """Also where rows were looked up before it, and a gradient of them is still to come."""
+    tracked = Tracked(nn.Embedding(ROWS, 4, max_norm=max_norm))
+    (optimizer,) = tracked.optimizers
+    tracked.train(torch.tensor([1]))
+    optimizer.zero_grad()
+    tracked.dirty()
+
+    def closure() -> float:
+        loss = tracked.module(torch.tensor([2])).sum()
+        with torch.no_grad():
+            tracked.module.weight[33] = 1
+        return float(loss.detach())
+
+    optimizer.step(closure)
+    assert tracked.dirty() is None
+
+
+def test_a_step_without_a_gradient_explains_no_change_of_row_states() -> None:
+    tracked = Tracked(nn.Embedding(ROWS, 4, max_norm=0.1), partial(Adagrad, lr=0.1))
+    (optimizer,) = tracked.optimizers
+    tracked.train(torch.tensor([1]))
+    optimizer.zero_grad()
+    sums = optimizer.state[tracked.module.weight]["sum"]
+    tracked.tracker.follow_row_states([sums])
+    tracked.dirty()
+    optimizer.step(lambda: float(tracked.module(torch.tensor([2])).sum().detach()))
+    sums.mul_(0.5)
+    tracked.tracker.follow_row_states([sums])
     assert tracked.dirty() is None
