@@ -33,6 +33,7 @@ from recpoint.trainer_plugin.table_source import TableSource
 from recpoint.trainer_plugin.tables import find_tables, optimizer_list
 from recpoint.trainer_plugin.tracking import Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
+from recpoint.trainer_plugin.unknown_optimizers import UnknownOptimizers
 
 __all__ = ["Assembly", "Trained", "assemble", "look_at"]
 
@@ -133,7 +134,9 @@ def assemble(
         )
         trackers = {shard.key: Tracker(shard.table) for shard in shards if shard.table is not None}
         row_local = tuple(settings.row_local_optimizers)
-        watch = OptimizerWatch(trained.optimizers, trackers, row_local=row_local)
+        others = () if extras is None else tuple(extras.values())
+        unknown = UnknownOptimizers(trained.module, trained.optimizers, trained.tables, others)
+        watch = OptimizerWatch(trained.optimizers, trackers, row_local=row_local, unknown=unknown)
         cutter = Cutter(
             shards=shards,
             trackers=trackers,

@@ -23,6 +23,7 @@ __all__ = [
     "warn_of_optimizers",
     "warn_of_schedulers",
     "warn_of_unused",
+    "within",
 ]
 
 _log = logging.getLogger("recpoint")
@@ -123,7 +124,7 @@ def in_no_optimizer(
     try:
         held = {
             id(parameter)
-            for thing in (*optimizers, *_within(extras))
+            for thing in (*optimizers, *within(extras))
             for group in getattr(thing, "param_groups", ())
             for parameter in group["params"]
         }
@@ -169,12 +170,12 @@ def _held(schedulers: Sequence[object], extras: Iterable[object]) -> set[int] | 
     # By their groups: a wrapped optimizer is another object and has the same ones.
     return {
         id(getattr(thing.optimizer, "param_groups", None))
-        for thing in (*schedulers, *_within(extras))
+        for thing in (*schedulers, *within(extras))
         if hasattr(thing, "optimizer")
     }
 
 
-def _within(things: Iterable[object]) -> Iterator[object]:
+def within(things: Iterable[object]) -> Iterator[object]:
     """Them, and what they have as attributes or in lists and dicts there."""
     for thing in things:
         yield thing

@@ -22,6 +22,7 @@ from recpoint.trainer_plugin.optimizer_rows import (
 )
 from recpoint.trainer_plugin.step_marks import after_steps, mark_together
 from recpoint.trainer_plugin.tracking import Tracker
+from recpoint.trainer_plugin.unknown_optimizers import UnknownOptimizers
 
 __all__ = ["OptimizerWatch"]
 
@@ -72,6 +73,8 @@ class OptimizerWatch:
     optimizer, whose row states are others then. Hyperparameters are looked at after each step,
     since schedulers and users change them. A step that ends with an error is noticed at the next
     step or cut, whichever comes first.
+
+    `unknown`: notices the steps of optimizers that are none of these.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class OptimizerWatch:
         trackers: Mapping[str, Tracker],
         *,
         row_local: tuple[type, ...] = (),
+        unknown: UnknownOptimizers | None = None,
     ) -> None:
         self._optimizers = tuple(optimizers)
+        self._unknown = unknown
         self._trackers = dict(trackers)
         self._row_local = row_local
         self._groups: list[list[_Group]] = [[] for _ in self._optimizers]
@@ -96,11 +101,15 @@ class OptimizerWatch:
         """Hook into the optimizers; `remove` undoes it."""
         self._installed = True
         self._regroup()  # a restored optimizer has other parameter groups
+        if self._unknown is not None:
+            self._unknown.install()
 
     def remove(self) -> None:
         """Take the hooks out of the optimizers."""
         self._installed = False
         self._hook_up()
+        if self._unknown is not None:
+            self._unknown.remove()
 
     def _hook_up(self) -> None:
         """Hooks in the optimizers that train a table, and in no other."""
@@ -145,6 +154,9 @@ class OptimizerWatch:
         """Notice what happened to optimizers outside their steps; call it before a cut.
 
         A table that came to another optimizer or group is dirty as a whole.
+
+        Raises:
+            SettingsError: an optimizer that is none of these trains the model, and still exists.
         """
         for number, stepping in enumerate(self._stepping):
             if stepping:
@@ -154,6 +166,12 @@ class OptimizerWatch:
         for name, tracker in self._trackers.items():
             if before.get(name) != self._owners.get(name):
                 tracker.all_rows = True
+        if self._unknown is not None:
+            trained = self._unknown.take_trained()
+            for tracker in self._trackers.values() if trained else ():
+                if id(tracker.weight) in trained:
+                    tracker.all_rows = True
+            self._unknown.refuse()
 
     def warn(self) -> None:
         """One warning for all tables that every step changes as a whole, with the reasons."""

@@ -252,6 +252,16 @@ def _check(table: Table, optimizers: Sequence[Optimizer]) -> None:
             "pass its optimizer to Checkpointer, or set weight.requires_grad_(False)",
         )
 
+    for number, optimizer in enumerate(optimizers):
+        if not hasattr(optimizer, "_optimizer_step_post_hooks") and _holds(optimizer, weight):
+            raise _refused(
+                f"optimizers[{number}]",
+                f"a {type(optimizer).__name__}, which trains {subject} and whose steps call no "
+                "hooks",
+                "an optimizer whose steps can be watched",
+                "pass the optimizer inside the wrapper, as it was before Accelerate's prepare()",
+            )
+
 
 def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
     return any(parameter is other for group in optimizer.param_groups for other in group["params"])
