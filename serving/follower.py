@@ -405,6 +405,17 @@ def _check(
         wrong = ("reader_wait_seconds", reader_wait_seconds, "0 seconds to a day")
     elif threads < 1:
         wrong = ("threads", threads, "1 or more")
+    for name, tensor in (
+        () if model is None else (*model.named_parameters(), *model.named_buffers())
+    ):
+        if tensor.is_inference():
+            raise SettingsError(
+                f"{name!r} of the model",
+                found="a tensor made under torch.inference_mode(), which no update can write to",
+                expected="one made outside it",
+                next_step="build the model outside torch.inference_mode(); requests may look at it "
+                "under it",
+            )
     if wrong is not None:
         setting, found, expected = wrong
         raise SettingsError(

@@ -132,6 +132,7 @@ def assemble(
             rank=ranks.rank,
             copies=[one.copy.parameter_name for one in shards if one.copy is not None],
         )
+        state.refuse_inference()
         trackers = {shard.key: Tracker(shard.table) for shard in shards if shard.table is not None}
         row_local = tuple(settings.row_local_optimizers)
         others = () if extras is None else tuple(extras.values())

@@ -130,6 +130,7 @@ class Checkpointer:
         # First of all: whatever fails from here on on one rank, the others hear of.
         self._ranks = Ranks(wait_seconds=ranks_wait(ranks_wait_seconds))
         with self._ranks.together("looking at what the Checkpointer is given"):
+            _refuse_inference_mode("Checkpointer()")
             self._settings = settings = Settings(
                 interval_batches=interval_batches,
                 interval_seconds=interval_seconds,
@@ -226,16 +227,19 @@ class Checkpointer:
                 anew ended before its first; or all are damaged, and tables may hold their rows:
                 build the model anew before you start `fresh`.
             StagingError, StoreError: area or store cannot be used; or another process trains here.
-            SettingsError: called twice, or in a forked child, or options exclude each other.
+            SettingsError: called twice, in a forked child, or under `torch.inference_mode()`; or
+                options exclude each other.
             BaseException: what a signal's handler has raised. Either nothing has begun, and the
                 call can be repeated; or all has, and training can go on from there.
         """
         self._refuse_child("restore()")
         if self._pipeline is not None or self._closed or self._is_busy:
             raise _misuse("restore()", "a second call", "one call before training")
+        _refuse_inference_mode("restore()")
         wanted = Wanted(step, generation, fresh, partial, seed, validated_only, validated_within)
         with naming_errors(self._store.url):
             wanted = wanted.checked()
+            self._state.refuse_inference()  # states may have come to be since then
             self._state.warn_of_schedulers()
             report = self._whole(lambda hold: self._restore(wanted, hold))
         if self._settings.handle_sigterm:
@@ -559,3 +563,14 @@ def _misuse(call: str, found: str, expected: str) -> SettingsError:
     return SettingsError(
         call, found=found, expected=expected, next_step="see the docstring of Checkpointer.restore"
     )
+
+
+def _refuse_inference_mode(call: str) -> None:
+    """What is made there cannot be changed elsewhere: bitmaps here, and optimizer state."""
+    if torch.is_inference_mode_enabled():
+        raise SettingsError(
+            call,
+            found="a call under torch.inference_mode()",
+            expected="a call outside it, since training could not change what is made under it",
+            next_step=f"call {call} outside torch.inference_mode()",
+        )

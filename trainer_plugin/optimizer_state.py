@@ -56,6 +56,24 @@ class OptimizerState:
                 return RowState(number, row_states(state, weight.shape[0]))
         return RowState(None, {})
 
+    def written_in_place(self) -> dict[str, Tensor]:
+        """What a restore writes to: tables, their row states, and tensors in parameter groups.
+
+        Returns:
+            By a name for people.
+        """
+        found: dict[str, Tensor] = {}
+        for table in self._tables:
+            found[f"table {table.name!r}"] = table.weight
+            for name, state in self.row_states(table).tensors.items():
+                found[f"the row state {name!r} of table {table.name!r}"] = state
+        for number, optimizer in enumerate(self.optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                for name, value in group.items():
+                    if isinstance(value, Tensor):
+                        found[f"optimizers[{number}], group {position}, {name!r}"] = value
+        return found
+
     def table_names(self) -> set[str]:
         """Of the tables of which it has row states."""
         return {table.name for table in self._tables}

@@ -36,6 +36,8 @@ __all__ = ["Dirty", "Tracker"]
 
 _log = logging.getLogger("recpoint")
 
+_UNCOUNTED = "under torch.inference_mode(), of which torch counts no changes"
+
 _gradients_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
@@ -499,6 +501,8 @@ class Tracker:
             self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
             self._spare.clear()
             self._unexplained("its weight has another device or another number of rows")
+        if self.weight.is_inference():
+            self._unexplained(f"its weight was made {_UNCOUNTED}")
 
     def follow_row_states(self, tensors: Sequence[Tensor]) -> None:
         """Notice that row states are other tensors, or were changed outside the steps.
@@ -512,6 +516,8 @@ class Tracker:
         for (ref, version), tensor in zip(known, tensors, strict=False):
             if ref() is not tensor:
                 self._unexplained("its optimizer has other row states")
+            elif tensor.is_inference():
+                self._unexplained(f"its row states were made {_UNCOUNTED}")
             # A step of a known optimizer changes them as often as the weight, or not at all.
             elif self._known and _version(tensor) - version > self.changes:
                 self._unexplained("its row states were changed outside the steps of its optimizer")

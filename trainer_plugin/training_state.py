@@ -100,6 +100,26 @@ class TrainingState:
         """Dense tensors of which other ranks store the pieces that are here."""
         self._stored_elsewhere = names
 
+    def refuse_inference(self) -> None:
+        """Refuse tensors that cannot be restored in place, and of which no change is counted.
+
+        Raises:
+            SettingsError: one was made under `torch.inference_mode()`; it is named.
+        """
+        named = {f"parameter {name!r}": p for name, p in self.model.parameters().items()}
+        named |= {f"buffer {name!r}": buffer for name, buffer in self.model.buffers().items()}
+        named |= self.optimizers.written_in_place()
+        for subject, tensor in named.items():
+            if tensor.is_inference():
+                raise SettingsError(
+                    subject,
+                    found="a tensor made under torch.inference_mode(), which cannot be restored in "
+                    "place, and of which torch counts no changes",
+                    expected="one made outside torch.inference_mode()",
+                    next_step="build the model and its optimizers outside torch.inference_mode(), "
+                    "or put clones there that are made outside it",
+                )
+
     def _given(self) -> list[tuple[str, object]]:
         found: list[tuple[str, object]] = []
         if self._reader is not None:
