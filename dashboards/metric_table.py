@@ -77,6 +77,11 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "Checkpoints that this process has restored and gone on from.",
     ),
     (
+        *("unmarked_rows_total", "counter", "run"),
+        "Rows that check_unmarked_rows found changed, and that nothing had marked; the log names "
+        "them.",
+    ),
+    (
         *("last_commit_timestamp_seconds", "gauge", "run"),
         "When the newest checkpoint of this process was committed, since the epoch. Absent before.",
     ),

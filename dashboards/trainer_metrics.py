@@ -83,6 +83,7 @@ def _sample(samples: Samples, seen: Observation) -> None:
     add("batches_total", seen.batches)
     add("pending_checkpoints", seen.pending)
     add("restores_total", seen.restores)
+    add("unmarked_rows_total", seen.unmarked_rows)
     add("agent_running", int(seen.agent_running))
     add("staging_free_bytes", seen.staging_free_bytes)
     add("staging_bound_bytes", seen.staging_bound_bytes)

@@ -51,6 +51,8 @@ def warm_up() -> None:
 
     row_digest.digest(torch.zeros(2, 2, dtype=torch.float32, device="cpu"), found[:2])
     row_digest.digest(part, 0)
+    row_digest.digest_each(torch.zeros(2, 2, dtype=torch.float32, device="cpu"), found[:2])
+    row_digest.digest_each(part, torch.arange(len(part), device="cpu"))
 
     for bits in bit_packing.BITS:
         packed, scale, offset, _, _ = quantize.quantize_packed(part, bits)

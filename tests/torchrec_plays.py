@@ -231,6 +231,7 @@ def lived(
         when_busy="wait",
         on_error="raise",
         handle_sigterm=False,
+        check_unmarked_rows=1000,
     ) as checkpoints:
         report = checkpoints.restore()
         begun = everything(model, *of_torch)
@@ -246,6 +247,7 @@ def lived(
                 os.kill(os.getpid(), signal.SIGKILL)
     return everything(model, *of_torch) | {
         "lacks": [] if kinds is None else _lacks(model),
+        "unmarked": checkpoints.stats.unmarked_rows,
         "begun": begun,
         "restored": report and report.restored.step,
         "increments": _increments(run) if rank == 0 else [],

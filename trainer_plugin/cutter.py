@@ -40,6 +40,7 @@ from recpoint.trainer_plugin.snapshot import (
 from recpoint.trainer_plugin.table_codes import RowsToCode, TableQuantizer
 from recpoint.trainer_plugin.tracking import Dirty, Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
+from recpoint.trainer_plugin.unmarked_rows import UnmarkedRows
 
 __all__ = ["Cut", "Cutter"]
 
@@ -64,6 +65,7 @@ class Cutter:
 
     Attributes:
         rule: whether the width of any table is chosen anew for each cut.
+        unmarked: compares rows that nothing has marked.
 
     Raises:
         SettingsError: `table_bits` names a table that there is not, or that is not trained.
@@ -98,6 +100,7 @@ class Cutter:
         self._sampler = Sampler()
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
         self._live = LiveTables(shards, state.optimizers)
+        self.unmarked = UnmarkedRows(settings.check_unmarked_rows)
         self._has_large_state = False  # besides tables; at the last cut
 
     def settle(self) -> None:
@@ -110,6 +113,7 @@ class Cutter:
             if live.table is not None:
                 huge_pages.advise([live.weight, *live.row_states])
         self._follow_row_states(tables)
+        self.unmarked.check(tables, self._trackers)
         self._quantizer.prepare(self._widths)
 
     def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
@@ -144,6 +148,7 @@ class Cutter:
         self._watch.follow_groups()
         tables = self._live.look(tip)
         self._follow_row_states(tables)
+        self.unmarked.check(tables, self._trackers)
         specs = [live.spec for live in tables]
         link = next_link(tip, base_history, step=step, tables=specs, policy=self._policy)
         return link, tables

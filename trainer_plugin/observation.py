@@ -27,6 +27,7 @@ class Observation:
         lag_batches, lag_seconds: as in `Stats`; None: not running.
         interval_seconds: how long the last interval between due checkpoints took; None: not known.
         committed, skipped, cancelled, failed: checkpoints, by what became of them.
+        unmarked_rows: as in `Stats`.
         pending: cut, and no outcome known yet.
         failures: of the failed, how many by cause (`recpoint.catalog.overview.failure_causes`).
         stalls: how long training waited for each, in seconds.
@@ -48,6 +49,7 @@ class Observation:
     skipped: int
     cancelled: int
     failed: int
+    unmarked_rows: int
     pending: int
     failures: Mapping[str, int]
     stalls: HistogramReading
@@ -83,6 +85,7 @@ def observe(checkpointer: Checkpointer) -> Observation:
         skipped=statistics.skipped,
         cancelled=statistics.cancelled,
         failed=statistics.failed,
+        unmarked_rows=statistics.unmarked_rows,
         pending=0 if pipeline is None else pipeline.pending,
         failures=dict(statistics.failures),
         stalls=statistics.stalls.read(),

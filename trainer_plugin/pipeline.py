@@ -206,6 +206,7 @@ class Pipeline:
             link, tables = self._cutter.link(
                 step=batches_done, tip=self._ledger.tip, base_history=self._ledger.base_history
             )
+            self.statistics.unmarked_rows = self._cutter.unmarked.found
             sketch = self._replicas.sketch() if self._ranks.several else NOTHING
         except Exception as error:
             # As in _cut.

@@ -23,7 +23,7 @@ from recpoint.kernels import row_digest
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES
 
-__all__ = ["Sample", "Sampler", "StagedRows", "live_rows"]
+__all__ = ["Sample", "Sampler", "StagedRows", "live_rows", "spread_rows"]
 
 #: Most rows of a table from each of the two sources, and most bytes they take: a sample is to be
 #: small against any increment.
@@ -163,6 +163,15 @@ class Sampler:
         self._counts = [len(starts) for starts, _ in strata]
         self._size_bytes = sum(_size_bytes(spec, rows, len(specs)) for spec, rows in tables)
         self._specs = specs
+
+
+def spread_rows(rows: int, count: int, seed: int) -> Tensor:
+    """`count` positions of `rows`, or all of fewer: one of each part of nearly the same size.
+
+    Returns:
+        int64 [n], ascending.
+    """
+    return torch.from_numpy(_draw(*_strata(rows, count), seed))
 
 
 def live_rows(values: Tensor, row_states: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -114,6 +114,12 @@ class Settings:
             others when they agree about a checkpoint or restore one; then training ends with
             `RankLost`. As long they look, after SIGTERM, for a batch to stop after together.
         handle_sigterm: take a final checkpoint on SIGTERM.
+        check_unmarked_rows: of each table, how many rows drawn at random each cut compares with
+            what they, and their row states, were at the cut before: those that nothing has marked
+            must be the same. Where one is not, something wrote to the table unnoticed, through
+            numpy for instance: it is named in the log and counted in `stats`, and all of the table
+            is stored. The stall takes the time to copy and digest so many rows; tables on a GPU
+            are waited for. 0: no row is compared.
     """
 
     interval_batches: int | None = None
@@ -137,6 +143,7 @@ class Settings:
     drain_seconds: float = 30.0
     ranks_wait_seconds: float = 600.0
     handle_sigterm: bool = True
+    check_unmarked_rows: int = 0
 
     def __post_init__(self) -> None:
         self._check_interval()
@@ -173,6 +180,7 @@ class Settings:
             raise _refused("staging", self.staging, "the path of a directory")
         if not isinstance(self.handle_sigterm, bool):
             raise _refused("handle_sigterm", self.handle_sigterm, "True or False")
+        self._whole("check_unmarked_rows", 0, (1 << 63) - 1)
         chosen = tuple(several("row_local_optimizers", self.row_local_optimizers))
         for optimizer in chosen:
             if not isinstance(optimizer, type):

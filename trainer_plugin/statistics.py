@@ -36,6 +36,8 @@ class Stats:
         waited: times that training waited for room for a checkpoint that was due.
         cancelled: checkpoints that were dropped for a newer one; their rows are in that.
         failed: checkpoints that came to nothing in another way, in the trainer or in the agent.
+        unmarked_rows: rows that a check found changed, and that nothing had marked; see
+            `Settings.check_unmarked_rows`.
         stalls_ms: how long training waited for each, the last 1,000.
         lag_batches: batches that would be lost if the host died now.
         lag_seconds: age of the newest committed checkpoint, or of training when there is none.
@@ -53,6 +55,7 @@ class Stats:
     waited: int
     cancelled: int
     failed: int
+    unmarked_rows: int
     stalls_ms: tuple[float, ...]
     lag_batches: int
     lag_seconds: float
@@ -67,6 +70,7 @@ class Statistics:
 
     Attributes:
         restores: restores that training has gone on from.
+        unmarked_rows: as in `Stats`.
         failures: of those that failed, how many by cause; each cause is there from the start, so
             that who reads never meets a dictionary that grows.
         stored_bytes: bytes of chunks of committed checkpoints, by kind.
@@ -79,6 +83,7 @@ class Statistics:
     def __init__(self) -> None:
         self.staged = self.committed = self.skipped = self.failed = 0
         self.waited = self.cancelled = self.restores = self.started_batches = 0
+        self.unmarked_rows = 0
         self.failures = dict.fromkeys(CAUSES, 0)
         self.stored_bytes: dict[Kind, int] = {"full": 0, "increment": 0}
         self.stalls = Histogram()
@@ -182,6 +187,7 @@ class Statistics:
             waited=self.waited,
             cancelled=self.cancelled,
             failed=self.failed,
+            unmarked_rows=self.unmarked_rows,
             stalls_ms=tuple(self._stalls_ms),
             lag_batches=batches_done - self._safe_batches,
             lag_seconds=self.lag_seconds,

@@ -11,8 +11,9 @@ A row is marked where it is cheapest to know that nothing is missed:
   marked after the step too, which takes passes over it, as making and applying it did.
 
 Marked is what could change, never less. Every in-place change counts up the weight's version: a
-count that neither steps nor lookups explain makes the whole table dirty. What is written through
-`weight.data` is not counted: such rows are to be marked by hand.
+count that neither steps nor lookups explain makes the whole table dirty. What is written into
+`weight.data`, or through numpy, is not counted: such rows are to be marked by hand, and
+`unmarked_rows` looks for those that were not.
 """
 
 from __future__ import annotations

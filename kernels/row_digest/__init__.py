@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recpoint.kernels.row_digest import cpu
 
-__all__ = ["digest"]
+__all__ = ["digest", "digest_each"]
 
 
 def digest(rows: Tensor, ids: Tensor | int) -> int:
@@ -26,3 +26,16 @@ def digest(rows: Tensor, ids: Tensor | int) -> int:
         ValueError: rows or ids are of another shape or dtype, or elsewhere.
     """
     return cpu.digest(rows, ids)
+
+
+def digest_each(rows: Tensor, ids: Tensor) -> Tensor:
+    """The digest of each row: int64 [n], the bits of what `digest` adds up.
+
+    Args:
+        rows: as for `digest`.
+        ids: int64 [n].
+
+    Raises:
+        ValueError: as for `digest`.
+    """
+    return cpu.digest_each(rows, ids)

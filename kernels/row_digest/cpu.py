@@ -9,13 +9,14 @@ from __future__ import annotations
 from math import gcd
 
 import numpy as np
+import torch
 from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.intrinsics import compiled, pointer
 from recpoint.kernels.row_digest.shapes import FIRST, FOLD, LAST, MASK, require_digestible
 
-__all__ = ["digest"]
+__all__ = ["digest", "digest_each"]
 
 _FIRST, _FOLD, _LAST = np.uint64(FIRST), np.uint64(FOLD), np.uint64(LAST)
 _ONE, _29, _32 = np.uint64(1), np.uint64(29), np.uint64(32)
@@ -74,6 +75,20 @@ def _digest_bytes(rows: int, ids: int, first: int, row_bytes: int, n: int) -> np
     return total
 
 
+@compiled(nogil=True)
+def _each_of_words(rows: int, ids: int, words: int, n: int, out: int) -> None:
+    found = carray(pointer(out), max(n, 1), np.uint64)
+    for i in range(n):
+        found[i] = _digest_words(rows + i * words * 8, ids + i * 8, 0, words, 1)
+
+
+@compiled(nogil=True)
+def _each_of_bytes(rows: int, ids: int, row_bytes: int, n: int, out: int) -> None:
+    found = carray(pointer(out), max(n, 1), np.uint64)
+    for i in range(n):
+        found[i] = _digest_bytes(rows + i * row_bytes, ids + i * 8, 0, row_bytes, 1)
+
+
 def digest(rows: Tensor, ids: Tensor | int) -> int:
     """Sum of the rows' digests, modulo 2^64."""
     n, row_bytes = require_digestible(rows, ids)
@@ -86,3 +101,16 @@ def digest(rows: Tensor, ids: Tensor | int) -> int:
     else:
         total = _digest_bytes(rows.data_ptr(), listed, first, row_bytes, n)
     return int(total) & MASK
+
+
+def digest_each(rows: Tensor, ids: Tensor) -> Tensor:
+    """The digest of each row."""
+    n, row_bytes = require_digestible(rows, ids)
+    out = torch.empty(n, dtype=torch.int64, device="cpu")
+    if n == 0:
+        return out
+    if gcd(row_bytes, rows.data_ptr()) % 8 == 0:
+        _each_of_words(rows.data_ptr(), ids.data_ptr(), row_bytes // 8, n, out.data_ptr())
+    else:
+        _each_of_bytes(rows.data_ptr(), ids.data_ptr(), row_bytes, n, out.data_ptr())
+    return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recpoint.kernels.row_digest.shapes import FIRST, FOLD, LAST, MASK, require_digestible
 
-__all__ = ["digest"]
+__all__ = ["digest", "digest_each"]
 
 
 def digest(rows: Tensor, ids: Tensor | int) -> int:
@@ -27,6 +27,13 @@ def digest(rows: Tensor, ids: Tensor | int) -> int:
     value = (value ^ (value >> np.uint64(29))) * np.uint64(LAST)
     value ^= value >> np.uint64(32)
     return int(sum(value.tolist())) & MASK
+
+
+def digest_each(rows: Tensor, ids: Tensor) -> Tensor:
+    """The digest of each row, one row at a time."""
+    require_digestible(rows, ids)
+    found = [digest(rows[i : i + 1], ids[i : i + 1]) for i in range(len(ids))]
+    return torch.from_numpy(np.array(found, np.uint64).view(np.int64))
 
 
 def _columns(words: np.ndarray[Any, Any]) -> Any:

@@ -31,6 +31,10 @@ def test_it_is_the_reference(
     rows = data.view(dtype).reshape(n + shift, dim)[shift:]  # addresses of every alignment
     ids = torch.randint(0, 2**62, (n,), generator=generator) if first is None else first
     assert cpu.digest(rows, ids) == reference.digest(rows, ids)
+    each = torch.arange(n) + ids if isinstance(ids, int) else ids
+    found = cpu.digest_each(rows, each)
+    assert torch.equal(found, reference.digest_each(rows, each))
+    assert sum(found.tolist()) % 2**64 == cpu.digest(rows, ids)
 
 
 def test_the_digests_of_the_format() -> None:
@@ -65,6 +69,8 @@ def test_one_bit_one_exchange_one_row_too_many_are_noticed(row: int, bit: int) -
 def test_what_cannot_be_digested_is_refused() -> None:
     with pytest.raises(ValueError, match="ids: 2 on cpu for 3 rows"):
         row_digest.digest(torch.zeros(3, 2), torch.arange(2))
+    with pytest.raises(ValueError, match="ids: 2 on cpu for 3 rows"):
+        row_digest.digest_each(torch.zeros(3, 2), torch.arange(2))
     with pytest.raises(ValueError, match="contiguous"):
         row_digest.digest(torch.zeros(3, 2).T, 0)
     with pytest.raises(ValueError, match="meta"):

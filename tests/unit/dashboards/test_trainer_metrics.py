@@ -259,3 +259,17 @@ def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it() -> No
     assert histogram.read().counts == (2, 2, 2)
     assert histogram.read().total == pytest.approx(15.6)
     assert list(SECONDS) == sorted(SECONDS) and SECONDS[0] == 0.001 and SECONDS[-1] == 60
+
+
+def test_rows_that_nothing_had_marked_are_counted(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, check_unmarked_rows=1000, when_busy="wait")
+    with place.agent(), ckpt, recpoint.export_metrics(ckpt, port=0) as export:
+        ckpt.restore()
+        assert export.url is not None
+        assert value(scrape(export.url), "recpoint_trainer_unmarked_rows_total") == 0
+        ckpt.checkpoint()
+        training.model.users.weight.detach().numpy()[[3, 5]] = 1.0
+        train(training, ckpt, 2)
+        found = value(scrape(export.url), "recpoint_trainer_unmarked_rows_total")
+        assert found == ckpt.stats.unmarked_rows == 2

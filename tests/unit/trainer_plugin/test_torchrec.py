@@ -228,6 +228,7 @@ def test_killed_ranks_go_on_bit_for_bit(
         for part in ("tables", "fused", "dense", "optimizer"):
             assert same(found[part], expected[part]), part
         assert found["lacks"] == [kind != "data_parallel", False]
+        assert expected["unmarked"] == found["unmarked"] == 0, "nothing changes what is not marked"
     # Increments hold what was looked up, and no table as a whole; a row once in each of its pieces.
     rows = sum(TABLES.values()) * (2 if kind == "column_wise" else 1)
     increments = played["restored", kind][0]["increments"]
