@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.left_out import within
 from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.tables import parameter_names
@@ -86,6 +87,18 @@ class _Found(NamedTuple):
     idle: set[int]
 
 
+class _Begun(NamedTuple):
+    """A step of an unknown optimizer that has not ended.
+
+    Attributes:
+        optimizer: whose.
+        inner: ids of the known ones that have stepped since.
+    """
+
+    optimizer: weakref.ref[Optimizer]
+    inner: set[int]
+
+
 class UnknownOptimizers:
     """Watches the steps of all optimizers of this process.
 
@@ -114,8 +127,7 @@ class UnknownOptimizers:
         # By id of the optimizer; that of one that is gone may be another one's.
         self._looked: dict[int, _Looked] = {}
         self._found: dict[int, _Found] = {}
-        # Steps of unknown ones that have begun: whose, and which known ones have stepped within.
-        self._begun: list[tuple[int, set[int]]] = []
+        self._begun: list[_Begun] = []
         self._trained: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
@@ -139,6 +151,9 @@ class UnknownOptimizers:
 
     def take_trained(self) -> set[int]:
         """ids of the parameters that unknown optimizers have trained since the last call."""
+        for optimizer, inner in self._begun:  # those that have raised, or were interrupted
+            self._settle(optimizer(), inner)
+        self._begun.clear()
         self._looked.clear()  # the model may have come to other parameters, and some are gone
         taken, self._trained = self._trained, set()
         return taken
@@ -168,17 +183,7 @@ class UnknownOptimizers:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._known:
-            self._end_step(optimizer)  # one that has raised
-            self._begun.append((id(optimizer), set()))
-
-    def _end_step(self, optimizer: Optimizer) -> set[int]:
-        """Which known optimizers have stepped within the step of this one."""
-        for position in range(len(self._begun) - 1, -1, -1):
-            if self._begun[position][0] == id(optimizer):
-                inner = self._begun[position][1]
-                del self._begun[position:]
-                return inner
-        return set()
+            self._begun.append(_Begun(weakref.ref(optimizer), set()))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._known:
@@ -187,7 +192,17 @@ class UnknownOptimizers:
             for found in self._found.values():
                 found.idle.discard(id(optimizer))
             return
-        inner = self._end_step(optimizer)
+        # From the end: a step that calls that of its base class has begun twice.
+        for position in range(len(self._begun) - 1, -1, -1):
+            if self._begun[position].optimizer() is optimizer:
+                self._settle(optimizer, self._begun[position].inner)
+                del self._begun[position]  # last: one that is interrupted is looked at later
+                return
+
+    def _settle(self, optimizer: Optimizer | None, inner: set[int]) -> None:
+        """A step is over, within which the known optimizers in `inner` have stepped."""
+        if optimizer is None:
+            return  # it is gone, and with it what it kept
         try:
             form = _form(optimizer)
             looked = self._looked.get(id(optimizer))
@@ -197,6 +212,8 @@ class UnknownOptimizers:
             if looked.held:
                 self._judge(optimizer, looked.held, inner)
         except Exception as error:
+            if came_from_handler(error):
+                raise
             # Its attributes are a user's, and may raise whatever they like. What it trains is not
             # known then, which has a safe form.
             what = f"what cannot be found out ({type(error).__name__}: {error})"
@@ -231,7 +248,7 @@ class UnknownOptimizers:
         return tuple(held)
 
     def _judge(self, optimizer: Optimizer, held: Sequence[_Held], inner: set[int]) -> None:
-        """A step of it is over, within which the known ones in `inner` have stepped."""
+        """Note what it trains at a loss."""
         lost = [
             one
             for one in held

@@ -354,3 +354,23 @@ def test_an_optimizer_that_cannot_be_looked_at_ends_no_training(
         assert not ckpt.checkpoint()
         assert "Unreadable: found steps" in str(ckpt.stats.last_error)
         assert "as good as any" in str(ckpt.stats.last_error)
+
+
+class Fails(Adagrad):
+    """Ends its step with an error when it has trained."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        raise KeyboardInterrupt
+
+
+def test_a_step_that_did_not_end_is_noticed_at_the_next_cut(place: Place) -> None:
+    training = _training()
+    with place.agent(), _checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        training.batch()
+        new = Fails(training.model.parameters(), lr=0.1)
+        with pytest.raises(KeyboardInterrupt):
+            new.step()
+        assert not ckpt.checkpoint()
+        assert "an optimizer Fails: found steps" in str(ckpt.stats.last_error)
