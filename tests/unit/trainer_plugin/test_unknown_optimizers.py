@@ -312,6 +312,7 @@ def test_a_model_whose_checkpointer_was_dropped_is_freed(place: Place) -> None:
     assert weight() is None
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_an_unknown_optimizer_whose_steps_are_compiled(place: Place) -> None:
     training = _training()
     with place.agent(), _checkpointer(training, place) as ckpt:
