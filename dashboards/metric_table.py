@@ -78,7 +78,7 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     ),
     (
         *("unmarked_rows_total", "counter", "run"),
-        "Rows that check_unmarked_rows found changed, and that nothing had marked; the log names "
+        "Rows that verify_unmarked_rows found changed, and that nothing had marked; the log names "
         "them.",
     ),
     (

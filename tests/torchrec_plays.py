@@ -231,7 +231,7 @@ def lived(
         when_busy="wait",
         on_error="raise",
         handle_sigterm=False,
-        check_unmarked_rows=1000,
+        verify_unmarked_rows=1000,
     ) as checkpoints:
         report = checkpoints.restore()
         begun = everything(model, *of_torch)

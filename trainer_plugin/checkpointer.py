@@ -126,7 +126,7 @@ class Checkpointer:
         drain_seconds: float = 30.0,
         ranks_wait_seconds: float = 600.0,
         handle_sigterm: bool = True,
-        check_unmarked_rows: int = 0,
+        verify_unmarked_rows: int = 0,
     ) -> None:
         # First of all: whatever fails from here on on one rank, the others hear of.
         self._ranks = Ranks(wait_seconds=ranks_wait(ranks_wait_seconds))
@@ -154,7 +154,7 @@ class Checkpointer:
                 drain_seconds=drain_seconds,
                 ranks_wait_seconds=ranks_wait_seconds,
                 handle_sigterm=handle_sigterm,
-                check_unmarked_rows=check_unmarked_rows,
+                verify_unmarked_rows=verify_unmarked_rows,
             )
             settings.check_ranks(self._ranks.count)
             with rng_state.untouched():

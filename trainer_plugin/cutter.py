@@ -100,7 +100,7 @@ class Cutter:
         self._sampler = Sampler()
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
         self._live = LiveTables(shards, state.optimizers)
-        self.unmarked = UnmarkedRows(settings.check_unmarked_rows)
+        self.unmarked = UnmarkedRows(settings.verify_unmarked_rows)
         self._has_large_state = False  # besides tables; at the last cut
 
     def settle(self) -> None:

@@ -114,7 +114,7 @@ class Settings:
             others when they agree about a checkpoint or restore one; then training ends with
             `RankLost`. As long they look, after SIGTERM, for a batch to stop after together.
         handle_sigterm: take a final checkpoint on SIGTERM.
-        check_unmarked_rows: of each table, how many rows drawn at random each cut compares with
+        verify_unmarked_rows: of each table, how many rows drawn at random each cut compares with
             what they, and their row states, were at the cut before: those that nothing has marked
             must be the same. Where one is not, something wrote to the table unnoticed, through
             numpy for instance: it is named in the log and counted in `stats`, and all of the table
@@ -143,7 +143,7 @@ class Settings:
     drain_seconds: float = 30.0
     ranks_wait_seconds: float = 600.0
     handle_sigterm: bool = True
-    check_unmarked_rows: int = 0
+    verify_unmarked_rows: int = 0
 
     def __post_init__(self) -> None:
         self._check_interval()
@@ -180,7 +180,7 @@ class Settings:
             raise _refused("staging", self.staging, "the path of a directory")
         if not isinstance(self.handle_sigterm, bool):
             raise _refused("handle_sigterm", self.handle_sigterm, "True or False")
-        self._whole("check_unmarked_rows", 0, (1 << 63) - 1)
+        self._whole("verify_unmarked_rows", 0, (1 << 63) - 1)
         chosen = tuple(several("row_local_optimizers", self.row_local_optimizers))
         for optimizer in chosen:
             if not isinstance(optimizer, type):

@@ -37,7 +37,7 @@ class Stats:
         cancelled: checkpoints that were dropped for a newer one; their rows are in that.
         failed: checkpoints that came to nothing in another way, in the trainer or in the agent.
         unmarked_rows: rows that a check found changed, and that nothing had marked; see
-            `Settings.check_unmarked_rows`.
+            `Settings.verify_unmarked_rows`.
         stalls_ms: how long training waited for each, the last 1,000.
         lag_batches: batches that would be lost if the host died now.
         lag_seconds: age of the newest committed checkpoint, or of training when there is none.

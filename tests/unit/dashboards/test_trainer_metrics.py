@@ -263,7 +263,7 @@ def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it() -> No
 
 def test_rows_that_nothing_had_marked_are_counted(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, check_unmarked_rows=1000, when_busy="wait")
+    ckpt = checkpointer(training, place, verify_unmarked_rows=1000, when_busy="wait")
     with place.agent(), ckpt, recpoint.export_metrics(ckpt, port=0) as export:
         ckpt.restore()
         assert export.url is not None

@@ -84,9 +84,9 @@ from tests.training_builder import (
         ("drain_seconds", None),
         ("ranks_wait_seconds", 0),
         ("row_local_optimizers", ("SGD",)),
-        ("check_unmarked_rows", -1),
-        ("check_unmarked_rows", True),
-        ("check_unmarked_rows", 0.5),
+        ("verify_unmarked_rows", -1),
+        ("verify_unmarked_rows", True),
+        ("verify_unmarked_rows", 0.5),
     ],
 )
 def test_setting_is_refused_by_name(setting: str, value: Any) -> None:

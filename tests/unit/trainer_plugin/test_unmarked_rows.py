@@ -55,7 +55,7 @@ def _training(
 
 
 def _checkpointer(training: Training, place: Place, **settings: Any) -> Checkpointer:
-    given = {"interval_batches": 100, "when_busy": "wait", "check_unmarked_rows": ALL, **settings}
+    given = {"interval_batches": 100, "when_busy": "wait", "verify_unmarked_rows": ALL, **settings}
     return checkpointer(training, place, **given)
 
 
@@ -174,7 +174,7 @@ def test_what_torch_counts_is_not_laid_to_what_it_does_not(place: Place) -> None
 def test_nothing_is_compared_unless_it_is_asked_for(place: Place) -> None:
     """Which is why the README's table says that such a write is not noticed."""
     training = _training()
-    with place.agent(), _checkpointer(training, place, check_unmarked_rows=0) as ckpt:
+    with place.agent(), _checkpointer(training, place, verify_unmarked_rows=0) as ckpt:
         ckpt.restore()
         train(training, ckpt, 1)
         assert ckpt.checkpoint()
@@ -190,7 +190,7 @@ def test_nothing_is_compared_unless_it_is_asked_for(place: Place) -> None:
 
 def test_few_rows_are_drawn_anew_each_time_until_one_is_found(place: Place) -> None:
     training = _training()
-    with place.agent(), _checkpointer(training, place, check_unmarked_rows=40) as ckpt:
+    with place.agent(), _checkpointer(training, place, verify_unmarked_rows=40) as ckpt:
         ckpt.restore()
         for value in range(300):
             training.model.users.weight.detach().numpy()[:] = value
@@ -299,7 +299,7 @@ def test_training_goes_on_as_without_it(place: Place, tmp_path: Path) -> None:
     for number, rows in enumerate((0, 50)):
         training = simple_training()
         here = Place(str(tmp_path / f"run{number}"), place.staging)
-        with here.agent(), _checkpointer(training, here, check_unmarked_rows=rows) as ckpt:
+        with here.agent(), _checkpointer(training, here, verify_unmarked_rows=rows) as ckpt:
             ckpt.restore()
             for _ in range(4):
                 train(training, ckpt, 1)
