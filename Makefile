@@ -6,6 +6,8 @@ INSTALLED := $(VENV)/.installed
 # More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
 # They go in the order of tests/conftest.py: xdist would put all groups first.
 TEST_WORKERS ?= 4
+# Of how many places `make faults` takes one.
+FAULTS_EVERY ?= 1
 PYTEST_ARGS ?=
 # Where tests write. They sync what they write, thousands of times, which in memory costs nothing: it is
 # taken where there is plenty. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
@@ -74,7 +76,7 @@ fuzz: $(INSTALLED) ## fuzz each parser a million times, outside CI (tests/fuzz)
 	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
 
 faults: $(INSTALLED) ## interrupt each call of ours at every place, outside CI (tests/fault)
-	RECPOINT_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
+	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist src/*.egg-info

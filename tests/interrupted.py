@@ -116,6 +116,7 @@ class Visits:
         self.counts[spot] += 1
         if self._arrival is not None and self._arrival[:2] == (spot, self.counts[spot]):
             self.arrived = True
+            sys.settrace(None)  # there is nothing more to see, and looking costs most of the time
             signal.raise_signal(_SIGNAL)
 
 

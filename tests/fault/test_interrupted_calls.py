@@ -1,7 +1,7 @@
 """A signal's handler that raises, at each place of a call of ours, harms no checkpoint.
 
-`make test` takes a fixed sample of the places; `make faults` takes all of them, and each once more
-in a process that is killed with SIGKILL afterwards (`RUNS.md`).
+`make test` takes a fixed sample of the places; `make faults` takes all of them, and the first visit
+of each once more in a process that is killed with SIGKILL afterwards (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from tests.interrupted import Arrival, arrivals
 from tests.stored_run import StoredRun
 from tests.training_builder import Place
 
-_ALL = bool(os.environ.get("RECPOINT_ALL_FAULTS"))
-#: Of how many places one is taken.
+#: For `make faults`: of how many places one is taken.
+_FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
+#: The same for `make test`.
 _EVERY = {"step": 37, "batch": 13, "restore": 149, "close": 61}
 #: Chains grow with each checkpoint, and are read for each.
 _STEPS_A_LIFE = 20
@@ -51,7 +52,7 @@ def _arrivals(call: str, place: Place, stored: StoredRun) -> list[Arrival]:
         life.go_on(call)
     # A `no_grad` of ours that is interrupted where it begins must not leave gradients off.
     always = "grad_mode.py" if call == "restore" else ""
-    found = arrivals(visits, every=1 if _ALL else _EVERY[call], always=always)
+    found = arrivals(visits, every=_FAULTS_EVERY or _EVERY[call], always=always)
     assert len(visits.counts) > 300
     return found
 
@@ -72,7 +73,7 @@ def stored(places: Iterator[Place]) -> StoredRun:
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["step", "batch"])
 def test_steps_that_are_interrupted(places: Iterator[Place], stored: StoredRun, call: str) -> None:
-    left = _arrivals(call, next(places), stored)
+    wanted = left = _arrivals(call, next(places), stored)
     arrived = 0
     while left:
         some, left = left[:_STEPS_A_LIFE], left[_STEPS_A_LIFE:]
@@ -87,7 +88,7 @@ def test_steps_that_are_interrupted(places: Iterator[Place], stored: StoredRun, 
                 if call == "step":
                     life.batch()
             life.ckpt.close()
-    assert arrived > 20
+    assert arrived > len(wanted) // 2  # waiting may be over sooner than where it was looked at
 
 
 @pytest.mark.slow
@@ -95,8 +96,9 @@ def test_steps_that_are_interrupted(places: Iterator[Place], stored: StoredRun, 
 def test_starts_and_ends_that_are_interrupted(
     places: Iterator[Place], stored: StoredRun, call: str
 ) -> None:
+    wanted = _arrivals(call, next(places), stored)
     arrived = 0
-    for arrival in _arrivals(call, next(places), stored):
+    for arrival in wanted:
         place = next(places)
         if call == "restore":
             stored.copy_to(place.run)
@@ -113,10 +115,10 @@ def test_starts_and_ends_that_are_interrupted(
             assert after.ckpt.restore() is not None
             assert after.ckpt.batches_done == max(life.truth)
             after.ckpt.close()
-    assert arrived > 20
+    assert arrived > len(wanted) // 2
 
 
-@pytest.mark.skipif(not _ALL, reason="make faults")
+@pytest.mark.skipif(not _FAULTS_EVERY, reason="make faults")
 @pytest.mark.parametrize("call", CALLS)
 def test_each_place_with_a_kill_afterwards(
     tmp_path: Path, places: Iterator[Place], stored: StoredRun, call: str
@@ -130,5 +132,6 @@ def test_each_place_with_a_kill_afterwards(
         assert ended(process) == -9, arrival
         compare(place, torch.load(truth))
 
+    first = [one for one in _arrivals(call, next(places), stored) if one.visit == 1]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(one, _arrivals(call, next(places), stored), places))
+        list(pool.map(one, {arrival.spot: arrival for arrival in first}.values(), places))
