@@ -1,15 +1,19 @@
 """Retention over 10,000 checkpoints: the plan against one listing of the run's store.
 
-A run of many months on a local disk: a full every 50 checkpoints, one every ten minutes, three
-chunks each. Measured: one listing of everything; the plan (which rules keep what, what that
-needs, a reason for each manifest) from facts that are known; and reading those facts, which reads
-every manifest and is proportional to them. All objects are small: their contents do not matter.
+A run of many weeks on a local disk: a full every 50 checkpoints, one every ten minutes, three
+chunks each. Each manifest has the time at which such a run would have stored it, since rules of
+time go by that, too. Measured: one listing of everything; the plan (which rules keep what, what
+that needs, a reason for each manifest) from facts that are known; and reading those facts, which
+reads every manifest and is proportional to them. All objects are small: their contents do not
+matter.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from benchmarks.report import Report, alternate
@@ -74,7 +78,10 @@ def run(*, quick: bool) -> Report:
 
 
 def _gate(facts: RunFacts, count: int) -> None:
-    """The plan keeps what its rules say, and everything that it keeps restores."""
+    """The plan keeps what its rules say, and everything that it keeps restores.
+
+    The rules are asked here once more, in the plainest way, of the times that trainers stamped.
+    """
     made = plan(facts, _POLICY)
     whole = all(one.whole and one.state_whole for one in facts.manifests)
     if len(facts.manifests) != count or not whole:
@@ -82,9 +89,39 @@ def _gate(facts: RunFacts, count: int) -> None:
     gone = {decision.manifest.key for decision in made.dropped}
     left = Representations(one for one in facts.manifests if one.key not in gone)
     broken = [name for name in made.kept if left.best(name) is None]
-    last = set(facts.live[: _POLICY.keep_last])
-    if broken or not last <= made.kept.keys() or not 0 < len(gone) < count:
+    if broken or not 0 < len(gone) < count:
         raise AssertionError(f"{len(gone)} dropped, {len(broken)} kept that do not restore")
+    expected = _wanted(facts)
+    if made.kept.keys() != expected:
+        raise AssertionError(
+            f"{len(made.kept.keys() - expected)} kept that no rule asks for, "
+            f"{len(expected - made.kept.keys())} not kept that one asks for"
+        )
+
+
+def _wanted(facts: RunFacts) -> set[ManifestName]:
+    """What the rules of `_POLICY` name."""
+    taken = {one.name: datetime.fromtimestamp(one.taken_ms / 1e3, UTC) for one in facts.manifests}
+    newest_first = sorted(taken, reverse=True)
+    newest = taken[newest_first[0]]
+    within = timedelta(seconds=_POLICY.keep_within_seconds)
+    wanted = {*newest_first[: _POLICY.keep_last]}
+    wanted |= {name for name in newest_first if newest - taken[name] <= within}
+    for count, period in (
+        (_POLICY.keep_hourly, "%Y-%m-%d %H"),
+        (_POLICY.keep_daily, "%Y-%m-%d"),
+        (_POLICY.keep_weekly, "%G-%V"),
+        (_POLICY.keep_monthly, "%Y-%m"),
+    ):
+        latest: dict[str, ManifestName] = {}
+        for name in newest_first:
+            latest.setdefault(taken[name].strftime(period), name)
+        wanted |= {*list(latest.values())[:count]}
+    for rule in _POLICY.best_by:
+        values = facts.metrics[rule.metric]
+        best = sorted(values, key=lambda name: (values[name], name), reverse=True)
+        wanted |= {*best[: rule.count]}
+    return wanted
 
 
 def _run(directory: Path, count: int) -> Run:
@@ -140,7 +177,9 @@ def _add(directory: Path, step: int, like: Manifest, parent: Manifest | None) ->
     )
     for chunk in chunks:
         _write(directory / chunk.key, bytes(chunk.bytes))
-    _write(directory / f"manifests/{step:012d}-00000001.json", pack_record(manifest))
+    stored = directory / f"manifests/{step:012d}-00000001.json"
+    _write(stored, pack_record(manifest))
+    os.utime(stored, ns=(manifest.snapshot_ms * 10**6,) * 2)
     return manifest
 
 
