@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from types import ModuleType
 
-from benchmarks.report import print_report
+from benchmarks.machine import watch
+from benchmarks.report import Report, print_report
 
 NAMES = (
     "tracking",
@@ -28,26 +30,57 @@ NAMES = (
     "soak",
 )
 
+#: Modules of this checkout: if one cannot be imported, that is no want of the machine.
+_OURS = ("recpoint", "benchmarks", "tests")
+
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark named first; the other arguments are its own."""
     if not arguments:
-        print("usage: python -m benchmarks NAME [--quick] [--plot]\n")
+        print("usage: python -m benchmarks NAME [--smoke] [--plot]\n")
         for name in NAMES:
             doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
             print(f"  {name:<17} {doc.splitlines()[0]}")
         return 2
+    given = _parsed(arguments)
+    options = {"smoke": given.smoke} | ({"plot": True} if given.plot else {})
+    try:
+        benchmark = importlib.import_module(f"benchmarks.{given.name}")
+        with watch() as watched:
+            report = benchmark.run(**options)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in _OURS:
+            raise
+        reason = f"{error.name} is not installed: pip install 'recpoint[bench]'"
+        report = Report(name=given.name, columns=("not run",), not_run={given.name: reason})
+        print_report(report, smoke=given.smoke, busy=None)
+        return 0
+    _require_its_keys(report, benchmark)
+    print_report(report, smoke=given.smoke, busy=watched.busy)
+    return 0
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", allow_abbrev=False)
     parser.add_argument("name", choices=NAMES)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds of smaller sizes")
+    parser.add_argument(
+        "--smoke", action="store_true", help="sizes that take seconds; its figures mean nothing"
+    )
     parser.add_argument("--plot", action="store_true", help="bytes: draw docs/images/bytes*.png")
     given = parser.parse_args(arguments)
     if given.plot and given.name != "bytes":
         parser.error(f"--plot: found with {given.name}, expected with bytes only")
-    options = {"quick": given.quick} | ({"plot": True} if given.plot else {})
-    report = importlib.import_module(f"benchmarks.{given.name}").run(**options)
-    print_report(report)
-    return 0
+    return given
+
+
+def _require_its_keys(report: Report, benchmark: ModuleType) -> None:
+    """Whoever reads figures finds the same keys in every run, small or full, on any machine."""
+    found, expected = report.figures.keys() | report.not_run.keys(), set(benchmark.KEYS)
+    if found != expected:
+        raise AssertionError(
+            f"{report.name}: figures {sorted(found - expected)} are in no KEYS of its module, "
+            f"and {sorted(expected - found)} were not measured"
+        )
 
 
 if __name__ == "__main__":

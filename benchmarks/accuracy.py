@@ -29,9 +29,15 @@ from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin.precision import bits_for
 from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES
 
-__all__ = ["RULE", "WIDTHS", "Immediate", "Outcome", "Spread", "report_of", "run"]
+__all__ = ["KEYS", "RULE", "WIDTHS", "Immediate", "Outcome", "Spread", "report_of", "run"]
 
 WIDTHS = (2, 3, 4, 8)
+KEYS = (
+    *(f"{loss}_{bits}bit" for loss in ("relative_loss", "auc_loss") for bits in WIDTHS),
+    "relative_loss_at_rule",
+    "paired_mean",
+    "paired_ci95",
+)
 SCHEMES = ("symmetric", "asymmetric", "greedy", "refit", "k-means", "auto", "rule")
 #: Expected restores -> the width that the rule chooses.
 RULE = {restores: bits_for(1000 * restores) for restores in (1, 3, 20, 100)}
@@ -41,8 +47,8 @@ LIMIT = 0.01
 _RETAIL_16, _RETAIL_64, _CRITEO = "retail 16", "retail 64", "Criteo's shape"
 #: Seeds of each task. That of ten is where the ends of runs are compared in pairs.
 _SEEDS = {_RETAIL_64: 3, _CRITEO: 3, _RETAIL_16: 10}
-#: Seeds of each task of a quick run.
-_QUICK_SEEDS = 3
+#: Seeds of each task of a smoke run.
+_SMOKE_SEEDS = {_RETAIL_64: 1, _CRITEO: 1, _RETAIL_16: 3}
 
 
 class Immediate(NamedTuple):
@@ -77,7 +83,7 @@ class Outcome:
     spread: list[Spread]
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Train every task with every seed, and compare.
 
     `relative_loss_<b>bit` is the default quantizer's, right after a restore at the end of the run:
@@ -88,13 +94,13 @@ def run(*, quick: bool) -> Report:
     compare the ends of such runs with that of the same run without any restore, over ten seeds of
     the retail task at d = 16: the worst of the widths.
     """
-    _gate()
+    _gate(smoke)
     jobs = [
-        (name, seed, quick)
-        for name, count in _SEEDS.items()
-        for seed in range(min(_QUICK_SEEDS, count) if quick else count)
+        (name, seed, smoke)
+        for name, count in (_SMOKE_SEEDS if smoke else _SEEDS).items()
+        for seed in range(count)
     ]
-    workers = torch.get_num_threads()
+    workers = 1 if smoke else torch.get_num_threads()
     outcomes: list[Outcome] = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for outcome in pool.map(_measure, *zip(*jobs, strict=True)):
@@ -104,20 +110,21 @@ def run(*, quick: bool) -> Report:
 
 
 @cache
-def _task(name: str, quick: bool) -> Task:
+def _task(name: str, smoke: bool) -> Task:
     if name == _CRITEO:
-        return criteo_shaped(quick=quick)
-    return retail(dim=16 if name == _RETAIL_16 else 64, quick=quick)
+        return criteo_shaped(smoke=smoke)
+    dim = 16 if name == _RETAIL_16 else 64
+    return retail(dim=dim, batches=6, tests=4, rows=1 << 10) if smoke else retail(dim=dim)
 
 
-def _measure(name: str, seed: int, quick: bool) -> Outcome:
+def _measure(name: str, seed: int, smoke: bool) -> Outcome:
     """One task, one seed, in a process with one thread: bits do not depend on the machine's load.
 
     The first seed has all schemes, the others the default one only.
     """
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
-    task = _task(name, quick)
+    task = _task(name, smoke)
     model = task.learn(seed).model
     never = evaluate(model, task.test)
     schemes = SCHEMES if seed == 0 else ("auto",)
@@ -125,7 +132,7 @@ def _measure(name: str, seed: int, quick: bool) -> Outcome:
         Immediate(scheme, bits, _after_restore(task, model, bits, scheme).worse_than(never))
         for scheme in schemes
         for bits in WIDTHS
-        if scheme != "k-means" or _can_cluster(name, bits, quick)
+        if scheme != "k-means" or _can_cluster(name, bits, smoke)
     ]
     spread = [
         _restored_on_the_way(task, seed, restores, bits, never) for restores, bits in RULE.items()
@@ -140,9 +147,9 @@ def _measure(name: str, seed: int, quick: bool) -> Outcome:
     )
 
 
-def _can_cluster(name: str, bits: int, quick: bool) -> bool:
+def _can_cluster(name: str, bits: int, smoke: bool) -> bool:
     """K-means of 64 values a row takes a quarter of an hour; 16 values have 16 clusters at most."""
-    return bits < 8 and name != _RETAIL_64 and not quick
+    return bits < 8 and name != _RETAIL_64 and not smoke
 
 
 def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
@@ -196,10 +203,11 @@ def _restored_on_the_way(task: Task, seed: int, restores: int, bits: int, never:
 # --- the gate -------------------------------------------------------------------------------------
 
 
-def _gate() -> None:
+def _gate(smoke: bool) -> None:
     """What comes back from a store is, bit for bit, what `restored_rows` gives; state is exact."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
-    learned = retail(dim=16, quick=True).learn(0)
+    batches, rows = (4, 1 << 10) if smoke else (50, 1 << 18)
+    learned = retail(dim=16, batches=batches, tests=2, rows=rows).learn(0)
     names: dict[int, tuple[QuantizerName, ...]] = {bits: ("auto",) for bits in WIDTHS}
     names[4] = ("auto", "asymmetric", "symmetric", "greedy", "refit")
     with scratch() as memory:

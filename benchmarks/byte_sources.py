@@ -58,12 +58,12 @@ class Source:
     forms: Mapping[FixedBits, tuple[Form, ...]]
 
 
-def fleet(*, quick: bool) -> Source:
+def fleet(*, smoke: bool) -> Source:
     """Check-N-Run's curve: one table of 10 million rows of 64 values, row-wise Adagrad."""
     examples_on_path()
     from train_dlrm import DLRM
 
-    rows, dim = (200_000 if quick else 10_000_000), 64
+    rows, dim = (50_000 if smoke else 10_000_000), 64
 
     def batches() -> Iterator[Any]:
         generator = torch.Generator().manual_seed(4)
@@ -74,7 +74,7 @@ def fleet(*, quick: bool) -> Source:
     model = DLRM({"rows": 2048}, 13, dim=dim)
     templates, consolidated = _stored(model, "row-wise Adagrad", batches())
     spec = templates["lossless"]["full"][0].tables[0].spec.model_copy(update={"rows": rows})
-    sample = trained_rows(dim=dim, batches=120, rows=4096)
+    sample = trained_rows(dim=dim, batches=4 if smoke else 120, rows=4096)
     return Source(
         name=f"26 % trace, {rows / 1e6:g} M x {dim}",
         tables=(spec,),
@@ -98,20 +98,22 @@ def _forms_like(sample: Tensor, rows: int) -> dict[FixedBits, Form]:
     return forms
 
 
-def retail(*, quick: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Source:
+def retail(*, smoke: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Source:
     """The bundled purchases, one pass, a checkpoint after each fiftieth of the log; d = 16."""
     examples_on_path()
     from retail import RetailReader
     from train_dlrm import DLRM
 
-    batches = list(islice(RetailReader(lines=512, seed=0), 40 if quick else None))
-    reader = RetailReader(lines=512, seed=0)
+    reader = (
+        RetailReader(lines=64, rows=1 << 10, seed=0) if smoke else RetailReader(lines=512, seed=0)
+    )
+    batches = list(islice(reader, 8 if smoke else None))
     model = DLRM(reader.tables, 0)
-    intervals = 8 if quick else 50
+    intervals = 4 if smoke else 50
     return _trained(f"retail, d = 16, {optimizer}", model, optimizer, batches, intervals)
 
 
-def criteo_shaped(*, quick: bool) -> Source:
+def criteo_shaped(*, smoke: bool) -> Source:
     """A log of Criteo's shape in tables of at most 2^20 rows of 16 values, 24 intervals.
 
     Each interval has as many lines for a row of the tables as 2 % of the published log has for a
@@ -120,8 +122,8 @@ def criteo_shaped(*, quick: bool) -> Source:
     examples_on_path()
     from criteo import CriteoShapeReader
 
-    intervals, lines = (6, 4096) if quick else (24, 16_384)
-    reader = CriteoShapeReader(lines=lines, rows=1 << (14 if quick else 20))
+    intervals, lines = (6, 512) if smoke else (24, 16_384)
+    reader = CriteoShapeReader(lines=lines, rows=1 << (10 if smoke else 20))
     rows = sum(reader.tables.values())
     each = max(1, round(0.02 * 45_840_617 * rows / 33_762_577 / lines))
     model = CriteoDLRM(reader.tables)
@@ -129,7 +131,9 @@ def criteo_shaped(*, quick: bool) -> Source:
         torch.nn.init.normal_(weight, std=len(weight) ** -0.5)
     batches = (reader.batch(number) for number in range(intervals * each))
     name = f"Criteo's shape, {rows / 1e6:.1f} M x 16, row-wise Adagrad"
-    return _trained(name, model, "row-wise Adagrad", batches, intervals, each=each, train=20)
+    return _trained(
+        name, model, "row-wise Adagrad", batches, intervals, each=each, train=2 if smoke else 20
+    )
 
 
 def _trained(

@@ -27,7 +27,24 @@ from recpoint.format.manifest import TableSpec
 from recpoint.trainer_plugin.policy import Policy
 from recpoint.trainer_plugin.settings import FixedBits
 
-__all__ = ["Counted", "count", "run"]
+__all__ = ["KEYS", "Counted", "count", "run"]
+
+_SUFFIXES = ("", "_retail", "_retail_adagrad", "_criteo")
+KEYS = tuple(
+    f"{figure}_x_{bits}bit{suffix}{of}"
+    for suffix in _SUFFIXES
+    for bits in (2, 8)
+    for figure, of in (
+        ("bandwidth", ""),
+        ("capacity", ""),
+        ("capacity", "_at_commit"),
+        ("bandwidth", "_merging_counted"),
+        ("bandwidth", "_all"),
+        ("bandwidth", "_intermittent"),
+        ("capacity", "_intermittent"),
+        ("capacity", "_intermittent_at_commit"),
+    )
+)
 
 
 class Plan(NamedTuple):
@@ -79,7 +96,7 @@ class Counted(NamedTuple):
         return self.full_fp32 / max(taken.there for taken in self.taken)
 
 
-def run(*, quick: bool, plot: bool = False) -> Report:
+def run(*, smoke: bool, plot: bool = False) -> Report:
     """Count all plans in all widths on all sources.
 
     Means are over all checkpoints of a run, the first full included; capacity is what has to be
@@ -100,14 +117,14 @@ def run(*, quick: bool, plot: bool = False) -> Report:
         ),
     )  # fmt: skip
     rounded = partial(byte_sources.retail, optimizer="Adagrad, state_bits=16")
-    sources: list[tuple[str, Callable[..., Source]]] = [
-        ("", byte_sources.fleet),
-        ("_retail", byte_sources.retail),
-        ("_retail_adagrad", rounded),
-        ("_criteo", byte_sources.criteo_shaped),
+    sources: list[Callable[..., Source]] = [
+        byte_sources.fleet,
+        byte_sources.retail,
+        rounded,
+        byte_sources.criteo_shaped,
     ]
-    for suffix, new_source in sources:
-        source = new_source(quick=quick)
+    for suffix, new_source in zip(_SUFFIXES, sources, strict=True):
+        source = new_source(smoke=smoke)
         counted = count(source)
         print(f"counted: {source.name}", file=sys.stderr, flush=True)
         _rows(report, source, counted)

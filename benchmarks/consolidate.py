@@ -10,7 +10,6 @@ full restores to the bits of the chain, state included (`bit_identical`).
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.report import Report, median_ratio
+from benchmarks.report import Report, ratio
 from benchmarks.workload import ROOT, StagedRun, Tables, scratch, staged_run
 from recpoint.catalog.consolidation.consolidate import Consolidated, consolidate
 from recpoint.catalog.consolidation.consolidate_choice import newest_checkpoint
@@ -32,7 +31,15 @@ from recpoint.format.naming import attempt_prefix
 from recpoint.format.state_tree import flatten
 from recpoint.testing.seaweed import SeaweedServer
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
+
+KEYS = (
+    "vs_rewrite",
+    "bit_identical",
+    "peak_extra_mb",
+    "restore_before_vs_full",
+    "restore_after_vs_full",
+)
 
 _DIM = 16
 _BITS: Literal[4] = 4
@@ -63,10 +70,10 @@ print(resident("VmHWM") - before)
 """
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
-    rows, rounds = (100_000, 2) if quick else (2_000_000, 5)
+    rows, rounds = (5_000, 1) if smoke else (2_000_000, 5)
     model = Tables(count=2, rows=rows, dim=_DIM)
     optimizers = model.optimizers(state=True)
     report = Report(name="consolidate", columns=("what", "MB read", "MB written", "s"))
@@ -141,13 +148,13 @@ def _measure(
     merged = _restored(url)
     if merged.manifest is None or merged.manifest.kind != "full":
         raise RuntimeError("what was restored is not the consolidated full")
-    report.figures = {
-        "vs_rewrite": median_ratio(merges, rewrites),
-        "bit_identical": float(_same_bits(chain, merged)),
-        "peak_extra_mb": peak_bytes / 1e6,
-        "restore_before_vs_full": median_ratio(before, fulls),
-        "restore_after_vs_full": median_ratio(after, fulls),
-    }
+    if not _same_bits(chain, merged):
+        raise RuntimeError("the consolidated full does not restore to the bits of the chain")
+    report.put("vs_rewrite", ratio(merges, rewrites))
+    report.figures["bit_identical"] = 1.0
+    report.figures["peak_extra_mb"] = peak_bytes / 1e6
+    report.put("restore_before_vs_full", ratio(before, fulls))
+    report.put("restore_after_vs_full", ratio(after, fulls))
     read, written = plan.read_bytes / 1e6, done.written_bytes / 1e6
     for what, megabytes, out, seconds in (
         ("consolidation", read, written, merges),
@@ -157,7 +164,7 @@ def _measure(
         ("restore of it, after", written, 0.0, after),
         ("restore of a full of the same state", written, 0.0, fulls),
     ):
-        report.rows.append((what, megabytes, out, statistics.median(seconds)))
+        report.rows.append((what, megabytes, out, report.timed(what, seconds)))
     report.notes.append("vs_rewrite: seconds of the consolidation over restore and persist")
 
 

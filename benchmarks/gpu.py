@@ -15,7 +15,6 @@ import itertools
 import json
 import platform
 import re
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,9 +28,12 @@ from torch import Tensor
 
 from benchmarks.gpu_correctness import check
 from benchmarks.gpu_kernels import load
-from benchmarks.report import Report, commit
+from benchmarks.machine import commit
+from benchmarks.report import Report, Spread, spread_of
 
-__all__ = ["record", "run"]
+__all__ = ["KEYS", "record", "run"]
+
+KEYS = ("mark_2m_us", "gather_vs_copy", "fused4_vs_copy")
 
 _RESULTS: Final = Path(__file__).with_name("results")
 _TABLES: Final = 26
@@ -54,8 +56,8 @@ class _Bench:
 
     def device_seconds(
         self, call: Callable[[], object], before: Callable[[], object] | None = None
-    ) -> float:
-        """Median time on the device; `before` puts back what the call changes."""
+    ) -> list[float]:
+        """Times on the device; `before` puts back what the call changes."""
         times: list[float] = []
         for number in range(3 + self.rounds):
             if before is not None:
@@ -68,11 +70,11 @@ class _Bench:
             torch.cuda.synchronize()
             if number >= 3:  # before: compiling, and buffers that are there from then on
                 times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times)
+        return times
 
-    def wall_seconds(self, call: Callable[[], object], *, wait: bool = True) -> float:
-        """Median time on the wall; without `wait`, only until the call returns."""
-        times = []
+    def wall_seconds(self, call: Callable[[], object], *, wait: bool = True) -> list[float]:
+        """Times on the wall; without `wait`, only until the call returns."""
+        times: list[float] = []
         for number in range(3 + self.rounds):
             torch.cuda.synchronize()
             start = perf_counter()
@@ -82,32 +84,48 @@ class _Bench:
             if number >= 3:
                 times.append(perf_counter() - start)
         torch.cuda.synchronize()
-        return statistics.median(times)
+        return times
 
-    def row(self, name: str, seconds: float, traffic_bytes: int, ceiling: float) -> float:
-        """Add a row; the share of the ceiling, in bytes a second, that the traffic reached."""
-        share = traffic_bytes / seconds / ceiling
+    def row(
+        self, name: str, times: list[float], traffic_bytes: int, ceiling: float | None
+    ) -> Spread:
+        """Add a row; the share of the ceiling, in bytes a second, that the traffic reached.
+
+        `ceiling`: None: what the traffic itself reached, in the median.
+        """
+        seconds = self.report.timed(name, times)
+        ceiling = ceiling or traffic_bytes / seconds
+        shares = spread_of([traffic_bytes / one / ceiling for one in times])
+        shares = shares._replace(median=traffic_bytes / seconds / ceiling)
         gigabytes = traffic_bytes / seconds / 1e9
-        self.report.rows.append((name, 1e6 * seconds, traffic_bytes / 1e6, gigabytes, share))
-        return share
+        self.report.rows.append(
+            (name, 1e6 * seconds, traffic_bytes / 1e6, gigabytes, shares.median)
+        )
+        return shares
+
+    def row_of_time(self, name: str, times: list[float]) -> None:
+        """Add a row of something that has no ceiling."""
+        seconds = self.report.timed(name, times)
+        self.report.rows.append((name, 1e6 * seconds, "-", "-", "-"))
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it, or say that there is no GPU."""
     report = Report(name="gpu", columns=("what", "µs", "MB moved", "GB/s", "share of copy"))
     if not torch.cuda.is_available():
         report.rows.append(("not run: no CUDA device", "-", "-", "-", "-"))
+        report.leave_out(KEYS, "no CUDA device")
         return report
     device = torch.device("cuda")
-    compared = check(device, rows=20_000 if quick else 60_000, seed=torch.seed() % 2**31)
+    compared = check(device, rows=2_000 if smoke else 60_000, seed=torch.seed() % 2**31)
     without = "" if "row_set" in load() else "; row_set is left out: zstandard is not installed"
     report.notes.append(f"{compared} results equal those of the references, bit for bit{without}")
     free_bytes = torch.cuda.mem_get_info(device)[0]
-    table_bytes = min((2 if quick else 16) << 30, free_bytes // 3)
+    table_bytes = min(1 << (28 if smoke else 34), free_bytes // 3)
     bench = _Bench(
         device=device,
         kernels=load(),
-        rounds=15 if quick else 40,
+        rounds=3 if smoke else 40,
         rows=table_bytes // (_TABLES * 4 * (_DIM + 1)),
         report=report,
     )
@@ -115,7 +133,8 @@ def run(*, quick: bool) -> Report:
     _marks(bench)
     _collects(bench)
     _tables(bench, copy)
-    report.notes.append(record(report, device))
+    if not smoke:
+        report.notes.append(record(report, device))
     return report
 
 
@@ -124,9 +143,9 @@ def _ceiling(bench: _Bench) -> float:
     size = min(1 << 30, torch.cuda.mem_get_info(bench.device)[0] // 8)
     source = torch.ones(size, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    seconds = bench.device_seconds(partial(target.copy_, source))
-    bench.row("copy on the device", seconds, 2 * size, 2 * size / seconds)
-    return 2 * size / seconds
+    name = "copy on the device"
+    bench.row(name, bench.device_seconds(partial(target.copy_, source)), 2 * size, None)
+    return 2 * size / bench.report.times[name].median
 
 
 def _batches(bench: _Bench, *, skewed: bool) -> list[list[Tensor]]:
@@ -146,7 +165,7 @@ def _marks(bench: _Bench) -> None:
     words = (bench.rows + 31) // 32
     bitmaps = list(torch.zeros(_TABLES, words, dtype=torch.int32, device=bench.device).unbind())
     rows = [bench.rows] * _TABLES
-    slowest = 0.0
+    slowest: list[Spread] = []
     for skewed in (False, True):
         batches = _batches(bench, skewed=skewed)
         turns = itertools.cycle(batches)
@@ -162,12 +181,12 @@ def _marks(bench: _Bench) -> None:
             mark()
         name = f"mark 2 M ids of {_TABLES} tables, {'skewed' if skewed else 'uniform'}"
         clean, again = bench.device_seconds(mark, clear), bench.device_seconds(mark)
-        slowest = max(slowest, clean)
-        bench.report.rows.append((f"{name}, clean bitmaps", 1e6 * clean, "-", "-", "-"))
-        bench.report.rows.append((f"{name}, marked before", 1e6 * again, "-", "-", "-"))
+        slowest.append(spread_of([1e6 * seconds for seconds in clean]))
+        bench.row_of_time(f"{name}, clean bitmaps", clean)
+        bench.row_of_time(f"{name}, marked before", again)
         host = bench.wall_seconds(mark, wait=False)
-        bench.report.rows.append((f"{name}, until the call returns", 1e6 * host, "-", "-", "-"))
-    bench.report.figures["mark_2m_us"] = 1e6 * slowest
+        bench.row_of_time(f"{name}, until the call returns", host)
+    bench.report.put("mark_2m_us", max(slowest))
 
 
 def _collects(bench: _Bench) -> None:
@@ -177,7 +196,7 @@ def _collects(bench: _Bench) -> None:
         bitmaps = [_dirty(bench, share) for _ in range(_TABLES)]
         seconds = bench.wall_seconds(partial(dirty_bitmap.collect_many, bitmaps, rows=rows))
         name = f"collect {sum(rows) / 1e6:.0f} M rows, {100 * share:.0f} % dirty, with its wait"
-        bench.report.rows.append((name, 1e6 * seconds, "-", "-", "-"))
+        bench.row_of_time(name, seconds)
 
 
 def _dirty(bench: _Bench, share: float) -> Tensor:
@@ -212,10 +231,10 @@ def _gathers(
     gather_many = bench.kernels["row_gather"].triton.gather_many
     count = sum(some.numel() for some in ids)
 
-    def measure(name: str, sources: list[Tensor], chosen: list[Tensor], out: Tensor) -> float:
+    def measure(name: str, sources: list[Tensor], chosen: list[Tensor], out: Tensor) -> None:
         outs = list(out.split([some.numel() for some in chosen]))
         seconds = bench.device_seconds(lambda: gather_many(sources, chosen, outs))
-        return bench.row(name, seconds, 2 * out.nbytes + 8 * out.shape[0], copy)
+        bench.row(name, seconds, 2 * out.nbytes + 8 * out.shape[0], copy)
 
     values = torch.empty(count, _DIM, device=bench.device)
     of_states = torch.empty(count, device=bench.device)
@@ -226,9 +245,8 @@ def _gathers(
     outs += of_states.split([some.numel() for some in ids])
     seconds = bench.device_seconds(lambda: gather_many([*tables, *states], [*ids, *ids], outs))
     traffic = 2 * (values.nbytes + of_states.nbytes) + 16 * count
-    bench.report.figures["gather_vs_copy"] = bench.row(
-        "gather rows and states in one launch", seconds, traffic, copy
-    )
+    name = "gather rows and states in one launch"
+    bench.report.put("gather_vs_copy", bench.row(name, seconds, traffic, copy))
     for dim in (8, 16, 128):
         # The same memory as tables of another width, and rows as many as fill it alike.
         width = [table.view(-1, dim) for table in tables]
@@ -255,7 +273,7 @@ def _quantizers(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
         name = f"gather, quantize and pack, {method.name}, {bits} bits"
         share = bench.row(name, seconds, traffic, copy)
         if (method, bits) == (ASYMMETRIC, 4):
-            bench.report.figures["fused4_vs_copy"] = share
+            bench.report.put("fused4_vs_copy", share)
     rows = table[: min(n, len(table))]
     for bits in (2, 3, 4, 8):
         call = partial(quantize.quantize_packed, rows, bits, half_parameters=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class Task:
     Attributes:
         name: for the table.
         build: a new model; its parameters are drawn from torch's generator.
-        batches: the training batches of a seed, in their order in time.
+        batches: the training batches of a seed, in their order in time; kept for the newest seed.
         test: one batch that holds the whole test set: what comes after the training batches.
     """
 
@@ -98,10 +99,16 @@ class Learned(NamedTuple):
     optimizers: list[torch.optim.Optimizer]
 
 
-def retail(*, dim: int, quick: bool) -> Task:
+def retail(
+    *, dim: int, batches: int | None = None, tests: int | None = None, rows: int = 1 << 18
+) -> Task:
     """The bundled purchases, 1,024 samples a batch, in the order of time.
 
-    Two fifths of the log are trained on, the fifth after them is the test set: every other batch.
+    Args:
+        dim: values of an embedding row.
+        batches: how many are trained on; None: two fifths of the log.
+        tests: of how many batches every other one is in the test set; None: of the fifth after.
+        rows: most rows of one table.
     """
     examples_on_path()
     from batches import Batch
@@ -109,34 +116,34 @@ def retail(*, dim: int, quick: bool) -> Task:
     from train_dlrm import DLRM
 
     def reader(seed: int, first: int) -> Any:
-        found = RetailReader(lines=512, rows=1 << 18, seed=seed)
+        found = RetailReader(lines=512, rows=rows, seed=seed)
         found.load_state_dict({**found.state_dict(), "lines_done": first * 512})
         return found
 
     total = reader(0, 0).total_batches
     first, tested = 2 * total // 5, 4 * total // 5
-    trained = 50 if quick else tested - first
+    trained = tested - first if batches is None else batches
     late = reader(_TEST_SEED, tested)
     tables = late.tables
-    test = [Batch(*parts) for parts in islice(late, 0, 20 if quick else None, 2)]
+    test = [Batch(*parts) for parts in islice(late, 0, tests, 2)]
     return Task(
         name=f"retail, d = {dim}",
         build=lambda: DLRM(tables, 0, dim=dim),
-        batches=lambda seed: list(islice(reader(seed, first), trained)),
+        batches=lru_cache(maxsize=1)(lambda seed: list(islice(reader(seed, first), trained))),
         test=Batch(*(torch.cat(column) for column in zip(*test, strict=True))),
     )
 
 
-def criteo_shaped(*, quick: bool) -> Task:
+def criteo_shaped(*, smoke: bool) -> Task:
     """A log of Criteo's shape and the DLRM published for it, 1,024 samples a batch."""
     examples_on_path()
     from batches import Batch
     from criteo import CriteoShapeReader
 
-    trained, tested = (30, 10) if quick else (300, 100)
+    trained, tested, rows = (4, 2, 1 << 10) if smoke else (300, 100, 1 << 18)
 
     def reader(seed: int) -> Any:
-        return CriteoShapeReader(lines=1024, rows=1 << 18, batches=trained + tested, seed=seed)
+        return CriteoShapeReader(lines=1024, rows=rows, batches=trained + tested, seed=seed)
 
     def build() -> CriteoDLRM:
         model = CriteoDLRM(tables)
@@ -150,7 +157,7 @@ def criteo_shaped(*, quick: bool) -> Task:
     return Task(
         name="Criteo's shape, d = 16",
         build=build,
-        batches=lambda seed: list(islice(reader(seed), trained)),
+        batches=lru_cache(maxsize=1)(lambda seed: list(islice(reader(seed), trained))),
         test=Batch(*(torch.cat(column) for column in zip(*test, strict=True))),
     )
 

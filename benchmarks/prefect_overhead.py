@@ -25,22 +25,30 @@ from pathlib import Path
 from time import perf_counter, process_time, sleep
 from typing import Any, NamedTuple
 
-from benchmarks.report import Report
+from benchmarks.report import Report, Spread, spread_of
 from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
 from recpoint import kernels
 from recpoint.catalog.persisting.persist import persist_job
 from recpoint.catalog.staging.staged import read_job
 from recpoint.testing.seaweed import SeaweedServer
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
+
+KEYS = (
+    "prefect_share",
+    "prefect_waiting_share",
+    "prefect_waiting_seconds",
+    "prefect_cpu_seconds",
+    "prefect_share_until_answered",
+)
 
 _DIM = 64
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it."""
-    size_bytes = (128 if quick else 1024) << 20
-    rounds = 3 if quick else 15
+    mebibytes, rounds = (4, 1) if smoke else (1024, 15)
+    size_bytes = mebibytes << 20
     kernels.warm_up()
     with (
         scratch(in_memory=False) as disk,
@@ -154,21 +162,26 @@ def _compare(tracked: StagedRun, flow: Callable[[str], object], rounds: int) -> 
     }
     bare, with_flow = median.values()
     more, answered_later, added = (
-        statistics.median([flow[i] - alone[i] for alone, flow in zip(*calls.values(), strict=True)])
-        for i in range(3)
+        [flow[i] - alone[i] for alone, flow in zip(*calls.values(), strict=True)] for i in range(3)
     )
-    return Report(
+    report = Report(
         name="prefect_overhead",
         columns=("1 persist", "staged MB", "s", "s until answered", "s idle", "s of CPU"),
         rows=[(name, staged_bytes / 1e6, *call) for name, call in median.items()],
-        figures={
-            "prefect_share": more / with_flow.whole,
-            "prefect_waiting_share": added / with_flow.whole,
-            "prefect_waiting_seconds": added,
-            "prefect_cpu_seconds": with_flow.cpu - bare.cpu,
-            "prefect_share_until_answered": answered_later / with_flow.answered,
-        },
     )
+    for name, found in calls.items():
+        report.timed(name, [call.whole for call in found])
+        report.timed(f"{name}, until answered", [call.answered for call in found])
+    report.put("prefect_share", _over(more, with_flow.whole))
+    report.put("prefect_waiting_share", _over(added, with_flow.whole))
+    report.put("prefect_waiting_seconds", spread_of(added))
+    report.figures["prefect_cpu_seconds"] = with_flow.cpu - bare.cpu
+    report.put("prefect_share_until_answered", _over(answered_later, with_flow.answered))
+    return report
+
+
+def _over(differences: list[float], whole: float) -> Spread:
+    return spread_of([difference / whole for difference in differences])
 
 
 def _time(way: Callable[[Path], object], job_file: Path, at_work: _AtWork) -> _Call:

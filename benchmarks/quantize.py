@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.exhaustive_quantizer import least_error
-from benchmarks.report import Report, alternate, median_ratio
+from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.trained_rows import trained_rows
 from recpoint.kernels.quantize import (
     ASYMMETRIC,
@@ -34,7 +34,19 @@ from recpoint.kernels.quantize import (
     reference,
 )
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
+
+KEYS = (
+    "error_vs_torch_4bit",
+    "error_vs_torch_2bit",
+    "error_vs_torch_2bit_any_dim",
+    "least_vs_torch_2bit_any_dim",
+    "error_vs_exhaustive",
+    "speedup_vs_torch_4bit",
+    "speedup_vs_torch_2bit",
+    "byte_vs_torch",
+    "plain4_vs_fbgemm",
+)
 
 #: FBGEMM is a peer to measure against and no dependency; its own would bring another torch.
 INSTALL = "pip install --no-deps fbgemm-gpu-cpu==1.8.0"
@@ -53,7 +65,7 @@ GREEDY = {
 Inputs = dict[tuple[str, int], Tensor]
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Errors on every input set, then speeds, then the paper's table of schemes and widths.
 
     `error_vs_torch_2bit` is the worst of all sets of 64 values a row and more; of all sets it is
@@ -62,15 +74,15 @@ def run(*, quick: bool) -> Report:
     of row. torch takes rows of even length only, 2 bits of a multiple of four.
     """
     _keep_memory()
-    inputs = _inputs(quick)
-    _gate(inputs)
+    inputs = _inputs(smoke)
+    _gate(inputs, 4 if smoke else 20)
     report = Report(
         name="quantize",
         columns=("rows", "dim", "bits", "error", "vs plain", "vs torch", "vs exhaustive"),
     )
-    _errors(report, inputs, 60 if quick else 200)
-    _speeds(report, quick)
-    _schemes(report, inputs, 100 if quick else 400)
+    _errors(report, inputs, 8 if smoke else 200)
+    _speeds(report, smoke)
+    _schemes(report, inputs, 20 if smoke else 400)
     return report
 
 
@@ -83,11 +95,11 @@ def _keep_memory() -> None:
         library.mallopt(trim_threshold, 1 << 30)
 
 
-def _inputs(quick: bool) -> Inputs:
-    n = 4096
+def _inputs(smoke: bool) -> Inputs:
+    n = 256 if smoke else 4096
     found: Inputs = {}
     for dim in (16, 64):
-        found["trained", dim] = trained_rows(dim=dim, batches=30 if quick else 120, rows=n)
+        found["trained", dim] = trained_rows(dim=dim, batches=4 if smoke else 120, rows=n)
     torch.manual_seed(1)
     laplace, student = torch.distributions.Laplace(0.0, 0.05), torch.distributions.StudentT(3.0)
     for dim in DIMS:
@@ -97,13 +109,13 @@ def _inputs(quick: bool) -> Inputs:
     return found
 
 
-def _gate(inputs: Inputs) -> None:
-    """Every method, fast and by the reference, on the same rows: the same bytes."""
+def _gate(inputs: Inputs, count: int) -> None:
+    """Every method, fast and by the reference, on the same `count` rows: the same bytes."""
     for (name, dim), rows in inputs.items():
         for bits in (2, 3, 4, 8):
             for method in (SYMMETRIC, ASYMMETRIC, default_method(bits), GREEDY[bits]):
                 found, expected = (
-                    kernel(rows[:20], bits, method) for kernel in (quantize_packed, reference_of)
+                    kernel(rows[:count], bits, method) for kernel in (quantize_packed, reference_of)
                 )
                 for left, right in zip(found, expected, strict=True):
                     if not torch.equal(left, right):
@@ -169,13 +181,13 @@ def _errors(report: Report, inputs: Inputs, count: int) -> None:
     }
 
 
-def _speeds(report: Report, quick: bool) -> None:
-    rounds = 3 if quick else 7
+def _speeds(report: Report, smoke: bool) -> None:
+    rounds, values = (2, 1 << 15) if smoke else (7, 1 << 19)
     for bits in (4, 2):
-        ratios = {}
+        ratios: dict[int, Spread] = {}
         for dim in (8, 16, 64, 128):
             # Enough for our threads to share, and a second for all rounds of the other.
-            rows = 0.05 * torch.randn((1 << 19) // dim, dim)
+            rows = 0.05 * torch.randn(values // dim, dim)
             method, theirs = default_method(bits), _torch_search(bits)
             quantize_packed(rows, bits, method)
             part = rows[: len(rows) // 8]
@@ -184,42 +196,49 @@ def _speeds(report: Report, quick: bool) -> None:
                 partial(theirs, part),
                 partial(quantize_packed, rows, bits, method),
             )
-            ratios[dim] = 8 * median_ratio(slow, fast)
-        report.figures[f"speedup_vs_torch_{bits}bit"] = min(ratios.values())
-        listed = ", ".join(f"{dim}: {ratio:.0f}x" for dim, ratio in ratios.items())
+            of_as_many = [8 * seconds for seconds in slow]
+            report.timed(f"{bits} bits, dim {dim}: torch's search", of_as_many)
+            report.timed(f"{bits} bits, dim {dim}: ours", fast)
+            ratios[dim] = ratio(of_as_many, fast)
+        report.put(f"speedup_vs_torch_{bits}bit", min(ratios.values()))
+        listed = ", ".join(f"{dim}: {found.median:.0f}x" for dim, found in ratios.items())
         report.notes.append(f"{bits} bits, speed over torch's search by values a row: {listed}")
-    _plain_speeds(report, 2 * rounds + 1)
+    _plain_speeds(report, 2 * rounds + 1, 4 * values)
 
 
-def _plain_speeds(report: Report, rounds: int) -> None:
+def _plain_speeds(report: Report, rounds: int, values: int) -> None:
     fbgemm = _fbgemm()
-    byte: dict[int, float] = {}
-    four: dict[int, float] = {}
+    byte: dict[int, Spread] = {}
+    four: dict[int, Spread] = {}
     for dim in (8, 16, 64, 128):
-        rows = torch.randn((1 << 21) // dim, dim)
+        rows = torch.randn(values // dim, dim)
         theirs, ours = alternate(
             rounds,
             partial(torch.ops.quantized.embedding_bag_byte_prepack, rows),
             partial(quantize_packed, rows, 8),
         )
-        byte[dim] = median_ratio(theirs[1:], ours[1:])
+        byte[dim] = ratio(theirs[1:], ours[1:])
+        report.timed(f"8 bits, dim {dim}: torch", theirs[1:])
+        report.timed(f"8 bits, dim {dim}: ours, plain", ours[1:])
         if fbgemm is not None:
             theirs, ours = alternate(
                 rounds,
                 partial(fbgemm, rows, 4),
                 partial(quantize_packed, rows, 4, half_parameters=True),
             )
-            four[dim] = median_ratio(theirs[1:], ours[1:])
+            four[dim] = ratio(theirs[1:], ours[1:])
+            report.timed(f"4 bits, dim {dim}: FBGEMM", theirs[1:])
+            report.timed(f"4 bits, dim {dim}: ours, plain", ours[1:])
     for key, name, ratios in (
         ("byte_vs_torch", "8 bits, speed over embedding_bag_byte_prepack", byte),
         ("plain4_vs_fbgemm", "4 bits, speed over FBGEMM's SBHalf", four),
     ):
         if ratios:
-            report.figures[key] = min(ratios.values())
-            listed = ", ".join(f"{dim}: {ratio:.2f}x" for dim, ratio in ratios.items())
+            report.put(key, min(ratios.values()))
+            listed = ", ".join(f"{dim}: {found.median:.2f}x" for dim, found in ratios.items())
             report.notes.append(f"{name} by values a row: {listed}")
         else:
-            report.notes.append(f"{key}: not run, FBGEMM is not installed ({INSTALL})")
+            report.leave_out([key], f"FBGEMM is not installed: {INSTALL}")
 
 
 def _fbgemm() -> Callable[[Tensor, int], Tensor] | None:

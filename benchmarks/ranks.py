@@ -9,27 +9,33 @@ copies take turns, so that the stall of the whole cannot fall below that of one 
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.report import Report
+from benchmarks.report import Report, ratio, spread_of
 from recpoint import Checkpointer
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.staging import staged
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.cutter import Cut, Cutter
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
+
+_RANKS = (1, 2, 4)
+KEYS = (
+    *(f"{figure}_{ranks}" for ranks in _RANKS for figure in ("coordination_ms", "persist_seconds")),
+    "coordination_ms",
+    "stall_4_vs_1",
+)
 
 _DIM = 64
 _TABLES = 4
@@ -38,37 +44,37 @@ _DIRTY_SHARE = 0.26
 _PATIENCE_SECONDS = 600.0
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it."""
-    rows, checkpoints = (100_000, 5) if quick else (1_000_000, 9)
+    rows, checkpoints = (4_000, 3) if smoke else (1_000_000, 9)
     report = Report(
         name="ranks",
         columns=("ranks", "rows a rank", "stall ms", "own cut ms", "coordination ms", "persist s"),
     )
-    stalls: dict[int, float] = {}
-    for ranks in (1, 2, 4):
+    stalls: dict[int, list[float]] = {}
+    for ranks in _RANKS:
         found, persist_seconds = _job(ranks, rows, checkpoints)
-        each = [list(values) for values in zip(*(one["stalls_ms"] for one in found), strict=True)]
-        cuts = [max(values) for values in zip(*(one["cuts_ms"] for one in found), strict=True)]
-        stall = [max(values) for values in each]
-        # The first is a full.
-        stalls[ranks] = statistics.median(stall[1:])
-        between = [whole - own for whole, own in zip(stall[1:], cuts[1:], strict=True)]
-        coordination = statistics.median(between)
+        # The slowest rank of each; the first is a full.
+        stall = [max(v) for v in zip(*(one.stalls_ms for one in found), strict=True)][1:]
+        cuts = [max(v) for v in zip(*(one.cuts_ms for one in found), strict=True)][1:]
+        stalls[ranks] = stall
+        report.timed(f"stall, {ranks} ranks", [ms / 1e3 for ms in stall])
+        report.timed(f"own cut, {ranks} ranks", [ms / 1e3 for ms in cuts])
+        coordination = spread_of([whole - own for whole, own in zip(stall, cuts, strict=True)])
         report.rows.append(
             (
                 ranks,
                 rows // ranks,
-                stalls[ranks],
-                statistics.median(cuts[1:]),
-                coordination,
+                statistics.median(stall),
+                statistics.median(cuts),
+                coordination.median,
                 persist_seconds,
             )
         )
-        report.figures[f"coordination_ms_{ranks}"] = coordination
+        report.put(f"coordination_ms_{ranks}", coordination)
         report.figures[f"persist_seconds_{ranks}"] = persist_seconds
-    report.figures["coordination_ms"] = report.figures["coordination_ms_4"]
-    report.figures["stall_4_vs_1"] = stalls[4] / stalls[1]
+    report.put("coordination_ms", report.spreads["coordination_ms_4"])
+    report.put("stall_4_vs_1", ratio(stalls[4], stalls[1]))
     report.notes.append(
         f"{rows:,} rows of {_DIM} F32 values over all ranks, {_DIRTY_SHARE:.0%} of them dirty; "
         "medians of increments; persist: of the full, one agent's work after another"
@@ -76,24 +82,36 @@ def run(*, quick: bool) -> Report:
     return report
 
 
-def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[dict[str, Any]], float]:
+class _Milliseconds(NamedTuple):
+    """Of each checkpoint of a rank: the whole stall, and its own cut in it."""
+
+    stalls_ms: list[float]
+    cuts_ms: list[float]
+
+
+def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], float]:
     """What each rank measured, and seconds that agents need for the full of all ranks."""
+    # Forked from a process that has imported all this once: seven imports take half a minute.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.ranks"])
     with tempfile.TemporaryDirectory(prefix="recpoint-ranks-") as name:
         folder = Path(name)
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.ranks", name, *map(str, (rank, ranks, rows))]
-                + [str(checkpoints)],
-                stdout=subprocess.PIPE,
-            )
-            for rank in range(ranks)
+            context.Process(target=_rank, args=(folder, rank, ranks, rows, checkpoints, there))
+            for rank, (_, there) in enumerate(pipes)
         ]
-        found = []
-        for process in processes:
-            out, _ = process.communicate(timeout=_PATIENCE_SECONDS)
-            if process.returncode:
-                raise RuntimeError(f"a rank ended with {process.returncode}")
-            found.append(json.loads(out.splitlines()[-1]))
+        for process, (_, there) in zip(processes, pipes, strict=True):
+            process.start()
+            there.close()  # so that `recv` ends where the rank does
+        found: list[_Milliseconds] = []
+        for process, (here, _) in zip(processes, pipes, strict=True):
+            try:
+                found.append(_Milliseconds(*here.recv()))
+            except EOFError:
+                process.join()
+                raise RuntimeError(f"a rank ended with {process.exitcode}") from None
+            process.join(_PATIENCE_SECONDS)
         (run,) = staged.run_directories(folder / "staging")
         fulls = [path for path in staged.staged_jobs(run) if staged.read_job(path).kind == "full"]
         started = time.perf_counter()
@@ -105,7 +123,9 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[dict[str, Any]],
         return found, time.perf_counter() - started
 
 
-def _rank(folder: Path, rank: int, ranks: int, rows: int, checkpoints: int) -> None:
+def _rank(
+    folder: Path, rank: int, ranks: int, rows: int, checkpoints: int, there: Connection
+) -> None:
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group(
@@ -141,7 +161,7 @@ def _rank(folder: Path, rank: int, ranks: int, rows: int, checkpoints: int) -> N
             if not checkpointer.checkpoint():
                 raise RuntimeError(f"checkpoint {number} was not cut: {checkpointer.stats}")
         stalls_ms = list(checkpointer.stats.stalls_ms)[:checkpoints]
-    print(json.dumps({"stalls_ms": stalls_ms, "cuts_ms": cuts_ms[:checkpoints]}))
+    there.send((stalls_ms, cuts_ms[:checkpoints]))
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -160,7 +180,3 @@ def _measure_cuts() -> list[float]:
 
     setattr(Cutter, "cut", measured)  # noqa: B010
     return found
-
-
-if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), *map(int, sys.argv[2:]))

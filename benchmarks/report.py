@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine, a table for people, one JSON line last."""
+"""What every benchmark prints: the machine, tables for people, one JSON line last."""
 
 from __future__ import annotations
 
@@ -6,26 +6,92 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Report", "alternate", "commit", "print_report"]
+from benchmarks.machine import Busy, commit
+
+__all__ = [
+    "Report",
+    "Spread",
+    "alternate",
+    "as_json",
+    "print_report",
+    "ratio",
+    "seconds_text",
+    "spread_of",
+]
+
+
+class Spread(NamedTuple):
+    """A value that was measured in several rounds; the larger median is the larger one.
+
+    Attributes:
+        median: of the rounds; of a ratio: the ratio of both medians.
+        least: of any round.
+        most: of any round.
+        rounds: how many there were.
+    """
+
+    median: float
+    least: float
+    most: float
+    rounds: int
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """The spread of `values`, one a round."""
+    return Spread(statistics.median(values), min(values), max(values), len(values))
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
+    """Ratio of the medians, and the spread of the ratios of each round; both in equal rounds."""
+    each = [a / b for a, b in zip(over, under, strict=True)]
+    median = statistics.median(over) / statistics.median(under)
+    return Spread(median, min(each), max(each), len(each))
 
 
 @dataclass(kw_only=True)
 class Report:
-    """The result of one benchmark, measured in this run."""
+    """The result of one benchmark, measured in this run.
+
+    Attributes:
+        name: the benchmark's.
+        columns: headings of `rows`.
+        rows: the table for people.
+        figures: by key; keys are the same in every run.
+        spreads: of figures, by key.
+        times: seconds that were compared, by what took them.
+        not_run: keys of figures that this machine cannot measure, each with the reason.
+        notes: for people, below the tables.
+    """
 
     name: str
     columns: Sequence[str]
     rows: list[Sequence[object]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    times: dict[str, Spread] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def put(self, key: str, found: Spread) -> None:
+        """Set the figure `key`, with its spread."""
+        self.figures[key] = found.median
+        self.spreads[key] = found
+
+    def timed(self, what: str, seconds: Sequence[float]) -> float:
+        """Note the seconds of each round of `what`; their median."""
+        self.times[what] = spread_of(seconds)
+        return self.times[what].median
+
+    def leave_out(self, keys: Iterable[str], reason: str) -> None:
+        """Say that the figures `keys` were not measured, and why."""
+        self.not_run |= dict.fromkeys(keys, reason)
 
 
 def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]]:
@@ -39,33 +105,76 @@ def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]
     return seconds
 
 
-def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Ratio of medians."""
-    return statistics.median(over) / statistics.median(under)
+def print_report(report: Report, *, smoke: bool, busy: Busy | None) -> None:
+    """Print `report`; the last line is JSON.
 
-
-def print_report(report: Report) -> None:
-    """Print `report`; the last line is JSON."""
+    Args:
+        report: what was measured.
+        smoke: whether its sizes were too small for its figures to mean anything.
+        busy: how busy the machine was meanwhile.
+    """
     print(
         f"{report.name}: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, Python {platform.python_version()}, commit {commit()}"
     )
-    rows = [[_cell(value) for value in row] for row in report.rows]
-    try:
-        _print_table(list(report.columns), rows)
-    except ImportError:  # rich is missing on machines that only measure kernels
-        for row in [list(report.columns), *rows]:
-            print("  ".join(f"{cell:>20}" for cell in row))
+    _print_table(report.columns, [[_cell(value) for value in row] for row in report.rows])
+    measured: list[tuple[str, Spread, Callable[[float], str]]] = [
+        (what, spread, seconds_text) for what, spread in report.times.items()
+    ]
+    measured += [(key, spread, _cell) for key, spread in report.spreads.items()]
+    if measured:
+        _print_table(
+            ("spread over rounds", "rounds", "least", "median", "most"),
+            [
+                [name, str(s.rounds), *(text(value) for value in (s.least, s.median, s.most))]
+                for name, s, text in measured
+            ],
+        )
     for note in report.notes:
         print(note)
-    figures = {key: round(value, 5) for key, value in report.figures.items()}
-    print(json.dumps({"name": report.name, "figures": figures}), flush=True)
+    for key, reason in report.not_run.items():
+        print(f"{key}: not run: {reason}")
+    if smoke:
+        print("smoke: sizes are tiny, and figures mean nothing")
+    if busy is not None:
+        print(busy)
+    document = as_json(report, smoke=smoke, busy=busy)
+    print(json.dumps(document, allow_nan=False), flush=True)
 
 
-def _print_table(columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def as_json(report: Report, *, smoke: bool, busy: Busy | None) -> dict[str, Any]:
+    """What `print_report` prints as its last line; see there."""
+    return {
+        "name": report.name,
+        "smoke": smoke,
+        "figures": {key: round(value, 5) for key, value in report.figures.items()},
+        "spreads": {key: _rounded(spread) for key, spread in report.spreads.items()},
+        "times": {what: _rounded(spread) for what, spread in report.times.items()},
+        "not_run": report.not_run,
+        "busy": None if busy is None else busy.as_json(),
+    }
 
+
+def _rounded(spread: Spread) -> dict[str, float]:
+    return {k: float(f"{v:.5g}") for k, v in spread._asdict().items()} | {"rounds": spread.rounds}
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people, in a unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:,.4g} {unit}"
+    return f"{1e6 * seconds:,.4g} us"
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # on machines that only measure kernels
+        for row in [columns, *rows]:
+            print("  ".join(f"{cell:>20}" for cell in row))
+        return
     table = Table()
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
@@ -78,18 +187,3 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def commit() -> str:
-    """The commit that runs, with "-dirty" if something differs from it."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:  # no git here
-        return "unknown"
-    return done.stdout.strip() or "unknown"

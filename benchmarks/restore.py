@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from benchmarks.report import Report, alternate, median_ratio
+from benchmarks.report import Report, alternate, ratio
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint.catalog.restoring.reshard import PartsTarget, TablePart
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, TableTarget, restore
@@ -38,7 +37,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.testing.seaweed import SeaweedServer
 from recpoint.trainer_plugin.settings import FixedBits
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
 
 _DIM = 16
 _INCREMENTS = 8
@@ -59,6 +58,13 @@ _CASES = (
     _Case("chain8_4bit", "4 bits, 26 % dirty", 4, 0.26),
     _Case("chain8_2pct", "exact, 2 % dirty", "lossless", 0.02),
     _Case("chain8_1pct", "exact, 1 % dirty", "lossless", 0.01),
+)
+KEYS = (
+    *(f"{case.key}{of}" for case in _CASES for of in ("_vs_full", "_bytes_vs_full")),
+    "vs_torch_load",
+    "vs_dcp",
+    "quarter_bytes_vs_full",
+    "quarter_vs_full",
 )
 
 
@@ -82,11 +88,10 @@ class _InPlace:
         self.state = state
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
-    rows = 200_000 if quick else 2_000_000
-    rounds = 2 if quick else 5
+    rows, rounds = (8_000, 1) if smoke else (2_000_000, 5)
     model = Tables(count=2, rows=rows, dim=_DIM)
     optimizers = model.optimizers(state=True)
     report = Report(name="restore", columns=("from", "MB read", "s", "MB/s of state"))
@@ -111,7 +116,7 @@ def run(*, quick: bool) -> Report:
             shutil.rmtree(memory / "full")
     report.notes.append("vs_*: seconds of recpoint's full over the peer's; below 1 is faster")
     report.notes.append("*_bytes_vs_full: bytes read of the chain over those of the full")
-    report.notes.append("quarter_*: one of four ranks over one process; --quick: a chunk a table")
+    report.notes.append("quarter_*: one of four ranks over one process; --smoke: a chunk a table")
     return report
 
 
@@ -175,13 +180,13 @@ def _compare(
     state_mb = sum(value.nbytes for value in truth.values()) / 1e6
     read_mb = [reports[full].bytes_read / 1e6, reports[chain].bytes_read / 1e6, state_mb, state_mb]
     for name, megabytes, taken in zip(readers, read_mb, seconds, strict=False):
-        median = statistics.median(taken)
+        median = report.timed(name, taken)
         report.rows.append((name, megabytes, median, state_mb / median))
-    report.figures[f"{case.key}_vs_full"] = median_ratio(seconds[1], seconds[0])
+    report.put(f"{case.key}_vs_full", ratio(seconds[1], seconds[0]))
     report.figures[f"{case.key}_bytes_vs_full"] = read_mb[1] / read_mb[0]
     if peers is not None:
-        report.figures["vs_torch_load"] = median_ratio(seconds[0], seconds[2])
-        report.figures["vs_dcp"] = median_ratio(seconds[0], seconds[3])
+        report.put("vs_torch_load", ratio(seconds[0], seconds[2]))
+        report.put("vs_dcp", ratio(seconds[0], seconds[3]))
         _check_memory_target(full, saved)
 
 
@@ -216,16 +221,12 @@ def _compare_quarters(
                     raise RuntimeError(f"rows from {first} of {part.table} differ in {key}")
     whole = read(0, rows)[1].bytes_read
     seconds = alternate(rounds, lambda: read(quarter, quarter), lambda: read(0, rows))
-    report.rows.append(
-        (
-            "a full, one of four ranks",
-            max(shares) / 1e6,
-            statistics.median(seconds[0]),
-            sum(value.nbytes for value in saved.values()) / 4e6 / statistics.median(seconds[0]),
-        )
-    )
+    name = "a full, one of four ranks"
+    median = report.timed(name, seconds[0])
+    state_mb = sum(value.nbytes for value in saved.values()) / 4e6
+    report.rows.append((name, max(shares) / 1e6, median, state_mb / median))
     report.figures["quarter_bytes_vs_full"] = max(shares) / whole
-    report.figures["quarter_vs_full"] = median_ratio(seconds[0], seconds[1])
+    report.put("quarter_vs_full", ratio(seconds[0], seconds[1]))
 
 
 def _peers(

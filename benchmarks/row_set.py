@@ -10,7 +10,6 @@ told the density, the ranks or the number of draws cannot reach it.
 from __future__ import annotations
 
 import importlib
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +22,9 @@ from benchmarks.report import Report, alternate
 from recpoint.kernels import row_set
 from recpoint.kernels.row_set import cpu, reference
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
+
+KEYS = ("vs_entropy_26pct", "bytes_per_id_1pct", "vs_smallest_coding")
 
 _DENSITIES = (0.001, 0.01, 0.1, 0.26)
 _RUN = 16
@@ -48,9 +49,9 @@ class _Peer:
     decode: Callable[[bytes], np.ndarray[Any, Any]]
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it."""
-    count, rounds = (100_000, 5) if quick else (800_000, 9)
+    count, rounds = (10_000, 3) if smoke else (800_000, 9)
     _gate()
     peers = {"roaring": _roaring(), "parquet": _parquet()}
     report = Report(
@@ -71,7 +72,7 @@ def run(*, quick: bool) -> Report:
         coded = row_set.encode(given.ids)
         ours = _bytes(coded) / given.ids.numel()
         over = ours / given.bound if given.bound else 1.0
-        figures = _measured(given, peers, rounds)
+        figures = _measured(report, given, peers, rounds)
         report.rows.append(
             (given.name, given.ids.numel(), coded.coding, given.bound, ours, over, *figures)
         )
@@ -118,7 +119,9 @@ def _regret(given: _Set, coded: row_set.RowSet) -> float:
     return len(coded.payload) / min(sizes)
 
 
-def _measured(given: _Set, peers: dict[str, _Peer | None], rounds: int) -> list[object]:
+def _measured(
+    report: Report, given: _Set, peers: dict[str, _Peer | None], rounds: int
+) -> list[object]:
     """Our speeds, then size and speeds of each peer, all called in turn."""
     count, array = given.ids.numel(), given.ids.numpy()
     coded = row_set.encode(given.ids)
@@ -126,6 +129,7 @@ def _measured(given: _Set, peers: dict[str, _Peer | None], rounds: int) -> list[
         lambda: row_set.encode(given.ids),
         lambda: row_set.decode(*coded, count=count, rows=given.rows),
     ]
+    coders = ["ours"]
     sizes: list[float | None] = []
     for peer in peers.values():
         if peer is None:
@@ -135,9 +139,14 @@ def _measured(given: _Set, peers: dict[str, _Peer | None], rounds: int) -> list[
         if not np.array_equal(peer.decode(data), array):
             raise AssertionError(f"{peer.name}: other ids came back")
         sizes.append(len(data) / count)
+        coders.append(peer.name)
         calls += [_bound(peer.encode, array), _bound(peer.decode, data)]
     seconds = alternate(rounds + 1, *calls)
-    speeds = [count / statistics.median(taken[1:]) / 1e6 for taken in seconds]
+    names = [f"{given.name}, {coder} {does}" for coder in coders for does in ("encodes", "decodes")]
+    speeds = [
+        count / report.timed(name, taken[1:]) / 1e6
+        for name, taken in zip(names, seconds, strict=True)
+    ]
     both = iter([f"{a:.0f} / {b:.0f}" for a, b in zip(speeds[::2], speeds[1::2], strict=True)])
     cells: list[object] = [next(both)]
     for size in sizes:

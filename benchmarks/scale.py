@@ -10,6 +10,7 @@ arithmetic, `fleet_model.py`.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from recpoint.testing.seaweed import SeaweedServer
 from recpoint.trainer_plugin.policy import Policy
 from recpoint.trainer_plugin.settings import FixedBits
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
 
 _DIM = PAPER_FLEET.dim
 _IN_FLIGHT = 4
@@ -44,6 +45,23 @@ _WIDTHS: tuple[FixedBits, ...] = ("lossless", 8, 4, 2)
 _TERABYTES = (1, 2, 4, 8)
 #: A host of the fleet as this machine, and one that is worth as much for each of its 8 GPUs.
 _MACHINES = (1, 8)
+KEYS = (
+    *(
+        f"{figure}_x{machines}"
+        for machines in _MACHINES
+        for figure in (
+            "stall_s_8tb",
+            "persist_s_8tb_4bit",
+            "restore_s_8tb_4bit",
+            "shortest_min_8tb_4bit",
+        )
+    ),
+    "coordination_s_128",
+    "host_memory_gb_8tb",
+    "largest_tb_by_memory",
+    "largest_tb_by_manifest_lossless",
+    "largest_tb_by_manifest_4",
+)
 
 
 class _Plan(NamedTuple):
@@ -60,9 +78,8 @@ _PLANS = (
 _SHORTEST_MINUTES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 720)
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure the rates, print them as notes, and simulate."""
-    rates = _measure(rows=100_000 if quick else 1_000_000, rounds=2 if quick else 3)
     report = Report(
         name="scale",
         columns=(
@@ -70,6 +87,8 @@ def run(*, quick: bool) -> Report:
             "kept x", "read s", "mem GB", "limit", "then",
         ),
     )  # fmt: skip
+    rows, rounds = (4_000, 1) if smoke else (1_000_000, 3)
+    rates = _measure(report, rows=rows, rounds=rounds)
     for machines in _MACHINES:
         for terabytes in _TERABYTES:
             for bits in _WIDTHS:
@@ -78,7 +97,13 @@ def run(*, quick: bool) -> Report:
             report.rows.append(_row(rates, 8, 4, plan, 30, machines))
         for minutes in (5, 120):
             report.rows.append(_row(rates, 8, 4, _PLANS[0], minutes, machines))
-    report.figures = _figures(rates)
+    figures = _figures(rates)
+    for key in [key for key, value in figures.items() if math.isnan(value)]:
+        del figures[key]
+        report.leave_out(
+            [key], f"none of the intervals up to {_SHORTEST_MINUTES[-1]} min is enough"
+        )
+    report.figures = figures
     report.notes += _measured(rates) + _explained()
     return report
 
@@ -154,15 +179,17 @@ def _shortest(rates: Rates, terabytes: float, bits: FixedBits, machines: float) 
     return float("nan")
 
 
-def _measure(*, rows: int, rounds: int) -> Rates:
+def _measure(report: Report, *, rows: int, rounds: int) -> Rates:
     encode, read, stored, cuts = {}, {}, {}, []
     for bits in _WIDTHS:
         with scratch() as memory:
-            encode[bits], read[bits], stored[bits], cut = _one_width(memory, bits, rows, rounds)
+            encode[bits], read[bits], stored[bits], cut = _one_width(
+                report, memory, bits, rows, rounds
+            )
             cuts.append(cut)
     with scratch(in_memory=False) as disk, SeaweedServer(disk / "weed") as server:
         os.environ.update(server.environment())
-        upload = _upload(server.run_url(), rows, rounds)
+        upload = _upload(report, server.run_url(), rows, rounds)
     return Rates(
         cut_bytes=statistics.median(cuts),
         encode_bytes=encode,
@@ -176,11 +203,12 @@ def _measure(*, rows: int, rounds: int) -> Rates:
 
 
 def _one_width(
-    folder: Path, bits: FixedBits, rows: int, rounds: int
+    report: Report, folder: Path, bits: FixedBits, rows: int, rounds: int
 ) -> tuple[float, float, float, float]:
     """(staged bytes encoded, stored bytes restored, bytes a row, bytes cut); rates a second."""
     model = Tables(count=1, rows=rows, dim=_DIM)
-    encodes, cuts = [], []
+    encodes: list[float] = []
+    cuts: list[float] = []
     url = str(folder / "run")
     with staged_run(
         model, model.optimizers(state=False), url=url, staging=folder / "staging", bits=bits
@@ -192,23 +220,23 @@ def _one_width(
             staged_bytes = sum(segment.bytes for segment in job.segments)
             start = perf_counter()
             outcome = tracked.persist()
-            encodes.append(staged_bytes / (perf_counter() - start))
-            cuts.append(staged_bytes / (tracked.checkpointer.stats.stalls_ms[-1] / 1e3))
+            encodes.append(perf_counter() - start)
+            cuts.append(tracked.checkpointer.stats.stalls_ms[-1] / 1e3)
     opened = Run.open(open_store(url))
     reads = []
     for _ in range(rounds):
         start = perf_counter()
-        report = restore(opened, MemoryTarget())
-        reads.append(report.bytes_read / (perf_counter() - start))
+        restored = restore(opened, MemoryTarget())
+        reads.append(perf_counter() - start)
     return (
-        statistics.median(encodes[1:]),
-        statistics.median(reads),
+        staged_bytes / report.timed(f"encode, {bits} bits", encodes[1:]),
+        restored.bytes_read / report.timed(f"restore, {bits} bits", reads),
         outcome.stored_bytes / rows,
-        statistics.median(cuts[1:]),
+        staged_bytes / report.timed(f"cut, {bits} bits", cuts[1:]),
     )
 
 
-def _upload(url: str, rows: int, rounds: int) -> float:
+def _upload(report: Report, url: str, rows: int, rounds: int) -> float:
     """Bytes a second of chunks of 32 MiB into a store, several at once as a persist does it."""
     store = open_store(url)
     data = os.urandom(min(32 << 20, rows * 4 * _DIM))
@@ -219,7 +247,7 @@ def _upload(url: str, rows: int, rounds: int) -> float:
         with ThreadPoolExecutor(_IN_FLIGHT) as uploads:
             list(uploads.map(store.put, keys, [data] * _IN_FLIGHT))
         seconds.append(perf_counter() - start)
-    return _IN_FLIGHT * len(data) / statistics.median(seconds)
+    return _IN_FLIGHT * len(data) / report.timed(f"upload of {_IN_FLIGHT} chunks", seconds)
 
 
 def _id_bytes(rows: int) -> float:

@@ -20,20 +20,27 @@ with other work, medians contain the wait for a core.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.perfect_gather import perfect_gather
-from benchmarks.report import Report, median_ratio
+from benchmarks.report import Report, ratio
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint.catalog.staging import staged
 from recpoint.format.job import Job
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
+
+KEYS = (
+    "stall_vs_memcpy",
+    "stall_50m_vs_1m",
+    "stall_vs_index_select",
+    "gather_bound_vs_memcpy",
+)
 
 _DIM = 16
 _DIRTY_ROWS = 900_000
@@ -43,45 +50,52 @@ _ROUNDS = 15
 _BUFFER_PAIRS = 3
 
 
-def run(*, quick: bool) -> Report:
-    """Measure it. `quick` takes a tenth of all sizes."""
-    shrink = 10 if quick else 1
+def run(*, smoke: bool) -> Report:
+    """Measure it. `smoke` takes a hundredth of all sizes."""
+    shrink, rounds = (100, 3) if smoke else (1, _ROUNDS)
     report = Report(
         name="snapshot",
         columns=("rows", "dirty rows", "MB copied", "stall ms", "memcpy ms", "ratio")
         + ("fastest stall", "fastest memcpy", "ratio", "rows alone ms", "select ms"),
     )
-    stalls, ratios, select_ratios, bounds = [], [], [], []
-    for rows in _SIZES:
+    found: list[_Seconds] = []
+    for rows in (size // shrink for size in _SIZES):
         with scratch() as folder:
-            times, copies, selects, gathers, job = _measure(
-                rows // shrink, _DIRTY_ROWS // shrink, folder
+            seconds, job = _measure(rows, _DIRTY_ROWS // shrink, rounds, folder)
+        found.append(seconds)
+        stall, copy, select, gather = (
+            report.timed(f"{name}, {rows:,} rows", taken)
+            for name, taken in zip(
+                ("stall", "memcpy", "select", "rows alone"), seconds, strict=True
             )
-        stalls.append(statistics.median(times))
-        ratios.append(median_ratio(times, copies))
-        select_ratios.append(median_ratio(times, selects))
-        bounds.append(median_ratio(gathers, copies))
+        )
+        least, least_copy = min(seconds.stalls), min(seconds.copies)
         copied = sum(segment.bytes for segment in job.segments)
         report.rows.append(
             (job.tables[0].spec.rows, job.dirty_rows, copied / 1e6)
-            + (1e3 * stalls[-1], 1e3 * statistics.median(copies), ratios[-1])
-            + (1e3 * min(times), 1e3 * min(copies), min(times) / min(copies))
-            + (1e3 * statistics.median(gathers), 1e3 * statistics.median(selects))
+            + (1e3 * stall, 1e3 * copy, stall / copy)
+            + (1e3 * least, 1e3 * least_copy, least / least_copy)
+            + (1e3 * gather, 1e3 * select)
         )
-    report.figures = {
-        "stall_vs_memcpy": max(ratios),
-        "stall_50m_vs_1m": stalls[-1] / stalls[0],
-        "stall_vs_index_select": max(select_ratios),
-        "gather_bound_vs_memcpy": max(bounds),
-    }
+    report.put("stall_vs_memcpy", max(ratio(one.stalls, one.copies) for one in found))
+    report.put("stall_50m_vs_1m", ratio(found[-1].stalls, found[0].stalls))
+    report.put("stall_vs_index_select", max(ratio(one.stalls, one.selects) for one in found))
+    report.put("gather_bound_vs_memcpy", max(ratio(one.gathers, one.copies) for one in found))
     return report
 
 
-def _measure(
-    rows: int, dirty_rows: int, folder: Path
-) -> tuple[list[float], list[float], list[float], list[float], Job]:
-    """(seconds of each stall, memcpy of the same bytes, index_select of the rows, a gather of them
-    with their ids known; the last job)."""
+class _Seconds(NamedTuple):
+    """Of each round: the stall, memcpy of the same bytes, index_select of the rows, a gather of
+    them with their ids known."""
+
+    stalls: list[float]
+    copies: list[float]
+    selects: list[float]
+    gathers: list[float]
+
+
+def _measure(rows: int, dirty_rows: int, rounds: int, folder: Path) -> tuple[_Seconds, Job]:
+    """What one size takes, and the last job."""
     model = Tables(count=1, rows=rows, dim=_DIM)
     table = model.table(0)
     optimizers = model.optimizers(state=False)
@@ -93,10 +107,7 @@ def _measure(
     def draw() -> torch.Tensor:
         return starts + torch.randint(0, part, (dirty_rows,), generator=generator)
 
-    stalls: list[float] = []
-    copies: list[float] = []
-    selects: list[float] = []
-    gathers: list[float] = []
+    seconds = _Seconds([], [], [], [])
     selected, gathered = torch.zeros(dirty_rows, _DIM), torch.zeros(dirty_rows, _DIM)
     memcpy: Callable[[], float] | None = None
     with staged_run(
@@ -104,7 +115,7 @@ def _measure(
     ) as tracked:
         tracked.cut_and_persist()  # the full; also the slot's first use
         gather = perfect_gather(table.weight.detach(), gathered)
-        for turn in range(_WARM_UP + _ROUNDS):
+        for turn in range(_WARM_UP + rounds):
             ids = draw()
             model.top(table(ids)).sum().backward()
             for optimizer in optimizers:
@@ -131,11 +142,11 @@ def _measure(
             if job.kind != "increment" or job.dirty_rows != dirty_rows:
                 raise RuntimeError(f"{job.kind} of {job.dirty_rows} rows, expected {dirty_rows}")
             if turn >= _WARM_UP:
-                stalls.append(tracked.checkpointer.stats.stalls_ms[-1] / 1e3)
-                copies.append(copy_s)
-                selects.append(select_s)
-                gathers.append(gather_s)
-    return stalls, copies, selects, gathers, job
+                seconds.stalls.append(tracked.checkpointer.stats.stalls_ms[-1] / 1e3)
+                seconds.copies.append(copy_s)
+                seconds.selects.append(select_s)
+                seconds.gathers.append(gather_s)
+    return seconds, job
 
 
 def _memcpy(size_bytes: int) -> Callable[[], float]:

@@ -22,7 +22,7 @@ from contextlib import closing
 
 from benchmarks.report import Report
 from benchmarks.soak_deployments import Pace
-from benchmarks.soak_faults import Happened, plan_faults
+from benchmarks.soak_faults import Fault, Happened, plan_faults
 from benchmarks.soak_report import Flows, soak_report
 from benchmarks.soak_scene import Scene
 from benchmarks.soak_training import INTERVAL_BATCHES
@@ -30,24 +30,40 @@ from benchmarks.workload import scratch
 from recpoint import kernels
 from recpoint.testing.seaweed import SeaweedServer
 
-__all__ = ["PACES", "run", "soak"]
+__all__ = ["KEYS", "PACES", "run", "soak"]
+
+KEYS = (
+    "checkpoints",
+    "kills",
+    "lost",
+    "wrong_restores",
+    "rss_growth_mb",
+    "lag_late",
+    "lag_high_elsewhere",
+    "flows_stopped",
+    "store_peak_ratio",
+)
 
 #: Between two batches; 20 of them are an interval.
-_QUICK_BATCH_SECONDS = 0.13
+_SMOKE_BATCH_SECONDS = 0.1
 _FULL_BATCH_SECONDS = 0.3
+#: Intervals whose truth is recorded: a trainer goes on while all else is started.
+_LEAST_TRUTH = 60
 
-_QUICK = Pace(
-    retain=20,
-    consolidate=25,
-    validate=25,
-    validate_full=50,
+#: One flow of one worker, which each take a processor for seconds to start.
+_SMOKE = Pace(
+    only=("retain",),
+    retain=5,
+    consolidate=30,
+    validate=30,
+    validate_full=30,
     publish=30,
-    sweep=40,
-    drain=50,
-    forget=60,
-    retain_grace=15,
-    sweep_grace=60,
-    come_round_seconds=30,
+    sweep=30,
+    drain=30,
+    forget=30,
+    retain_grace=5,
+    sweep_grace=30,
+    come_round_seconds=60,
 )
 #: A deployment whose run died with Prefect comes back when its lease has expired: after 300 s.
 _FULL = Pace(
@@ -64,20 +80,23 @@ _FULL = Pace(
     come_round_seconds=420,
 )
 
-PACES = {"quick": _QUICK, "full": _FULL}
+PACES = {"smoke": _SMOKE, "full": _FULL}
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it."""
     seed = int(os.environ.get("RECPOINT_SOAK_SEED") or secrets.randbelow(10**6))
     print(f"soak: seed {seed} (RECPOINT_SOAK_SEED)", flush=True)
-    if quick:
-        return soak(40, 5, _QUICK, seed, batch_seconds=_QUICK_BATCH_SECONDS)
-    return soak(500, 8, _FULL, seed, batch_seconds=_FULL_BATCH_SECONDS)
+    if smoke:
+        faults = [Fault(2, ("trainer",), 0.0)]
+        return soak(4, faults, _SMOKE, seed, batch_seconds=_SMOKE_BATCH_SECONDS)
+    return soak(500, plan_faults(500, 8, seed), _FULL, seed, batch_seconds=_FULL_BATCH_SECONDS)
 
 
-def soak(checkpoints: int, every: int, pace: Pace, seed: int, *, batch_seconds: float) -> Report:
-    """So many checkpoints, with a fault about each `every` of them."""
+def soak(
+    checkpoints: int, faults: Sequence[Fault], pace: Pace, seed: int, *, batch_seconds: float
+) -> Report:
+    """So many checkpoints, with these faults on the way."""
     kernels.warm_up()
     with (
         scratch(in_memory=False) as disk,
@@ -88,7 +107,7 @@ def soak(checkpoints: int, every: int, pace: Pace, seed: int, *, batch_seconds: 
             disk,
             memory / "staging",
             weed,
-            truth_steps=3 * checkpoints * INTERVAL_BATCHES,
+            truth_steps=max(_LEAST_TRUTH, 3 * checkpoints) * INTERVAL_BATCHES,
             batch_seconds=batch_seconds,
             seed=seed,
         )
@@ -96,7 +115,7 @@ def soak(checkpoints: int, every: int, pace: Pace, seed: int, *, batch_seconds: 
             deployed = scene.start(pace)
             _gate(scene)
             happened = []
-            for fault in plan_faults(checkpoints, every, seed):
+            for fault in faults:
                 _until(scene, fault.at_checkpoint)
                 print(f"{scene.committed:4d} {'+'.join(fault.kinds)}", flush=True)
                 happened.append(scene.suffer(fault))

@@ -13,16 +13,11 @@ import yaml
 
 from benchmarks.workload import ROOT
 
-__all__ = ["KEEP_LAST", "Pace", "WORKERS", "deploy", "scheduled"]
+__all__ = ["KEEP_LAST", "Pace", "deploy", "scheduled", "workers"]
 
 KEEP_LAST = 10
 
 _WORKER = ("-m", "prefect", "worker", "start", "--pool", "recpoint", "--limit", "1")
-
-#: Arguments of this Python that start the workers: one for what runs anywhere, one for the
-#: trainer's host, as prefect.yaml has it. One for both would do the queue `default` first.
-WORKERS = tuple((*_WORKER, "--work-queue", queue) for queue in ("default", "host-1"))
-
 
 #: They work on a host or on a server, not on a run.
 _OF_NO_RUN = ("drain", "forget")
@@ -33,6 +28,7 @@ class Pace:
     """Seconds between the runs of each deployment, and the graces of what deletes.
 
     `come_round_seconds` is how long each may take to be completed once more, in the end.
+    `only`: these flows are deployed and no others; empty: all that prefect.yaml has a schedule for.
     """
 
     retain: int
@@ -46,6 +42,7 @@ class Pace:
     retain_grace: float
     sweep_grace: float
     come_round_seconds: float
+    only: tuple[str, ...] = ()
 
 
 def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str]) -> list[str]:
@@ -61,6 +58,17 @@ def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str])
     return sorted({one["tags"][-1] for one in document["deployments"]})
 
 
+def workers(pace: Pace) -> list[tuple[str, ...]]:
+    """Arguments of this Python that start the workers: one for each queue of what is deployed.
+
+    As prefect.yaml has it, one for what runs anywhere, one for the trainer's host. One for both
+    would do the queue `default` first.
+    """
+    chosen = scheduled("", pace)["deployments"]
+    queues = {one["work_pool"].get("work_queue_name", "default") for one in chosen}
+    return [(*_WORKER, "--work-queue", queue) for queue in sorted(queues)]
+
+
 def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
     """prefect.yaml with what has a schedule in it, each with an active one of seconds.
 
@@ -68,9 +76,13 @@ def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
         AttributeError: there is a deployment that `Pace` does not know.
     """
     document: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text())
-    chosen = [one for one in document["deployments"] if "schedules" in one]
+    chosen = [
+        one
+        for one in document["deployments"]
+        if "schedules" in one and (not pace.only or _flow(one) in pace.only)
+    ]
     for one in chosen:
-        flow = one["entrypoint"].rpartition(":")[2]
+        flow = _flow(one)
         pace_of = "validate_full" if one["name"] == "recpoint-full" else flow
         one["schedules"] = [{"slug": "soak", "interval": getattr(pace, pace_of), "active": True}]
         if flow not in _OF_NO_RUN:
@@ -84,6 +96,11 @@ def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
         elif flow == "consolidate":
             one["parameters"]["after_links"] = 6
     return document | {"deployments": chosen}
+
+
+def _flow(deployment: Mapping[str, Any]) -> str:
+    entrypoint: str = deployment["entrypoint"]
+    return entrypoint.rpartition(":")[2]
 
 
 def _prefect(folder: Path, variables: Mapping[str, str], *arguments: str) -> None:

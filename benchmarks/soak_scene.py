@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak_deployments import WORKERS, Pace, deploy
+from benchmarks.soak_deployments import Pace, deploy, workers
 from benchmarks.soak_faults import Fault, Happened
 from benchmarks.soak_processes import Child, LocalPrefect, environment, wait_until_logged
 from benchmarks.soak_truth import Ledger, read_truth
@@ -99,7 +99,7 @@ class Scene:
         prefect_server.start_server()
         self.prefect.wait(_START_SECONDS)
         deployed = deploy(self.url, self._folder("deploy"), pace, self._client())
-        for number, arguments in enumerate(WORKERS):
+        for number, arguments in enumerate(workers(pace)):
             log = self.scratch / f"worker-{number}.log"
             self.workers.append(Child(arguments, log, self._client()))
         self.agent.start()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from benchmarks.criteo_dlrm import KAGGLE, MLPERF, CriteoDLRM
-from benchmarks.report import Report, alternate
+from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.torchrec_tracker import INSTALL, TorchRecTracker, installed
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
 from recpoint.catalog.staging import staged
@@ -31,9 +31,20 @@ from recpoint.trainer_plugin.step_marks import after_steps
 from recpoint.trainer_plugin.tables import find_tables
 from recpoint.trainer_plugin.tracking import Tracker
 
-__all__ = ["run"]
+__all__ = ["KEYS", "run"]
+
+_OF_TORCHREC = ("vs_torchrec", "vs_torchrec_record", "torchrec_bytes", "our_bytes")
+KEYS = (
+    "mark_share_of_step",
+    "mark_share_of_step_512",
+    "mark_share_of_step_mlperf",
+    "mark_share_of_step_dense",
+    "eval_marks",
+    *_OF_TORCHREC,
+)
 
 _DIFFERENT_BATCHES = 32
+_SMOKE_BATCHES = 4
 
 
 class _Case(NamedTuple):
@@ -53,7 +64,7 @@ _CASES = (
 _ROUNDS_FEWER = {"retail": 1, "Criteo": 3, "MLPerf": 10}
 
 
-def run(*, quick: bool) -> Report:
+def run(*, smoke: bool) -> Report:
     """Measure it for the DLRM of the example, that of the Criteo Kaggle data, and that of MLPerf.
 
     `mark_share_of_step` is the worst of the two small ones, with sparse gradients, at 2,048
@@ -78,48 +89,52 @@ def run(*, quick: bool) -> Report:
             "share %",
         ),
     )
-    shares: dict[_Case, float] = {}
+    shares: dict[_Case, Spread] = {}
     evaluation_marks = 0
     for case in _CASES:
-        rounds = (60 if quick else 400) // _ROUNDS_FEWER[case.model]
+        rounds = 4 if smoke else 400 // _ROUNDS_FEWER[case.model]
         with scratch() as folder:
-            measured = _measure(case, rounds, folder)
-        shares[case] = measured.marking_s / measured.step_s
+            measured = _measure(case, rounds, folder, smoke=smoke)
+        shares[case] = ratio(measured.marking_s, measured.step_s)
+        gradients = "sparse" if case.sparse else "dense"
+        name = f"{case.model}, {gradients}, {case.batch_size:,}"
+        step_s = report.timed(f"step, {name}", measured.step_s)
+        marking_s = report.timed(f"marking, {name}", measured.marking_s)
         evaluation_marks += measured.evaluation_marks
         report.rows.append(
             (
                 case.model,
-                "sparse" if case.sparse else "dense",
+                gradients,
                 case.batch_size,
-                1e3 * measured.step_s,
-                1e6 * measured.marking_s,
+                1e3 * step_s,
+                1e6 * marking_s,
                 1e6 * measured.lookups_s,
-                100 * shares[case],
+                100 * shares[case].median,
             )
         )
     large = [shares[case] for case in _CASES[1:3]]
-    report.figures = {
-        "mark_share_of_step": max(large),
-        "mark_share_of_step_512": shares[_CASES[0]],
-        "mark_share_of_step_mlperf": shares[_CASES[3]],
-        "mark_share_of_step_dense": shares[_CASES[-1]],
-        "eval_marks": float(evaluation_marks),
-    }
+    report.put("mark_share_of_step", max(large))
+    report.put("mark_share_of_step_512", shares[_CASES[0]])
+    report.put("mark_share_of_step_mlperf", shares[_CASES[3]])
+    report.put("mark_share_of_step_dense", shares[_CASES[-1]])
+    report.figures["eval_marks"] = float(evaluation_marks)
     report.notes.append(
         f"rows marked by lookups in evaluation or without gradients: {evaluation_marks}"
     )
-    _against_torchrec(report, batches=40 if quick else 200)
+    _against_torchrec(report, batches=8 if smoke else 200, smoke=smoke)
     return report
 
 
-def _reader(case: _Case) -> Any:
+def _reader(case: _Case, *, smoke: bool) -> Any:
     from criteo import CriteoShapeReader
     from retail import RetailReader
 
+    lines = case.batch_size // (16 if smoke else 1)
+
     if case.model != "retail":
-        rows = 1 << (18 if case.model == "MLPerf" else 20)
-        return CriteoShapeReader(lines=case.batch_size, rows=rows)
-    return RetailReader(lines=case.batch_size // 2, rows=1 << 18, seed=0)
+        rows = 1 << (12 if smoke else 18 if case.model == "MLPerf" else 20)
+        return CriteoShapeReader(lines=lines, rows=rows)
+    return RetailReader(lines=lines // 2, rows=1 << (12 if smoke else 18), seed=0)
 
 
 def _built(case: _Case, reader: Any) -> tuple[Any, list[Optimizer]]:
@@ -166,15 +181,18 @@ class _Clock:
 
 
 class _Measured(NamedTuple):
-    step_s: float
-    marking_s: float
+    """Of each round: seconds of a step and of marking in it; of which lookups, in the median."""
+
+    step_s: list[float]
+    marking_s: list[float]
     lookups_s: float
     evaluation_marks: int
 
 
-def _measure(case: _Case, rounds: int, folder: Path) -> _Measured:
-    reader = _reader(case)
-    batches = list(itertools.islice(reader, _DIFFERENT_BATCHES))
+def _measure(case: _Case, rounds: int, folder: Path, *, smoke: bool) -> _Measured:
+    reader = _reader(case, smoke=smoke)
+    batches = list(itertools.islice(reader, _SMOKE_BATCHES if smoke else _DIFFERENT_BATCHES))
+    warm_up = 2 if smoke else 10
     plain, _ = _built(case, reader)
     model, optimizers = _built(case, reader)
     clock = _Clock()
@@ -186,22 +204,21 @@ def _measure(case: _Case, rounds: int, folder: Path) -> _Measured:
         step = _training(model, optimizers, batches)
         steps_s: list[float] = []
         marking_s: list[float] = []
-        for number in range(10 + rounds):
+        for number in range(warm_up + rounds):
             clock.ns = 0
             started = perf_counter_ns()
             step()
             stepped = perf_counter_ns()
             tracked.checkpointer.step()
             ended = perf_counter_ns()
-            if number >= 10:
+            if number >= warm_up:
                 steps_s.append(1e-9 * (stepped - started - clock.ns))
                 marking_s.append(1e-9 * (clock.ns + ended - stepped))
         marks = _evaluation_marks(tracked, model, batches)
         lookups_s = 0.0
         if any(table._forward_pre_hooks for table in model.tables.values()):
             lookups_s = _added_to_lookups(plain, model, batches, rounds)
-    marking = statistics.median(marking_s) + lookups_s
-    return _Measured(statistics.median(steps_s), marking, lookups_s, marks)
+    return _Measured(steps_s, [each + lookups_s for each in marking_s], lookups_s, marks)
 
 
 def _training(
@@ -252,13 +269,13 @@ def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int
     return staged.read_job(tracked.cut()).dirty_rows
 
 
-def _against_torchrec(report: Report, *, batches: int) -> None:
+def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:
     """One interval of `batches` batches on the same ids: recording, then asking for the rows."""
     if not installed():
-        report.notes.append(f"TorchRec's ModelDeltaTracker: not run: {INSTALL}")
+        report.leave_out(_OF_TORCHREC, f"TorchRec is not installed: {INSTALL}")
         return
     case = _Case("Criteo", 2048, True)
-    reader = _reader(case)
+    reader = _reader(case, smoke=smoke)
     drawn = [batch.sparse for batch in itertools.islice(reader, batches)]
     ours = _Ours(reader.tables)
     gradients = [ours.gradients(ids) for ids in drawn[:_DIFFERENT_BATCHES]]
@@ -289,15 +306,17 @@ def _against_torchrec(report: Report, *, batches: int) -> None:
         batches * record_ns + theirs_take_ns,
         batches * mark_ns + ours_take_ns,
     )
+    report.timed("marking a batch", [1e-9 * ns for ns in ours_ns])
+    report.timed("TorchRec records a batch", [1e-9 * ns for ns in theirs_ns])
+    report.put("vs_torchrec_record", ratio(theirs_ns, ours_ns))
     report.figures |= {
         "vs_torchrec": their_total / our_total,
-        "vs_torchrec_record": record_ns / mark_ns,
         "torchrec_bytes": float(torchrec_bytes),
         "our_bytes": float(ours.bitmap_bytes()),
     }
     report.notes.append(
-        f"{batches} batches of 2,048 Criteo-shaped samples, 26 tables, us a batch: marking "
-        f"{mark_ns / 1e3:.1f} and {ours_take_ns / 1e3 / batches:.1f} to collect the rows; "
+        f"{batches} batches of {len(drawn[0]):,} Criteo-shaped samples, 26 tables, us a batch: "
+        f"marking {mark_ns / 1e3:.1f} and {ours_take_ns / 1e3 / batches:.1f} to collect the rows; "
         f"TorchRec {record_ns / 1e3:.1f} to record and {theirs_take_ns / 1e3 / batches:.1f} to "
         f"find the distinct ones. Bytes: {ours.bitmap_bytes():,} and {torchrec_bytes:,}. "
         f"Both found the same {sum(len(rows) for rows in mine):,} rows."

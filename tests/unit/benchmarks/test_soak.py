@@ -11,7 +11,7 @@ import yaml
 from prefect.utilities.schema_tools.validation import validate
 
 from benchmarks.soak import PACES
-from benchmarks.soak_deployments import scheduled
+from benchmarks.soak_deployments import scheduled, workers
 from benchmarks.soak_faults import (
     Fault,
     Happened,
@@ -121,9 +121,10 @@ def test_what_retention_drops_has_a_reason_and_what_somebody_deletes_has_none(
 def test_whatever_has_a_schedule_in_prefect_yaml_is_scheduled_in_a_soak() -> None:
     theirs = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     flows = {one["entrypoint"].rpartition(":")[2] for one in theirs if "schedules" in one}
+    assert not PACES["full"].only and set(PACES["smoke"].only) <= flows
     for pace in PACES.values():
         ours = scheduled("s3://bucket/run", pace)["deployments"]
-        assert {one["entrypoint"].rpartition(":")[2] for one in ours} == flows
+        assert {one["entrypoint"].rpartition(":")[2] for one in ours} == set(pace.only or flows)
         for one in ours:
             module, _, name = one["entrypoint"].partition(":")
             taken = getattr(importlib.import_module(module), name)
@@ -131,3 +132,8 @@ def test_whatever_has_a_schedule_in_prefect_yaml_is_scheduled_in_a_soak() -> Non
             # A soak's graces are shorter than what is deployed elsewhere may be given.
             assert validate(one["parameters"], taken.parameters.model_dump()) == []
             assert one["schedules"][0]["active"] and one["schedules"][0]["interval"] <= 120
+
+
+def test_each_queue_of_what_is_deployed_has_a_worker() -> None:
+    queues = {name: [one[-1] for one in workers(pace)] for name, pace in PACES.items()}
+    assert queues == {"full": ["default", "host-1"], "smoke": ["default"]}
