@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from benchmarks.machine import watch
@@ -35,14 +36,19 @@ _OURS = ("recpoint", "benchmarks", "tests")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the benchmark named first; the other arguments are its own."""
+    """Run the benchmark named first, or `all` of them; the other arguments are its own."""
     if not arguments:
-        print("usage: python -m benchmarks NAME [--smoke] [--plot]\n")
+        print("usage: python -m benchmarks NAME [--smoke] [--plot]")
+        print("       python -m benchmarks all --out DIR [--smoke] [--only NAME ...]\n")
         for name in NAMES:
             doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
             print(f"  {name:<17} {doc.splitlines()[0]}")
         return 2
     given = _parsed(arguments)
+    if given.name == "all":
+        from benchmarks.all import run_all
+
+        return run_all(given.only or NAMES, given.out, smoke=given.smoke)
     options = {"smoke": given.smoke} | ({"plot": True} if given.plot else {})
     try:
         benchmark = importlib.import_module(f"benchmarks.{given.name}")
@@ -62,14 +68,21 @@ def main(arguments: list[str]) -> int:
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", allow_abbrev=False)
-    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("name", choices=(*NAMES, "all"))
     parser.add_argument(
         "--smoke", action="store_true", help="sizes that take seconds; its figures mean nothing"
     )
     parser.add_argument("--plot", action="store_true", help="bytes: draw docs/images/bytes*.png")
+    parser.add_argument("--out", type=Path, help="all: the directory for what is measured")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="all: these and no others")
     given = parser.parse_args(arguments)
     if given.plot and given.name != "bytes":
         parser.error(f"--plot: found with {given.name}, expected with bytes only")
+    if given.name == "all" and given.out is None:
+        parser.error("all: expected --out DIR, found none")
+    for option in ("out", "only"):
+        if given.name != "all" and getattr(given, option) is not None:
+            parser.error(f"--{option}: found with {given.name}, expected with all only")
     return given
 
 

@@ -89,7 +89,12 @@ def test_without_a_package_it_is_not_run() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["no such"], ["policy", "--plot"], ["policy", "--quick"]],
+    [
+        ["all", "--smoke"],
+        ["policy", "--out", "here"],
+        ["policy", "--only", "gpu"],
+        ["policy", "--quick"],
+    ],
 )
 def test_what_makes_no_sense_is_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
