@@ -71,6 +71,7 @@ def stored(places: Iterator[Place]) -> StoredRun:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's generators
 @pytest.mark.parametrize("call", ["step", "batch"])
 def test_steps_that_are_interrupted(places: Iterator[Place], stored: StoredRun, call: str) -> None:
     wanted = left = _arrivals(call, next(places), stored)
