@@ -267,9 +267,10 @@ class Checkpointer:
     def _restore(self, wanted: Wanted, hold: Hold) -> RestoreReport | None:
         generators, gradients = rng_state.capture(), torch.is_grad_enabled()
         try:
+            staged = takeover.take_area(self._area, self._ranks)
             # As long as this takes, it may be interrupted: training has not begun, and a repeated
             # call writes over what is there.
-            run, start = hold.let_through(lambda: self._taken_over(wanted))
+            run, start = hold.let_through(lambda: self._taken_over(wanted, staged))
             if not start.resumed:
                 rng_state.restore(generators)  # as in rng_state.untouched
             self._area.take_over(start.generation)
@@ -280,15 +281,17 @@ class Checkpointer:
         self._begin(run, start)
         return start.report
 
-    def _taken_over(self, wanted: Wanted) -> tuple[Run, takeover.Start]:
+    def _taken_over(
+        self, wanted: Wanted, staged: takeover.StagedParts
+    ) -> tuple[Run, takeover.Start]:
         drain_seconds = self._settings.drain_seconds
-        run, staged = takeover.open_run(self._store, self._area, self._ranks, drain_seconds)
+        run = takeover.open_run(self._store, self._area, self._ranks, staged, drain_seconds)
         job = takeover.Job(
             ranks=self._ranks,
             tables=self._tables,
             names=frozenset(shard.name for shard in self._shards),
             state=self._state,
-            staged=staged,
+            staged=max((generation for parts in staged for generation, _ in parts), default=0),
         )
         return run, takeover.start(run, job, self._settings.chosen_policy, wanted)
 

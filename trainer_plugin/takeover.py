@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import TrainingState
 from recpoint.trainer_plugin.wanted_start import Wanted
 
-__all__ = ["Job", "Start", "open_run", "start", "store_of"]
+__all__ = ["Job", "Start", "open_run", "start", "store_of", "take_area"]
 
 _log = logging.getLogger("recpoint")
 
@@ -105,13 +105,6 @@ class Job:
         )
 
 
-class OpenedRun(NamedTuple):
-    """A run, and the highest generation that anything staged for it is of; 0: there is none."""
-
-    run: Run
-    staged: int
-
-
 def store_of(url: str) -> Store:
     """The store of a run that a trainer starts on, or starts with parts of; nothing is read yet.
 
@@ -121,20 +114,24 @@ def store_of(url: str) -> Store:
     return open_store(url, timeouts=_TIMEOUTS)
 
 
-def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float) -> OpenedRun:
-    """The run, with the staging area taken; on all ranks or on none.
+#: Of each rank: generation and step -> rank -> how many ranks take part (`StagingArea.parts_here`).
+StagedParts = list[dict[tuple[int, int], dict[int, int]]]
+
+
+def take_area(area: StagingArea, ranks: Ranks) -> StagedParts:
+    """Take the staging area; on all ranks or on none.
 
     Args:
-        store: where the run is, or is to be.
         area: this rank's.
         ranks: all of them.
-        drain_seconds: how long an agent may take for what an earlier trainer has staged.
+
+    Returns:
+        What earlier trainers have left there.
 
     Raises:
-        StagingError, StoreError: area or store cannot be used; or another process trains here.
+        StagingError: it cannot be used, or another process trains here.
         RankLost: another rank cannot.
     """
-    run: Run | None = None
     failure: BaseException | None = None
     try:
         area.create()
@@ -144,7 +141,27 @@ def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float
     except BaseException as error:
         failure, parts = error, {}
     ranks.agree(failure, doing="taking the staging area")
-    staged_parts = ranks.gather(parts)
+    return ranks.gather(parts)
+
+
+def open_run(
+    store: Store, area: StagingArea, ranks: Ranks, staged_parts: StagedParts, drain_seconds: float
+) -> Run:
+    """The run, once an agent has finished what it can; on all ranks or on none.
+
+    Args:
+        store: where the run is, or is to be.
+        area: this rank's.
+        ranks: all of them.
+        staged_parts: as `take_area` returned them.
+        drain_seconds: how long an agent may take for what an earlier trainer has staged.
+
+    Raises:
+        StagingError, StoreError: area or store cannot be used.
+        RankLost: another rank cannot.
+    """
+    run: Run | None = None
+    failure: BaseException | None = None
     try:
         waiting = area.wait_until_drained(drain_seconds, incomplete_parts(staged_parts))
         if waiting:
@@ -160,8 +177,7 @@ def open_run(store: Store, area: StagingArea, ranks: Ranks, drain_seconds: float
     except BaseException as error:
         failure = error
     ranks.agree(failure, doing="opening the run and its staging area")
-    staged = max((generation for parts in staged_parts for generation, _ in parts), default=0)
-    return OpenedRun(Run.open(store) if run is None else run, staged)
+    return Run.open(store) if run is None else run
 
 
 def start(

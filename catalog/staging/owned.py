@@ -270,9 +270,8 @@ def _walk(root: Path, path: Path) -> tuple[int, bool]:
     try:
         for name in path.relative_to(root).parts:
             at = at / name
-            below = _open_below(descriptor, at, entered)
-            os.close(descriptor)
-            descriptor = below
+            above, descriptor = descriptor, _open_below(descriptor, at, entered)
+            os.close(above)  # once: an interrupt after it must not close another file's number
             entered = entered and bool(os.fstat(descriptor).st_mode & _OTHERS_ENTER)
     except BaseException:
         os.close(descriptor)
