@@ -20,9 +20,6 @@ class AgreedEnd:
     Args:
         ranks: all of them; those that were not told learn it from those that were.
         wait_seconds: how long the ranks may take to find a batch that none has passed.
-
-    Attributes:
-        is_done: `come` has done all that is to be done before `hand_on`.
     """
 
     def __init__(self, ranks: Ranks, *, wait_seconds: float) -> None:
@@ -31,7 +28,6 @@ class AgreedEnd:
         self._notice = TerminationNotice()
         self._ends_by: float | None = None  # monotonic
         self._over = False
-        self.is_done = False
 
     def watch(self) -> None:
         """Take SIGTERM from now on, and hear of other ranks that got one."""
@@ -43,6 +39,11 @@ class AgreedEnd:
         """Whether this process is to end; `come` says at which batch."""
         # Once: a handler of the user's may let training go on.
         return not self._over and (self._notice.requested or self._ranks.announced)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `come` has done everything, and nobody has handed the signal on yet."""
+        return self._over and not self._notice.redelivered
 
     def come(self, batches_done: int, finish: Callable[[int], None]) -> None:
         """The process is to end: do it after this batch, if it is the one that all ranks stop at.
@@ -68,14 +69,10 @@ class AgreedEnd:
                 "at together. Next: nothing; training goes on from the newest checkpoint",
                 batches_done,
             )
-        self._over = self.is_done = True
+        self._over = True
 
     def hand_on(self) -> None:
-        """Give the signal to the handler that was there before; by default the process ends.
-
-        Not inside `interrupts.held`: it compares, and replaces, handlers.
-        """
-        self.is_done = False
+        """Give the signal to the handler that was there before; by default the process ends."""
         self._notice.redeliver()
 
     def close(self) -> None:

@@ -257,6 +257,8 @@ class Checkpointer:
             with held() as hold:
                 self._is_busy = True
                 try:
+                    if self._closed:  # by a handler of a signal, a moment ago
+                        raise _misuse("a call", "a Checkpointer that is closed", "an open one")
                     return call(hold)
                 finally:
                     self._is_busy = False

@@ -11,18 +11,31 @@ in callbacks of weak references and of the garbage collector cannot raise into o
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, cast
 
-__all__ = ["Hold", "came_from_handler", "held", "is_interrupted"]
+__all__ = [
+    "Hold",
+    "came_from_handler",
+    "handler_of",
+    "held",
+    "is_interrupted",
+    "let_into",
+    "set_handler",
+]
 
 T = TypeVar("T")
 
 _CALL: Final = "__call__"
+
+#: glibc's has 152, others less.
+_MOST_BYTES_OF_SIGACTION: Final = 512
 
 #: Those that a process can handle.
 _SIGNALS: Final = tuple(
@@ -50,17 +63,21 @@ class _Standin:
 
 
 class Hold:
-    """One block of `held()`. Its state changes by single assignments, which nothing interrupts.
+    """One block of `held()`. Single assignments begin and end it, which nothing interrupts.
 
     Attributes:
         holds: whether what handlers raise is kept now.
+        is_over: its stand-ins that are still in place mean nothing any more.
+        kept: what is raised where the block ends.
+        outer: the block around this one, which lets through what this one does not.
     """
 
-    __slots__ = ("_kept", "_standins", "holds")
+    __slots__ = ("_standins", "holds", "is_over", "kept", "outer")
 
     def __init__(self) -> None:
-        self.holds = False
-        self._kept: list[BaseException] = []
+        self.holds = self.is_over = False
+        self.kept: BaseException | None = None
+        self.outer: Hold | None = None
         self._standins: list[tuple[signal.Signals | int, _Standin]] = []
 
     def __enter__(self) -> Self:
@@ -68,10 +85,12 @@ class Hold:
         # Handlers run in the main thread alone; and what is held already is raised further out.
         if threading.current_thread() is threading.main_thread() and not _is_held():
             try:
+                self.outer = _current
                 self._stand_in()
                 _current = self
                 self.holds = True  # last: until here nothing has happened
             except BaseException:
+                self.is_over = True
                 self._give_back()
                 raise
         return self
@@ -82,16 +101,22 @@ class Hold:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        global _current
         if not self.holds:
             return
         try:
-            self.holds = False  # from here on handlers raise
+            _current = self.outer
+            self.holds, self.is_over = False, True  # from here on handlers raise
             self._give_back()
         except BaseException as late:
             self.keep(late)
-            self._give_back()  # the rest; were this interrupted too, stand-ins left do no harm
+            self._give_back()  # the rest
         finally:
-            self._raise_kept()
+            if self.kept is not None:  # no call between here and the end: it would lose this
+                try:
+                    raise self.kept
+                finally:
+                    self.kept = None  # its traceback has this frame
 
     def let_through(self, call: Callable[[], T]) -> T:
         """Call something that may be interrupted at any place; what is kept is raised first."""
@@ -99,27 +124,35 @@ class Hold:
             return call()
         try:
             self.holds = False
-            self._raise_kept()
+            if self.kept is not None:
+                try:
+                    raise self.kept
+                finally:
+                    self.kept = None
             return call()
         finally:
             self.holds = True
             self._stand_in()  # for handlers that are new
 
     def keep(self, error: BaseException) -> None:
-        """Raise it where the block ends; of several the last, with the others as its context."""
-        if self._kept and error.__context__ is None:
-            error.__context__ = self._kept[-1]
-        self._kept.append(error)
+        """Raise it where the block ends.
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether something is kept."""
-        return bool(self._kept)
-
-    def _raise_kept(self) -> None:
-        if self._kept:
-            kept, self._kept = self._kept, []
-            raise kept.pop()
+        Of several the first that is no `Exception`, as Ctrl-C is not, else the first; the others
+        are its context.
+        """
+        if self.kept is None:
+            self.kept = error
+            return
+        first, other = self.kept, error
+        if isinstance(first, Exception) and not isinstance(other, Exception):
+            first, other = other, first
+        last, seen = first, {id(first)}
+        while last.__context__ is not None and id(last.__context__) not in seen:
+            last = last.__context__
+            seen.add(id(last))
+        if id(other) not in seen:
+            last.__context__ = other
+        self.kept = first
 
     def _stand_in(self) -> None:
         for number in _SIGNALS:
@@ -127,17 +160,18 @@ class Hold:
             if isinstance(handler, _Standin):
                 if handler.hold is self:
                     continue
-                handler = handler.handler  # of a hold that was interrupted while it gave back
+                if handler.hold.is_over:
+                    handler = handler.handler  # it was interrupted while it gave back
             if callable(handler):
                 standin = _Standin(handler, self)
                 self._standins.append((number, standin))
-                signal.signal(number, standin)
+                _put(number, standin)
 
     def _give_back(self) -> None:
         for number, standin in self._standins:
             there: object = signal.getsignal(number)
             if there is standin:  # else somebody has chosen another
-                signal.signal(number, standin.handler)
+                _put(number, standin.handler)
 
 
 _current: Hold | None = None
@@ -160,9 +194,49 @@ def is_interrupted() -> bool:
     return (
         _current is not None
         and _current.holds
-        and _current.is_interrupted
+        and _current.kept is not None
         and threading.current_thread() is threading.main_thread()
     )
+
+
+def let_into(call: Callable[[], T]) -> T:
+    """Call code of the user's, which handlers may interrupt: it may hang, and they end that.
+
+    What a handler raises there comes out here, as an error of that code would, and once more where
+    the block ends.
+    """
+    hold = _current
+    if hold is None or not hold.holds or threading.current_thread() is not threading.main_thread():
+        return call()
+    try:
+        hold.holds = False
+        return call()
+    except BaseException as error:
+        hold.holds = True
+        if came_from_handler(error) or not isinstance(error, Exception):
+            hold.keep(error)
+        raise
+    finally:
+        hold.holds = True
+
+
+def handler_of(number: signal.Signals) -> object:
+    """What `signal.getsignal` says outside the blocks."""
+    handler: object = signal.getsignal(number)
+    while isinstance(handler, _Standin):
+        handler = handler.handler
+    return handler
+
+
+def set_handler(number: signal.Signals, handler: Any) -> None:
+    """`signal.signal`, which in a block leaves what the new handler raises to that block."""
+    there: object = signal.getsignal(number)
+    while isinstance(there, _Standin) and isinstance(there.handler, _Standin):
+        there = there.handler
+    if isinstance(there, _Standin) and callable(handler):
+        there.handler = handler
+    else:
+        signal.signal(number, handler)
 
 
 def came_from_handler(error: BaseException) -> bool:
@@ -170,10 +244,52 @@ def came_from_handler(error: BaseException) -> bool:
     codes = {_code(signal.getsignal(number)) for number in _SIGNALS} - {None}
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code in codes:
+        frame = trace.tb_frame
+        # One that has put another in its place is known by what it was called with.
+        if frame.f_code in codes or (
+            frame.f_back is not None
+            and any(value is frame.f_back for value in frame.f_locals.values())
+            and any(value in _SIGNALS for value in frame.f_locals.values() if type(value) is int)
+        ):
             return True
         trace = trace.tb_next
     return False
+
+
+def _put(number: signal.Signals | int, handler: Any) -> None:
+    """`signal.signal` for Python alone: what the system calls stays.
+
+    That may be a handler in C which hands on to Python's, as `faulthandler` registers one; and its
+    flags are `signal.siginterrupt`'s.
+    """
+    system = _sigaction()
+    before = ctypes.create_string_buffer(_MOST_BYTES_OF_SIGACTION)
+    known = system is not None and system(int(number), None, before) == 0
+    signal.signal(number, handler)
+    if known and system is not None:
+        system(int(number), before, None)
+
+
+@cache
+def _sigaction() -> Callable[[int, Any, Any], int] | None:
+    try:
+        found = ctypes.CDLL(None).sigaction
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p), ctypes.c_int
+    return cast(Callable[[int, Any, Any], int], found)
+
+
+def _after_fork() -> None:
+    """A forked child is in no block: nothing would ever raise there what it keeps."""
+    global _current
+    hold, _current = _current, None
+    while hold is not None:
+        hold.holds, hold.is_over, hold.kept = False, True, None
+        hold = hold.outer
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _code(handler: Any) -> CodeType | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.interrupts import let_into
 
 __all__ = ["BatchBudget", "Divisible", "Stateful", "announce", "refuse_prepared"]
 
@@ -67,7 +68,8 @@ def announce(reader: object, n: int) -> bool:
     """Tell a reader that wants to know how many batches are left; whether it does."""
     if not isinstance(reader, BatchBudget):
         return False
-    reader.batches_until_checkpoint(n)
+    budget = reader  # narrowed
+    let_into(lambda: budget.batches_until_checkpoint(n))
     return True
 
 

@@ -44,7 +44,7 @@ _log = logging.getLogger("recpoint")
 
 _READERS = 8
 
-#: A start is not given up for one answer of the store that the next try may better.
+#: A start tries again when the store refuses a call. Later calls through this store do so too.
 _TIMEOUTS: Final = S3Timeouts(refused_seconds=30.0)
 
 

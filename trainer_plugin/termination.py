@@ -9,6 +9,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from recpoint.trainer_plugin.interrupts import handler_of, set_handler
+
 __all__ = ["TerminationNotice"]
 
 _log = logging.getLogger("recpoint")
@@ -22,7 +24,7 @@ class TerminationNotice:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.redelivered = False
         self._previous: Any = None
         self._installed = False
         self._process = 0
@@ -35,7 +37,8 @@ class TerminationNotice:
                 "thread. Next: call restore() in the main thread, or handle_sigterm=False"
             )
             return
-        before = signal.signal(signal.SIGTERM, self._received)
+        before = handler_of(signal.SIGTERM)
+        set_handler(signal.SIGTERM, self._received)
         if before != self._received:  # it is there already
             self._previous = before
         self._installed = True
@@ -47,12 +50,12 @@ class TerminationNotice:
             return
         self._installed = False
         # Somebody may have replaced ours meanwhile: theirs stays.
-        if signal.getsignal(signal.SIGTERM) == self._received:
-            signal.signal(signal.SIGTERM, self._handler_before())
+        if handler_of(signal.SIGTERM) == self._received:
+            set_handler(signal.SIGTERM, self._handler_before())
 
     def redeliver(self) -> None:
         """Send the signal again, to the handler before ours; by default that ends the process."""
-        self.requested = False
+        self.requested, self.redelivered = False, True
         self.remove()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -71,9 +74,9 @@ class TerminationNotice:
 
         Two Checkpointers do that where the first of them is closed first.
         """
-        if signal.getsignal(signal.SIGTERM) != self._received:
+        if handler_of(signal.SIGTERM) != self._received:
             return  # whoever called it answers the signal
-        signal.signal(signal.SIGTERM, self._handler_before())
+        set_handler(signal.SIGTERM, self._handler_before())
         self._previous = None  # once: it may lead back to here
         os.kill(os.getpid(), signal.SIGTERM)
 

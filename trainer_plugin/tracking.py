@@ -290,7 +290,13 @@ class Tracker:
             self._after_compiled_lookup(module, args, kwargs, True)  # is here again
             return
         lookup, self._lookup = self._lookup, None
-        if lookup is None or not lookup.plain or module.max_norm is None:
+        if lookup is None or module.max_norm is None:
+            return
+        if not lookup.plain:
+            if _version(self.weight) != lookup.version:
+                self._unexplained(
+                    "its module has max_norm and a forward of its own, which may rewrite any row"
+                )
             return
         ids = args[0] if args else kwargs.get("input")  # a hook after ours may have replaced them
         if (

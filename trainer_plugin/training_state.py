@@ -12,6 +12,7 @@ from torch import Tensor
 from recpoint.errors import SettingsError
 from recpoint.format.state_values import MAX_TREE_DEPTH
 from recpoint.trainer_plugin import left_out, rng_state
+from recpoint.trainer_plugin.interrupts import let_into
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.piece_layout import without_pieces
@@ -322,7 +323,7 @@ def _rates(state: object) -> int:
 def _state_of(subject: str, thing: Stateful) -> Any:
     """Its `state_dict()`, whose errors are a user's: they are told whose, at each checkpoint."""
     try:
-        return thing.state_dict()
+        return let_into(thing.state_dict)
     except Exception as error:
         note = f"from state_dict() of {subject}"
         if note not in getattr(error, "__notes__", ()):  # one error may be raised many times

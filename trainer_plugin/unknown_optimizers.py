@@ -176,7 +176,7 @@ class UnknownOptimizers:
                 "what it keeps of them would be in no checkpoint",
                 expected="steps of the optimizers that the Checkpointer was given",
                 next_step="change the optimizer that was given in place (its param_groups, or "
-                "load_state_dict), step that one, and let go of this; or close() this "
+                "load_state_dict), step that one, and delete this one (del); or close() this "
                 "Checkpointer, and build one that is given this optimizer: its "
                 "restore(fresh=True) begins a new line with what is in memory",
             )

@@ -47,7 +47,8 @@ _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_ENTER: Final = stat.S_IXGRP | stat.S_IXOTH
 _NEXT_STEP: Final = (
-    "find out who made it; remove it, or take it back (chown -R, chmod -R go-w), or give trainer "
+    "find out who made it; remove it (a link in any case), or take it back (chown -R, chmod -R "
+    "go-w), or give trainer "
     "and agent another staging area: RECPOINT_STAGING, staging= or --staging"
 )
 
@@ -73,9 +74,7 @@ def make_root(root: Path) -> None:
         raise _refused(root, there, "a directory, in a place where everybody may write")
     opened = there.st_mode & _OTHERS_WRITE and not there.st_mode & stat.S_ISVTX
     if there.st_uid == os.geteuid() and opened:
-        raise _refused(
-            root, there, "nobody else who can write to it, in a place where everybody may write"
-        )
+        raise _refused(root, there, f"a directory that only user {os.geteuid()} can write to")
 
 
 @contextmanager

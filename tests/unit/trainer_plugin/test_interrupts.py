@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -65,12 +69,28 @@ def test_a_handler_runs_at_once_and_what_it_raises_is_raised_last(calls: list[in
     assert not is_interrupted()
 
 
-def test_of_several_the_last_is_raised_with_the_first_as_its_context() -> None:
-    with pytest.raises(TimeOut, match=str(int(signal.SIGUSR2))) as raised, held():
+def test_of_several_the_first_is_raised_and_the_others_are_its_context() -> None:
+    with pytest.raises(TimeOut, match=str(int(signal.SIGUSR1))) as raised, held():
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR2)
     assert isinstance(raised.value.__context__, TimeOut)
-    assert raised.value.__context__.args == (signal.SIGUSR1,)
+    assert raised.value.__context__.args == (signal.SIGUSR2,)
+
+
+@pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGINT])
+def test_ctrl_c_goes_before_what_a_script_may_catch(first: signal.Signals) -> None:
+    def times_out(_number: int, _frame: FrameType | None) -> None:
+        try:
+            raise KeyError("looked for")
+        except KeyError:
+            raise TimeOut from None
+
+    second = signal.SIGINT if first == signal.SIGUSR1 else signal.SIGUSR1
+    wanted = {signal.SIGUSR1: times_out, signal.SIGINT: signal.default_int_handler}
+    with handlers(wanted), pytest.raises(KeyboardInterrupt) as raised, held():
+        signal.raise_signal(first)
+        signal.raise_signal(second)
+    assert isinstance(raised.value.__context__, TimeOut)
 
 
 def test_an_error_of_the_block_is_the_context() -> None:
@@ -124,6 +144,73 @@ def test_handlers_are_the_same_afterwards() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+def test_a_block_that_a_handler_runs_while_another_begins_leaves_that_one_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stand-ins of one signal are there, and a handler of the next enters a block itself."""
+
+    def enters(_number: int, _frame: FrameType | None) -> None:
+        with held():
+            pass
+
+    real = signal.signal
+    came: list[signal.Signals] = []
+
+    def comes_after_the_first(number: signal.Signals, handler: Any) -> Any:
+        before = real(number, handler)
+        if number == signal.SIGUSR1 and not came:
+            came.append(number)
+            signal.raise_signal(signal.SIGUSR2)
+        return before
+
+    with handlers({signal.SIGUSR2: enters}):
+        monkeypatch.setattr(signal, "signal", comes_after_the_first)
+        ended = []
+        with pytest.raises(TimeOut), held():
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGUSR1)
+            ended.append("block")
+        assert came and ended == ["block"]
+        assert signal.getsignal(signal.SIGUSR2) is enters
+
+
+def test_a_handler_in_c_stays_and_flags_too(tmp_path: Path) -> None:
+    with (tmp_path / "dump").open("w+b") as file:
+        signal.siginterrupt(signal.SIGUSR2, False)
+        before = _system_flags(signal.SIGUSR2)
+        faulthandler.register(signal.SIGUSR1, file=file, chain=True)
+        try:
+            with pytest.raises(TimeOut), held():
+                signal.raise_signal(signal.SIGUSR1)
+            held_bytes = os.path.getsize(file.name)
+            assert held_bytes
+            with pytest.raises(TimeOut):
+                signal.raise_signal(signal.SIGUSR1)
+            assert os.path.getsize(file.name) > held_bytes
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+        assert _system_flags(signal.SIGUSR2) == before
+
+
+def _system_flags(number: signal.Signals) -> bytes:
+    """The handler's address and the flags, without the mask between them."""
+    there = ctypes.create_string_buffer(512)
+    assert ctypes.CDLL(None).sigaction(int(number), None, there) == 0
+    return there.raw[:8] + there.raw[136:140]
+
+
+def test_a_forked_child_holds_nothing() -> None:
+    with held():
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            except TimeOut:
+                os._exit(7)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_other_threads_are_left_alone() -> None:
     def block() -> None:
         with held():
@@ -161,6 +248,77 @@ def test_what_a_handler_raised_is_told_from_other_errors(handler: Callable[..., 
         with pytest.raises(ValueError) as other:
             int("none")
         assert not came_from_handler(other.value)
+
+
+def test_a_handler_that_puts_another_in_its_place_is_known_by_how_it_was_called() -> None:
+    def once(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise TimeOut
+
+    with handlers({signal.SIGUSR1: once}), pytest.raises(TimeOut) as raised:
+        signal.raise_signal(signal.SIGUSR1)
+    assert came_from_handler(raised.value)
+
+
+def test_a_watchdog_ends_a_state_dict_that_hangs(place: Place) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    state, hangs = training.reader.state_dict, threading.Event()
+
+    def state_dict() -> dict[str, Any]:
+        if hangs.is_set():
+            hangs.clear()
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            threading.Event().wait(60)
+        return state()
+
+    training.reader.state_dict = state_dict  # type: ignore[method-assign]
+
+    def times_out(_number: int, _frame: FrameType | None) -> None:
+        raise TimeOut
+
+    with handlers({signal.SIGALRM: times_out}):
+        ckpt.restore()
+        training.batch()
+        hangs.set()
+        began = time.monotonic()
+        with pytest.raises(TimeOut):
+            ckpt.step()
+        assert time.monotonic() - began < 30
+        assert ckpt.stats.failed == 1
+        training.batch()
+        ckpt.step()
+        until(lambda: place.persist_all() == 1)  # and training goes on
+        ckpt.close(final=False)
+
+
+def test_a_second_sigterm_does_not_wait_for_the_agent(place: Place) -> None:
+    training = simple_training()
+    long = {"interval_batches": 100, "close_wait_seconds": 3_600.0, "handle_sigterm": True}
+    ckpt = checkpointer(training, place, **long)
+
+    class Ended(BaseException):
+        pass
+
+    def ends(_number: int, _frame: FrameType | None) -> None:
+        raise Ended
+
+    def asks_again() -> None:
+        until(lambda: bool(staged_jobs(place.run_directory)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with handlers({signal.SIGTERM: ends}), AgentLock(place.staging):
+        ckpt.restore()
+        training.batch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        asking = threading.Thread(target=asks_again)
+        asking.start()
+        with pytest.raises(Ended):
+            ckpt.step()
+        asking.join()
+        assert signal.getsignal(signal.SIGTERM) is ends
+        ckpt.close(final=False)
+    assert place.persist_all() == 1
 
 
 @pytest.mark.parametrize("from_handler", [True, False])
@@ -209,7 +367,7 @@ def test_ctrl_c_ends_the_wait_for_the_agent_and_nothing_else(place: Place) -> No
     ckpt.step()
 
     def press() -> None:
-        until(lambda: staged_jobs(place.run_directory))
+        until(lambda: bool(staged_jobs(place.run_directory)))
         os.kill(os.getpid(), signal.SIGUSR1)
 
     with AgentLock(place.staging):  # an agent that takes its time
