@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -16,6 +15,7 @@ from recpoint.catalog.overview.failure_causes import CAUSES, cause_of
 from recpoint.catalog.overview.overview import RunOverview
 from recpoint.catalog.overview.run_watch import RunWatch
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import RecpointError
 from recpoint.format.naming import VALIDATIONS_PREFIX, parse_validation_key
@@ -77,7 +77,7 @@ class _Watched:
     """One run: what was read last, since when it is tried, and how often it failed, by cause."""
 
     def __init__(self) -> None:
-        self.since_ms = time.time_ns() // 1_000_000
+        self.since_ms = now_ms()
         self.facts: CatalogFacts | None = None
         self.failures = dict.fromkeys(CAUSES, 0)
         self.stop = threading.Event()

@@ -19,6 +19,7 @@ from typing import Literal
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AGENT, DRAIN
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import StagingError, StagingRefused
 from recpoint.flows.agent_end import leave_soon, stopped_by_signals
 from recpoint.flows.agent_failures import postpone
@@ -325,7 +326,7 @@ class Agent:
                 run_dir,
                 {
                     "pid": os.getpid(),
-                    "alive_ms": _now_ms(),
+                    "alive_ms": now_ms(),
                     **state.status(),
                     "prefect_ui": self._gate.ui_url,
                     "consolidation": self._background.status(run_dir),
@@ -334,7 +335,3 @@ class Agent:
             )
         except (OSError, StagingRefused) as error:
             _LOG.warning("%s: no status could be written: %s", run_dir.name, error)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from recpoint.catalog.persisting import answers
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import RecpointError, StagingError, StoreThrottled
 from recpoint.flows.agent_runs import SHORTEST_SHARE, RunState
 
@@ -38,7 +39,7 @@ def postpone(state: RunState, error: BaseException, log: _Log) -> None:
     state.retry_at = time.monotonic() + pause
     # The kind of error says what to do about it: docs/operations.md goes by its name.
     state.last_error = f"{type(error).__name__}: {error}"
-    state.last_error_ms = time.time_ns() // 1_000_000
+    state.last_error_ms = now_ms()
     log.warning("stays staged, next try in %.0f s: %s", pause, state.last_error)
 
 

@@ -20,6 +20,7 @@ from typing import Final
 
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import read_note, trainer_state
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.sweeping.last_sweep import last_sweep, note_sweep, swept_ms
 from recpoint.errors import FormatError, RecpointError, SettingsError, StagingRefused
 from recpoint.flows.background_process import answer_of, environment_of
@@ -163,12 +164,12 @@ class BackgroundSweep:
         if time.monotonic() < swept.retry_at:
             return
         last = last_sweep(run_dir)
-        now_ms = time.time_ns() // 1_000_000
-        if last is None or last.at_ms > now_ms:  # never, or by a clock that was ahead
+        at_ms = now_ms()
+        if last is None or last.at_ms > at_ms:  # never, or by a clock that was ahead
             note_sweep(run_dir)
             return
         assert self._every is not None
-        late_seconds = (now_ms - last.at_ms) / 1000 - self._every
+        late_seconds = (at_ms - last.at_ms) / 1000 - self._every
         if late_seconds < 0:
             return
         if self._busy and late_seconds < _PATIENCE_SECONDS:

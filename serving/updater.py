@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -14,6 +13,7 @@ from recpoint.catalog.runs.chain import PassedOver, blamed
 from recpoint.catalog.runs.lineage import ManifestName, Representation
 from recpoint.catalog.runs.manifests_ahead import ManifestsAhead
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
@@ -182,7 +182,7 @@ class Updater:
         version = Version(
             checkpoint=newest.ref,
             committed_ms=committed_ms,
-            served_ms=time.time_ns() // 1_000_000,
+            served_ms=now_ms(),
             model=None if standby.model is None else standby.model.model,
             tables=dict(standby.tables),
             dense=standby.dense,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged, staged_job
 from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import Job, Segment, StagedTable
@@ -158,7 +158,7 @@ def stage(
                 )
             )
             end += data.nbytes
-    now_ms = time.time_ns() // 1_000_000
+    here_ms = now_ms()
     links = links or Links()
     job = Job(
         run_url=url,
@@ -177,8 +177,8 @@ def stage(
         slot=slot_file.name,
         slot_bytes=end,
         segments=tuple(segments),
-        snapshot_ms=now_ms,
-        staged_ms=now_ms,
+        snapshot_ms=here_ms,
+        staged_ms=here_ms,
         stall_us=1000,
         full_bytes=sum(table.values.nbytes for table in tables),
         quantized_by="the builder" if codes else "",

@@ -18,7 +18,7 @@ from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import Clocks
+from recpoint.catalog.stores.elapsed import Clocks, now_ms
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.catalog.validation.check import check
 from recpoint.format.manifest import Manifest
@@ -42,7 +42,6 @@ __all__ = [
     "make_announcement_old",
     "make_old",
     "named",
-    "now_ms",
     "planned",
     "require_tidy",
     "retain",
@@ -123,10 +122,6 @@ def values(run: Run, step: int) -> list[torch.Tensor]:
     tables = [target.tables[name] for name in sorted(target.tables)]
     parts = [part for table in tables for part in (table.values, *table.row_states)]
     return [part for part in parts if part is not None]
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def age_file(run: Run, key: str, seconds: float) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import History, Precision
@@ -33,7 +34,6 @@ from recpoint.trainer_plugin.snapshot import (
     Snapshot,
     TablePart,
     copy_tables,
-    now_ms,
     place_state,
     place_tables,
 )

@@ -19,12 +19,13 @@ import crc32c
 
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.cancel import remove_mark, write_mark
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Job, Outcome, Segment
 from recpoint.format.manifest import check_quantizers
 from recpoint.format.records import CheckpointRef, pack_record
 from recpoint.kernels import implementation
-from recpoint.trainer_plugin.snapshot import Snapshot, now_ms, place_sample
+from recpoint.trainer_plugin.snapshot import Snapshot, place_sample
 from recpoint.trainer_plugin.staging import StagingArea
 
 __all__ = ["Answered", "Event", "Failed", "Handoff", "Staged"]

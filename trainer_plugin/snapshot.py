@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -35,7 +34,6 @@ __all__ = [
     "copy_tables",
     "full_bytes",
     "new_attempt",
-    "now_ms",
     "place_sample",
     "place_state",
     "place_tables",
@@ -391,8 +389,3 @@ def _copy(source: Tensor, place: Placed, data: Tensor) -> None:
         # No thread is woken and no view made for what is usually one of many small tensors. Safe:
         # `data` is the slot's memory, of which `place` is a part, and as long as the source's.
         ctypes.memmove(data.data_ptr() + place.offset, source.data_ptr(), place.size_bytes)
-
-
-def now_ms() -> int:
-    """Time for people, in milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000

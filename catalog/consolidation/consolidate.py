@@ -24,7 +24,7 @@ from recpoint.catalog.runs.lineage import ManifestName, Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.chunks_there import not_there, stored_sizes
 from recpoint.catalog.stores.create_only import create_or_read
-from recpoint.catalog.stores.elapsed import host_seconds
+from recpoint.catalog.stores.elapsed import host_seconds, now_ms
 from recpoint.errors import (
     CommitConflict,
     FormatError,
@@ -258,7 +258,7 @@ def _manifest(
         "quantizers": tuple(quantizers[at] for at in sorted(quantizers)),
         "quantized_by": quantized_by[-1] if quantized_by else "",
         "state_bits": 16 if any(source.state_bits for source in sources) else None,
-        "committed_ms": time.time_ns() // 1_000_000,
+        "committed_ms": now_ms(),
         "dirty_rows": sum(entry.row_count or 0 for entry in entries),
         "writer": writer(),
     }

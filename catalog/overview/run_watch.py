@@ -43,6 +43,7 @@ from recpoint.catalog.runs.chain import Chain, resolve_chain
 from recpoint.catalog.runs.lineage import ManifestName, Representation, by_checkpoint
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import read_end
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
@@ -136,7 +137,7 @@ class RunWatch:
         return RunOverview(
             url=self.run.url,
             run=self.run.id,
-            refreshed_ms=time.time_ns() // 1_000_000,
+            refreshed_ms=now_ms(),
             checkpoints=facts,
             live_checkpoints=len(listing.live),
             superseded_checkpoints=len(listing.forms) - len(listing.live),

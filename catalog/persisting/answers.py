@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from recpoint.catalog.runs.rejections import leave_rejection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.job_store import job_store
 from recpoint.catalog.staging.staged import finish, read_job
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.format.job import Job, Outcome
@@ -35,7 +35,7 @@ def finish_committed(job_file: Path | str, there: Committed) -> Outcome:
         rank_bytes=there.rank_bytes,
         links_to_read=there.links_to_read,
         quantizers=there.quantizers,
-        finished_ms=_now_ms(),
+        finished_ms=now_ms(),
     )
     finish(job_file, outcome)
     return outcome
@@ -68,7 +68,7 @@ def reject_job(
         rank_bytes=0,
         links_to_read=0,
         quantizers=(),
-        finished_ms=_now_ms(),
+        finished_ms=now_ms(),
     )
     finish(job_file, outcome)
     if job is not None:
@@ -101,7 +101,3 @@ def _looks_committed(run: Run, job: Job) -> bool:
     """Whether what is stored of it would pass for a checkpoint whose manifest is gone (§6.5)."""
     prefix = attempt_prefix(job.step, job.generation, job.attempt)
     return not any(run.store.list(MANIFESTS_PREFIX)) and any(run.store.list(prefix))
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -6,7 +6,6 @@ run each of them as a task; `persist_job` runs them one after another, overlappe
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
@@ -41,6 +40,7 @@ from recpoint.catalog.staging.job_store import forget_stores, job_store
 from recpoint.catalog.staging.staged import read_job
 from recpoint.catalog.staging.staged_job import StagedJob, open_job
 from recpoint.catalog.stores.chunks_there import chunks_missing, not_there
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.catalog.stores.store import Store
 from recpoint.errors import (
@@ -347,7 +347,7 @@ def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quanti
         state_bits=16 if any(table.rounds_states for table in job.tables) else None,
         snapshot_ms=job.snapshot_ms,
         staged_ms=job.staged_ms,
-        committed_ms=_now_ms(),
+        committed_ms=now_ms(),
         stall_us=job.stall_us,
         dirty_rows=job.dirty_rows,
         full_bytes=job.full_bytes,
@@ -378,7 +378,3 @@ def _group(job_file: Path | str, index: int) -> tuple[StagedJob, Group]:
     raise_if_cancelled(job_file)  # each step looks first: nothing is quantized, encoded or sent
     staged = open_job(job_file)
     return staged, plan_groups(staged)[index]
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -6,7 +6,6 @@ the store. Whoever finds all parts commits; any number may, since only one creat
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from importlib.metadata import version
@@ -22,6 +21,7 @@ from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.chunks_there import not_there
 from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
@@ -172,7 +172,7 @@ def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
     """
     parts = _read_all(run, job)
     writer = f"recpoint {version('recpoint')}"
-    manifest = join_parts(parts, committed_ms=time.time_ns() // 1_000_000, writer=writer)
+    manifest = join_parts(parts, committed_ms=now_ms(), writer=writer)
     if manifest.ref != job.ref:
         raise ValueError(f"parts of {manifest.ref} for {job.ref}")
     raise_if_cancelled(job_file)
@@ -279,7 +279,7 @@ def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> Ra
         state_bits=16 if rounded else None,
         snapshot_ms=job.snapshot_ms,
         staged_ms=job.staged_ms,
-        written_ms=time.time_ns() // 1_000_000,
+        written_ms=now_ms(),
         stall_us=job.stall_us,
         dirty_rows=job.dirty_rows,
         full_bytes=job.full_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import math
 import socket
-import time
 from collections.abc import Container, Iterable
 from typing import Final
 
@@ -14,6 +13,7 @@ from recpoint.catalog.runs.lineage import ManifestName, Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import (
     ChainError,
     ForeignObject,
@@ -118,7 +118,7 @@ def hold(
         name=label,
         who=words(_whoami() if who is None else who, 255),
         why=words(why, 1024),
-        created_ms=_now_ms(),
+        created_ms=now_ms(),
     )
     key = pin_key(ref.step, ref.generation, label)
     there = create_or_read(run.store, key, pack_record(wish), max_bytes=MAX_RECORD_BYTES)
@@ -210,7 +210,7 @@ def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> No
         checkpoint=run.manifest(*name).ref,
         name=metric,
         value=float(value).hex(),
-        created_ms=_now_ms(),
+        created_ms=now_ms(),
     )
     run.store.put(metric_key(name.step, name.generation, metric), pack_record(record))
 
@@ -337,7 +337,3 @@ def _whoami() -> str:
     except (KeyError, OSError):  # no such user, as in some containers
         user = "unknown"
     return f"{user}@{socket.gethostname()}"
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

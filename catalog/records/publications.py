@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import NamedTuple
 
 from recpoint.catalog.records import pins
@@ -12,6 +11,7 @@ from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import (
     ForeignObject,
     FormatError,
@@ -127,7 +127,7 @@ def publish(
             held=held,
             who=pin.who,
             why=pins.words(why, 1024),
-            created_ms=time.time_ns() // 1_000_000,
+            created_ms=now_ms(),
         )
         data = pack_record(record)
         key = publication_key(number)

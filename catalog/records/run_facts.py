@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +13,7 @@ from recpoint.catalog.runs.chain import check_with_own
 from recpoint.catalog.runs.lineage import ManifestName, Representation
 from recpoint.catalog.runs.representations import Opinion, RunFacts, StoredManifest
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
@@ -83,7 +83,7 @@ def gather(
     return RunFacts(
         manifests=manifests,
         live=[name for name in live if name in read_names],
-        now_ms=time.time_ns() // 1_000_000,
+        now_ms=now_ms(),
         pins=pins,
         leased=leased_by(leases),
         metrics=read_metrics(run, metrics, of=read_names),

@@ -7,7 +7,6 @@ room for another one's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,6 +20,7 @@ from recpoint.catalog.restoring.shard_plan import (
     ShardPlan,
     checkpoint_in,
 )
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import (
@@ -85,7 +85,7 @@ def remove_unfinished(into: Store, plan: ShardPlan) -> None:
 
     What is younger may be another writer's, which still needs it.
     """
-    before_ms = time.time_ns() // 1_000_000 - _UNFINISHED_SECONDS * 1000
+    before_ms = now_ms() - _UNFINISHED_SECONDS * 1000
     for info in list(into.list_unfinished()):
         of_plan = any(shard.file in info.key for shard in plan.shards) and "/" not in info.key
         if of_plan and info.modified_ms < before_ms:

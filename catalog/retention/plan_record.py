@@ -6,12 +6,12 @@ import logging
 import math
 import os
 import socket
-import time
 
 from recpoint.catalog.retention.prune_plan import PrunePlan, PruneRow
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.checked_read import read_checked
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ForeignObject, FormatError, ObjectNotFound, StoreError
 from recpoint.format.naming import PLAN_KEY
@@ -57,7 +57,7 @@ def leave_plan(run: Run, made: PrunePlan) -> None:
         ),
         host=socket.gethostname()[:255],
         pid=os.getpid(),
-        planned_ms=time.time_ns() // 1_000_000,
+        planned_ms=now_ms(),
     )
     try:
         run.store.put(PLAN_KEY, pack_record(record))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import time
 
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, SettingsError
 from recpoint.format.naming import generation_in_key, generation_key
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, GenerationRecord, pack_record
@@ -60,7 +60,7 @@ def relink(
         restored=None if restored is None else _reference(run, generation, restored),
         host="",
         pid=0,
-        created_ms=time.time_ns() // 1_000_000,
+        created_ms=now_ms(),
     )
     data = pack_record(record)
     there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)

@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
@@ -22,6 +21,7 @@ from recpoint.catalog.runs.lineage import (
 from recpoint.catalog.runs.run_record import create_run_record, read_run_record
 from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
@@ -368,7 +368,7 @@ class Run:
                 restored=restored,
                 host=socket.gethostname()[:255],
                 pid=os.getpid(),
-                created_ms=_now_ms(),
+                created_ms=now_ms(),
             )
             key = generation_key(record.generation)
             data = pack_record(record)
@@ -428,7 +428,3 @@ class Run:
         # The trainers before `record` can start no further commit, so that this look is the last.
         again = restore(record.generation)
         return record if again == record.restored else self.claim(again, above=above)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

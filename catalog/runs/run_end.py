@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Literal
 
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.checked_read import read_checked
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import ForeignObject, ObjectNotFound, StoreError
 from recpoint.format.naming import end_key
 from recpoint.format.records import MAX_RECORD_BYTES, EndRecord, pack_record, unpack_record
@@ -39,7 +39,7 @@ def tell_ended(
         generation=generation,
         step=step,
         reason=reason,
-        ended_ms=time.time_ns() // 1_000_000,
+        ended_ms=now_ms(),
     )
 
     def write() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterator
 
 from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.create_only import create_or_read
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import (
     ForeignObject,
@@ -168,7 +168,7 @@ def _id_in(store: Store, key: str) -> str | None:
 
 
 def _created(store: Store, run: str) -> RunRecord:
-    record = RunRecord(run=run, created_ms=time.time_ns() // 1_000_000)
+    record = RunRecord(run=run, created_ms=now_ms())
     there = create_or_read(store, RUN_KEY, pack_record(record), max_bytes=MAX_RECORD_BYTES)
     return record if there is None else _run_record(there)
 

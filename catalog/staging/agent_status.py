@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from recpoint.catalog.staging import owned, staged
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.errors import StagingRefused
 
@@ -61,7 +61,7 @@ def read_trouble(run_dir: Path, run_url: str) -> AgentTrouble | None:
     if type(alive_ms) is not int or type(tries) is not int or not isinstance(text, str):
         return None
     # If the clock was set back, the time lies in the future; a live agent writes it anew.
-    if not text or tries < 1 or abs(int(time.time() * 1000) - alive_ms) > _FRESH_MS:
+    if not text or tries < 1 or abs(now_ms() - alive_ms) > _FRESH_MS:
         return None
     line = naming_run(" ".join(text.split()), run_url)[:_MOST_CHARACTERS]
     error, _, next_step = line.rpartition(_NEXT)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
 from recpoint.catalog.staging import owned, staged
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.run_url import parse_run_url
 from recpoint.errors import SettingsError, StagingRefused
 
@@ -40,7 +40,7 @@ def write_note(run_dir: Path, run_url: str, state: NoteState) -> None:
         StagingRefused: the directory is not this user's own.
         OSError: it cannot be written.
     """
-    document = {"run_url": run_url, "state": state, "at_ms": time.time_ns() // 1_000_000}
+    document = {"run_url": run_url, "state": state, "at_ms": now_ms()}
     owned.replace(
         run_dir.parent,
         run_dir / _FILE,

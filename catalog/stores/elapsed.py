@@ -12,7 +12,7 @@ from recpoint.catalog.stores.store_contract import PROBE_PREFIX, Store
 from recpoint.errors import StoreUnavailable
 from recpoint.format.retention_records import Stamp
 
-__all__ = ["Clocks", "host_seconds", "stamp_now", "store_ms"]
+__all__ = ["Clocks", "host_seconds", "now_ms", "stamp_now", "store_ms"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -45,7 +45,7 @@ class Clocks:
         """
         asked_ms = None if store is None else store_ms(store)
         boot, boot_ms = _boot()
-        return cls(wall_ms=_wall_ms(), boot=boot, boot_ms=boot_ms, store_ms=asked_ms)
+        return cls(wall_ms=now_ms(), boot=boot, boot_ms=boot_ms, store_ms=asked_ms)
 
     def age_seconds(self, stamp: Stamp, *, modified_ms: int | None = None) -> float:
         """Seconds since `stamp` was made, at least: the least that any of the clocks says.
@@ -65,10 +65,15 @@ class Clocks:
         return min(ages) / 1000
 
 
+def now_ms() -> int:
+    """This host's time in whole milliseconds since the epoch; somebody may set it back."""
+    return time.time_ns() // 1_000_000
+
+
 def stamp_now() -> Stamp:
     """A stamp of this moment."""
     boot, boot_ms = _boot()
-    return Stamp(written_ms=_wall_ms(), boot=boot, boot_ms=boot_ms)
+    return Stamp(written_ms=now_ms(), boot=boot, boot_ms=boot_ms)
 
 
 def host_seconds() -> float:
@@ -108,7 +113,3 @@ def store_ms(store: Store) -> int:
             next_step="try again; a store that does not list what it holds cannot be used",
         )
     return times[0]
-
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
@@ -18,6 +17,7 @@ from fsspec.asyn import sync
 from fsspec.spec import AbstractFileSystem
 
 from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.catalog.stores.per_process import PerProcess
 from recpoint.catalog.stores.run_url import RunUrl, parse_run_url
@@ -407,4 +407,4 @@ def _ms(entry: Mapping[str, Any]) -> int:
         if isinstance(when, int | float):
             return int(when * 1000)
     # Not known: as if it had been written just now, so that no grace period has passed.
-    return int(time.time() * 1000)
+    return now_ms()

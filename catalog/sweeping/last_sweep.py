@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from recpoint.catalog.staging import owned
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import StagingRefused
 
 __all__ = ["LastSweep", "last_sweep", "note_sweep", "swept_ms"]
@@ -36,7 +36,7 @@ def note_sweep(run_dir: Path, *, ended_ms: int | None = None) -> None:
         StagingRefused: the directory is not this user's own.
         OSError: it cannot be written.
     """
-    document: dict[str, int] = {"at_ms": time.time_ns() // 1_000_000}
+    document: dict[str, int] = {"at_ms": now_ms()}
     if ended_ms is not None:
         document["ended_ms"] = ended_ms
     owned.write_atomically(run_dir.parent, run_dir / _FILE, json.dumps(document).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Final, NamedTuple
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import host_seconds, store_ms
+from recpoint.catalog.stores.elapsed import host_seconds, now_ms, store_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo, Store
 from recpoint.catalog.sweeping.named_chunks import NamedChunks
 from recpoint.errors import SettingsError, StoreError
@@ -171,7 +170,7 @@ def plan_sweep(
     young = 0
     unrecognised: list[str] = []
     there_now = list(run.store.list())
-    now_ms = _now_ms(run.store if ask_store else None, there_now)
+    began_ms = _by_both_clocks(run.store if ask_store else None, there_now)
     for info in there_now:
         attempt = parse_chunk_key(info.key)
         if attempt is not None:
@@ -179,7 +178,7 @@ def plan_sweep(
         elif (part := parse_part_key(info.key)) is not None:
             parts.setdefault(part.checkpoint, []).append(info)
         elif is_probe_key(info.key):
-            if _is_old((info,), now_ms, grace_seconds):
+            if _is_old((info,), began_ms, grace_seconds):
                 objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
             else:
                 young += 1
@@ -195,7 +194,7 @@ def plan_sweep(
     for info, of in said:
         if of in there or named.unreadable or named.lost.why_needed(of):
             continue
-        if _is_old((info,), now_ms, grace_seconds):
+        if _is_old((info,), began_ms, grace_seconds):
             why = f"is of {of}, which has no manifest"
             objects.append(SweptObject(info.key, info.size_bytes, why))
         else:
@@ -213,7 +212,7 @@ def plan_sweep(
         infos = parts.get(attempt, []) + infos
         if not infos:
             continue
-        reason = _reason_to_keep(attempt, infos, named, needed, now_ms, grace_seconds)
+        reason = _reason_to_keep(attempt, infos, named, needed, began_ms, grace_seconds)
         if reason:
             prefix_of = attempt_prefix if all_infos else part_prefix
             kept.append(KeptPrefix(prefix_of(*attempt), reason))
@@ -227,7 +226,7 @@ def plan_sweep(
             why = f"attempt {attempt.attempt} of step {attempt.step} is committed without it"
         objects.extend(SweptObject(info.key, info.size_bytes, why) for info in infos)
     unfinished = list(run.store.list_unfinished())
-    old = [info for info in unfinished if _is_old((info,), now_ms, grace_seconds)]
+    old = [info for info in unfinished if _is_old((info,), began_ms, grace_seconds)]
     return SweepPlan(
         prefixes=tuple(doomed),
         objects=tuple(objects),
@@ -241,7 +240,7 @@ def plan_sweep(
         unrecognised=tuple(unrecognised),
         blocked=tuple(named.unreadable),
         grace_seconds=grace_seconds,
-        now_ms=now_ms,
+        now_ms=began_ms,
         keep=asked,
         spare_newest=spare_newest,
     )
@@ -332,7 +331,7 @@ def _reason_to_keep(
     infos: Sequence[ObjectInfo],
     named: NamedChunks,
     keep: Collection[str],
-    now_ms: int,
+    at_ms: int,
     grace_seconds: float,
 ) -> str:
     if named.unreadable:
@@ -343,7 +342,7 @@ def _reason_to_keep(
         return needed
     if named.may_be_committed(attempt, infos):
         return "its trainer may still commit it"
-    if not _is_old(infos, now_ms, grace_seconds):
+    if not _is_old(infos, at_ms, grace_seconds):
         return f"younger than {grace_seconds:g} s"
     return ""
 
@@ -352,9 +351,9 @@ def _why_needed(named: NamedChunks, attempt: AttemptName) -> str:
     return named.lost.why_needed(ManifestName(*attempt[:2]), attempt.attempt)
 
 
-def _is_old(infos: Iterable[ObjectInfo], now_ms: int, grace_seconds: float) -> bool:
+def _is_old(infos: Iterable[ObjectInfo], at_ms: int, grace_seconds: float) -> bool:
     """Whether all were last modified before the grace period; a time in the future is young."""
-    return all(now_ms - info.modified_ms >= grace_seconds * 1000 for info in infos)
+    return all(at_ms - info.modified_ms >= grace_seconds * 1000 for info in infos)
 
 
 def _said_of(key: str) -> ManifestName | None:
@@ -375,13 +374,13 @@ def _is_record(key: str) -> bool:
     )
 
 
-def _now_ms(store: Store | None, there: Sequence[ObjectInfo]) -> int:
+def _by_both_clocks(store: Store | None, there: Sequence[ObjectInfo]) -> int:
     """This host's time, or the store's if that is behind: by it the objects were dated."""
-    now_ms = time.time_ns() // 1_000_000
+    here_ms = now_ms()
     if store is None:
-        return now_ms
+        return here_ms
     try:
-        return min(now_ms, store_ms(store))
+        return min(here_ms, store_ms(store))
     except StoreError:
         # Full, maybe, which a sweep is to heal: it is at least as late there as the newest object.
-        return min([now_ms, max((info.modified_ms for info in there), default=now_ms)])
+        return min(here_ms, max((info.modified_ms for info in there), default=here_ms))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import time
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -13,6 +12,7 @@ from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.restoring.restored_model import model_tensors
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import EvaluationFailed, SettingsError
 from recpoint.format.naming import is_label, metric_key
 from recpoint.format.records import CheckpointRef, pack_record
@@ -96,7 +96,7 @@ def record_metrics(run: Run, checkpoint: CheckpointRef, metrics: Mapping[str, fl
             checkpoint=checkpoint,
             name=name,
             value=value.hex(),
-            created_ms=time.time_ns() // 1_000_000,
+            created_ms=now_ms(),
         )
         key = metric_key(checkpoint.step, checkpoint.generation, name)
         run.store.put(key, pack_record(record))

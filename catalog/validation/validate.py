@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from recpoint.catalog.records.validations import LEVELS, add_record
 from recpoint.catalog.runs.chain import Chain, read_with_chain, resolve_chain
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.validation.validate_chain import DAMAGE, ChainValidation, Found, passed_over
 from recpoint.errors import SettingsError, UnsupportedVersion
 from recpoint.format.naming import ValidationLevel, ValidationName, ValidationResult
@@ -102,7 +102,7 @@ def validate(
         )
     if threads < 1:
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
-    started_ms = _now_ms()
+    started_ms = now_ms()
     looks: list[ChainValidation] = []
     going = Going.look(run, leased=leased)  # before a manifest is read
 
@@ -217,7 +217,7 @@ def _outcome(
         worst=look.worst if look else 0.0,
         digests=look.digests if look and result == "passed" else (),
         started_ms=started_ms,
-        finished_ms=_now_ms(),
+        finished_ms=now_ms(),
     )
 
 
@@ -227,7 +227,3 @@ def _ref(run: Run, name: ManifestName) -> CheckpointRef:
         return run.manifest(*name).ref
     except DAMAGE:
         return CheckpointRef(step=name.step, generation=name.generation, attempt="0" * 32)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -29,6 +29,7 @@ from recpoint.catalog.retention.retention_rules import RetentionPolicy
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.catalog.validation.validate import record, validate
 from recpoint.dashboards.terminal import bytes_text, time_text
@@ -120,7 +121,7 @@ def commit(
 def small_run(directory: Path) -> tuple[Run, list[Manifest]]:
     run = new_run(directory)
     run.claim(None)
-    now = time.time_ns() // 1_000_000
+    now = now_ms()
     full = commit(run, 100, now - 100_000)
     second = commit(run, 200, now - 60_000, parent=full, stall_us=9_000)
     return run, [full, second, commit(run, 300, now - 20_000, parent=second)]

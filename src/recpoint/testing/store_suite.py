@@ -13,12 +13,12 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import secrets
-import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import pytest
 
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store import Store
 from recpoint.errors import MalformedObject, ObjectExists, ObjectNotFound, StoreError
 
@@ -191,8 +191,7 @@ class StoreSuite:
             assert [info.key for info in store.list(prefix)] == [
                 key for key in keys if key.startswith(prefix)
             ]
-        now_ms = time.time_ns() // 1_000_000
-        assert all(abs(info.modified_ms - now_ms) < 3_600_000 for info in store.list())
+        assert all(abs(info.modified_ms - now_ms()) < 3_600_000 for info in store.list())
         assert all(info.size_bytes == len(info.key) for info in store.list())
 
     def test_listings_of_many_objects_are_whole(self, store: Store) -> None:

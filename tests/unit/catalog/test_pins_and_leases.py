@@ -19,7 +19,7 @@ from recpoint.catalog.records.run_facts import gather
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import Clocks, store_ms
+from recpoint.catalog.stores.elapsed import Clocks, now_ms, store_ms
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.stores.store_contract import PROBE_PREFIX, ObjectInfo, Store
 from recpoint.catalog.validation.check import check
@@ -59,7 +59,6 @@ from tests.retained_run import (
     keys,
     make_old,
     named,
-    now_ms,
     planned,
     require_tidy,
     retain,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +16,7 @@ from recpoint.catalog.retention.prune_plan import plan_prune
 from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
 from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.catalog.sweeping.sweep import execute as execute_sweep
@@ -96,11 +96,11 @@ def test_marked_first_deleted_later(store: Store) -> None:
 def test_a_trainer_whose_clock_was_set_back_loses_nothing(store: Store) -> None:
     run = Run.create(store)
     run.claim(None)
-    now_ms = time.time_ns() // 1_000_000
+    here_ms = now_ms()
     for step in (10, 20, 30, 40, 50, 60):
         made = build(run, tables(seed=step), step=step, generation=1)
         days_back = 30 if step > 30 else 0
-        times = {"snapshot_ms": now_ms - days_back * 24 * 3_600_000}
+        times = {"snapshot_ms": here_ms - days_back * 24 * 3_600_000}
         publish(run, replace(made, manifest=made.manifest.model_copy(update=times)))
     made_plan = planned(run, RetentionPolicy(keep_within_seconds=HOUR, require_validated=False))
     assert made_plan.mark == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from recpoint.catalog.overview.run_watch import RunWatch
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import write_note
+from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.dashboards import catalog_watch
 from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
@@ -98,7 +98,7 @@ def test_catalogs_are_watched_as_long_as_their_runs_are_there(tmp_path: Path) ->
         assert facts.created_ms == run.record.created_ms
         assert facts.overview.live_checkpoints == 0 and facts.last_validation_ms is None
         later = until(lambda: (now := watch.facts(run.url)) is not facts and now or None)
-        assert later.overview.refreshed_ms <= time.time_ns() // 1_000_000
+        assert later.overview.refreshed_ms <= now_ms()
         assert set(watch.failures(run.url).values()) == {0}
         runs.append(str(tmp_path / "missing"))
         until(lambda: watch.failures(runs[1])["run_missing"] > 1)
@@ -130,12 +130,12 @@ def test_whatever_a_look_raises_is_told_and_the_next_one_comes(
 
     store = InterposedStore(run.store, before=before)
     monkeypatch.setattr(catalog_watch, "open_store", lambda url: store)
-    began_ms = time.time_ns() // 1_000_000
+    began_ms = now_ms()
     watch = CatalogWatch(runs, refresh_seconds=0.02)
     try:
         until(lambda: watch.facts(run.url))
         assert watch.failures(run.url)["other"] == 2
-        assert began_ms <= (watch.since_ms(run.url) or 0) <= time.time_ns() // 1_000_000
+        assert began_ms <= (watch.since_ms(run.url) or 0) <= now_ms()
     finally:
         watch.stop()
     said = [one for one in caplog.records if one.exc_info is not None]
