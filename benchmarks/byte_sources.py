@@ -20,12 +20,12 @@ from benchmarks.trained_rows import trained_rows
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.staged_job import Extent, ids_name, open_job, read_into, values_name
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.manifest import Kind, Manifest, TableSpec
+from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.settings import FixedBits
 
 __all__ = ["WIDTHS", "OptimizerName", "Source", "criteo_shaped", "fleet", "retail"]

@@ -19,12 +19,11 @@ from benchmarks.report import Report, alternate, ratio
 from recpoint.catalog.records.run_facts import gather
 from recpoint.catalog.retention.retention import plan
 from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.representations import Representations, RunFacts
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import attempt_prefix, metric_key
+from recpoint.format.naming import METRIC_KEY, ManifestName, attempt_prefix
 from recpoint.format.records import pack_record
 from recpoint.format.retention_records import Metric
 from tests.catalog_builder import build, tables
@@ -158,7 +157,7 @@ def _run(directory: Path, count: int) -> Run:
                 value=(0.5 + (step * 7919 % 1000) / 2000).hex(),
                 created_ms=parent.snapshot_ms,
             )
-            _write(directory / metric_key(*name, "auc"), pack_record(metric))
+            _write(directory / METRIC_KEY.of(*name, "auc"), pack_record(metric))
     return there
 
 

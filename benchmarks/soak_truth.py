@@ -9,16 +9,10 @@ from pathlib import Path
 
 from benchmarks.soak_training import Training
 from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ObjectNotFound, RecpointError, StoreError
-from recpoint.format.naming import (
-    MANIFESTS_PREFIX,
-    expired_key,
-    parse_consolidated_key,
-    parse_manifest_key,
-)
+from recpoint.format.naming import CONSOLIDATED_KEY, EXPIRED_KEY, MANIFEST_KEY, ManifestName
 from recpoint.format.records import MAX_RECORD_BYTES, unpack_record
 from recpoint.format.retention_records import Mark
 from recpoint.trainer_plugin.model_state import ModelState
@@ -96,7 +90,7 @@ class Ledger:
                 self.seen[key] = name
                 there.add(key)
         for key in there - self.reasons.keys():
-            if expired_key(key) in objects:
+            if EXPIRED_KEY.of(key) in objects:
                 self._read_reason(key)
         self.there = there
         self.bytes_by_look.append(sum(info.size_bytes for info in objects.values()))
@@ -105,7 +99,7 @@ class Ledger:
     @property
     def committed(self) -> list[ManifestName]:
         """Checkpoints that were ever committed, in order."""
-        own = [name for key, name in self.seen.items() if key.startswith(MANIFESTS_PREFIX)]
+        own = [name for key, name in self.seen.items() if key.startswith(MANIFEST_KEY.prefix)]
         return sorted(own)
 
     @property
@@ -137,16 +131,18 @@ class Ledger:
 
     def _read_reason(self, key: str) -> None:
         try:
-            data = self.run.store.get(expired_key(key), max_bytes=MAX_RECORD_BYTES)
+            data = self.run.store.get(EXPIRED_KEY.of(key), max_bytes=MAX_RECORD_BYTES)
         except ObjectNotFound:
             return  # the mark was taken back, or the manifest is gone by now
-        mark = unpack_record(Mark, data, name=expired_key(key), next_step="look at the soak's log")
+        mark = unpack_record(
+            Mark, data, name=EXPIRED_KEY.of(key), next_step="look at the soak's log"
+        )
         self.reasons[key] = mark.reason
 
 
 def _checkpoint_of(key: str) -> ManifestName | None:
-    name = parse_manifest_key(key)
+    name = MANIFEST_KEY.parse(key)
     if name is not None:
         return ManifestName(*name)
-    merged = parse_consolidated_key(key)
+    merged = CONSOLIDATED_KEY.parse(key)
     return None if merged is None else ManifestName(merged.step, merged.generation)

@@ -18,7 +18,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import RecpointError
-from recpoint.format.naming import VALIDATIONS_PREFIX, parse_validation_key
+from recpoint.format.record_kinds import VALIDATION
 
 __all__ = ["REFRESH_SECONDS", "CatalogFacts", "CatalogWatch", "current_watch", "look_up"]
 
@@ -61,10 +61,8 @@ def look_up(watch: RunWatch) -> CatalogFacts:
     run = watch.run
     validations = (
         info.modified_ms
-        for info in run.store.list(VALIDATIONS_PREFIX)
-        if (name := parse_validation_key(info.key)) is not None
-        and name.result == "passed"
-        and name.level != "metadata"
+        for name, info in run.records(VALIDATION).listed()
+        if name.result == "passed" and name.level != "metadata"
     )
     return CatalogFacts(
         overview=watch.refresh(),

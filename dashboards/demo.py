@@ -20,7 +20,6 @@ from typing import Any
 from rich.console import Console
 
 import recpoint
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.check import CheckReport, check
@@ -30,6 +29,7 @@ from recpoint.dashboards.demo_progress import DemoProgress
 from recpoint.dashboards.demo_ranks import RanksTrainer
 from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 
 __all__ = ["DemoResult", "DemoSettings", "example_script", "make_fresh", "run_demo"]
 

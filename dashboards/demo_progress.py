@@ -17,8 +17,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.dashboards.demo_processes import Trainer
+from recpoint.format.naming import ManifestName
 
 __all__ = ["DemoProgress"]
 

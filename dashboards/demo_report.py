@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.dashboards import terminal
 from recpoint.dashboards.demo import DemoResult
 from recpoint.dashboards.terminal import Listed
+from recpoint.format.naming import ManifestName
 
 __all__ = ["report_views"]
 

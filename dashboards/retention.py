@@ -7,7 +7,7 @@ from rich.text import Text
 
 from recpoint.catalog.retention.prune_plan import PrunePlan
 from recpoint.dashboards.terminal import bytes_text, plain_table, shown
-from recpoint.format.naming import parse_consolidated_key
+from recpoint.format.naming import CONSOLIDATED_KEY
 
 __all__ = ["retention_table"]
 
@@ -45,7 +45,7 @@ def retention_table(made: PrunePlan) -> Table:
 
 def _merged(key: str) -> str:
     """What tells the manifests of one checkpoint apart."""
-    name = parse_consolidated_key(key)
+    name = CONSOLIDATED_KEY.parse(key)
     if name is None:
         return ""
     return "into a full" if name.after is None else f"after {name.after}"

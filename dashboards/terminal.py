@@ -16,11 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from recpoint.catalog.records.validations import Verdict
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.errors import RecpointError
 from recpoint.format.history import History, Precision
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
-from recpoint.format.naming import ValidationResult
+from recpoint.format.naming import ManifestName, ValidationResult
 from recpoint.format.validation import ValidationFinding
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing

@@ -21,7 +21,6 @@ from recpoint.catalog.consolidation.consolidate_around import blamed_source, pas
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.runs.chain import DAMAGE, PassedOver
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.consolidate_process import NOTHING_DONE
 from recpoint.flows.each_part import each_part
@@ -37,6 +36,7 @@ from recpoint.flows.parameters import (
 )
 from recpoint.flows.task_runner import chosen_task_runner
 from recpoint.format.manifest import ChunkEntry
+from recpoint.format.naming import ManifestName
 from recpoint.tasks.artifact_key import run_title
 from recpoint.tasks.commit_merge import commit_merge
 from recpoint.tasks.consolidation_task import open_run

@@ -23,7 +23,6 @@ from recpoint.catalog.restoring.restore import RestoreReport
 from recpoint.catalog.restoring.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
 from recpoint.catalog.restoring.shards import damaged_checkpoint, summary
 from recpoint.catalog.runs.chain import DAMAGE
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.stores.store import open_store
 from recpoint.flows.each_part import each_part
 from recpoint.flows.no_results import NO_RESULTS
@@ -37,6 +36,7 @@ from recpoint.flows.parameters import (
     TargetUrl,
 )
 from recpoint.flows.task_runner import chosen_task_runner
+from recpoint.format.naming import ManifestName
 from recpoint.tasks.artifact_key import run_title
 from recpoint.tasks.consolidation_task import open_run
 from recpoint.tasks.events import TAG

@@ -12,7 +12,6 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from recpoint.catalog.records.validations import LEVELS, verdict_of
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation import evaluate as evaluation
@@ -21,7 +20,7 @@ from recpoint.catalog.validation.validate import Validation
 from recpoint.errors import NothingToRestore
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
-from recpoint.format.naming import ValidationLevel
+from recpoint.format.naming import ManifestName, ValidationLevel
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.events import CheckpointEvent, emit
 from recpoint.tasks.validate import evaluate, validate_checkpoint

@@ -16,8 +16,8 @@ from recpoint.format.records import (
     HexToken,
     Milliseconds,
     Part,
-    Record,
     Step,
+    StoredRecord,
 )
 
 __all__ = [
@@ -294,11 +294,10 @@ class StandsFor(Part):
     chain_length: ChainLength
 
 
-class Manifest(Record):
+class Manifest(StoredRecord):
     """One committed checkpoint, or a consolidation of one, which has its step and attempt."""
 
     format: Literal["recpoint/manifest"] = "recpoint/manifest"
-    run: HexToken
     step: Step
     generation: Generation
     attempt: HexToken

@@ -5,77 +5,53 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from typing import Literal, NamedTuple, cast
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 __all__ = [
-    "FEW_OF_A_GENERATION",
-    "AttemptName",
-    "ChunkName",
-    "ConsolidatedName",
-    "Content",
-    "GENERATIONS_PREFIX",
     "CHUNKS_PREFIX",
-    "CONSOLIDATED_PREFIX",
+    "CONSOLIDATED_KEY",
     "DELETION_KEY",
-    "EXPIRED_PREFIX",
-    "LEASES_PREFIX",
-    "MANIFESTS_PREFIX",
+    "END_KEY",
+    "EXPIRED_KEY",
+    "FEW_OF_A_GENERATION",
+    "GENERATION_KEY",
+    "LEASE_KEY",
+    "MANIFEST_KEY",
     "MAX_GENERATION",
     "MAX_PUBLICATION",
     "MAX_STEP",
     "MAX_VALIDATION",
-    "METRICS_PREFIX",
-    "PINS_PREFIX",
+    "METRIC_KEY",
+    "PART_KEY",
+    "PIN_KEY",
     "PLAN_KEY",
-    "PUBLISHED_PREFIX",
-    "REJECTIONS_PREFIX",
+    "PUBLICATION_KEY",
+    "REJECTIONS_KEY",
     "RUN_KEY",
+    "VALIDATION_KEY",
+    "AttemptName",
+    "ChunkName",
+    "ConsolidatedName",
+    "Content",
+    "KeyPattern",
+    "ManifestName",
     "NamedCheckpoint",
-    "PARTS_PREFIX",
     "PartName",
-    "VALIDATIONS_PREFIX",
     "ValidationLevel",
     "ValidationName",
     "ValidationResult",
     "attempt_prefix",
-    "consolidated_key",
-    "consolidated_prefix",
-    "end_key",
-    "expired_key",
     "generation_in_key",
-    "generation_key",
-    "is_end_key",
     "is_label",
     "is_probe_key",
-    "is_retention_key",
     "job_stem",
-    "lease_key",
-    "manifest_key",
-    "metric_key",
     "parse_chunk_key",
     "parse_chunk_name",
-    "parse_expired_key",
-    "parse_consolidated_key",
-    "parse_generation_key",
     "parse_job_stem",
-    "parse_lease_key",
-    "parse_manifest_key",
-    "parse_metric_key",
-    "parse_part_key",
-    "parse_pin_key",
-    "parse_publication_key",
-    "parse_rejections_key",
-    "part_key",
-    "part_prefix",
-    "pin_key",
-    "publication_key",
-    "rejections_key",
-    "parse_validation_key",
     "row_chunk_key",
     "sample_chunk_key",
     "shared_attempt",
     "state_chunk_key",
-    "validation_key",
 ]
 
 MAX_STEP = 10**12 - 1
@@ -86,48 +62,10 @@ MAX_CHUNK = 10**6 - 1
 MAX_VALIDATION = 10**6 - 1
 MAX_PUBLICATION = 10**8 - 1
 
-RUN_KEY = "run.json"
-GENERATIONS_PREFIX = "generations/"
-ENDS_PREFIX = "ends/"
 CHUNKS_PREFIX = "chunks/"
-PARTS_PREFIX = "parts/"
-MANIFESTS_PREFIX = "manifests/"
-PINS_PREFIX = "pins/"
-METRICS_PREFIX = "metrics/"
-EXPIRED_PREFIX = "expired/"
-LEASES_PREFIX = "leases/"
-DELETION_KEY = "deletion.json"
-PLAN_KEY = "retention.json"
-CONSOLIDATED_PREFIX = "consolidated/"
-VALIDATIONS_PREFIX = "validations/"
-PUBLISHED_PREFIX = "published/"
-REJECTIONS_PREFIX = "rejections/"
 
-# [0-9] and \Z, not \d and $: the latter let other digits and a final newline through.
-_STEP = r"([0-9]{12})"
-_GENERATION = r"((?!0{8})[0-9]{8})"  # from 1: what a parser lets through, a key can be built of
-_RECORD = re.compile(rf"generations/{_GENERATION}\.json\Z")
-_END = re.compile(rf"ends/{_GENERATION}\.json\Z")
-_MANIFEST = re.compile(rf"manifests/{_STEP}-{_GENERATION}\.json\Z")
-_CONSOLIDATED = re.compile(rf"consolidated/{_STEP}-{_GENERATION}-(?:full|after-{_STEP})\.json\Z")
-_ATTEMPT = re.compile(rf"chunks/{_STEP}-{_GENERATION}-([0-9a-f]{{32}})/")
-_CHUNK = re.compile(
-    _ATTEMPT.pattern + r"r([0-9]{5})-(?:t([0-9]{5})|(state|sample))-([0-9]{6})\.safetensors\Z"
-)
-_PART = re.compile(rf"parts/{_STEP}-{_GENERATION}-([0-9a-f]{{32}})/r([0-9]{{5}})\.json\Z")
-_VALIDATION = re.compile(
-    rf"validations/{_STEP}-{_GENERATION}-((?!0{{6}})[0-9]{{6}})-(metadata|sample|full)-"
-    r"(passed|failed|stateless)\.json\Z"
-)
-_PROBE = re.compile(r"probe/[0-9a-f]{32}\Z")
-_LABEL = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}\Z")
-_NAMED = re.compile(
-    rf"(?:pins|metrics)/{_STEP}-{_GENERATION}-([a-z0-9][a-z0-9_.-]{{0,63}})\.json\Z"
-)
-_PUBLISHED = re.compile(r"published/((?!0{8})[0-9]{8})\.json\Z")
-_REJECTIONS = re.compile(r"rejections/r([0-9]{5})\.json\Z")
-_LEASE = re.compile(r"leases/([0-9a-f]{32})\.json\Z")
-_JOB = re.compile(rf"{_GENERATION}-{_STEP}-r([0-9]{{5}})\Z")
+P = ParamSpec("P")
+NameT = TypeVar("NameT", covariant=True)
 
 
 #: What a chunk holds (format §3).
@@ -136,6 +74,16 @@ Content = Literal["rows", "state", "sample"]
 #: How much a validation looked at, and what came of it (format §10).
 ValidationLevel = Literal["metadata", "sample", "full"]
 ValidationResult = Literal["passed", "failed", "stateless"]
+
+
+class ManifestName(NamedTuple):
+    """What names a checkpoint in keys: at which step, and which trainer took it."""
+
+    step: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (generation {self.generation})"
 
 
 class ConsolidatedName(NamedTuple):
@@ -201,193 +149,202 @@ def _within(name: str, value: int, lowest: int, highest: int) -> int:
     return value
 
 
-def generation_key(generation: int) -> str:
-    """Key of a generation record."""
-    return f"generations/{_within('generation', generation, 1, MAX_GENERATION):08d}.json"
+# [0-9] and \Z, not \d and $: the latter let other digits and a final newline through.
+
+# --- keys of records -----------------------------------------------------------------------------
 
 
-def parse_generation_key(key: str) -> int | None:
-    """Generation of a generation record's key; None if `key` is not one."""
-    match = _RECORD.match(key)
-    return int(match[1]) if match else None
+class _Field(NamedTuple):
+    """A part of a key: how it looks, and both ways between its text and its value.
+
+    `read` may raise ValueError for text that matches, and `write` does for what no key can say.
+    """
+
+    looks: str
+    read: Callable[[str], Any]
+    write: Callable[[Any], str]
 
 
-def end_key(generation: int) -> str:
-    """Key of the word that a generation's trainer has ended."""
-    return f"ends/{_within('generation', generation, 1, MAX_GENERATION):08d}.json"
+def _number(name: str, digits: int, *, lowest: int = 0, mark: str = "") -> _Field:
+    zero = "" if lowest == 0 else rf"(?!0{{{digits}}})"
+
+    def write(value: int) -> str:
+        return f"{mark}{_within(name, value, lowest, 10**digits - 1):0{digits}d}"
+
+    looks = rf"{mark}{zero}[0-9]{{{digits}}}"
+    return _Field(looks, lambda text: int(text.removeprefix(mark)), write)
 
 
-def is_end_key(key: str) -> bool:
-    """Whether `key` is that of an end record."""
-    return _parse_end_key(key) is not None
+def _text(name: str, looks: str, said: str) -> _Field:
+    pattern = re.compile(rf"(?:{looks})\Z")
+
+    def write(value: str) -> str:
+        if not pattern.match(value):
+            raise ValueError(f"{name} {value[:80]!r} is not {said}")
+        return value
+
+    return _Field(looks, str, write)
 
 
-def _parse_end_key(key: str) -> int | None:
-    match = _END.match(key)
-    return int(match[1]) if match else None
+class KeyPattern(Generic[P, NameT]):
+    """How the keys of one kind of record are built and taken apart.
+
+    Args:
+        name: makes what a key says of the values in it, in their order; raises ValueError for
+            values that belong to no key.
+        pieces: the text of a key, and the fields between.
+
+    Attributes:
+        prefix: what all these keys start with; the key itself where there is only one.
+    """
+
+    def __init__(self, name: Callable[P, NameT], *pieces: str | _Field) -> None:
+        self._name = name
+        self._pieces = pieces
+        looks = (re.escape(one) if isinstance(one, str) else f"({one.looks})" for one in pieces)
+        self._pattern = re.compile("".join(looks) + r"\Z")
+        self._fields = [one for one in pieces if isinstance(one, _Field)]
+        self.prefix = self._written(())
+
+    def of(self, *parts: P.args, **named: P.kwargs) -> str:
+        """The key that says this.
+
+        Raises:
+            ValueError: there is none.
+        """
+        name = self._name(*parts, **named)
+        return self._written(name if isinstance(name, tuple) else (name,))
+
+    def parse(self, key: str) -> NameT | None:
+        """What a key says; None if `key` is not one of these."""
+        match = self._pattern.match(key)
+        if match is None:
+            return None
+        try:
+            texts = zip(self._fields, match.groups(), strict=True)
+            read: Callable[..., NameT] = self._name
+            return read(*(field.read(text) for field, text in texts))
+        except ValueError:
+            return None
+
+    def under(self, *first: object) -> str:
+        """What all keys start with that say `first` first.
+
+        Raises:
+            ValueError: there are none.
+        """
+        return self._written(first)
+
+    def _written(self, values: tuple[object, ...]) -> str:
+        """The key, as far as it is known from its first values."""
+        text, left = "", list(values)
+        for piece in self._pieces:
+            if isinstance(piece, str):
+                text += piece
+            elif left:
+                text += piece.write(left.pop(0))
+            else:
+                return text
+        return text
 
 
-def manifest_key(step: int, generation: int) -> str:
-    """Key of a manifest."""
-    _within("step", step, 0, MAX_STEP)
-    _within("generation", generation, 1, MAX_GENERATION)
-    return f"manifests/{step:012d}-{generation:08d}.json"
+_HEX = "[0-9a-f]{32}"
+_STEP = _number("step", 12)
+_GENERATION = _number("generation", 8, lowest=1)
+_RANK = _number("rank", 5, mark="r")
+_ATTEMPT = _text("attempt", _HEX, "32 lower-case hexadecimal digits")
+_OWNER = _text("owner", _HEX, "32 lower-case hexadecimal digits")
+_LABEL = _text("name", "[a-z0-9][a-z0-9_.-]{0,63}", "1 to 64 of a-z, 0-9, _, ., -")
+_LEVEL = _text("level", "metadata|sample|full", "the level of a validation")
+_RESULT = _text("result", "passed|failed|stateless", "the result of a validation")
+_AFTER = _Field(
+    r"full|after-[0-9]{12}",
+    lambda text: None if text == "full" else int(text.removeprefix("after-")),
+    lambda after: "full" if after is None else f"after-{_STEP.write(after)}",
+)
 
 
-def parse_manifest_key(key: str) -> tuple[int, int] | None:
-    """(step, generation) of a manifest's key; None if `key` is not one."""
-    match = _MANIFEST.match(key)
-    return (int(match[1]), int(match[2])) if match else None
+def _number_of(number: int) -> int:
+    return number
 
 
-def consolidated_prefix(step: int, generation: int) -> str:
-    """What the keys of all consolidated manifests of one checkpoint start with."""
-    _within("step", step, 0, MAX_STEP)
-    _within("generation", generation, 1, MAX_GENERATION)
-    return f"consolidated/{step:012d}-{generation:08d}-"
+def _owner_of(owner: str) -> str:
+    return owner
 
 
-def consolidated_key(step: int, generation: int, after: int | None) -> str:
-    """Key of a consolidated manifest: a full, or an increment on the parent at step `after`."""
-    prefix = consolidated_prefix(step, generation)
-    if after is None:
-        return f"{prefix}full.json"
-    return f"{prefix}after-{_within('parent step', after, 0, step - 1):012d}.json"
+def _consolidated(step: int, generation: int, after: int | None) -> ConsolidatedName:
+    if after is not None:
+        _within("parent step", after, 0, step - 1)
+    return ConsolidatedName(step, generation, after)
 
 
-def parse_consolidated_key(key: str) -> ConsolidatedName | None:
-    """What a consolidated manifest's key says; None if `key` is not one."""
-    match = _CONSOLIDATED.match(key)
-    if not match:
-        return None
-    name = ConsolidatedName(int(match[1]), int(match[2]), int(match[3]) if match[3] else None)
-    return name if name.after is None or name.after < name.step else None
+RUN_KEY = "run.json"
+DELETION_KEY = "deletion.json"
+PLAN_KEY = "retention.json"
+
+GENERATION_KEY = KeyPattern(_number_of, "generations/", _GENERATION, ".json")
+#: Of the word that a generation's trainer has ended.
+END_KEY = KeyPattern(_number_of, "ends/", _GENERATION, ".json")
+MANIFEST_KEY = KeyPattern(ManifestName, "manifests/", _STEP, "-", _GENERATION, ".json")
+#: Of consolidated manifests: a full, or an increment on the parent at step `after`.
+CONSOLIDATED_KEY = KeyPattern(
+    _consolidated, "consolidated/", _STEP, "-", _GENERATION, "-", _AFTER, ".json"
+)
+PART_KEY = KeyPattern(
+    PartName, "parts/", _STEP, "-", _GENERATION, "-", _ATTEMPT, "/", _RANK, ".json"
+)
+PIN_KEY = KeyPattern(NamedCheckpoint, "pins/", _STEP, "-", _GENERATION, "-", _LABEL, ".json")
+METRIC_KEY = KeyPattern(NamedCheckpoint, "metrics/", _STEP, "-", _GENERATION, "-", _LABEL, ".json")
+VALIDATION_KEY = KeyPattern(
+    ValidationName,
+    *("validations/", _STEP, "-", _GENERATION, "-", _number("validation", 6, lowest=1)),
+    *("-", _LEVEL, "-", _RESULT, ".json"),
+)
+PUBLICATION_KEY = KeyPattern(_number_of, "published/", _number("publication", 8, lowest=1), ".json")
+REJECTIONS_KEY = KeyPattern(_number_of, "rejections/", _RANK, ".json")
+LEASE_KEY = KeyPattern(_owner_of, "leases/", _OWNER, ".json")
+
+
+def _marked(manifest: str) -> str:
+    """`manifest`, if it is the key of a manifest.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if MANIFEST_KEY.parse(manifest) is None and CONSOLIDATED_KEY.parse(manifest) is None:
+        raise ValueError(f"{manifest[:80]!r} is not the key of a manifest")
+    return manifest
+
+
+def _marked_in(text: str) -> str:
+    # A step and a generation alone name a checkpoint's own manifest.
+    kind = MANIFEST_KEY if text.count("-") == 1 else CONSOLIDATED_KEY
+    return f"{kind.prefix}{text}.json"
+
+
+#: Of marks: what a mark's key says is the key of its manifest.
+EXPIRED_KEY = KeyPattern(
+    _marked,
+    "expired/",
+    _Field("[a-z0-9-]+", _marked_in, lambda key: key.partition("/")[2].removesuffix(".json")),
+    ".json",
+)
 
 
 def is_label(name: str) -> bool:
     """Whether `name` may be that of a pin or of a metric."""
-    return _LABEL.match(name) is not None
+    return re.fullmatch(_LABEL.looks, name) is not None
 
 
-def pin_key(step: int, generation: int, name: str) -> str:
-    """Key of a pin."""
-    return _named_key(PINS_PREFIX, step, generation, name)
+# --- keys of chunks, and names on a host ---------------------------------------------------------
 
-
-def metric_key(step: int, generation: int, name: str) -> str:
-    """Key of a metric."""
-    return _named_key(METRICS_PREFIX, step, generation, name)
-
-
-def _named_key(prefix: str, step: int, generation: int, name: str) -> str:
-    _within("step", step, 0, MAX_STEP)
-    _within("generation", generation, 1, MAX_GENERATION)
-    if not is_label(name):
-        raise ValueError(f"{name[:80]!r} is not 1 to 64 of a-z, 0-9, _, ., -")
-    return f"{prefix}{step:012d}-{generation:08d}-{name}.json"
-
-
-def parse_pin_key(key: str) -> NamedCheckpoint | None:
-    """What a pin's key says; None if `key` is not one."""
-    return _parse_named(PINS_PREFIX, key)
-
-
-def parse_metric_key(key: str) -> NamedCheckpoint | None:
-    """What a metric's key says; None if `key` is not one."""
-    return _parse_named(METRICS_PREFIX, key)
-
-
-def _parse_named(prefix: str, key: str) -> NamedCheckpoint | None:
-    match = _NAMED.match(key)
-    if not match or not key.startswith(prefix):
-        return None
-    return NamedCheckpoint(int(match[1]), int(match[2]), match[3])
-
-
-def expired_key(manifest: str) -> str:
-    """Key of the mark of the manifest under the key `manifest`."""
-    key = EXPIRED_PREFIX + manifest.rpartition("/")[2]
-    if parse_expired_key(key) != manifest:
-        raise ValueError(f"{manifest[:80]!r} is not the key of a manifest")
-    return key
-
-
-def parse_expired_key(key: str) -> str | None:
-    """Key of the manifest that a mark is of; None if `key` is not a mark's."""
-    if not key.startswith(EXPIRED_PREFIX):
-        return None
-    name = key.removeprefix(EXPIRED_PREFIX)
-    if parse_manifest_key(MANIFESTS_PREFIX + name) is not None:
-        return MANIFESTS_PREFIX + name
-    if parse_consolidated_key(CONSOLIDATED_PREFIX + name) is not None:
-        return CONSOLIDATED_PREFIX + name
-    return None
-
-
-def lease_key(owner: str) -> str:
-    """Key of the lease of `owner`."""
-    key = f"{LEASES_PREFIX}{owner}.json"
-    if parse_lease_key(key) is None:
-        raise ValueError(f"owner {owner!r} is not 32 lower-case hexadecimal digits")
-    return key
-
-
-def parse_lease_key(key: str) -> str | None:
-    """Owner of a lease; None if `key` is not a lease's."""
-    match = _LEASE.match(key)
-    return match[1] if match else None
-
-
-def publication_key(number: int) -> str:
-    """Key of a publication record."""
-    return f"published/{_within('publication', number, 1, MAX_PUBLICATION):08d}.json"
-
-
-def parse_publication_key(key: str) -> int | None:
-    """Number of a publication record; None if `key` is not one's."""
-    match = _PUBLISHED.match(key)
-    return int(match[1]) if match else None
-
-
-def rejections_key(rank: int) -> str:
-    """Key of what was rejected of a rank."""
-    return f"{REJECTIONS_PREFIX}r{_within('rank', rank, 0, MAX_RANK):05d}.json"
-
-
-def parse_rejections_key(key: str) -> int | None:
-    """Rank in the key of what was rejected of one; None if `key` is not such a key."""
-    match = _REJECTIONS.match(key)
-    return int(match[1]) if match else None
-
-
-def is_retention_key(key: str) -> bool:
-    """Whether `key` is that of a pin, metric, mark, lease, plan, deletion or publication."""
-    parsers = (parse_pin_key, parse_metric_key, parse_expired_key, parse_lease_key)
-    known = any(parse(key) is not None for parse in parsers)
-    return known or key in (DELETION_KEY, PLAN_KEY) or parse_publication_key(key) is not None
-
-
-def validation_key(name: ValidationName) -> str:
-    """Key of a validation record."""
-    _within("step", name.step, 0, MAX_STEP)
-    _within("generation", name.generation, 1, MAX_GENERATION)
-    _within("validation", name.number, 1, MAX_VALIDATION)
-    checkpoint = f"{name.step:012d}-{name.generation:08d}"
-    return f"validations/{checkpoint}-{name.number:06d}-{name.level}-{name.result}.json"
-
-
-def parse_validation_key(key: str) -> ValidationName | None:
-    """What a validation record's key says; None if `key` is not one."""
-    match = _VALIDATION.match(key)
-    if match is None:
-        return None
-    return ValidationName(
-        int(match[1]),
-        int(match[2]),
-        int(match[3]),
-        cast(ValidationLevel, match[4]),
-        cast(ValidationResult, match[5]),
-    )
+_ATTEMPT_PREFIX = re.compile(rf"chunks/({_STEP.looks})-({_GENERATION.looks})-({_HEX})/")
+_CHUNK = re.compile(
+    _ATTEMPT_PREFIX.pattern
+    + r"r([0-9]{5})-(?:t([0-9]{5})|(state|sample))-([0-9]{6})\.safetensors\Z"
+)
+_PROBE = re.compile(rf"probe/{_HEX}\Z")
+_JOB = re.compile(rf"({_GENERATION.looks})-({_STEP.looks})-r([0-9]{{5}})\Z")
 
 
 def attempt_prefix(step: int, generation: int, attempt: str) -> str:
@@ -395,7 +352,7 @@ def attempt_prefix(step: int, generation: int, attempt: str) -> str:
     _within("step", step, 0, MAX_STEP)
     _within("generation", generation, 1, MAX_GENERATION)
     prefix = f"chunks/{step:012d}-{generation:08d}-{attempt}/"
-    if not _ATTEMPT.fullmatch(prefix):
+    if not _ATTEMPT_PREFIX.fullmatch(prefix):
         raise ValueError(f"attempt {attempt!r} is not 32 lower-case hexadecimal digits")
     return prefix
 
@@ -411,24 +368,6 @@ def shared_attempt(token: str, step: int, *, cut: int) -> str:
     """
     said = f"recpoint attempt|{token}|{_within('step', step, 0, MAX_STEP)}|{cut}"
     return hashlib.sha256(said.encode("ascii")).hexdigest()[:32]
-
-
-def part_prefix(step: int, generation: int, attempt: str) -> str:
-    """Prefix, ending in a slash, of the parts of one attempt."""
-    return PARTS_PREFIX + attempt_prefix(step, generation, attempt).removeprefix(CHUNKS_PREFIX)
-
-
-def part_key(step: int, generation: int, attempt: str, *, rank: int) -> str:
-    """Key of the part of one rank."""
-    return f"{part_prefix(step, generation, attempt)}r{_within('rank', rank, 0, MAX_RANK):05d}.json"
-
-
-def parse_part_key(key: str) -> PartName | None:
-    """What the key of a part says; None if `key` is not one."""
-    match = _PART.match(key)
-    if match is None:
-        return None
-    return PartName(int(match[1]), int(match[2]), match[3], int(match[4]))
 
 
 def row_chunk_key(
@@ -498,27 +437,22 @@ def parse_job_stem(stem: str) -> tuple[int, int, int] | None:
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
-_Named = (
-    tuple[int, int] | ConsolidatedName | AttemptName | PartName | NamedCheckpoint | ValidationName
-)
-#: Parsers of the keys that name a checkpoint, step and generation first, by their first part.
-_OF_A_CHECKPOINT: dict[str, Callable[[str], _Named | None]] = {
-    "chunks": parse_chunk_key,
-    "parts": parse_part_key,
-    "manifests": parse_manifest_key,
-    "consolidated": parse_consolidated_key,
-    "pins": parse_pin_key,
-    "metrics": parse_metric_key,
-    "validations": parse_validation_key,
+_Named = int | ManifestName | ConsolidatedName | PartName | NamedCheckpoint | ValidationName
+
+#: Keys that name a generation, chunks and marks aside, by what they start with.
+_OF_A_GENERATION: dict[str, KeyPattern[..., _Named]] = {
+    GENERATION_KEY.prefix: GENERATION_KEY,
+    END_KEY.prefix: END_KEY,
+    PART_KEY.prefix: PART_KEY,
+    MANIFEST_KEY.prefix: MANIFEST_KEY,
+    CONSOLIDATED_KEY.prefix: CONSOLIDATED_KEY,
+    PIN_KEY.prefix: PIN_KEY,
+    METRIC_KEY.prefix: METRIC_KEY,
+    VALIDATION_KEY.prefix: VALIDATION_KEY,
 }
 
 #: Where the keys lie that name a generation and are few: not the chunks, which are a store's most.
-FEW_OF_A_GENERATION = (
-    GENERATIONS_PREFIX,
-    ENDS_PREFIX,
-    EXPIRED_PREFIX,
-    *(f"{kind}/" for kind in _OF_A_CHECKPOINT if kind != "chunks"),
-)
+FEW_OF_A_GENERATION = (*_OF_A_GENERATION, EXPIRED_KEY.prefix)
 
 
 def generation_in_key(key: str) -> int | None:
@@ -527,11 +461,9 @@ def generation_in_key(key: str) -> int | None:
     A key that is not ours names none (format §2), also where it begins as one: a copy of a
     manifest beside it, with `.bak` at its end, takes no number from any trainer.
     """
-    if key.startswith(GENERATIONS_PREFIX):
-        return parse_generation_key(key)
-    if key.startswith(ENDS_PREFIX):
-        return _parse_end_key(key)
-    of_a_checkpoint = parse_expired_key(key) or key
-    parse = _OF_A_CHECKPOINT.get(of_a_checkpoint.partition("/")[0])
-    name = None if parse is None else parse(of_a_checkpoint)
-    return None if name is None else name[1]
+    if (chunk := parse_chunk_key(key)) is not None:
+        return chunk.generation
+    of = EXPIRED_KEY.parse(key) or key
+    pattern = _OF_A_GENERATION.get(of[: of.find("/") + 1])
+    name = None if pattern is None else pattern.parse(of)
+    return name if name is None or isinstance(name, int) else name.generation

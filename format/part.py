@@ -32,8 +32,8 @@ from recpoint.format.records import (
     HexToken,
     Milliseconds,
     Part,
-    Record,
     Step,
+    StoredRecord,
 )
 
 __all__ = ["RankPart", "Shard"]
@@ -59,11 +59,10 @@ class Shard(Part):
         return self
 
 
-class RankPart(Record):
+class RankPart(StoredRecord):
     """One rank's part of a checkpoint of several."""
 
     format: Literal["recpoint/part"] = "recpoint/part"
-    run: HexToken
     step: Step
     generation: Generation
     attempt: HexToken

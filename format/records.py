@@ -21,6 +21,7 @@ __all__ = [
     "HexToken",
     "Record",
     "RunRecord",
+    "StoredRecord",
     "check_version",
     "first_defect",
     "pack_record",
@@ -49,6 +50,12 @@ class Record(Part):
     version: Literal[1] = FORMAT_VERSION
 
 
+class StoredRecord(Record):
+    """A record that lies in a run; `run` is the id of that."""
+
+    run: HexToken
+
+
 PartT = TypeVar("PartT", bound=Part)
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -64,19 +71,17 @@ class CheckpointRef(Part):
         return f"step {self.step} (generation {self.generation}, attempt {self.attempt[:8]})"
 
 
-class RunRecord(Record):
+class RunRecord(StoredRecord):
     """`run.json`: makes a directory or bucket prefix a run."""
 
     format: Literal["recpoint/run"] = "recpoint/run"
-    run: HexToken
     created_ms: Milliseconds
 
 
-class GenerationRecord(Record):
+class GenerationRecord(StoredRecord):
     """One start of a trainer on a run, and the checkpoint it goes on from (format §5)."""
 
     format: Literal["recpoint/generation"] = "recpoint/generation"
-    run: HexToken
     generation: Generation
     token: HexToken
     restored: CheckpointRef | None
@@ -85,14 +90,13 @@ class GenerationRecord(Record):
     created_ms: Milliseconds
 
 
-class EndRecord(Record):
+class EndRecord(StoredRecord):
     """Word of a trainer that it has ended by itself, and after how many batches (format §5).
 
     `step`: of the checkpoint that makes this end lose nothing, if it is there.
     """
 
     format: Literal["recpoint/end"] = "recpoint/end"
-    run: HexToken
     generation: Generation
     step: Step
     reason: Literal["finished", "terminated"]

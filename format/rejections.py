@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import FailFast, Field
 
 from recpoint.format.naming import MAX_RANK
-from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part, Record
+from recpoint.format.records import CheckpointRef, Milliseconds, Part, StoredRecord
 
 __all__ = ["MAX_REJECTIONS", "MAX_REJECTIONS_BYTES", "Rejection", "Rejections"]
 
@@ -27,11 +27,10 @@ class Rejection(Part):
     rejected_ms: Milliseconds
 
 
-class Rejections(Record):
+class Rejections(StoredRecord):
     """The newest of a rank, newest first; `count`: how many there were, these included."""
 
     format: Literal["recpoint/rejections"] = "recpoint/rejections"
-    run: HexToken
     rank: Annotated[int, Field(ge=0, le=MAX_RANK)]
     count: Annotated[int, Field(ge=1, le=10**9)]
     newest: Annotated[

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
-from recpoint.format.naming import MAX_PUBLICATION, expired_key, is_label
-from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part, Record
+from recpoint.format.naming import EXPIRED_KEY, MAX_PUBLICATION, is_label
+from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part, StoredRecord
 
 __all__ = [
     "MAX_LEASE_SECONDS",
@@ -48,7 +48,7 @@ def _label(name: str) -> str:
 
 
 def _manifest(key: str) -> str:
-    expired_key(key)
+    EXPIRED_KEY.of(key)
     return key
 
 
@@ -90,11 +90,10 @@ class Stamp(Part):
     boot_ms: Milliseconds
 
 
-class Pin(Record):
+class Pin(StoredRecord):
     """A wish to keep one checkpoint, whatever the rules say."""
 
     format: Literal["recpoint/pin"] = "recpoint/pin"
-    run: HexToken
     checkpoint: CheckpointRef
     name: _Label
     who: Annotated[str, Field(max_length=255)]
@@ -102,11 +101,10 @@ class Pin(Record):
     created_ms: Milliseconds
 
 
-class Publication(Record):
+class Publication(StoredRecord):
     """What followers of the channel `published` serve from now on; `held`: until it is released."""
 
     format: Literal["recpoint/published"] = "recpoint/published"
-    run: HexToken
     number: Annotated[int, Field(ge=1, le=MAX_PUBLICATION)]
     checkpoint: CheckpointRef
     held: bool
@@ -115,33 +113,30 @@ class Publication(Record):
     created_ms: Milliseconds
 
 
-class Metric(Record):
+class Metric(StoredRecord):
     """What was measured of a checkpoint; `value` is the `float.hex()` of a finite number."""
 
     format: Literal["recpoint/metric"] = "recpoint/metric"
-    run: HexToken
     checkpoint: CheckpointRef
     name: _Label
     value: Annotated[str, Field(max_length=40), AfterValidator(_finite)]
     created_ms: Milliseconds
 
 
-class Mark(Record):
+class Mark(StoredRecord):
     """A manifest's announced deletion: until the grace is over it counts as before."""
 
     format: Literal["recpoint/expired"] = "recpoint/expired"
-    run: HexToken
     manifest: _ManifestKey
     attempt: HexToken
     reason: Annotated[str, Field(max_length=1024)]
     stamp: Stamp
 
 
-class Deletion(Record):
+class Deletion(StoredRecord):
     """The manifests that are being deleted; nobody may begin to rely on one of them."""
 
     format: Literal["recpoint/deletion"] = "recpoint/deletion"
-    run: HexToken
     token: HexToken
     host: _Host
     pid: _Pid
@@ -182,11 +177,10 @@ class PlannedManifest(Part):
     reason: Annotated[str, Field(max_length=1024)]
 
 
-class Plan(Record):
+class Plan(StoredRecord):
     """What the newest retention found worth keeping; `manifests` are the newest, not all."""
 
     format: Literal["recpoint/plan"] = "recpoint/plan"
-    run: HexToken
     rules: PlannedRules
     grace_ms: Milliseconds
     keep: _Count
@@ -201,11 +195,10 @@ class Plan(Record):
     planned_ms: Milliseconds
 
 
-class Lease(Record):
+class Lease(StoredRecord):
     """Word that somebody is reading; `covers` None: everything that exists."""
 
     format: Literal["recpoint/lease"] = "recpoint/lease"
-    run: HexToken
     owner: HexToken
     purpose: Annotated[str, Field(pattern=r"\A[a-z][a-z0-9_]{0,31}\z")]
     covers: _Covers

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import FailFast, Field, StringConstraints, model_validator
 
 from recpoint.format.naming import MAX_TABLE, ValidationLevel, ValidationResult
-from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part, Record
+from recpoint.format.records import CheckpointRef, Milliseconds, Part, StoredRecord
 
 __all__ = [
     "MAX_FINDINGS",
@@ -48,11 +48,10 @@ class TableDigests(Part):
     row_states: Annotated[tuple[_Digest, ...], Field(max_length=64, strict=False), FailFast()]
 
 
-class ValidationRecord(Record):
+class ValidationRecord(StoredRecord):
     """One validation of one checkpoint."""
 
     format: Literal["recpoint/validation"] = "recpoint/validation"
-    run: HexToken
     checkpoint: CheckpointRef
     level: ValidationLevel
     result: ValidationResult

@@ -16,12 +16,11 @@ from torch import nn
 from recpoint.catalog.records.leases import reading as lease
 from recpoint.catalog.restoring.restore_order import Skipped
 from recpoint.catalog.runs.chain import PassedOver
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import ForeignObject, RecpointError, SettingsError, UnsupportedVersion
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import RUN_KEY
+from recpoint.format.naming import RUN_KEY, ManifestName
 from recpoint.format.records import CheckpointRef
 from recpoint.serving.coded_modules import replace_lookups
 from recpoint.serving.copies import Copies

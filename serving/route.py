@@ -9,10 +9,10 @@ from itertools import count
 from typing import Literal
 
 from recpoint.catalog.runs.chain import Chain, PassedOver, check_link, check_with_own
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 
 __all__ = ["Route", "find_route"]
 
@@ -101,7 +101,7 @@ def find_route(
     for error in errors.values():
         raise error
     raise ObjectNotFound(
-        manifest_key(*name),
+        MANIFEST_KEY.of(*name),
         found="no manifest",
         expected=f"one of {name}",
         next_step="recpoint list URL",

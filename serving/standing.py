@@ -6,8 +6,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
+from recpoint.format.naming import ManifestName
 from recpoint.serving.updater import DAMAGE, Updater
 from recpoint.serving.wanted import Wanted
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from recpoint.catalog.restoring.chain_reading import ChainReading
 from recpoint.catalog.runs.chain import PassedOver, blamed
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.manifests_ahead import ManifestsAhead
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from recpoint.kernels import dirty_bitmap
 from recpoint.serving.copies import Copies
 from recpoint.serving.model_copy import ALL, Bitmaps, Loading

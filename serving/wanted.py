@@ -10,9 +10,9 @@ from typing import Literal, Self
 from recpoint.catalog.records.publications import publication_numbers, read_publication
 from recpoint.catalog.records.validations import Doubts
 from recpoint.catalog.restoring.restore_order import Skipped
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound
+from recpoint.format.naming import ManifestName
 
 __all__ = ["CHANNELS", "Channel", "Wanted", "find_pinned", "look"]
 

@@ -18,7 +18,7 @@ from recpoint.catalog.consolidation.consolidate_plan import (
     plan_consolidation,
 )
 from recpoint.catalog.runs.chain import PassedOver
-from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.format.naming import ManifestName
 from recpoint.tasks.consolidation_task import open_run, task_name
 from recpoint.tasks.persist_task import RETRIES, may_heal
 

@@ -10,10 +10,10 @@ from prefect.cache_policies import NO_CACHE
 
 from recpoint.catalog.records import publications
 from recpoint.catalog.records.publications import choose
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import NothingToRestore
+from recpoint.format.naming import ManifestName
 from recpoint.format.retention_records import Publication
 from recpoint.tasks.persist_task import RETRIES, may_heal
 

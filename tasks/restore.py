@@ -19,9 +19,9 @@ from recpoint.catalog.restoring.shard_place import (
 )
 from recpoint.catalog.restoring.shard_plan import ShardPlan, plan_shards
 from recpoint.catalog.restoring.shards import write_shard
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
+from recpoint.format.naming import ManifestName
 from recpoint.tasks.artifact_key import artifact_key, run_title
 from recpoint.tasks.consolidation_task import open_run
 from recpoint.tasks.persist_task import RETRIES, may_heal

@@ -8,13 +8,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recpoint.catalog.records.leases import reading
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation import evaluate as evaluation
 from recpoint.catalog.validation import validate as validation
 from recpoint.catalog.validation.validate import Validation
-from recpoint.format.naming import ValidationLevel
+from recpoint.format.naming import ManifestName, ValidationLevel
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.persist_task import RETRIES, may_heal
 from recpoint.tasks.progress import ProgressBar

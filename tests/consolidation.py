@@ -8,11 +8,10 @@ from recpoint.catalog.consolidation.consolidate import Consolidated, consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import record, validate
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import CHUNKS_PREFIX, parse_chunk_key
+from recpoint.format.naming import CHUNKS_PREFIX, ManifestName, parse_chunk_key
 from tests.catalog_builder import Table, build, publish
 
 __all__ = [

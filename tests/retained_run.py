@@ -16,17 +16,12 @@ from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import Clocks, now_ms
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.catalog.validation.check import check
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import (
-    DELETION_KEY,
-    expired_key,
-    manifest_key,
-)
+from recpoint.format.naming import DELETION_KEY, EXPIRED_KEY, MANIFEST_KEY, ManifestName
 from recpoint.format.records import pack_record, unpack_record
 from recpoint.format.retention_records import Deletion, Mark, Stamp
 from tests.catalog_builder import build, publish, tables
@@ -97,7 +92,7 @@ def keys(run: Run) -> set[str]:
 
 
 def named(run: Run, step: int) -> str:
-    return manifest_key(step, 1)
+    return MANIFEST_KEY.of(step, 1)
 
 
 def require_tidy(run: Run, left: list[int]) -> None:
@@ -130,7 +125,7 @@ def age_file(run: Run, key: str, seconds: float) -> None:
 
 
 def rewrite_mark(run: Run, step: int, **changes: object) -> None:
-    key = expired_key(named(run, step))
+    key = EXPIRED_KEY.of(named(run, step))
     mark = unpack_record(Mark, run.store.get(key, max_bytes=1 << 20), name=key, next_step="")
     run.store.put(key, pack_record(mark.model_copy(update=changes)))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.representations import RunFacts, StoredManifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 
 __all__ = ["HOUR_MS", "NOW_MS", "facts", "full", "increment", "merged"]
 
@@ -29,7 +28,7 @@ def full(
     """A checkpoint's own manifest, of a full."""
     at = ManifestName(step, generation)
     return StoredManifest(
-        key=manifest_key(step, generation),
+        key=MANIFEST_KEY.of(step, generation),
         name=at,
         attempt=_attempt(at),
         parent=None,

@@ -11,12 +11,11 @@ import torch
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
 from recpoint.catalog.persisting import persist
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import Validation, validate
 from recpoint.format.chunk import Section, build_chunk
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import Links, stage
@@ -108,7 +107,7 @@ def rewrite(run: Run, entry: ChunkEntry, change: Callable[[dict[str, Section]], 
         for other in manifest.chunks
     )
     changed = manifest.model_copy(update={"chunks": chunks})
-    run.store.put(manifest_key(step, 1), pack_record(changed))
+    run.store.put(MANIFEST_KEY.of(step, 1), pack_record(changed))
 
 
 def at(run: Run, step: int, level: Level) -> Validation:

@@ -13,7 +13,6 @@ from typing import Final, Literal, NamedTuple, Protocol
 from recpoint.catalog.records.validations import Doubts
 from recpoint.catalog.restoring.restore import candidates
 from recpoint.catalog.restoring.restore_order import RestoreOrder
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
 from recpoint.errors import (
@@ -24,6 +23,7 @@ from recpoint.errors import (
     RetentionRefused,
     UnsupportedVersion,
 )
+from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef, GenerationRecord
 from recpoint.trainer_plugin.ranks import Ranks
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.restoring.restore import RestoreReport, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
 from recpoint.catalog.stores.run_url import naming_errors
@@ -21,6 +20,7 @@ from recpoint.catalog.stores.store import S3Timeouts, open_store
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef, GenerationRecord
 from recpoint.trainer_plugin import rng_state
 from recpoint.trainer_plugin.base_history import BaseHistory

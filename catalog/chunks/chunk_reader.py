@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.read_buffers import ReadBuffers
-from recpoint.catalog.stores.checked_read import parsed_twice, read_checked
 from recpoint.catalog.stores.store_contract import Store
+from recpoint.catalog.stores.stored_records import parsed_twice, read_checked
 from recpoint.errors import DigestMismatch, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
 from recpoint.format.dtypes import array_bytes, item_bytes

@@ -20,10 +20,9 @@ from recpoint.catalog.consolidation.consolidate_rows import merge_part
 from recpoint.catalog.consolidation.consolidate_upload import Uploads, moved_chunk
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.runs.commit import manifest_bytes
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.chunks_there import not_there, stored_sizes
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import host_seconds, now_ms
 from recpoint.errors import (
     CommitConflict,
@@ -32,8 +31,8 @@ from recpoint.errors import (
     ObjectNotFound,
 )
 from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer, StandsFor
-from recpoint.format.naming import attempt_prefix, parse_chunk_key
-from recpoint.format.records import MAX_RECORD_BYTES
+from recpoint.format.naming import ManifestName, attempt_prefix, parse_chunk_key
+from recpoint.format.record_kinds import CONSOLIDATED
 
 __all__ = ["Consolidated", "commit_consolidation", "consolidate"]
 
@@ -152,8 +151,8 @@ def commit_consolidation(
     manifest = _manifest(plan, sources, [*entries, *_copy_state(run, plan, sources[-1])])
     data = manifest_bytes(manifest, next_step="nothing: the chain that it has restores it")
     _look_last(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
-    key = plan.target.key
-    if create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES) is None:
+    key, target = plan.target.key, plan.target
+    if run.records(CONSOLIDATED).create_packed(data, *target.name, target.after) == "created":
         _make_sure(run, plan, manifest)
         return "created", manifest
     there = _already(run, plan)

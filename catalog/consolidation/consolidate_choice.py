@@ -14,8 +14,8 @@ from recpoint.catalog.consolidation.consolidate_plan import (
 )
 from recpoint.catalog.consolidation.merge_sizes import MergeSizes
 from recpoint.catalog.runs.chain import PassedOver
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
+from recpoint.format.naming import ManifestName
 
 __all__ = ["WeighedMerge", "choose_consolidation", "cheapest", "newest_checkpoint", "weigh"]
 

@@ -18,10 +18,11 @@ from recpoint.catalog.consolidation.row_moves import BUFFERED_BYTES
 from recpoint.catalog.persisting.persist_plan import CHUNK_BYTES
 from recpoint.catalog.records.validations import Doubts
 from recpoint.catalog.runs.chain import Chain, PassedOver, resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ChainError, CommitConflict, SettingsError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from recpoint.format.records import pack_record
 
 __all__ = [

@@ -14,28 +14,23 @@ from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS
 from recpoint.catalog.records.pins import read_deletion
 from recpoint.catalog.records.validations import Verdict, read_record
 from recpoint.catalog.retention.plan_record import PlanWatch
-from recpoint.catalog.runs.lineage import ManifestName, next_step_of_lost
+from recpoint.catalog.runs.lineage import next_step_of_lost
 from recpoint.catalog.runs.rejections import RejectionWatch
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import read_end
-from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import CheckpointCancelled, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.naming import (
     DELETION_KEY,
-    EXPIRED_PREFIX,
-    PARTS_PREFIX,
+    GENERATION_KEY,
+    MANIFEST_KEY,
     AttemptName,
+    ManifestName,
     PartName,
     ValidationName,
-    generation_key,
-    manifest_key,
-    parse_expired_key,
-    parse_part_key,
 )
-from recpoint.format.records import MAX_RECORD_BYTES, unpack_record
-from recpoint.format.retention_records import Mark
+from recpoint.format.record_kinds import MARK, PART
 from recpoint.format.validation import ValidationRecord
 
 __all__ = ["Troubles"]
@@ -82,27 +77,18 @@ class Troubles:
 
     def marks(self, age: Callable[[ObjectInfo], Age]) -> tuple[ExpiringManifest, ...]:
         """What retention has marked, ascending by key; new marks are read, some at each call."""
-        infos = [
-            info
-            for info in self._run.store.list(EXPIRED_PREFIX)
-            if parse_expired_key(info.key) is not None
-        ]
-        new = [info for info in infos if (info.key, info.modified_ms) not in self._reasons]
-        new = new[:_MARKS_EACH]
+        marks = dict(self._run.records(MARK).listed())
+        there = {manifest: (info.key, info.modified_ms) for manifest, info in marks.items()}
+        new = [one for one, mark in there.items() if mark not in self._reasons][:_MARKS_EACH]
         with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            read = dict(
-                zip((info.key for info in new), readers.map(self._reason, new), strict=True)
-            )
-        known = self._reasons | {(info.key, info.modified_ms): read[info.key] for info in new}
-        there = {(info.key, info.modified_ms) for info in infos}
-        self._reasons = {mark: reason for mark, reason in known.items() if mark in there}
+            read = zip(new, readers.map(self._reason, new), strict=True)
+            known = self._reasons | {there[manifest]: reason for manifest, reason in read}
+        self._reasons = {mark: known[mark] for mark in there.values() if mark in known}
         return tuple(
             ExpiringManifest(
-                key=parse_expired_key(info.key) or info.key,
-                reason=self._reasons.get((info.key, info.modified_ms), ""),
-                age=age(info),
+                key=manifest, reason=self._reasons.get(there[manifest], ""), age=age(info)
             )
-            for info in infos
+            for manifest, info in marks.items()
         )
 
     def failures(
@@ -170,7 +156,7 @@ class Troubles:
         return [
             Failure(
                 kind="manifest",
-                subject=manifest_key(one.step, one.generation),
+                subject=MANIFEST_KEY.of(one.step, one.generation),
                 cause=one.error or "",
                 when_ms=None,
                 next_step=f"recpoint check {self._run.url}",
@@ -230,7 +216,7 @@ class Troubles:
         return [
             Failure(
                 kind="record",
-                subject=generation_key(number),
+                subject=GENERATION_KEY.of(number),
                 cause=f"no record of generation {number}, but checkpoints: they are superseded, "
                 "and retention keeps them",
                 when_ms=None,
@@ -259,9 +245,8 @@ class Troubles:
         newest = max(self._run.generation_numbers(), default=0)
         last = max((name.step for name in live if name.generation == newest), default=-1)
         there: dict[AttemptName, dict[int, int]] = {}
-        for info in self._run.store.list(PARTS_PREFIX):
-            part = parse_part_key(info.key)
-            if part is not None and part.generation == newest and part.step > last:
+        for part, info in self._run.records(PART).listed():
+            if part.generation == newest and part.step > last:
                 there.setdefault(part.checkpoint, {})[part.rank] = info.modified_ms
         found = []
         for attempt, modified in sorted(there.items())[-_TOLD:]:
@@ -334,12 +319,8 @@ class Troubles:
                 self._records[named] = None
         return self._records[named]
 
-    def _reason(self, info: ObjectInfo) -> str:
-        def parse(data: bytes) -> Mark:
-            return unpack_record(Mark, data, name=info.key, next_step="recpoint retain URL")
-
+    def _reason(self, manifest: str) -> str:
         try:
-            mark = read_checked(self._run.store, info.key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+            return self._run.records(MARK).read(manifest).reason
         except (FormatError, ObjectNotFound):
             return ""
-        return mark.reason

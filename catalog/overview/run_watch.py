@@ -40,20 +40,14 @@ from recpoint.catalog.overview.overview_troubles import Troubles
 from recpoint.catalog.records.pins import pinned
 from recpoint.catalog.records.validations import Doubts, Verdict, verdicts
 from recpoint.catalog.runs.chain import Chain, resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName, Representation, by_checkpoint
+from recpoint.catalog.runs.lineage import Representation, by_checkpoint
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import read_end
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import (
-    GENERATIONS_PREFIX,
-    MANIFESTS_PREFIX,
-    generation_key,
-    parse_generation_key,
-    parse_manifest_key,
-)
+from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, ManifestName
 
 __all__ = ["NEWEST", "RunWatch"]
 
@@ -165,20 +159,20 @@ class RunWatch:
     def _list(self) -> _Listing:
         began = time.monotonic()
         # Generations first, own manifests before consolidated ones (format §6.3 R3).
-        generations = _by_key(self.run.store.list(GENERATIONS_PREFIX), parse_generation_key)
+        generations = _by_key(self.run.store.list(GENERATION_KEY.prefix), GENERATION_KEY.parse)
         if not generations:
             # A local directory that is gone lists as empty: a run that is away is not a new one.
             Run.open(self.run.store)
         if any(generations.get(key) != info for key, info in self._generations.items()):
             self.run = Run(self.run.store, self.run.record)  # it keeps records that it has read
         self._generations = generations
-        manifests = _by_key(self.run.store.list(MANIFESTS_PREFIX), parse_manifest_key)
-        own = (parse_manifest_key(key) for key in manifests)
+        manifests = _by_key(self.run.store.list(MANIFEST_KEY.prefix), MANIFEST_KEY.parse)
+        own = (MANIFEST_KEY.parse(key) for key in manifests)
         forms = [Representation(ManifestName(*name)) for name in own if name is not None]
         consolidated = self.run.consolidated()
         forms += [form for merged in consolidated.values() for form in merged]
         by_name = by_checkpoint(forms)
-        numbers = sorted(n for n in map(parse_generation_key, generations) if n is not None)
+        numbers = sorted(n for n in map(GENERATION_KEY.parse, generations) if n is not None)
         self._appearances.note({*generations, *manifests}, began)
         live = self.run.line_of(numbers, by_name)
         self._troubles.lost = self.run.lost_generations(
@@ -321,7 +315,7 @@ class RunWatch:
         )
 
     def _generation(self, listing: _Listing) -> Generation | None:
-        numbers = [n for n in map(parse_generation_key, listing.generations) if n is not None]
+        numbers = [n for n in map(GENERATION_KEY.parse, listing.generations) if n is not None]
         if not numbers:
             return None
         newest = max(numbers)
@@ -331,7 +325,7 @@ class RunWatch:
             host=record.host,
             pid=record.pid,
             created_ms=record.created_ms,
-            age=self._appearances.age(listing.generations[generation_key(newest)]),
+            age=self._appearances.age(listing.generations[GENERATION_KEY.of(newest)]),
             restored_step=None if record.restored is None else record.restored.step,
         )
 

@@ -15,7 +15,7 @@ from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.format.job import Job, Outcome
-from recpoint.format.naming import MANIFESTS_PREFIX, attempt_prefix, parse_job_stem
+from recpoint.format.naming import MANIFEST_KEY, attempt_prefix, parse_job_stem
 from recpoint.format.rejections import Rejection
 
 __all__ = ["finish_committed", "reject_job"]
@@ -100,4 +100,4 @@ def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> 
 def _looks_committed(run: Run, job: Job) -> bool:
     """Whether what is stored of it would pass for a checkpoint whose manifest is gone (§6.5)."""
     prefix = attempt_prefix(job.step, job.generation, job.attempt)
-    return not any(run.store.list(MANIFESTS_PREFIX)) and any(run.store.list(prefix))
+    return not any(run.store.list(MANIFEST_KEY.prefix)) and any(run.store.list(prefix))

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from recpoint.errors import MalformedObject
 from recpoint.format.manifest import Manifest, TableSpec
-from recpoint.format.naming import part_key
+from recpoint.format.naming import PART_KEY
 from recpoint.format.part import RankPart, Shard
 
 __all__ = ["join_parts"]
@@ -117,7 +117,7 @@ def _table(parts: Sequence[RankPart], shards: Sequence[Shard]) -> TableSpec:
 
 def _refuse(part: RankPart, found: str, expected: str) -> NoReturn:
     raise MalformedObject(
-        part_key(part.step, part.generation, part.attempt, rank=part.rank),
+        PART_KEY.of(part.step, part.generation, part.attempt, rank=part.rank),
         found=f"rank {part.rank}: {found}",
         expected=expected,
         next_step=_NEXT,

@@ -18,9 +18,7 @@ from recpoint.catalog.runs.commit import commit
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.cancel import raise_if_cancelled
 from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.chunks_there import not_there
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import (
     CommitConflict,
@@ -32,13 +30,13 @@ from recpoint.errors import (
 )
 from recpoint.format.job import Job
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import PartName, attempt_prefix, parse_part_key, part_key, part_prefix
+from recpoint.format.naming import PART_KEY, PartName, attempt_prefix
 from recpoint.format.part import RankPart, Shard
+from recpoint.format.record_kinds import PART
 from recpoint.format.records import (
     MAX_RECORD_BYTES,
     CheckpointRef,
     pack_record,
-    unpack_record,
 )
 
 if TYPE_CHECKING:  # whoever looks at a catalog needs neither
@@ -60,8 +58,6 @@ __all__ = [
 #: Of all parts of a checkpoint, as they are stored: each repeats the tables.
 MAX_PARTS_BYTES: Final = 4 * MAX_RECORD_BYTES
 
-_REJECTED: Final = "nothing: the checkpoint is rejected, and the trainer writes another one"
-
 
 def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
     """Bytes of the parts of a checkpoint that are stored, by rank.
@@ -69,12 +65,8 @@ def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
     Raises:
         StoreError: the store cannot be read.
     """
-    found = {}
-    for info in run.store.list(part_prefix(ref.step, ref.generation, ref.attempt)):
-        name = parse_part_key(info.key)
-        if name is not None:
-            found[name.rank] = info.size_bytes
-    return found
+    parts = run.records(PART).listed(*_identity(ref))
+    return {name.rank: info.size_bytes for name, info in parts}
 
 
 def read_part(run: Run, name: PartName) -> RankPart:
@@ -85,22 +77,7 @@ def read_part(run: Run, name: PartName) -> RankPart:
         FormatError: it is damaged, or another one's.
         StoreError: it cannot be read.
     """
-    key = part_key(name.step, name.generation, name.attempt, rank=name.rank)
-
-    def parse(data: bytes) -> RankPart:
-        part = unpack_record(RankPart, data, name=key, next_step=_REJECTED)
-        found = (part.run, *part.ref.model_dump().values(), part.rank)
-        expected = (run.id, *name)
-        if found != expected:
-            raise ForeignObject(
-                key,
-                found=f"a part of rank {part.rank} of {part.ref} of run {part.run}",
-                expected=f"one of rank {name.rank}, as its key says, of run {run.id}",
-                next_step=_REJECTED,
-            )
-        return part
-
-    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+    return run.records(PART).read(*name)
 
 
 def own_part(run: Run, job: Job) -> RankPart | None:
@@ -142,11 +119,11 @@ def write_part(
             expected="a job whose part keeps to the format",
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
         ) from error
-    key = part_key(job.step, job.generation, job.attempt, rank=job.rank)
-    durable.step(f"part {key}")
-    if create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES) is None:
+    name = _name_of(job)
+    durable.step(f"part {PART_KEY.of(*name)}")
+    if run.records(PART).create_packed(data, *name) == "created":
         return part
-    there = read_part(run, _name_of(job))
+    there = read_part(run, name)
     _check_same_cut(job, there)
     return there
 
@@ -191,10 +168,10 @@ def remove_parts(run: Run, ref: CheckpointRef, *, rank: int | None = None) -> No
         StoreError: not all could be removed.
     """
     if rank is not None:
-        run.store.delete(part_key(*_identity(ref), rank=rank))
+        run.records(PART).delete(*_identity(ref), rank=rank)
         return
     for found in sorted(parts_there(run, ref)):
-        run.store.delete(part_key(*_identity(ref), rank=found))
+        run.records(PART).delete(*_identity(ref), rank=found)
 
 
 def _read_all(run: Run, job: Job) -> list[RankPart]:
@@ -202,14 +179,14 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
     missing = [rank for rank in range(job.ranks) if rank not in there]
     if missing:
         raise ranks_missing(job, missing)
-    prefix = part_prefix(*_identity(job.ref))
+    prefix = PART_KEY.under(*_identity(job.ref))
     foreign = sorted(there.keys() - set(range(job.ranks)))
     if foreign:
         raise ForeignObject(
             prefix,
             found=f"parts of {ranks_text(foreign)}",
             expected=f"parts of the {job.ranks} ranks that rank {job.rank} knows of",
-            next_step=_REJECTED,
+            next_step=PART.next_step,
         )
     total = sum(there.values())
     if total > MAX_PARTS_BYTES:
@@ -247,7 +224,7 @@ def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
 def ranks_missing(job: Job, ranks: Collection[int]) -> RanksMissing:
     """The error that says so."""
     return RanksMissing(
-        part_prefix(*_identity(job.ref)),
+        PART_KEY.under(*_identity(job.ref)),
         found=f"no part of {ranks_text(ranks)} of {job.ranks}",
         expected=f"one of each rank of step {job.step}",
         next_step="see what the agents of the hosts of these ranks say, and their trainers",
@@ -296,7 +273,7 @@ def _check_same_cut(job: Job, part: RankPart) -> None:
         job.ranks,
     ):
         raise CommitConflict(
-            part_key(part.step, part.generation, part.attempt, rank=part.rank),
+            PART_KEY.of(part.step, part.generation, part.attempt, rank=part.rank),
             found=f"the part of a snapshot taken at {part.snapshot_ms}",
             expected=f"none, or that of the snapshot taken at {job.snapshot_ms}",
             next_step="nothing: the job is rejected, and the next checkpoint takes its rows",

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from recpoint.catalog.records.pins import read_deletion
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import Clocks, host_seconds, stamp_now
 from recpoint.errors import FormatError, ObjectNotFound, RetentionRefused, StoreError
 from recpoint.format.naming import DELETION_KEY
-from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
+from recpoint.format.record_kinds import DELETION
 from recpoint.format.retention_records import Deletion
 
 __all__ = ["TAKE_OVER_SECONDS", "Announcement", "Standing", "announce", "standing", "take_over"]
@@ -133,8 +132,7 @@ def standing(run: Run, clocks: Clocks) -> Standing | None:
     except FormatError:
         pass
     # Listed after it was read: if another one came in between, it looks younger, never older.
-    infos = run.store.list(DELETION_KEY)
-    info = next((info for info in infos if info.key == DELETION_KEY), None)
+    info = next((info for _, info in run.records(DELETION).listed()), None)
     if info is None:
         return None
     if deletion is None or deletion.stamp.written_ms > clocks.wall_ms:
@@ -153,14 +151,13 @@ def announce(run: Run, manifests: tuple[str, ...]) -> Announcement:
         StoreError: the store refuses or cannot be reached.
     """
     deletion, begun_seconds = _deletion(run, manifests), host_seconds()
-    data = pack_record(deletion)
     try:
-        there = create_or_read(run.store, DELETION_KEY, data, max_bytes=MAX_RECORD_BYTES)
+        created = run.records(DELETION).create(deletion)
     except (StoreError, ObjectNotFound):
         _stopped.add(deletion.token)  # it may have been written all the same
         raise
-    if there is not None and there != data:
-        raise _at_work(run, _who(there), TAKE_OVER_SECONDS)
+    if created == "other":
+        raise _at_work(run, _who(run), TAKE_OVER_SECONDS)
     return Announcement(run, deletion, begun_seconds=begun_seconds, taken_over=False)
 
 
@@ -188,7 +185,7 @@ def take_over(
     known = manifests if there.deletion is None else there.deletion.manifests
     deletion, begun_seconds = _deletion(run, known), host_seconds()
     try:
-        run.store.put(DELETION_KEY, pack_record(deletion))
+        run.records(DELETION).put(deletion)
     except StoreError:
         _stopped.add(deletion.token)
         raise
@@ -206,12 +203,12 @@ def _at_work(run: Run, who: str, wait_seconds: float) -> RetentionRefused:
     )
 
 
-def _who(data: bytes) -> str:
+def _who(run: Run) -> str:
     try:
-        deletion = unpack_record(Deletion, data, name=DELETION_KEY, next_step="")
-    except FormatError:
-        return "somebody"
-    return f"process {deletion.pid} of {deletion.host}"
+        deletion = read_deletion(run)
+    except (FormatError, StoreError):
+        deletion = None
+    return "somebody" if deletion is None else f"process {deletion.pid} of {deletion.host}"
 
 
 def _deletion(run: Run, manifests: tuple[str, ...]) -> Deletion:

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from recpoint.catalog.records.validations import newest_of_bytes, read_record
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import ValidationName, parse_validation_key, validation_key
+from recpoint.format.naming import VALIDATION_KEY, ManifestName, ValidationName
 from recpoint.format.validation import PASSED_OVER, ValidationRecord
 
 __all__ = ["KnownDamage"]
@@ -60,7 +60,9 @@ class KnownDamage:
         # A validation reads back from its checkpoint, and looks for another manifest on its way.
         names = _telling(infos, first_step=min(several).step)
         for name, record in zip(names, _read(run, names), strict=True):
-            at = _Told(infos[validation_key(name)].modified_ms, record.finished_ms if record else 0)
+            at = _Told(
+                infos[VALIDATION_KEY.of(*name)].modified_ms, record.finished_ms if record else 0
+            )
             for finding in record.findings if record else ():
                 if finding.what == PASSED_OVER:
                     self._told.setdefault(finding.subject, []).append(at)
@@ -83,7 +85,7 @@ def _telling(infos: Mapping[str, ObjectInfo], *, first_step: int) -> list[Valida
     """The validations that tell what is known of each checkpoint from `first_step` on."""
     found: dict[ManifestName, list[ValidationName]] = {}
     for key in infos:
-        name = parse_validation_key(key)
+        name = VALIDATION_KEY.parse(key)
         if name is not None and name.step >= first_step:
             found.setdefault(ManifestName(name.step, name.generation), []).append(name)
     return [name for names in found.values() for name in newest_of_bytes(names)]

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.elapsed import Clocks, stamp_now
-from recpoint.errors import ForeignObject, FormatError, ObjectNotFound, StoreError
-from recpoint.format.naming import LEASES_PREFIX, lease_key, parse_lease_key
-from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
+from recpoint.errors import FormatError, ObjectNotFound, StoreError
+from recpoint.format.record_kinds import LEASE
+from recpoint.format.records import CheckpointRef
 from recpoint.format.retention_records import MAX_LEASE_SECONDS, Lease
 
 __all__ = ["Held", "HeldLease", "adopt", "look", "reading"]
@@ -75,11 +74,11 @@ class HeldLease:
             update["covers"] = tuple(covers)
         with self._writing:  # or an older record could come to lie over a newer one
             self._record = self._record.model_copy(update=update)
-            self._run.store.put(lease_key(self._record.owner), pack_record(self._record))
+            self._run.records(LEASE).put(self._record, self._record.owner)
 
     def release(self) -> None:
         """Remove it."""
-        self._run.store.delete(lease_key(self._record.owner))
+        self._run.records(LEASE).delete(self._record.owner)
 
 
 @contextmanager
@@ -169,11 +168,9 @@ class Held(NamedTuple):
 def look(run: Run, clocks: Clocks) -> list[Held]:
     """All leases of a run, dead ones too."""
     held = []
-    for info in run.store.list(LEASES_PREFIX):
-        if parse_lease_key(info.key) is None:
-            continue
+    for owner, info in run.records(LEASE).listed():
         try:
-            lease = _read(run, info.key)
+            lease = run.records(LEASE).read(owner)
         except ObjectNotFound:
             continue  # released meanwhile
         except FormatError as error:
@@ -199,27 +196,4 @@ def adopt(run: Run, held: Held) -> None:
     """
     if held.lease is not None:
         record = held.lease.model_copy(update={"stamp": stamp_now()})
-        run.store.put(held.key, pack_record(record))
-
-
-def _read(run: Run, key: str) -> Lease:
-    """A lease, fully checked.
-
-    Raises:
-        ObjectNotFound: there is none any more.
-        FormatError: it is damaged, or of another run or owner: what it covers is not known.
-    """
-    next_step = "nothing: it is removed when it has expired"
-
-    def parse(data: bytes) -> Lease:
-        lease = unpack_record(Lease, data, name=key, next_step=next_step)
-        if lease.run != run.id or lease_key(lease.owner) != key:
-            raise ForeignObject(
-                key,
-                found=f"a lease of owner {lease.owner}, run {lease.run}",
-                expected=f"what its key says, of run {run.id}",
-                next_step=next_step,
-            )
-        return lease
-
-    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+        run.records(LEASE).put(record, record.owner)

@@ -9,14 +9,12 @@ from collections.abc import Container, Iterable
 from typing import Final
 
 from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.checked_read import read_checked
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.stores.stored_records import Records
 from recpoint.errors import (
     ChainError,
-    ForeignObject,
     FormatError,
     NonFiniteValue,
     NothingToRestore,
@@ -26,18 +24,11 @@ from recpoint.errors import (
 )
 from recpoint.format.naming import (
     DELETION_KEY,
-    EXPIRED_PREFIX,
-    METRICS_PREFIX,
-    PINS_PREFIX,
-    NamedCheckpoint,
+    PIN_KEY,
+    ManifestName,
     is_label,
-    metric_key,
-    parse_expired_key,
-    parse_metric_key,
-    parse_pin_key,
-    pin_key,
 )
-from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
+from recpoint.format.record_kinds import DELETION, MARK, METRIC, PIN
 from recpoint.format.retention_records import Deletion, Metric, Pin
 
 __all__ = [
@@ -120,21 +111,21 @@ def hold(
         why=words(why, 1024),
         created_ms=now_ms(),
     )
-    key = pin_key(ref.step, ref.generation, label)
-    there = create_or_read(run.store, key, pack_record(wish), max_bytes=MAX_RECORD_BYTES)
+    key = PIN_KEY.of(*name, label)
+    created = run.records(PIN).create(wish, *name, label) == "created"
     try:
         # The pin is there: whoever announces a deletion from here on sees it.
         chain = _chain_that_stays(run, key, name)
     except _NOT_TO_BE_KEPT:
         # Not where the store gave no answer: another holder may have found the pin meanwhile, and
         # count on it.
-        if there is None:
+        if created:
             run.store.delete(key)
         raise
-    for info in run.store.list(EXPIRED_PREFIX):
-        if parse_expired_key(info.key) in chain:
-            run.store.delete(info.key)
-    return wish, there is None
+    for manifest in run.records(MARK).names():
+        if manifest in chain:
+            run.records(MARK).delete(manifest)
+    return wish, created
 
 
 def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
@@ -153,17 +144,15 @@ def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
             expected=f"a pin called {label!r}",
             next_step=f"recpoint list {run.url}",
         )
-    run.store.delete(pin_key(name.step, name.generation, label))
+    run.records(PIN).delete(*name, label)
 
 
 def pinned(run: Run) -> dict[ManifestName, tuple[str, ...]]:
     """The names of the pins of each pinned checkpoint; one listing, no reads."""
     found: dict[ManifestName, tuple[str, ...]] = {}
-    for info in run.store.list(PINS_PREFIX):
-        named = parse_pin_key(info.key)
-        if named is not None:
-            name = ManifestName(named.step, named.generation)
-            found[name] = (*found.get(name, ()), named.name)
+    for step, generation, label in run.records(PIN).names():
+        name = ManifestName(step, generation)
+        found[name] = (*found.get(name, ()), label)
     return found
 
 
@@ -175,21 +164,7 @@ def read_pin(run: Run, name: ManifestName, label: str) -> Pin:
         FormatError: it cannot be read, or is of another run, checkpoint or name; it counts all the
             same.
     """
-    key = pin_key(name.step, name.generation, label)
-    next_step = f"recpoint unpin {run.url} {name.step} --name {label}, and pin it again"
-
-    def parse(data: bytes) -> Pin:
-        record = unpack_record(Pin, data, name=key, next_step=next_step)
-        if (record.run, _named(record.checkpoint), record.name) != (run.id, name, label):
-            raise ForeignObject(
-                key,
-                found=f"pin {record.name} of {record.checkpoint}, run {record.run}",
-                expected=f"what its key says, of run {run.id}",
-                next_step=next_step,
-            )
-        return record
-
-    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+    return run.records(PIN).read(*name, label)
 
 
 def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> None:
@@ -212,7 +187,7 @@ def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> No
         value=float(value).hex(),
         created_ms=now_ms(),
     )
-    run.store.put(metric_key(name.step, name.generation, metric), pack_record(record))
+    run.records(METRIC).put(record, *name, metric)
 
 
 def read_metrics(
@@ -228,37 +203,16 @@ def read_metrics(
     found: dict[str, dict[ManifestName, float]] = {metric: {} for metric in wanted}
     if not found:
         return found
-    for info in run.store.list(METRICS_PREFIX):
-        named = parse_metric_key(info.key)
-        if named is None or named.name not in found:
-            continue
+    for named in run.records(METRIC).names():
         name = ManifestName(named.step, named.generation)
-        if name not in of:
+        if named.name not in found or name not in of:
             continue
         try:
-            found[named.name][name] = _value(run, named)
+            value = run.records(METRIC).read(*named).value
+            found[named.name][name] = float.fromhex(value)
         except (FormatError, ObjectNotFound):
             continue
     return found
-
-
-def _value(run: Run, named: NamedCheckpoint) -> float:
-    key = metric_key(*named)
-    next_step = f"recpoint metric {run.url} {named.step} {named.name}=NUMBER"
-
-    def parse(data: bytes) -> float:
-        record = unpack_record(Metric, data, name=key, next_step=next_step)
-        of = record.checkpoint
-        if (record.run, of.step, of.generation, record.name) != (run.id, *named):
-            raise ForeignObject(
-                key,
-                found=f"{record.name} of {of}, run {record.run}",
-                expected=f"what its key says, of run {run.id}",
-                next_step=next_step,
-            )
-        return float.fromhex(record.value)
-
-    return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
 
 
 def read_deletion(run: Run) -> Deletion | None:
@@ -267,14 +221,9 @@ def read_deletion(run: Run) -> Deletion | None:
     Raises:
         FormatError: it cannot be read.
     """
-
-    def parse(data: bytes) -> Deletion:
-        return unpack_record(
-            Deletion, data, name=DELETION_KEY, next_step=f"recpoint retain {run.url}"
-        )
-
     try:
-        return read_checked(run.store, DELETION_KEY, max_bytes=MAX_RECORD_BYTES, parse=parse)
+        # Also that of another run: what to think of one is for the callers.
+        return Records(run.store, DELETION, run=None).read()
     except ObjectNotFound:
         return None
 
@@ -310,10 +259,6 @@ def _refuse_doomed(run: Run, key: str, chain: set[str]) -> None:
 
 def _chain_keys(run: Run, name: ManifestName) -> set[str]:
     return {Representation.of(link).key for link in resolve_chain(run, name).manifests}
-
-
-def _named(ref: CheckpointRef) -> ManifestName:
-    return ManifestName(ref.step, ref.generation)
 
 
 def _check_label(setting: str, label: str) -> None:

@@ -7,27 +7,16 @@ from typing import NamedTuple
 
 from recpoint.catalog.records import pins
 from recpoint.catalog.records.validations import Doubts
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.checked_read import read_checked
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import (
-    ForeignObject,
     FormatError,
     NothingToRestore,
     RetentionRefused,
     StoreUnavailable,
 )
-from recpoint.format.naming import (
-    MAX_PUBLICATION,
-    PINS_PREFIX,
-    PUBLISHED_PREFIX,
-    parse_pin_key,
-    parse_publication_key,
-    publication_key,
-)
-from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
+from recpoint.format.naming import MAX_PUBLICATION, PUBLICATION_KEY, ManifestName
+from recpoint.format.record_kinds import PIN, PUBLICATION
 from recpoint.format.retention_records import Publication
 
 __all__ = [
@@ -95,7 +84,7 @@ def publish(
         numbers = publication_numbers(run)
         number = numbers[-1] + 1 if numbers else 1
         if number > MAX_PUBLICATION:
-            last = publication_key(MAX_PUBLICATION)
+            last = PUBLICATION_KEY.of(MAX_PUBLICATION)
             raise RetentionRefused(
                 last,
                 found="the highest number that there is",
@@ -110,7 +99,7 @@ def publish(
             ref = current.checkpoint
             against = doubts.about(ManifestName(ref.step, ref.generation))
             raise RetentionRefused(
-                publication_key(current.number),
+                PUBLICATION_KEY.of(current.number),
                 found=f"{ref}, held by {current.who}"
                 + ("" if against is None else f"; by now {against}"),
                 expected="a published checkpoint that is not held",
@@ -129,14 +118,11 @@ def publish(
             why=pins.words(why, 1024),
             created_ms=now_ms(),
         )
-        data = pack_record(record)
-        key = publication_key(number)
-        there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
-        if there is None or there == data:
+        if run.records(PUBLICATION).create(record, number) != "other":
             _let_go(run, record)
             return Published(record, created=True, doubt=doubt)
     raise StoreUnavailable(
-        f"{run.url}/{PUBLISHED_PREFIX}",
+        f"{run.url}/{PUBLICATION_KEY.prefix}",
         found=f"{_TRIES} numbers in a row taken by others",
         expected="one publisher at a time",
         next_step="stop what keeps publishing this run, and try again",
@@ -173,8 +159,7 @@ def choose(run: Run, *, validated_only: bool) -> ManifestName:
 
 def publication_numbers(run: Run) -> list[int]:
     """Numbers of all records, ascending; one listing, no reads."""
-    found = (parse_publication_key(info.key) for info in run.store.list(PUBLISHED_PREFIX))
-    return sorted(number for number in found if number is not None)
+    return sorted(run.records(PUBLICATION).names())
 
 
 def newest_publication(run: Run) -> Publication | None:
@@ -194,21 +179,7 @@ def read_publication(run: Run, number: int) -> Publication:
         ObjectNotFound: there is none.
         FormatError: it is damaged, or of another run or number.
     """
-    key = publication_key(number)
-    next_step = f"recpoint publish {run.url} --step STEP --release"
-
-    def parse(data: bytes) -> Publication:
-        return unpack_record(Publication, data, name=key, next_step=next_step)
-
-    record = read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
-    if (record.run, record.number) != (run.id, number):
-        raise ForeignObject(
-            key,
-            found=f"publication {record.number} of run {record.run}",
-            expected=f"publication {number} of run {run.id}",
-            next_step=next_step,
-        )
-    return record
+    return run.records(PUBLICATION).read(number)
 
 
 def _doubted(run: Run, name: ManifestName, doubt: str) -> RetentionRefused:
@@ -233,16 +204,15 @@ def _replaced(run: Run, number: int, release: bool) -> Publication | None:
 
 def _let_go(run: Run, record: Publication) -> None:
     """Remove pins of earlier publications and of such as were never finished, and old records."""
-    for info in run.store.list(PINS_PREFIX):
-        named = parse_pin_key(info.key)
-        label = None if named is None else _LABEL.match(named.name)
-        if named is None or label is None:
+    for named in run.records(PIN).names():
+        label = _LABEL.match(named.name)
+        if label is None:
             continue
         number = int(label[1])
         of = (named.step, named.generation)
         ours = (record.checkpoint.step, record.checkpoint.generation)
         if number < record.number or (number == record.number and of != ours):
-            run.store.delete(info.key)
+            run.records(PIN).delete(*named)
     for number in publication_numbers(run):
         if number <= record.number - _KEPT_RECORDS:
-            run.store.delete(publication_key(number))
+            run.records(PUBLICATION).delete(number)

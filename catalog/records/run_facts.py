@@ -10,13 +10,14 @@ from recpoint.catalog.records.leases import Held
 from recpoint.catalog.records.pins import pinned, read_metrics
 from recpoint.catalog.records.validations import verdicts
 from recpoint.catalog.runs.chain import check_with_own
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.representations import Opinion, RunFacts, StoredManifest
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 
 __all__ = ["OnStep", "gather", "leased_by", "unwatched"]
 

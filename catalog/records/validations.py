@@ -6,10 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.checked_read import read_checked
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.errors import (
     ChainError,
     ForeignObject,
@@ -19,14 +16,13 @@ from recpoint.errors import (
 )
 from recpoint.format.naming import (
     MAX_VALIDATION,
-    VALIDATIONS_PREFIX,
+    VALIDATION_KEY,
+    ManifestName,
     ValidationLevel,
     ValidationName,
     ValidationResult,
-    parse_validation_key,
-    validation_key,
 )
-from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
+from recpoint.format.record_kinds import VALIDATION
 from recpoint.format.validation import ValidationRecord
 
 __all__ = [
@@ -48,7 +44,6 @@ LEVELS: tuple[ValidationLevel, ...] = ("metadata", "sample", "full")
 _WORST_FIRST: tuple[ValidationResult, ...] = ("failed", "stateless", "passed")
 _TRIES = 100
 _FOUND = {"failed": "found wrong or damaged rows", "stateless": "found its state damaged"}
-_NEXT_STEP = "recpoint validate URL: a new record takes this one's place"
 
 
 class Verdict(NamedTuple):
@@ -79,10 +74,8 @@ class Verdict(NamedTuple):
 def verdicts(run: Run) -> dict[ManifestName, Verdict]:
     """What is known of every checkpoint that was ever validated; one listing, no reads."""
     found: dict[ManifestName, list[ValidationName]] = {}
-    for info in run.store.list(VALIDATIONS_PREFIX):
-        name = parse_validation_key(info.key)
-        if name is not None:
-            found.setdefault(ManifestName(name.step, name.generation), []).append(name)
+    for name in run.records(VALIDATION).names():
+        found.setdefault(ManifestName(name.step, name.generation), []).append(name)
     return {checkpoint: verdict(names) for checkpoint, names in found.items()}
 
 
@@ -124,9 +117,7 @@ def verdict_of(run: Run, checkpoint: ManifestName) -> Verdict | None:
 
 def records_of(run: Run, checkpoint: ManifestName) -> list[ValidationName]:
     """The validations of one checkpoint, oldest first."""
-    prefix = f"{VALIDATIONS_PREFIX}{checkpoint.step:012d}-{checkpoint.generation:08d}-"
-    found = (parse_validation_key(info.key) for info in run.store.list(prefix))
-    return sorted(name for name in found if name is not None)
+    return sorted(run.records(VALIDATION).names(*checkpoint))
 
 
 def newest_of_bytes(names: Iterable[ValidationName]) -> list[ValidationName]:
@@ -149,22 +140,7 @@ def read_record(run: Run, name: ValidationName) -> ValidationRecord:
         ObjectNotFound: there is none.
         FormatError: it is damaged, or of another run or checkpoint.
     """
-    key = validation_key(name)
-
-    def parse(data: bytes) -> ValidationRecord:
-        return unpack_record(ValidationRecord, data, name=key, next_step=_NEXT_STEP)
-
-    record = read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
-    of = record.checkpoint
-    found = (record.run, of.step, of.generation, record.level, record.result)
-    if found != (run.id, name.step, name.generation, name.level, name.result):
-        raise ForeignObject(
-            key,
-            found=f"run {record.run}, {of}, {record.level} {record.result}",
-            expected=f"what its key says, of run {run.id}",
-            next_step=_NEXT_STEP,
-        )
-    return record
+    return run.records(VALIDATION).read(*name)
 
 
 def add_record(run: Run, record: ValidationRecord) -> ValidationName:
@@ -175,13 +151,12 @@ def add_record(run: Run, record: ValidationRecord) -> ValidationName:
         StoreUnavailable: so many validations end at once that no number was to be had.
         StoreError: the store refuses, or cannot be reached.
     """
-    data = pack_record(record)
     checkpoint = ManifestName(record.checkpoint.step, record.checkpoint.generation)
     for _ in range(_TRIES):
         there = records_of(run, checkpoint)
         number = max((name.number for name in there), default=0) + 1
         if number > MAX_VALIDATION:
-            last = validation_key(there[-1])
+            last = VALIDATION_KEY.of(*there[-1])
             raise ForeignObject(
                 last,
                 found="the highest number that there is",
@@ -189,13 +164,11 @@ def add_record(run: Run, record: ValidationRecord) -> ValidationName:
                 next_step=f"find out what wrote {run.url}/{last}, remove it, and validate again",
             )
         name = ValidationName(*checkpoint, number, record.level, record.result)
-        key = validation_key(name)
-        found = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
         # The times in the bytes make them ours; if they are another's, both say the same anyway.
-        if found is None or found == data:
+        if run.records(VALIDATION).create(record, *name) != "other":
             return name
     raise StoreUnavailable(
-        f"{run.url}/{VALIDATIONS_PREFIX}",
+        f"{run.url}/{VALIDATION_KEY.prefix}",
         found=f"{_TRIES} numbers in a row taken by other validations",
         expected="one validation of a checkpoint at a time",
         next_step="stop what keeps validating this checkpoint, and try again",

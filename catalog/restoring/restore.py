@@ -18,7 +18,6 @@ from recpoint.catalog.restoring.restore_target import (
     TableTarget,
 )
 from recpoint.catalog.runs.chain import Chain, PassedOver, read_with_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import manifests_gone, superseded_alone, superseded_text
 from recpoint.catalog.stores.run_url import naming_errors, naming_run
@@ -32,6 +31,7 @@ from recpoint.errors import (
     SettingsError,
     UnsupportedVersion,
 )
+from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef
 
 __all__ = [

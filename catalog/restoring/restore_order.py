@@ -7,9 +7,9 @@ from numbers import Integral
 from typing import NamedTuple
 
 from recpoint.catalog.records.validations import Doubts
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import NothingToRestore, SettingsError
+from recpoint.format.naming import ManifestName
 
 __all__ = ["RestoreOrder", "check_validated_within", "Skipped", "skipped_lines", "skipped_text"]
 

@@ -17,10 +17,10 @@ from recpoint.catalog.chunks.logical_tables import LogicalTable, logical_tables
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.restoring.restored_model import weight_name
 from recpoint.catalog.restoring.state_tensors import state_tensors
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes
+from recpoint.format.naming import ManifestName
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",

@@ -35,7 +35,6 @@ from recpoint.catalog.restoring.shard_place import (
 from recpoint.catalog.restoring.shard_plan import DEFAULT_SHARD_BYTES, Shard, ShardPlan, plan_shards
 from recpoint.catalog.restoring.state_tensors import state_tensors
 from recpoint.catalog.runs.chain import DAMAGE
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.run_url import naming_run
@@ -44,6 +43,7 @@ from recpoint.catalog.stores.store_errors import for_os_error
 from recpoint.errors import ObjectExists, RecpointError, StoreUnavailable, UnsupportedVersion
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 
 __all__ = ["damaged_checkpoint", "restore_shards", "summary", "write_shard"]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from recpoint.catalog.retention.retention import Decision
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import Clocks
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound
-from recpoint.format.naming import EXPIRED_PREFIX, expired_key, parse_expired_key
-from recpoint.format.records import MAX_RECORD_BYTES, unpack_record
+from recpoint.format.record_kinds import MARK
 from recpoint.format.retention_records import Mark
 
 __all__ = ["Marks", "marked"]
@@ -21,14 +21,7 @@ _READERS = 8
 
 def marked(run: Run) -> set[str]:
     """Keys of the manifests that have a mark; one listing, no reads."""
-    return {manifest for manifest, _ in _listed(run)}
-
-
-def _listed(run: Run) -> Iterator[tuple[str, ObjectInfo]]:
-    for info in run.store.list(EXPIRED_PREFIX):
-        manifest = parse_expired_key(info.key)
-        if manifest is not None:
-            yield manifest, info
+    return set(run.records(MARK).names())
 
 
 class Marks:
@@ -42,9 +35,9 @@ class Marks:
     def __init__(self, run: Run, clocks: Clocks) -> None:
         self._clocks = clocks
         self._infos: dict[str, ObjectInfo] = {}
-        self._infos.update(_listed(run))
+        self._infos.update(run.records(MARK).listed())
         with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            read = readers.map(lambda info: _read_mark(run, info.key), self._infos.values())
+            read = readers.map(partial(_read_mark, run), self._infos)
             self._marks = dict(zip(self._infos, read, strict=True))
 
     @property
@@ -64,10 +57,8 @@ class Marks:
         return self._clocks.age_seconds(mark.stamp, modified_ms=info.modified_ms)
 
 
-def _read_mark(run: Run, key: str) -> Mark | None:
+def _read_mark(run: Run, manifest: str) -> Mark | None:
     try:
-        data = run.store.get(key, max_bytes=MAX_RECORD_BYTES)
-        mark = unpack_record(Mark, data, name=key, next_step="nothing: it is written anew")
+        return run.records(MARK).read(manifest)
     except (FormatError, ObjectNotFound):
         return None
-    return mark if mark.run == run.id and expired_key(mark.manifest) == key else None

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from recpoint.catalog.records.leases import Held
 from recpoint.catalog.runs.run import Run
-from recpoint.format.naming import LEASES_PREFIX, parse_lease_key
+from recpoint.format.record_kinds import LEASE
 
 __all__ = ["Present"]
 
@@ -31,8 +31,7 @@ class Present(NamedTuple):
             StoreError: the store cannot be listed.
         """
         # Leases first: a trainer gives up its own when its generation is there.
-        for info in run.store.list(LEASES_PREFIX):
-            known = (info.key, info.modified_ms) in self.leases
-            if not known and parse_lease_key(info.key) is not None:
+        for _, info in run.records(LEASE).listed():
+            if (info.key, info.modified_ms) not in self.leases:
                 return True
         return not self.generations.issuperset(run.generation_numbers())

@@ -10,14 +10,11 @@ import socket
 from recpoint.catalog.retention.prune_plan import PrunePlan, PruneRow
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo
-from recpoint.errors import ForeignObject, FormatError, ObjectNotFound, StoreError
-from recpoint.format.naming import PLAN_KEY
-from recpoint.format.records import pack_record, unpack_record
+from recpoint.errors import FormatError, ObjectNotFound, StoreError
+from recpoint.format.record_kinds import PLAN
 from recpoint.format.retention_records import (
-    MAX_PLAN_BYTES,
     MAX_PLANNED,
     Plan,
     PlannedManifest,
@@ -60,7 +57,7 @@ def leave_plan(run: Run, made: PrunePlan) -> None:
         planned_ms=now_ms(),
     )
     try:
-        run.store.put(PLAN_KEY, pack_record(record))
+        run.records(PLAN).put(record)
     except StoreError as error:
         # Nothing depends on it, and what frees a store that is full must not fail for it.
         _LOG.info("the plan of this retention is not left in the store: %s", error)
@@ -89,35 +86,18 @@ class PlanWatch:
             StoreError: the store cannot be read.
         """
         # A listing, so that a plan of a thousand manifests is read when it is new only.
-        infos = self._run.store.list(PLAN_KEY)
-        info = next((info for info in infos if info.key == PLAN_KEY), None)
+        info = next((info for _, info in self._run.records(PLAN).listed()), None)
         if info is None or info != self._seen:
             self._plan, self.error = None, None
             if info is not None:
                 try:
-                    self._plan = self._read()
+                    self._plan = self._run.records(PLAN).read()
                 except ObjectNotFound:
                     return None
                 except FormatError as error:
                     self.error = error
             self._seen = info
         return self._plan
-
-    def _read(self) -> Plan:
-        next_step = f"recpoint retain {self._run.url} writes it anew; nothing else needs it"
-
-        def parse(data: bytes) -> Plan:
-            plan = unpack_record(Plan, data, name=PLAN_KEY, next_step=next_step)
-            if plan.run != self._run.id:
-                raise ForeignObject(
-                    PLAN_KEY,
-                    found=f"the plan of run {plan.run}",
-                    expected=f"run {self._run.id}",
-                    next_step=next_step,
-                )
-            return plan
-
-        return read_checked(self._run.store, PLAN_KEY, max_bytes=MAX_PLAN_BYTES, parse=parse)
 
 
 def _told(rows: list[PruneRow]) -> list[PruneRow]:

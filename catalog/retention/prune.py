@@ -29,8 +29,8 @@ from recpoint.catalog.stores.elapsed import Clocks, stamp_now
 from recpoint.catalog.sweeping.sweep import SweepResult, plan_sweep
 from recpoint.catalog.sweeping.sweep import execute as execute_sweep
 from recpoint.errors import RetentionRefused, StoreFull
-from recpoint.format.naming import DELETION_KEY, expired_key
-from recpoint.format.records import pack_record
+from recpoint.format.naming import DELETION_KEY, EXPIRED_KEY
+from recpoint.format.record_kinds import MARK
 from recpoint.format.retention_records import Mark
 
 __all__ = ["PruneResult", "execute"]
@@ -131,7 +131,7 @@ def _mark_and_delete(
     leave_plan(run, made)
     for lease in made.adopt:
         leases.adopt(run, lease)
-    _delete_all(run, [*_expired_still(run, made), *(expired_key(key) for key in made.unmark)])
+    _delete_all(run, [*_expired_still(run, made), *(EXPIRED_KEY.of(key) for key in made.unmark)])
     # One after another, in the order in which they may go: killed in between, none is marked that
     # a manifest without a mark needs.
     to_mark = (*made.mark, *made.remark)
@@ -176,7 +176,7 @@ def _mark(run: Run, decision: Decision) -> None:
         reason=decision.reason[:1024],
         stamp=stamp_now(),
     )
-    run.store.put(expired_key(manifest.key), pack_record(mark))
+    run.records(MARK).put(mark, manifest.key)
 
 
 def _delete(
@@ -254,7 +254,7 @@ def _look_and_delete(
             expected="time left to delete in",
             next_step=f"run it nearer to the store: recpoint retain {run.url}",
         )
-    _delete_all(run, [expired_key(key) for key in set(mine.manifests).difference(left)])
+    _delete_all(run, [EXPIRED_KEY.of(key) for key in set(mine.manifests).difference(left)])
     mine.withdraw()
     return left
 

@@ -18,7 +18,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import Clocks
 from recpoint.catalog.sweeping.sweep import SweepPlan, plan_sweep
 from recpoint.errors import FormatError, StoreFull
-from recpoint.format.naming import DELETION_KEY, pin_key
+from recpoint.format.naming import DELETION_KEY, PIN_KEY
 
 __all__ = ["PrunePlan", "PruneRow", "Waiting", "plan_prune"]
 
@@ -175,7 +175,7 @@ def plan_prune(
 def _stray_pins(facts: RunFacts) -> tuple[str, ...]:
     there = {manifest.name for manifest in facts.manifests}
     return tuple(
-        pin_key(*name, label)
+        PIN_KEY.of(*name, label)
         for name, labels in facts.pins.items()
         if name not in there
         for label in labels

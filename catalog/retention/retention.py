@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from recpoint.catalog.retention.retention_rules import RetentionPolicy, apply_rules
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.representations import Representations, RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused
-from recpoint.format.naming import generation_key
+from recpoint.format.naming import GENERATION_KEY, ManifestName
 
 __all__ = ["Decision", "RetentionPlan", "deletion_order", "needed_manifests", "plan"]
 
@@ -125,7 +124,7 @@ def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
     for manifest in facts.manifests:
         if manifest.name.generation in facts.lost:
             # What has made them superseded may be the loss alone: a person decides.
-            keep(manifest.name, f"{generation_key(manifest.name.generation)} is lost")
+            keep(manifest.name, f"{GENERATION_KEY.of(manifest.name.generation)} is lost")
     return {name: ", ".join(dict.fromkeys(reasons)) for name, reasons in forced.items()}
 
 

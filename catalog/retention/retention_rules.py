@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.representations import Representations, RunFacts
 from recpoint.errors import SettingsError
-from recpoint.format.naming import is_label
+from recpoint.format.naming import ManifestName, is_label
 
 __all__ = ["BestBy", "RetentionPolicy", "apply_rules"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.manifests_ahead import ManifestsAhead
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import (
@@ -21,7 +21,7 @@ from recpoint.errors import (
     RecpointError,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 
 __all__ = [
     "DAMAGE",
@@ -236,7 +236,7 @@ class _Walk:
         for first in errors.values():
             raise first
         raise ObjectNotFound(
-            manifest_key(*name),
+            MANIFEST_KEY.of(*name),
             found="no manifest",
             expected=f"one of {name}",
             next_step=_NEXT_STEP,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from recpoint.catalog.runs.chain import check_link
-from recpoint.catalog.runs.lineage import ManifestName, Representation, next_step_of_lost
+from recpoint.catalog.runs.lineage import Representation, next_step_of_lost
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_record import read_run_record
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
@@ -20,13 +19,14 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
-    CONSOLIDATED_PREFIX,
-    MANIFESTS_PREFIX,
-    end_key,
+    CONSOLIDATED_KEY,
+    END_KEY,
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    ManifestName,
     generation_in_key,
-    generation_key,
-    manifest_key,
 )
+from recpoint.format.record_kinds import MANIFEST
 from recpoint.format.records import MAX_RECORD_BYTES, pack_record
 
 __all__ = ["check_fence", "commit", "manifest_bytes"]
@@ -59,7 +59,7 @@ def commit(
         FormatError: the manifest is too large; or its parent's is damaged, or what is there is.
         StoreError: the store refuses, or it is unknown after several tries whether it wrote.
     """
-    key = manifest_key(manifest.step, manifest.generation)
+    key = MANIFEST_KEY.of(manifest.step, manifest.generation)
     if manifest.run != run.id:
         raise ForeignObject(
             key,
@@ -84,8 +84,8 @@ def commit(
     data = manifest_bytes(
         manifest, next_step="fewer tables or ranks: each rank stores a chunk or more of each table"
     )
-    there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
-    if there is None:
+    name = ManifestName(manifest.step, manifest.generation)
+    if run.records(MANIFEST).create_packed(data, *name) == "created":
         return "created"
     _check_ours(manifest, run.manifest(manifest.step, manifest.generation))
     return "already"
@@ -132,7 +132,7 @@ def check_fence(run: Run, generation: int, step: int) -> None:
     newest = max(run.generation_numbers(), default=0)
     if newest > generation:
         raise StaleWriter(
-            generation_key(generation),
+            GENERATION_KEY.of(generation),
             found=f"generation {newest} as the newest of the run",
             expected=f"generation {generation}, which took step {step}",
             next_step="nothing, if the trainer was restarted; else stop the second trainer",
@@ -141,14 +141,14 @@ def check_fence(run: Run, generation: int, step: int) -> None:
         # The next one may have lost its record before its first checkpoint: `relink` takes it too.
         named = any(
             generation_in_key(info.key) == generation
-            for prefix in (MANIFESTS_PREFIX, CONSOLIDATED_PREFIX, end_key(generation))
+            for prefix in (MANIFEST_KEY.prefix, CONSOLIDATED_KEY.prefix, END_KEY.of(generation))
             for info in run.store.list(prefix)
         )
         known = named or generation == newest + 1
         if not known and newest == 0:
             read_run_record(run.store)  # of a store that is away all is gone, this too
         raise (GenerationRecordLost if known else MissingLink)(
-            generation_key(generation),
+            GENERATION_KEY.of(generation),
             found=f"no generation record; generation {newest} is the newest that has one",
             expected=f"that of the trainer which took step {step}",
             next_step=next_step_of_lost(generation, never_committed=not named)
@@ -166,7 +166,7 @@ def _check_parent(run: Run, manifest: Manifest) -> None:
         found = run.manifest(parent.step, parent.generation)
     except ObjectNotFound as error:
         raise MissingLink(
-            manifest_key(parent.step, parent.generation),
+            MANIFEST_KEY.of(parent.step, parent.generation),
             found="no manifest",
             expected=f"{parent}, after which {manifest.ref} was taken",
             next_step="let the trainer write a full checkpoint",
@@ -185,7 +185,7 @@ def _is_there(run: Run, manifest: Manifest) -> bool:
 def _check_ours(manifest: Manifest, there: Manifest) -> None:
     if there.attempt != manifest.attempt:
         raise CommitConflict(
-            manifest_key(manifest.step, manifest.generation),
+            MANIFEST_KEY.of(manifest.step, manifest.generation),
             found=f"attempt {there.attempt}",
             expected=f"attempt {manifest.attempt}",
             next_step="keep what is there: another writer has committed this step first",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest, Quantizer
+from recpoint.format.naming import ManifestName
 
 __all__ = ["Committed", "committed"]
 

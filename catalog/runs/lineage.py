@@ -7,16 +7,21 @@ from typing import Literal, NamedTuple, Self
 
 from recpoint.errors import GenerationRecordLost, MalformedObject
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import consolidated_key, generation_key, manifest_key
+from recpoint.format.naming import (
+    CONSOLIDATED_KEY,
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    ConsolidatedName,
+    ManifestName,
+)
+from recpoint.format.record_kinds import CONSOLIDATED, GENERATION, MANIFEST, RecordKind
 from recpoint.format.records import GenerationRecord
 
 __all__ = [
-    "ManifestName",
     "Representation",
     "by_checkpoint",
     "first_of_line",
     "live_line",
-    "next_step_of_damaged",
     "next_step_of_lost",
     "restarts",
 ]
@@ -34,28 +39,6 @@ def next_step_of_lost(generation: int, *, never_committed: bool = False) -> str:
         "put it back from a backup; or say from where that trainer went on: recpoint relink URL "
         f"{generation}{said} --step STEP, or --from-nothing"
     )
-
-
-def next_step_of_damaged(generation: int) -> str:
-    """What a person can do about a generation record that cannot be used, for errors.
-
-    Nothing replaces a record: one that is moved away is a lost one.
-    """
-    return (
-        "put it back from a backup; or, if there is none, move it out of the run and say from "
-        f"where that trainer went on: recpoint relink URL {generation} --step STEP, or "
-        "--from-nothing"
-    )
-
-
-class ManifestName(NamedTuple):
-    """What names a checkpoint in keys: at which step, and which trainer took it."""
-
-    step: int
-    generation: int
-
-    def __str__(self) -> str:
-        return f"step {self.step} (generation {self.generation})"
 
 
 class Representation(NamedTuple):
@@ -85,11 +68,16 @@ class Representation(NamedTuple):
         return f"{self.name}, consolidated {what}"
 
     @property
+    def kind(self) -> RecordKind[..., ManifestName | ConsolidatedName, Manifest]:
+        """Of which kind of record the manifest is."""
+        return MANIFEST if self.form == "own" else CONSOLIDATED
+
+    @property
     def key(self) -> str:
         """Where the manifest is stored."""
         if self.form == "own":
-            return manifest_key(*self.name)
-        return consolidated_key(*self.name, self.after)
+            return MANIFEST_KEY.of(*self.name)
+        return CONSOLIDATED_KEY.of(*self.name, self.after)
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -133,7 +121,7 @@ def live_line(
         record = generations.get(generation)
         if record is None:
             raise GenerationRecordLost(
-                generation_key(generation),
+                GENERATION_KEY.of(generation),
                 found=f"no generation record{_of(generation, steps)}",
                 expected="the record of each generation that the live line goes through: without "
                 "it nobody knows which checkpoints count",
@@ -151,10 +139,10 @@ def live_line(
             break
         if restored.generation >= generation:
             raise MalformedObject(
-                generation_key(generation),
+                GENERATION_KEY.of(generation),
                 found=f"generation {generation} going on from generation {restored.generation}",
                 expected="an earlier generation",
-                next_step=next_step_of_damaged(generation),
+                next_step=GENERATION.when_damaged(GENERATION_KEY.of(generation)),
             )
         # Up to the restored step itself, unless the newer generation has one of that step.
         below = min(restored.step + 1, below) if below is not None else restored.step + 1

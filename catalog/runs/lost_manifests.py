@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import AttemptName
+from recpoint.format.naming import AttemptName, ManifestName
 from recpoint.format.records import CheckpointRef
 
 __all__ = ["Link", "LostManifests"]

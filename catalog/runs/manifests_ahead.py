@@ -7,9 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 
 __all__ = ["ManifestsAhead"]
 

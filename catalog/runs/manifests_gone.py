@@ -12,38 +12,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.rejections import RejectionWatch
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.naming import (
     CHUNKS_PREFIX,
-    CONSOLIDATED_PREFIX,
-    EXPIRED_PREFIX,
-    MANIFESTS_PREFIX,
-    METRICS_PREFIX,
-    PARTS_PREFIX,
-    PINS_PREFIX,
-    PUBLISHED_PREFIX,
-    VALIDATIONS_PREFIX,
+    CONSOLIDATED_KEY,
+    EXPIRED_KEY,
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    METRIC_KEY,
+    PIN_KEY,
+    PUBLICATION_KEY,
+    VALIDATION_KEY,
     AttemptName,
+    ManifestName,
     generation_in_key,
-    generation_key,
     parse_chunk_key,
-    parse_part_key,
-    parse_publication_key,
 )
+from recpoint.format.record_kinds import PART
 
 __all__ = ["why_gone"]
 
 #: Where nothing is before the first manifest.
 _AFTER_THE_FIRST: Final = (
-    CONSOLIDATED_PREFIX,
-    VALIDATIONS_PREFIX,
-    PUBLISHED_PREFIX,
-    PINS_PREFIX,
-    METRICS_PREFIX,
-    EXPIRED_PREFIX,
+    CONSOLIDATED_KEY.prefix,
+    VALIDATION_KEY.prefix,
+    PUBLICATION_KEY.prefix,
+    PIN_KEY.prefix,
+    METRIC_KEY.prefix,
+    EXPIRED_KEY.prefix,
 )
 
 
@@ -62,16 +61,16 @@ def why_gone(run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -
     if any(one.form == "own" for one in chain.from_iterable(there.values())):
         return ""
     sign = next(_signs(run), "")
-    return sign and f"{sign}, and nothing is under {MANIFESTS_PREFIX} any more"
+    return sign and f"{sign}, and nothing is under {MANIFEST_KEY.prefix} any more"
 
 
 def _signs(run: Run) -> Iterator[str]:
     for prefix in _AFTER_THE_FIRST:
         for info in run.store.list(prefix):
-            if generation_in_key(info.key) or parse_publication_key(info.key):
+            if generation_in_key(info.key) or PUBLICATION_KEY.parse(info.key):
                 yield f"{info.key} is there"
     for number in run.generation_numbers():
-        key = generation_key(number)
+        key = GENERATION_KEY.of(number)
         try:
             restored = run.generation(number).restored
         except ObjectNotFound:
@@ -97,10 +96,8 @@ def _followed(run: Run) -> Iterator[str]:
             stored.add(attempt)
     if len(stored) < 2:
         return
-    for info in run.store.list(PARTS_PREFIX):
-        part = parse_part_key(info.key)
-        if part is not None:
-            stored.discard(part.checkpoint)
+    for part in run.records(PART).names():
+        stored.discard(part.checkpoint)
     for of_rank in RejectionWatch(run).look():
         refs = [one.checkpoint for one in of_rank.newest]
         stored.difference_update(AttemptName(ref.step, ref.generation, ref.attempt) for ref in refs)

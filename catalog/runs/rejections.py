@@ -8,14 +8,11 @@ import socket
 from collections.abc import Sequence
 
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.store_contract import ObjectInfo
-from recpoint.errors import ForeignObject, FormatError, ObjectNotFound, RecpointError
-from recpoint.format.naming import REJECTIONS_PREFIX, parse_rejections_key, rejections_key
-from recpoint.format.records import pack_record, unpack_record
+from recpoint.errors import FormatError, ObjectNotFound, RecpointError
+from recpoint.format.record_kinds import REJECTIONS
 from recpoint.format.rejections import (
     MAX_REJECTIONS,
-    MAX_REJECTIONS_BYTES,
     Rejection,
     Rejections,
 )
@@ -40,7 +37,7 @@ def leave_rejection(run: Run, rank: int, rejection: Rejection) -> None:
     """
     try:
         try:
-            before = _read(run, rejections_key(rank))
+            before = run.records(REJECTIONS).read(rank)
         except (FormatError, ObjectNotFound):
             newest: tuple[Rejection, ...] = ()
             count = 0
@@ -56,7 +53,7 @@ def leave_rejection(run: Run, rank: int, rejection: Rejection) -> None:
             host=socket.gethostname()[:255],
             pid=os.getpid(),
         )
-        run.store.put(rejections_key(rank), pack_record(record))
+        run.records(REJECTIONS).put(record, rank)
     except RecpointError as error:
         # Nothing depends on it: the trainer has its answer, and the agent's log says the same.
         _LOG.info("a rejection is not left in the store: %s", error)
@@ -83,16 +80,13 @@ class RejectionWatch:
         Raises:
             StoreError: the store cannot be read.
         """
-        infos = [
-            info
-            for info in self._run.store.list(REJECTIONS_PREFIX)
-            if parse_rejections_key(info.key) is not None
-        ]
+        records = self._run.records(REJECTIONS)
+        infos = [info for _, info in records.listed()]
         now: dict[ObjectInfo, Rejections | FormatError] = {}
         for info in _written_last(infos):
             known = self._seen.get(info)
             try:
-                now[info] = _read(self._run, info.key) if known is None else known
+                now[info] = records.read_key(info.key) if known is None else known
             except FormatError as error:
                 now[info] = error
             except ObjectNotFound:
@@ -104,20 +98,3 @@ class RejectionWatch:
 
 def _written_last(infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
     return sorted(infos, key=lambda info: (-info.modified_ms, info.key))[:_MOST_RANKS]
-
-
-def _read(run: Run, key: str) -> Rejections:
-    next_step = "nothing: the next checkpoint that is rejected writes it anew"
-
-    def parse(data: bytes) -> Rejections:
-        record = unpack_record(Rejections, data, name=key, next_step=next_step)
-        if record.run != run.id or record.rank != parse_rejections_key(key):
-            raise ForeignObject(
-                key,
-                found=f"rejections of rank {record.rank} of run {record.run}",
-                expected=f"rank {parse_rejections_key(key)} of run {run.id}",
-                next_step=next_step,
-            )
-        return record
-
-    return read_checked(run.store, key, max_bytes=MAX_REJECTIONS_BYTES, parse=parse)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import secrets
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, SettingsError
-from recpoint.format.naming import generation_in_key, generation_key
-from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, GenerationRecord, pack_record
+from recpoint.format.naming import GENERATION_KEY, ManifestName, generation_in_key
+from recpoint.format.record_kinds import GENERATION
+from recpoint.format.records import CheckpointRef, GenerationRecord
 
 __all__ = ["relink"]
 
@@ -40,7 +39,7 @@ def relink(
         FormatError: the manifest of `restored` is damaged.
         StoreError: the store refuses, or cannot be reached.
     """
-    key = generation_key(generation)
+    key = GENERATION_KEY.of(generation)
     newest = max((generation_in_key(info.key) or 0 for info in run.store.list()), default=0)
     if generation > newest + 1 or (generation > newest and not never_committed):
         raise _unknown(key, generation, newest)
@@ -62,9 +61,7 @@ def relink(
         pid=0,
         created_ms=now_ms(),
     )
-    data = pack_record(record)
-    there = create_or_read(run.store, key, data, max_bytes=MAX_RECORD_BYTES)
-    if there is not None and there != data:
+    if run.records(GENERATION).create(record, generation) == "other":
         raise _there(run, generation)
     return record
 
@@ -72,12 +69,12 @@ def relink(
 def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointRef:
     if restored.generation >= generation:
         raise _refused(
-            generation_key(generation), f"{restored} to go on from", "an earlier generation's"
+            GENERATION_KEY.of(generation), f"{restored} to go on from", "an earlier generation's"
         )
     steps = [name.step for name in run.manifest_names() if name.generation == generation]
     if restored.step > min(steps, default=restored.step):
         raise _refused(
-            generation_key(generation),
+            GENERATION_KEY.of(generation),
             f"{restored} to go on from, but a checkpoint of its own at step {min(steps)}",
             "a checkpoint of that step or an earlier one",
         )
@@ -122,7 +119,7 @@ def _unknown(key: str, generation: int, newest: int) -> SettingsError:
 
 
 def _there(run: Run, generation: int) -> SettingsError:
-    key, none = generation_key(generation), "none, since one is never replaced"
+    key, none = GENERATION_KEY.of(generation), "none, since one is never replaced"
     record = run.read_generations([generation])[generation]
     if not isinstance(record, FormatError):
         return _refused(key, "a generation record", none)

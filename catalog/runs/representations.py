@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from recpoint.catalog.runs.lineage import ManifestName
+from recpoint.format.naming import ManifestName
 
 __all__ = ["Opinion", "Representations", "RunFacts", "StoredManifest"]
 

@@ -8,21 +8,18 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 from recpoint.catalog.runs.lineage import (
-    ManifestName,
     Representation,
     by_checkpoint,
     live_line,
-    next_step_of_damaged,
     restarts,
 )
 from recpoint.catalog.runs.run_record import create_run_record, read_run_record
-from recpoint.catalog.stores.checked_read import read_checked
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import Store
+from recpoint.catalog.stores.stored_records import Records
 from recpoint.errors import (
     ForeignObject,
     FormatError,
@@ -32,30 +29,26 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
-    CONSOLIDATED_PREFIX,
     FEW_OF_A_GENERATION,
-    GENERATIONS_PREFIX,
-    MANIFESTS_PREFIX,
+    GENERATION_KEY,
     MAX_GENERATION,
-    consolidated_prefix,
+    ManifestName,
     generation_in_key,
-    generation_key,
-    parse_consolidated_key,
-    parse_generation_key,
-    parse_manifest_key,
 )
+from recpoint.format.record_kinds import CONSOLIDATED, GENERATION, MANIFEST, RecordKind
 from recpoint.format.records import (
-    MAX_RECORD_BYTES,
     CheckpointRef,
     GenerationRecord,
     RunRecord,
-    pack_record,
-    unpack_record,
+    StoredRecord,
 )
 
 __all__ = ["Run"]
 
-_MANIFEST_NEXT_STEP = "recpoint check URL, and restore an older checkpoint"
+P = ParamSpec("P")
+NameT = TypeVar("NameT")
+RecordT = TypeVar("RecordT", bound=StoredRecord)
+
 _CLAIM_TRIES = 100
 _READERS = 8
 
@@ -108,12 +101,15 @@ class Run:
         store.probe()
         return cls(store, create_run_record(store))
 
+    def records(self, kind: RecordKind[P, NameT, RecordT]) -> Records[P, NameT, RecordT]:
+        """The records of one kind that the run has."""
+        return Records(self.store, kind, run=self.id)
+
     # --- generations ---------------------------------------------------------------------------
 
     def generation_numbers(self) -> list[int]:
         """Numbers of all generations that have a record, ascending; one listing, no reads."""
-        found = (parse_generation_key(info.key) for info in self.store.list(GENERATIONS_PREFIX))
-        return sorted(number for number in found if number is not None)
+        return sorted(self.records(GENERATION).names())
 
     def generation(self, number: int) -> GenerationRecord:
         """The record of one generation.
@@ -126,19 +122,7 @@ class Run:
             known = self._generations.get(number)
         if known is not None:
             return known
-        key, next_step = generation_key(number), next_step_of_damaged(number)
-
-        def parse(data: bytes) -> GenerationRecord:
-            return unpack_record(GenerationRecord, data, name=key, next_step=next_step)
-
-        record = read_checked(self.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
-        if record.run != self.id or record.generation != number:
-            raise ForeignObject(
-                key,
-                found=f"the record of run {record.run}, generation {record.generation}",
-                expected=f"run {self.id}, generation {number}",
-                next_step=next_step,
-            )
+        record = self.records(GENERATION).read(number)
         with self._lock:
             self._generations[number] = record
         return record
@@ -179,27 +163,23 @@ class Run:
         """
         # In this order: a checkpoint whose own manifest is removed in between has been
         # consolidated before, and is found by the second listing (format §6.3 R3).
-        own = (parse_manifest_key(info.key) for info in self.store.list(MANIFESTS_PREFIX))
-        found = [Representation(ManifestName(*name)) for name in own if name is not None]
-        return by_checkpoint([*found, *self._consolidated(CONSOLIDATED_PREFIX)])
+        own = [Representation(name) for name in self.records(MANIFEST).names()]
+        return by_checkpoint([*own, *self._consolidated()])
 
     def consolidated(
         self, *, of: ManifestName | None = None
     ) -> dict[ManifestName, list[Representation]]:
         """The consolidated manifests alone, as `representations`, or those of one; one listing."""
-        prefix = CONSOLIDATED_PREFIX if of is None else consolidated_prefix(*of)
-        return by_checkpoint(self._consolidated(prefix))
+        return by_checkpoint(self._consolidated(*(of or ())))
 
-    def _consolidated(self, prefix: str) -> list[Representation]:
-        found = (parse_consolidated_key(info.key) for info in self.store.list(prefix))
+    def _consolidated(self, *of: int) -> list[Representation]:
         return [
             Representation(
                 ManifestName(name.step, name.generation),
                 "full" if name.after is None else "after",
                 name.after,
             )
-            for name in found
-            if name is not None
+            for name in self.records(CONSOLIDATED).names(*of)
         ]
 
     def live_line(self, *, before: int | None = None) -> list[ManifestName]:
@@ -238,7 +218,7 @@ class Run:
         except RecpointError as error:
             # A record that is there but unreadable is the better thing to tell about.
             for number, outcome in read.items():
-                if error.subject == generation_key(number) and isinstance(outcome, FormatError):
+                if error.subject == GENERATION_KEY.of(number) and isinstance(outcome, FormatError):
                     raise outcome from error
             raise
 
@@ -277,7 +257,7 @@ class Run:
             return self.read_manifest(Representation(name))
         except (ObjectNotFound, FormatError) as error:
             first = error
-        left = self._consolidated(consolidated_prefix(step, generation))
+        left = self._consolidated(step, generation)
         for representation in sorted(left, key=lambda one: one.cost):
             try:
                 return self.read_manifest(representation)
@@ -295,25 +275,7 @@ class Run:
             ObjectNotFound: there is none.
             FormatError: it is damaged, or says it is another one than its key says.
         """
-        return read_checked(
-            self.store,
-            representation.key,
-            max_bytes=MAX_RECORD_BYTES,
-            parse=lambda data: self.parse_manifest(data, representation),
-        )
-
-    def parse_manifest(self, data: bytes, representation: Representation) -> Manifest:
-        """The manifest in `data`, which was read from the key of this representation."""
-        key = representation.key
-        manifest = unpack_record(Manifest, data, name=key, next_step=_MANIFEST_NEXT_STEP)
-        if manifest.run != self.id or Representation.of(manifest) != representation:
-            raise ForeignObject(
-                key,
-                found=f"a manifest of run {manifest.run}, {Representation.of(manifest)}",
-                expected=f"run {self.id}, {representation}",
-                next_step=_MANIFEST_NEXT_STEP,
-            )
-        return manifest
+        return self.records(representation.kind).read_key(representation.key)
 
     # --- taking over ---------------------------------------------------------------------------
 
@@ -370,16 +332,13 @@ class Run:
                 pid=os.getpid(),
                 created_ms=now_ms(),
             )
-            key = generation_key(record.generation)
-            data = pack_record(record)
-            there = create_or_read(self.store, key, data, max_bytes=MAX_RECORD_BYTES)
             # The token in the bytes makes them ours and nobody else's.
-            if there is None or there == data:
+            if self.records(GENERATION).create(record, number) != "other":
                 with self._lock:
                     self._generations[record.generation] = record
                 return record
         raise StoreUnavailable(
-            f"{self.url}/{GENERATIONS_PREFIX}",
+            f"{self.url}/{GENERATION_KEY.prefix}",
             found=f"{_CLAIM_TRIES} numbers in a row taken by other trainers",
             expected="one trainer at a time starting on a run",
             next_step="stop what keeps starting trainers on this run, and try again",

@@ -7,11 +7,10 @@ import threading
 from typing import Literal
 
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.checked_read import read_checked
 from recpoint.catalog.stores.elapsed import now_ms
-from recpoint.errors import ForeignObject, ObjectNotFound, StoreError
-from recpoint.format.naming import end_key
-from recpoint.format.records import MAX_RECORD_BYTES, EndRecord, pack_record, unpack_record
+from recpoint.errors import ObjectNotFound, StoreError
+from recpoint.format.record_kinds import END
+from recpoint.format.records import EndRecord
 
 __all__ = ["read_end", "tell_ended"]
 
@@ -44,7 +43,7 @@ def tell_ended(
 
     def write() -> None:
         try:
-            run.store.put(end_key(generation), pack_record(record))
+            run.records(END).put(record, generation)
         except StoreError as error:
             _log.info("no word in the store that training has ended: %s", error)
 
@@ -65,21 +64,7 @@ def read_end(run: Run, generation: int) -> EndRecord | None:
         FormatError: the record is damaged, or another's.
         StoreError: it cannot be read.
     """
-    key = end_key(generation)
-
-    def parse(data: bytes) -> EndRecord:
-        next_step = f"nothing: it is for people; remove it if it disturbs: {run.url}/{key}"
-        record = unpack_record(EndRecord, data, name=key, next_step=next_step)
-        if (record.run, record.generation) != (run.id, generation):
-            raise ForeignObject(
-                key,
-                found=f"the end of run {record.run}, generation {record.generation}",
-                expected=f"run {run.id}, generation {generation}",
-                next_step=next_step,
-            )
-        return record
-
     try:
-        return read_checked(run.store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+        return run.records(END).read(generation)
     except ObjectNotFound:
         return None

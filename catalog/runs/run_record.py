@@ -5,10 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
-from recpoint.catalog.stores.checked_read import read_checked
-from recpoint.catalog.stores.create_only import create_or_read
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import Store
+from recpoint.catalog.stores.stored_records import Records
 from recpoint.errors import (
     ForeignObject,
     FormatError,
@@ -16,36 +15,16 @@ from recpoint.errors import (
     ObjectNotFound,
     RunRecordLost,
 )
-from recpoint.format.manifest import Manifest
-from recpoint.format.naming import (
-    CONSOLIDATED_PREFIX,
-    GENERATIONS_PREFIX,
-    MANIFESTS_PREFIX,
-    RUN_KEY,
-    parse_consolidated_key,
-    parse_generation_key,
-    parse_manifest_key,
-)
+from recpoint.format.naming import RUN_KEY
+from recpoint.format.record_kinds import CONSOLIDATED, GENERATION, MANIFEST, RUN, AnyKind
 from recpoint.format.records import (
-    MAX_RECORD_BYTES,
-    GenerationRecord,
     RunRecord,
-    pack_record,
-    unpack_record,
 )
 
 __all__ = ["create_run_record", "read_run_record", "remake_run_record"]
 
-_PARSERS = {
-    GENERATIONS_PREFIX: parse_generation_key,
-    MANIFESTS_PREFIX: parse_manifest_key,
-    CONSOLIDATED_PREFIX: parse_consolidated_key,
-}
-_NEXT_STEP = "recpoint check URL"
-_DAMAGED_NEXT_STEP = (
-    "put run.json back from a backup; or, if there is none, move it away and make it anew from "
-    "what the others say: recpoint bring-back URL"
-)
+#: Generation records first: there are few, and each start of a trainer makes one.
+_TELLING: tuple[AnyKind, ...] = (GENERATION, MANIFEST, CONSOLIDATED)
 
 
 def read_run_record(store: Store) -> RunRecord:
@@ -88,7 +67,7 @@ def remake_run_record(store: Store) -> tuple[RunRecord, int]:
         NothingToRestore: nothing tells the id.
     """
     try:
-        there = read_checked(store, RUN_KEY, max_bytes=MAX_RECORD_BYTES, parse=_run_record)
+        there = Records(store, RUN, run=None).read()
     except ObjectNotFound:
         pass
     else:
@@ -99,10 +78,10 @@ def remake_run_record(store: Store) -> tuple[RunRecord, int]:
             next_step=f"recpoint check {store.url}",
         )
     ids: list[str] = []
-    for key in _keys(store):
+    for kind, key in _keys(store):
         # Every generation record; of manifests, which are many, the first that tells.
-        if not ids or key.startswith(GENERATIONS_PREFIX):
-            run = _id_in(store, key)
+        if not ids or kind is GENERATION:
+            run = _id_in(store, kind, key)
             ids += [] if run is None else [run]
     if len(set(ids)) > 1:
         raise ForeignObject(
@@ -129,13 +108,14 @@ def _found(store: Store) -> RunRecord | None:
     """
     for looked_twice in (False, True):
         try:
-            return read_checked(store, RUN_KEY, max_bytes=MAX_RECORD_BYTES, parse=_run_record)
+            return Records(store, RUN, run=None).read()
         except ObjectNotFound:
-            key = next(_keys(store), None)
-        if key is None:
+            telling = next(_keys(store), None)
+        if telling is None:
             return None
         if looked_twice:  # else it may have been made between the two, before what was found
-            run = _id_in(store, key)
+            kind, key = telling
+            run = _id_in(store, kind, key)
             raise RunRecordLost(
                 f"{store.url}/{RUN_KEY}",
                 found=f"none, but {key}" + (f" of run {run}" if run else ", which is damaged too"),
@@ -147,31 +127,20 @@ def _found(store: Store) -> RunRecord | None:
     raise AssertionError("unreachable")
 
 
-def _keys(store: Store) -> Iterator[str]:
-    """Generation records first: there are few, and each start of a trainer makes one."""
-    for prefix, parse in _PARSERS.items():
-        for info in store.list(prefix):
-            if parse(info.key) is not None:
-                yield info.key
+def _keys(store: Store) -> Iterator[tuple[AnyKind, str]]:
+    """Of the records that tell the id of their run."""
+    for kind in _TELLING:
+        for _, info in Records(store, kind, run=None).listed():
+            yield kind, info.key
 
 
-def _id_in(store: Store, key: str) -> str | None:
-    def parse(data: bytes) -> str:
-        if key.startswith(GENERATIONS_PREFIX):
-            return unpack_record(GenerationRecord, data, name=key, next_step=_NEXT_STEP).run
-        return unpack_record(Manifest, data, name=key, next_step=_NEXT_STEP).run
-
+def _id_in(store: Store, kind: AnyKind, key: str) -> str | None:
     try:
-        return read_checked(store, key, max_bytes=MAX_RECORD_BYTES, parse=parse)
+        return str(Records(store, kind, run=None).read_key(key).run)
     except (FormatError, ObjectNotFound):
         return None
 
 
 def _created(store: Store, run: str) -> RunRecord:
-    record = RunRecord(run=run, created_ms=now_ms())
-    there = create_or_read(store, RUN_KEY, pack_record(record), max_bytes=MAX_RECORD_BYTES)
-    return record if there is None else _run_record(there)
-
-
-def _run_record(data: bytes) -> RunRecord:
-    return unpack_record(RunRecord, data, name=RUN_KEY, next_step=_DAMAGED_NEXT_STEP)
+    record, records = RunRecord(run=run, created_ms=now_ms()), Records(store, RUN, run=None)
+    return record if records.create(record) == "created" else records.read()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.manifests_gone import why_gone
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import NothingToRestore
-from recpoint.format.naming import MANIFESTS_PREFIX
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import GenerationRecord
 
 __all__ = [
@@ -73,7 +72,7 @@ def manifests_gone(run: Run) -> NothingToRestore | None:
     return NothingToRestore(
         run.url,
         found=f"no checkpoint, but {why}",
-        expected=f"the manifests of what was stored here, under {MANIFESTS_PREFIX}",
+        expected=f"the manifests of what was stored here, under {MANIFEST_KEY.prefix}",
         next_step="put them back from a replica or an older version of the bucket, or let the copy "
         "that brings them end; where nothing of it is wanted, restore(fresh=True) of a trainer "
         f"begins from nothing; recpoint check {run.url} lists what is there",

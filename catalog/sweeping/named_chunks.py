@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from recpoint.catalog.records.run_facts import OnStep, unwatched
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.lost_manifests import Link, LostManifests
 from recpoint.catalog.runs.manifests_gone import why_gone
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound
-from recpoint.format.naming import AttemptName, parse_chunk_key, parse_part_key
+from recpoint.format.naming import PART_KEY, AttemptName, ManifestName, parse_chunk_key
 
 __all__ = ["NamedChunks"]
 
@@ -96,7 +96,7 @@ class NamedChunks:
         A generation above the newest record is one whose record is lost: its trainer may go on.
         """
         return (
-            (self._spare_newest or any(parse_part_key(info.key) for info in infos))
+            (self._spare_newest or any(PART_KEY.parse(info.key) for info in infos))
             and attempt.generation >= self._newest
             and attempt.step > self._newest_steps.get(attempt.generation, -1)
         )

@@ -8,30 +8,23 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from recpoint.catalog.records.run_facts import OnStep, unwatched
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import host_seconds, now_ms, store_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo, Store
 from recpoint.catalog.sweeping.named_chunks import NamedChunks
 from recpoint.errors import SettingsError, StoreError
 from recpoint.format.naming import (
-    RUN_KEY,
+    PART_KEY,
     AttemptName,
+    ManifestName,
+    NamedCheckpoint,
+    PartName,
+    ValidationName,
     attempt_prefix,
-    is_end_key,
     is_probe_key,
-    is_retention_key,
     parse_chunk_key,
-    parse_consolidated_key,
-    parse_generation_key,
-    parse_manifest_key,
-    parse_metric_key,
-    parse_part_key,
-    parse_pin_key,
-    parse_rejections_key,
-    parse_validation_key,
-    part_prefix,
 )
+from recpoint.format.record_kinds import PART, PIN, kind_of
 
 __all__ = [
     "GRACE_NEEDED",
@@ -172,22 +165,23 @@ def plan_sweep(
     there_now = list(run.store.list())
     began_ms = _by_both_clocks(run.store if ask_store else None, there_now)
     for info in there_now:
-        attempt = parse_chunk_key(info.key)
-        if attempt is not None:
+        if (attempt := parse_chunk_key(info.key)) is not None:
             chunks.setdefault(attempt, []).append(info)
-        elif (part := parse_part_key(info.key)) is not None:
-            parts.setdefault(part.checkpoint, []).append(info)
         elif is_probe_key(info.key):
             if _is_old((info,), began_ms, grace_seconds):
                 objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
             else:
                 young += 1
-        elif (of := _said_of(info.key)) is not None:
-            said.append((info, of))
-        elif (pin := parse_pin_key(info.key)) is not None:
-            pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
-        elif not _is_record(info.key):
+        elif (kind := kind_of(info.key)) is None:
             unrecognised.append(info.key)
+        else:
+            match kind.keys.parse(info.key):
+                case PartName() as part:
+                    parts.setdefault(part.checkpoint, []).append(info)
+                case NamedCheckpoint() as pin if kind is PIN:
+                    pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
+                case NamedCheckpoint() | ValidationName() as about:  # a metric, or a validation
+                    said.append((info, ManifestName(about.step, about.generation)))
     named = NamedChunks(run, spare_newest=spare_newest, pins=pins)
     named.look(on_step)
     there = run.representations()
@@ -214,7 +208,7 @@ def plan_sweep(
             continue
         reason = _reason_to_keep(attempt, infos, named, needed, began_ms, grace_seconds)
         if reason:
-            prefix_of = attempt_prefix if all_infos else part_prefix
+            prefix_of = attempt_prefix if all_infos else PART_KEY.under
             kept.append(KeptPrefix(prefix_of(*attempt), reason))
             if reason == _why_needed(named, attempt):
                 lost[reason] = None
@@ -292,7 +286,7 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
             else:
                 break
     for swept in plan.objects:
-        if parse_chunk_key(swept.key) is None and parse_part_key(swept.key) is None:
+        if parse_chunk_key(swept.key) is None and kind_of(swept.key) is not PART:
             run.store.delete(swept.key)
             note(swept)
     for swept in plan.unfinished:
@@ -311,11 +305,7 @@ def _still_doomed(
     """What is there now to be removed of an attempt, parts first; and why it has to stay."""
     prefix = attempt_prefix(*attempt)
     there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
-    parts = [
-        info
-        for info in run.store.list(part_prefix(*attempt))
-        if parse_part_key(info.key) is not None
-    ]
+    parts = [info for _, info in run.records(PART).listed(*attempt)]
     named.look()
     infos = parts + [info for info in there if info.key not in named.chunks]
     if there and not infos:
@@ -354,24 +344,6 @@ def _why_needed(named: NamedChunks, attempt: AttemptName) -> str:
 def _is_old(infos: Iterable[ObjectInfo], at_ms: int, grace_seconds: float) -> bool:
     """Whether all were last modified before the grace period; a time in the future is young."""
     return all(at_ms - info.modified_ms >= grace_seconds * 1000 for info in infos)
-
-
-def _said_of(key: str) -> ManifestName | None:
-    """Of which checkpoint a validation or a metric is; None for other keys."""
-    found = parse_validation_key(key) or parse_metric_key(key)
-    return None if found is None else ManifestName(found.step, found.generation)
-
-
-def _is_record(key: str) -> bool:
-    return (
-        key == RUN_KEY
-        or parse_generation_key(key) is not None
-        or is_end_key(key)
-        or parse_manifest_key(key) is not None
-        or parse_consolidated_key(key) is not None
-        or is_retention_key(key)
-        or parse_rejections_key(key) is not None
-    )
 
 
 def _by_both_clocks(store: Store | None, there: Sequence[ObjectInfo]) -> int:

@@ -19,13 +19,12 @@ from recpoint.catalog.persisting.ranks_text import ranks_text
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.restoring.state_reading import read_state
 from recpoint.catalog.runs.chain import DAMAGE
-from recpoint.catalog.runs.lineage import ManifestName, Representation, next_step_of_lost
+from recpoint.catalog.runs.lineage import Representation, next_step_of_lost
 from recpoint.catalog.runs.lost_manifests import Link, LostManifests
 from recpoint.catalog.runs.manifests_gone import why_gone
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import superseded_alone, superseded_text
 from recpoint.catalog.validation.check_graph import Damage, RepresentationGraph
-from recpoint.catalog.validation.check_records import is_side_record, record_defect
 from recpoint.catalog.validation.sampled_rows import decode_samples
 from recpoint.errors import (
     FormatError,
@@ -37,24 +36,18 @@ from recpoint.errors import (
 from recpoint.format.chunk import Section
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (
-    RUN_KEY,
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    PART_KEY,
+    PIN_KEY,
     AttemptName,
+    ManifestName,
     attempt_prefix,
     generation_in_key,
-    generation_key,
-    is_end_key,
     is_probe_key,
-    is_retention_key,
     parse_chunk_key,
-    parse_consolidated_key,
-    parse_generation_key,
-    parse_manifest_key,
-    parse_part_key,
-    parse_pin_key,
-    parse_rejections_key,
-    parse_validation_key,
-    part_prefix,
 )
+from recpoint.format.record_kinds import SIDE_KINDS, kind_of
 from recpoint.format.records import GenerationRecord
 
 __all__ = ["CheckReport", "CheckpointHealth", "Finding", "Level", "Severity", "check"]
@@ -184,7 +177,7 @@ class _Checking:
         numbers = self._run.generation_numbers()
         for number, outcome in self._run.read_generations(numbers).items():
             if not isinstance(outcome, GenerationRecord):
-                self._add_once("warning", generation_key(number), str(outcome))
+                self._add_once("warning", GENERATION_KEY.of(number), str(outcome))
         self._look_for_lost(numbers)
         self._look_at_a_line_of_none()
         self._graph.load(self._chosen, on_step)
@@ -205,13 +198,13 @@ class _Checking:
         named: dict[int, str] = {}
         for key in self._sizes:
             number = generation_in_key(key)
-            if number is not None and (number not in named or parse_manifest_key(key)):
+            if number is not None and (number not in named or MANIFEST_KEY.parse(key)):
                 named[number] = key
         for number in self._run.lost_generations(named, listed=numbers):
             # Below the newest one the live line has been followed without it.
             severity: Severity = "error" if number > max(numbers, default=0) else "warning"
             error = GenerationRecordLost(
-                generation_key(number),
+                GENERATION_KEY.of(number),
                 found=f"no generation record, but {named[number]}",
                 expected="the record of each generation that there was",
                 next_step=next_step_of_lost(number),
@@ -234,7 +227,7 @@ class _Checking:
             f"nothing counts yet: this start began a line of its own and has no checkpoint so far; "
             f"{superseded_text(superseded)}, which is restored by step and generation"
         )
-        self._add("warning", generation_key(self._run.generation_numbers()[-1]), text)
+        self._add("warning", GENERATION_KEY.of(self._run.generation_numbers()[-1]), text)
 
     # --- objects -------------------------------------------------------------------------------
 
@@ -274,7 +267,7 @@ class _Checking:
         pins: dict[ManifestName, list[str]] = {}
         for key in self._sizes:
             attempt = parse_chunk_key(key)
-            part = parse_part_key(key)
+            part = PART_KEY.parse(key)
             if part is not None:
                 at = self._parts.setdefault(part.checkpoint, [])
                 at.append(part.rank)
@@ -282,19 +275,9 @@ class _Checking:
             if attempt is not None:
                 if key not in named:
                     orphans[attempt] = orphans.get(attempt, 0) + 1
-            elif (pin := parse_pin_key(key)) is not None:
+            elif (pin := PIN_KEY.parse(key)) is not None:
                 pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
-            elif (
-                key != RUN_KEY
-                and not is_probe_key(key)
-                and not is_retention_key(key)
-                and parse_generation_key(key) is None
-                and not is_end_key(key)
-                and parse_manifest_key(key) is None
-                and parse_consolidated_key(key) is None
-                and parse_validation_key(key) is None
-                and parse_rejections_key(key) is None
-            ):
+            elif kind_of(key) is None and not is_probe_key(key):
                 self._add("info", key, "not an object of recpoint; ignored")
         lost = LostManifests(links, pins, gone=why_gone(self._run, self._there))
         self._look_at_parts(orphans, lost)
@@ -308,7 +291,7 @@ class _Checking:
         """Parts that are there, and with those of no checkpoint the chunks that they name."""
         for attempt, ranks in self._parts.items():
             there = f"the part of {ranks_text(ranks)}"
-            prefix = part_prefix(*attempt)
+            prefix = PART_KEY.under(*attempt)
             chunks = orphans.pop(attempt, 0)
             needed = _why_needed(lost, attempt)
             if needed:
@@ -366,11 +349,23 @@ class _Checking:
         """Pins, validations and the like: a warning each, since no restore needs them."""
         if self._step is not None:
             return  # as with what no manifest names: the other checkpoints are not looked at
-        keys = [key for key in self._sizes if is_side_record(key)]
-        for key, outcome in pool.in_order(keys, lambda key: record_defect(self._run, key)):
+        keys = [key for key in self._sizes if kind_of(key) in SIDE_KINDS]
+        for key, outcome in pool.in_order(keys, self._defect_of):
             error = outcome.result()
             if error is not None:
                 self._add_once("warning", key, str(error))
+
+    def _defect_of(self, key: str) -> FormatError | None:
+        """What is wrong with the record under `key`; None: nothing, or it has been removed."""
+        kind = kind_of(key)
+        assert kind is not None  # it was chosen by its kind
+        try:
+            self._run.records(kind).read_key(key)
+        except FormatError as error:
+            return error
+        except ObjectNotFound:
+            pass
+        return None
 
     def _look_at_rows(self, pool: ChunkPool, one: Representation, manifest: Manifest) -> None:
         by_table: dict[int, list[ChunkEntry]] = {}

@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.runs.chain import DAMAGE, check_link, check_with_own
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 
 __all__ = ["Damage", "RepresentationGraph"]
 
@@ -123,7 +123,7 @@ class RepresentationGraph:
         if follows:
             return None
         return first or MissingLink(
-            manifest_key(manifest.parent.step, manifest.parent.generation),
+            MANIFEST_KEY.of(manifest.parent.step, manifest.parent.generation),
             found="no manifest",
             expected=f"{manifest.parent}, on which {manifest.ref} depends",
             next_step="restore another checkpoint: recpoint list URL",

@@ -10,12 +10,12 @@ from typing import Any
 
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.restoring.restored_model import model_tensors
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import EvaluationFailed, SettingsError
-from recpoint.format.naming import is_label, metric_key
-from recpoint.format.records import CheckpointRef, pack_record
+from recpoint.format.naming import ManifestName, is_label
+from recpoint.format.record_kinds import METRIC
+from recpoint.format.records import CheckpointRef
 from recpoint.format.retention_records import Metric
 
 __all__ = ["evaluate", "load_function", "record_metrics"]
@@ -98,8 +98,7 @@ def record_metrics(run: Run, checkpoint: CheckpointRef, metrics: Mapping[str, fl
             value=value.hex(),
             created_ms=now_ms(),
         )
-        key = metric_key(checkpoint.step, checkpoint.generation, name)
-        run.store.put(key, pack_record(record))
+        run.records(METRIC).put(record, checkpoint.step, checkpoint.generation, name)
 
 
 def _name(function_name: str, key: object) -> str:

@@ -9,12 +9,11 @@ from importlib.metadata import version
 from recpoint.catalog.records.going import Going
 from recpoint.catalog.records.validations import LEVELS, add_record
 from recpoint.catalog.runs.chain import Chain, read_with_chain, resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.validation.validate_chain import DAMAGE, ChainValidation, Found, passed_over
 from recpoint.errors import SettingsError, UnsupportedVersion
-from recpoint.format.naming import ValidationLevel, ValidationName, ValidationResult
+from recpoint.format.naming import ManifestName, ValidationLevel, ValidationName, ValidationResult
 from recpoint.format.records import CheckpointRef
 from recpoint.format.validation import (
     MAX_FINDINGS,

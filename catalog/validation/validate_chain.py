@@ -10,7 +10,7 @@ from recpoint.catalog.chunks.stored_objects import look_at_stored
 from recpoint.catalog.records.validations import read_record, records_of
 from recpoint.catalog.restoring.state_reading import read_state
 from recpoint.catalog.runs.chain import Chain, PassedOver
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.sampled_rows import Sampled, read_samples
 from recpoint.catalog.validation.validate_rows import RowValidation, Unequal
@@ -22,7 +22,7 @@ from recpoint.errors import (
     UnsupportedVersion,
 )
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import ValidationLevel, ValidationResult
+from recpoint.format.naming import ManifestName, ValidationLevel, ValidationResult
 from recpoint.format.validation import (
     MAX_TEXT,
     PASSED_OVER,

@@ -26,7 +26,6 @@ from recpoint.catalog.records.pins import pin
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.prune_plan import plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.elapsed import now_ms
@@ -36,7 +35,7 @@ from recpoint.dashboards.terminal import bytes_text, time_text
 from recpoint.errors import RanksMissing
 from recpoint.format.history import History
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import generation_key, manifest_key, part_key
+from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, PART_KEY, ManifestName
 from recpoint.format.records import pack_record
 from tests import catalog_builder
 from tests.agent_process import AgentProcess
@@ -113,7 +112,7 @@ def commit(
     update = {"snapshot_ms": cut, "staged_ms": cut + 100, "committed_ms": cut + 2000}
     made = built.manifest.model_copy(update=update | {"stall_us": stall_us})
     publish(run, replace(built, manifest=made))
-    path = Path(run.url) / manifest_key(step, 1)
+    path = Path(run.url) / MANIFEST_KEY.of(step, 1)
     os.utime(path, ns=(made.committed_ms * 10**6,) * 2)
     return made
 
@@ -305,8 +304,8 @@ def test_fifty_runs_of_which_some_are_in_trouble(page: Page, tmp_path: Path) -> 
     urls = [run.url]
     for number in range(1, 50):
         urls.append(copy_run(run, tmp_path / "runs" / f"{number:02}").url)
-    (Path(urls[7]) / manifest_key(300, 1)).unlink()
-    damaged = Path(urls[9]) / manifest_key(300, 1)
+    (Path(urls[7]) / MANIFEST_KEY.of(300, 1)).unlink()
+    damaged = Path(urls[9]) / MANIFEST_KEY.of(300, 1)
     damaged.write_bytes(damaged.read_bytes()[:-30])
     urls[11] = str(tmp_path / "runs" / "nowhere")
     with dashboard(tmp_path / "log", *urls) as address:
@@ -342,7 +341,7 @@ def test_the_rank_that_a_checkpoint_waits_for_is_named(page: Page, tmp_path: Pat
     first, second = jobs.stage(20)
     with pytest.raises(RanksMissing):
         persist_job(first)
-    part = Path(run.url) / part_key(20, 1, jobs.attempt(20), rank=0)
+    part = Path(run.url) / PART_KEY.of(20, 1, jobs.attempt(20), rank=0)
     os.utime(part, (time.time() - 61, time.time() - 61))
     with dashboard(tmp_path / "log", run.url) as address:
         page.goto(address + "run/0")
@@ -391,7 +390,7 @@ def test_what_a_store_says_is_text_and_never_markup(page: Page, tmp_path: Path) 
     record = run.generation(1).model_copy(
         update={"host": "<img src=x onerror=alert(1)>\u202e{{1}}"}
     )
-    (Path(run.url) / generation_key(1)).write_bytes(pack_record(record))
+    (Path(run.url) / GENERATION_KEY.of(1)).write_bytes(pack_record(record))
     dialogs: list[str] = []
     page.on("dialog", lambda dialog: dialogs.append(dialog.message))
     with dashboard(tmp_path / "log", run.url) as address:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from recpoint import kernels
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.cancel import is_cancelled
 from recpoint.catalog.staging.staged import run_directory, staged_jobs
 from recpoint.catalog.stores.store import open_store
+from recpoint.format.naming import ManifestName
 from recpoint.testing import die_at
 from tests.forked import ForkedProcess
 

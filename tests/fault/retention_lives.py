@@ -17,10 +17,10 @@ from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.prune_plan import plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from recpoint.testing import die_at
 from tests.catalog_builder import build, publish, tables
 from tests.fault.lives import besides_of

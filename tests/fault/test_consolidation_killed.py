@@ -16,7 +16,7 @@ from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import CHUNKS_PREFIX, LEASES_PREFIX
+from recpoint.format.naming import CHUNKS_PREFIX, LEASE_KEY
 from recpoint.testing.seaweed import SeaweedServer
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, merge, require_same, restored, trained
@@ -84,7 +84,7 @@ def test_killed_at_any_step(place: _Place, links: int | None, swept: bool) -> No
             begin(consolidation_life, place.environment, url=run.url, step=4, links=links, die=die)
         )
         if code == 0:
-            assert not list(run.store.list(LEASES_PREFIX))
+            assert not list(run.store.list(LEASE_KEY.prefix))
             return False
         assert code == -signal.SIGKILL
         require_same(truth, restored(run, newest)[0])

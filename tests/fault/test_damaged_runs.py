@@ -24,7 +24,7 @@ from recpoint.catalog.validation.check import check
 from recpoint.cli import app
 from recpoint.errors import RecpointError, UnsupportedVersion
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
@@ -106,18 +106,18 @@ def take_foreign_chunk(place: Place) -> str:
     swapped = entry.model_copy(update={"bytes": len(data), "crc32c": crc32c.crc32c(data)})
     chunks = tuple(swapped if found == entry else found for found in manifest.chunks)
     forged = manifest.model_copy(update={"chunks": chunks})
-    (Path(place.run) / manifest_key(8, 1)).write_bytes(pack_record(forged))
+    (Path(place.run) / MANIFEST_KEY.of(8, 1)).write_bytes(pack_record(forged))
     return entry.key
 
 
 def take_foreign_manifest(place: Place) -> str:
-    key = manifest_key(8, 1)
+    key = MANIFEST_KEY.of(8, 1)
     shutil.copy(Path(place.run).with_name("other") / key, Path(place.run) / key)
     return key
 
 
 def flip_manifest(place: Place) -> str:
-    key = manifest_key(8, 1)
+    key = MANIFEST_KEY.of(8, 1)
     data = bytearray((Path(place.run) / key).read_bytes())
     data[data.index(b'"dirty_rows":') + len(b'"dirty_rows":')] ^= 1  # another digit
     (Path(place.run) / key).write_bytes(data)
@@ -202,7 +202,7 @@ def test_a_person_is_told_what_is_damaged_and_gets_what_is_good(
 def test_a_later_version_is_refused_by_name_and_never_passed_over(
     place: Place, tmp_path: Path
 ) -> None:
-    key = manifest_key(8, 1)
+    key = MANIFEST_KEY.of(8, 1)
     later = manifest_of(place, 8).model_copy(update={"version": 2})
     (Path(place.run) / key).write_bytes(pack_record(later))
     training = simple_training(9)

@@ -12,11 +12,11 @@ import torch
 
 from recpoint import Follower
 from recpoint.catalog.records import publications
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from recpoint.testing.faults import READS, Fault, FaultStore
 from recpoint.testing.seaweed import SeaweedServer
 from tests.catalog_builder import Table, build, new_run, publish, tables

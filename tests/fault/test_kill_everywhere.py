@@ -153,10 +153,10 @@ def _require_sound(run: Run, truth: dict[str, Any]) -> None:
         named.update(chunk.key for chunk in run.manifest(*name).chunks)
     # The lease of a killed trainer stays until it has expired.
     records = (
-        naming.parse_generation_key,
-        naming.parse_manifest_key,
-        naming.is_end_key,
-        naming.parse_lease_key,
+        naming.GENERATION_KEY.parse,
+        naming.MANIFEST_KEY.parse,
+        naming.END_KEY.parse,
+        naming.LEASE_KEY.parse,
     )
     for info in run.store.list():
         is_record = any(parse(info.key) for parse in records)

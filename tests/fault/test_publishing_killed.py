@@ -7,8 +7,8 @@ from pathlib import Path
 from recpoint import Follower
 from recpoint.catalog.records import pins
 from recpoint.catalog.records.publications import newest_publication, publish
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
+from recpoint.format.naming import ManifestName
 from tests.catalog_builder import copy_run, new_run, tables
 from tests.consolidation import trained
 from tests.fault.retention_lives import publish_life, retain_once

@@ -83,8 +83,8 @@ def test_a_retention_killed_at_any_step(place: _Place) -> None:
         assert keys(run) == {
             naming.RUN_KEY,
             naming.PLAN_KEY,
-            naming.generation_key(1),
-            naming.manifest_key(40, 1),
+            naming.GENERATION_KEY.of(1),
+            naming.MANIFEST_KEY.of(40, 1),
             *(chunk.key for chunk in newest.chunks),
         }
         assert not list(run.store.list_unfinished())

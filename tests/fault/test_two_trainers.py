@@ -21,7 +21,7 @@ from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.check import check
 from recpoint.errors import StaleWriter
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from tests.fault.lives import serving
 from tests.training_builder import (
     Place,
@@ -137,7 +137,7 @@ def test_a_commit_that_slips_past_the_fence_counts_for_nobody(hosts: tuple[Place
     started: list[tuple[Training, Checkpointer]] = []
 
     def take_over(step: str) -> None:
-        if step == f"link {Path(manifest_key(4, 1)).name}" and not started:
+        if step == f"link {Path(MANIFEST_KEY.of(4, 1)).name}" and not started:
             started.append(start(hosts[1], 2))
 
     durable.set_observer(take_over)

@@ -24,7 +24,6 @@ from recpoint.catalog.consolidation.consolidate_plan import (
 )
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.chain import PassedOver, resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.validation.check import check
@@ -32,6 +31,7 @@ from recpoint.catalog.validation.validate import record, validate
 from recpoint.cli.application import app
 from recpoint.flows.agent import run_agent
 from recpoint.flows.background import BackgroundConsolidation, Which
+from recpoint.format.naming import ManifestName
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Table, new_run, tables
 from tests.consolidation import chain_of, merge

@@ -16,7 +16,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.flows.agent import Agent
 from recpoint.flows.prefect_gate import PrefectGate
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import new_run, tables
 from tests.polling import until
 from tests.rank_jobs import RankJobs
@@ -55,7 +55,7 @@ def _replaced(run: Run) -> None:
 
 
 def _damaged(run: Run) -> None:
-    run.store.put(manifest_key(10, 1), b"not a manifest")
+    run.store.put(MANIFEST_KEY.of(10, 1), b"not a manifest")
 
 
 @pytest.mark.parametrize(

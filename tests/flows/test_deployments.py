@@ -25,12 +25,11 @@ from recpoint.catalog.records.publications import newest_publication
 from recpoint.catalog.records.validations import read_record, records_of
 from recpoint.catalog.restoring.shard_plan import INDEX
 from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.flows import prefect_server
-from recpoint.format.naming import expired_key, manifest_key, row_chunk_key
+from recpoint.format.naming import EXPIRED_KEY, MANIFEST_KEY, ManifestName, row_chunk_key
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.flows.deployed_server import (
@@ -169,7 +168,7 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     assert state["type"] == "COMPLETED", state
     # Nor does one for anywhere take what only a host can do.
     assert server.ask(f"/flow_runs/{left['id']}")["state"]["type"] == "SCHEDULED"
-    assert expired_key(manifest_key(1, 1)) in {info.key for info in run.store.list()}
+    assert EXPIRED_KEY.of(MANIFEST_KEY.of(1, 1)) in {info.key for info in run.store.list()}
     name = "recpoint.checkpoint.retained"
     (event,) = until(
         lambda: server.events(name) or None, longest_pause=SERVER_SECONDS, seconds=SECONDS

@@ -16,7 +16,6 @@ from recpoint.catalog.consolidation import consolidate_plan
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.restoring.shards import restore_shards
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.store import open_store
@@ -28,6 +27,7 @@ from recpoint.flows.restore import restore as restore_flow
 from recpoint.flows.restore import run_restore
 from recpoint.flows.task_runner import VARIABLE, task_runner_named
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from tests.catalog_builder import copy_run
 from tests.flows.test_consolidate_flow import chain
 from tests.flows.test_persist_flow import flow_runs, task_runs

@@ -25,7 +25,7 @@ from recpoint.errors import (
 )
 from recpoint.flows.restore import run_restore
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from recpoint.tasks import progress
 from tests.flows.test_consolidate_flow import chain
 from tests.flows.test_persist_flow import artifacts, flow_runs, task_runs
@@ -134,7 +134,7 @@ def test_what_a_retention_is_deleting_is_refused_by_name(
     run: Run, chain: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
-    announce(run, (manifest_key(2, chain[0].generation),))
+    announce(run, (MANIFEST_KEY.of(2, chain[0].generation),))
     target = tmp_path / "target"
     state = run_restore(run.url, str(target), shard_bytes=1, step=2)
     assert isinstance(state.result(raise_on_failure=False), RetentionRefused)

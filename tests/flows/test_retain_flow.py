@@ -14,12 +14,11 @@ from prefect.exceptions import ParameterTypeError
 from pydantic import ValidationError
 
 from recpoint.catalog.records import pins
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.check import check
 from recpoint.errors import RetentionRefused, SettingsError
 from recpoint.flows.retain import Best, Keep, retain
-from recpoint.format.naming import PLAN_KEY, expired_key, manifest_key
+from recpoint.format.naming import EXPIRED_KEY, MANIFEST_KEY, PLAN_KEY, ManifestName
 from tests.catalog_builder import build, publish, tables
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -47,7 +46,7 @@ def test_a_plan_is_shown_and_carried_out(run: Run, tmp_path: Path) -> None:
     assert {info.key for info in run.store.list()} == before
     asyncio.run(retain(run.url, keep, staging=staging))
     new = {info.key for info in run.store.list()} - before
-    assert new == {expired_key(manifest_key(1, 1)), PLAN_KEY}
+    assert new == {EXPIRED_KEY.of(MANIFEST_KEY.of(1, 1)), PLAN_KEY}
     assert check(run, level="full").ok
 
     dry, real = shown(run)

@@ -12,10 +12,9 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.records.validations import verdicts
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.flows.validate import validate
-from recpoint.format.naming import metric_key
+from recpoint.format.naming import METRIC_KEY, ManifestName
 from recpoint.tasks import progress
 from tests.catalog_builder import tables
 from tests.flows.test_persist_flow import artifacts
@@ -53,7 +52,7 @@ def test_a_checkpoint_is_validated_and_the_result_kept(
     state = call(run, level="full", evaluate_with="flow_evaluation:size")
     assert state.is_completed() and "passed (full)" in state.message
     assert str(verdicts(run)[ManifestName(2, 1)]) == "full"
-    run.store.size(metric_key(2, 1, "size"))
+    run.store.size(METRIC_KEY.of(2, 1, "size"))
     (artifact,) = shown(run, 2)
     assert "**passed** (full)" in str(artifact.description)
     assert "rows compared" in str(artifact.data) and "size" in str(artifact.data)

@@ -37,10 +37,10 @@ RecordT = TypeVar("RecordT", bound=Record)
 V1 = Path(__file__).parent / "v1"
 RUN = "5eed" * 8
 KEYS = {
-    "full": naming.manifest_key(100, 1),
-    "increment": naming.manifest_key(120, 2),
-    "consolidated": naming.consolidated_key(120, 2, None),
-    "wide": naming.manifest_key(140, 3),
+    "full": naming.MANIFEST_KEY.of(100, 1),
+    "increment": naming.MANIFEST_KEY.of(120, 2),
+    "consolidated": naming.CONSOLIDATED_KEY.of(120, 2, None),
+    "wide": naming.MANIFEST_KEY.of(140, 3),
 }
 
 
@@ -68,13 +68,13 @@ def row_keys() -> list[tuple[str, str]]:
 def test_the_run_and_its_generations() -> None:
     run = read(RunRecord, "run.json")
     assert (run.run, run.created_ms) == (RUN, 1_750_000_000_000)
-    first, second = (read(GenerationRecord, naming.generation_key(number)) for number in (1, 2))
+    first, second = (read(GenerationRecord, naming.GENERATION_KEY.of(number)) for number in (1, 2))
     assert (first.generation, first.restored, first.token) == (1, None, f"{1:032x}")
     assert second.restored is not None
     assert (second.restored.step, second.restored.generation) == (100, 1)
     assert second.restored.attempt == "0a" * 16
     assert (second.host, second.pid) == ("trainer-0", 4242)
-    end = read(EndRecord, naming.end_key(2))
+    end = read(EndRecord, naming.END_KEY.of(2))
     assert (end.generation, end.step, end.reason) == (2, 130, "terminated")
 
 
@@ -254,7 +254,7 @@ def test_the_job_and_its_outcome() -> None:
     assert (cancel.step, cancel.generation, cancel.attempt) == (120, 2, "1b" * 16)
 
 
-PART_KEY = naming.part_key(160, 3, naming.shared_attempt(f"{3:032x}", 160, cut=1), rank=1)
+PART_KEY = naming.PART_KEY.of(160, 3, naming.shared_attempt(f"{3:032x}", 160, cut=1), rank=1)
 
 
 def test_the_part_of_a_rank() -> None:
@@ -276,18 +276,18 @@ def test_the_part_of_a_rank() -> None:
 
 
 def test_pins_metrics_marks_deletions_and_leases() -> None:
-    pin = read(Pin, naming.pin_key(100, 1, "release-7"))
+    pin = read(Pin, naming.PIN_KEY.of(100, 1, "release-7"))
     assert (pin.name, pin.who, pin.why) == ("release-7", "ana@trainer-0", "größte AUC")
     assert (pin.checkpoint.step, pin.checkpoint.attempt) == (100, "0a" * 16)
-    metric = read(Metric, naming.metric_key(100, 1, "auc"))
+    metric = read(Metric, naming.METRIC_KEY.of(100, 1, "auc"))
     assert float.fromhex(metric.value) == 0.8125
     merged = "consolidated/000000000120-00000002-full.json"
-    mark = read(Mark, naming.expired_key(merged))
+    mark = read(Mark, naming.EXPIRED_KEY.of(merged))
     assert (mark.manifest, mark.attempt, mark.reason) == (merged, "1b" * 16, "no rule")
     assert (mark.stamp.written_ms, mark.stamp.boot_ms) == (1_750_000_000_003, 5000)
     deletion = read(Deletion, naming.DELETION_KEY)
-    assert deletion.manifests == (merged, naming.manifest_key(100, 1))
-    everything, two = (read(Lease, naming.lease_key(owner * 16)) for owner in ("4e", "5f"))
+    assert deletion.manifests == (merged, naming.MANIFEST_KEY.of(100, 1))
+    everything, two = (read(Lease, naming.LEASE_KEY.of(owner * 16)) for owner in ("4e", "5f"))
     assert everything.covers is None and two.covers is not None
     assert [ref.step for ref in two.covers] == [100, 120]
     assert (two.purpose, two.ttl_seconds, two.stamp.boot) == ("restore", 3600, "b0" * 16)
@@ -304,11 +304,11 @@ def test_the_plan_of_a_retention() -> None:
         ("mark", "no rule"),
         ("keep", "größte AUC"),
     ]
-    assert plan.manifests[1].manifest == naming.manifest_key(100, 1)
+    assert plan.manifests[1].manifest == naming.MANIFEST_KEY.of(100, 1)
 
 
 def test_the_rejections_of_a_rank() -> None:
-    record = read(Rejections, naming.rejections_key(3))
+    record = read(Rejections, naming.REJECTIONS_KEY.of(3))
     assert (record.rank, record.count, record.host) == (3, 21, "trainer-0")
     newest, before = record.newest
     assert (newest.checkpoint.step, newest.error_type) == (120, "DigestMismatch")
@@ -317,14 +317,14 @@ def test_the_rejections_of_a_rank() -> None:
 
 
 def test_the_publication() -> None:
-    record = read(Publication, naming.publication_key(7))
+    record = read(Publication, naming.PUBLICATION_KEY.of(7))
     assert (record.number, record.held, record.why) == (7, True, "zurück")
     assert (record.checkpoint.step, record.checkpoint.attempt) == (100, "0a" * 16)
 
 
 def test_the_validation_record() -> None:
     name = naming.ValidationName(100, 1, 3, "full", "failed")
-    record = read(ValidationRecord, naming.validation_key(name))
+    record = read(ValidationRecord, naming.VALIDATION_KEY.of(*name))
     assert (record.level, record.result, record.checkpoint.attempt) == ("full", "failed", "0a" * 16)
     assert (record.links_read, record.chunks_read, record.rows_compared) == (1, 3, 3)
     assert (record.worst_ppm, record.more_findings) == (1_250_000, 9)
@@ -352,15 +352,15 @@ def test_the_sample_of_the_full() -> None:
 
 
 RETENTION = {
-    Pin: naming.pin_key(100, 1, "release-7"),
-    Metric: naming.metric_key(100, 1, "auc"),
-    Mark: naming.expired_key(naming.manifest_key(100, 1)),
+    Pin: naming.PIN_KEY.of(100, 1, "release-7"),
+    Metric: naming.METRIC_KEY.of(100, 1, "auc"),
+    Mark: naming.EXPIRED_KEY.of(naming.MANIFEST_KEY.of(100, 1)),
     Deletion: naming.DELETION_KEY,
-    Lease: naming.lease_key("5f" * 16),
+    Lease: naming.LEASE_KEY.of("5f" * 16),
     Plan: naming.PLAN_KEY,
-    Rejections: naming.rejections_key(3),
-    Publication: naming.publication_key(7),
-    ValidationRecord: naming.validation_key(naming.ValidationName(100, 1, 3, "full", "failed")),
+    Rejections: naming.REJECTIONS_KEY.of(3),
+    Publication: naming.PUBLICATION_KEY.of(7),
+    ValidationRecord: naming.VALIDATION_KEY.of(100, 1, 3, "full", "failed"),
 }
 
 
@@ -371,9 +371,9 @@ RETENTION = {
 def test_records_are_still_written_as_they_were(kind: type[Record]) -> None:
     path: str = {
         RunRecord: "run.json",
-        GenerationRecord: naming.generation_key(2),
-        EndRecord: naming.end_key(2),
-        Manifest: naming.manifest_key(120, 2),
+        GenerationRecord: naming.GENERATION_KEY.of(2),
+        EndRecord: naming.END_KEY.of(2),
+        Manifest: naming.MANIFEST_KEY.of(120, 2),
         RankPart: PART_KEY,
         Job: "staging/job.json",
         Outcome: "staging/outcome.json",

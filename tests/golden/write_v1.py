@@ -203,9 +203,9 @@ def write(directory: Path) -> None:
             pid=4242,
             created_ms=TIME_MS,
         )
-        _record(directory / naming.generation_key(generation), record)
+        _record(directory / naming.GENERATION_KEY.of(generation), record)
     end = EndRecord(run=RUN, generation=2, step=130, reason="terminated", ended_ms=TIME_MS + 9)
-    _record(directory / naming.end_key(2), end)
+    _record(directory / naming.END_KEY.of(2), end)
     _record(directory / "staging" / "job.json", _job())
     outcome = Outcome(
         step=INCREMENT.step,
@@ -283,7 +283,7 @@ def write_part(directory: Path) -> None:
         history=_HISTORIES["full"],
         writer="0.1.0",
     )
-    key = naming.part_key(ref.step, ref.generation, ref.attempt, rank=1)
+    key = naming.PART_KEY.of(ref.step, ref.generation, ref.attempt, rank=1)
     _record(directory / key, part)
 
 
@@ -339,7 +339,7 @@ def write_validation(directory: Path) -> None:
         finished_ms=TIME_MS + 7,
         writer="0.1.0",
     )
-    _record(directory / naming.validation_key(VALIDATION), record)
+    _record(directory / naming.VALIDATION_KEY.of(*VALIDATION), record)
 
 
 class _Writer:
@@ -447,9 +447,9 @@ class _Writer:
                 "writer": "0.1.0",
             }
         )
-        key = naming.manifest_key(self.ref.step, self.ref.generation)
+        key = naming.MANIFEST_KEY.of(self.ref.step, self.ref.generation)
         if stands_for is not None:
-            key = naming.consolidated_key(self.ref.step, self.ref.generation, None)
+            key = naming.CONSOLIDATED_KEY.of(self.ref.step, self.ref.generation, None)
         _record(self.directory / key, manifest)
         path = self.directory / f"expected-{name}.json"
         path.write_text(json.dumps(self.values, indent=1) + "\n")
@@ -477,7 +477,7 @@ class _Writer:
 def write_retention(directory: Path) -> None:
     """The records of format §6.6."""
     stamp = Stamp(written_ms=TIME_MS + 3, boot="b0" * 16, boot_ms=5000)
-    full = naming.manifest_key(FULL.step, FULL.generation)
+    full = naming.MANIFEST_KEY.of(FULL.step, FULL.generation)
     merged = "consolidated/000000000120-00000002-full.json"
     pin = Pin(
         run=RUN,
@@ -487,7 +487,7 @@ def write_retention(directory: Path) -> None:
         why="größte AUC",
         created_ms=TIME_MS,
     )
-    _record(directory / naming.pin_key(FULL.step, FULL.generation, pin.name), pin)
+    _record(directory / naming.PIN_KEY.of(FULL.step, FULL.generation, pin.name), pin)
     publication = Publication(
         run=RUN,
         number=7,
@@ -497,7 +497,7 @@ def write_retention(directory: Path) -> None:
         why="zurück",
         created_ms=TIME_MS,
     )
-    _record(directory / naming.publication_key(publication.number), publication)
+    _record(directory / naming.PUBLICATION_KEY.of(publication.number), publication)
     plan = Plan(
         run=RUN,
         rules=PlannedRules(
@@ -540,12 +540,12 @@ def write_retention(directory: Path) -> None:
         host="trainer-0",
         pid=4242,
     )
-    _record(directory / naming.rejections_key(rejections.rank), rejections)
+    _record(directory / naming.REJECTIONS_KEY.of(rejections.rank), rejections)
     metric = Metric(run=RUN, checkpoint=FULL, name="auc", value=(0.8125).hex(), created_ms=TIME_MS)
-    _record(directory / naming.metric_key(FULL.step, FULL.generation, metric.name), metric)
+    _record(directory / naming.METRIC_KEY.of(FULL.step, FULL.generation, metric.name), metric)
     for key, ref in ((full, FULL), (merged, INCREMENT)):
         mark = Mark(run=RUN, manifest=key, attempt=ref.attempt, reason="no rule", stamp=stamp)
-        _record(directory / naming.expired_key(key), mark)
+        _record(directory / naming.EXPIRED_KEY.of(key), mark)
     deletion = Deletion(
         run=RUN, token="3d" * 16, host="host-1", pid=77, manifests=(merged, full), stamp=stamp
     )
@@ -561,7 +561,7 @@ def write_retention(directory: Path) -> None:
             pid=77,
             stamp=stamp,
         )
-        _record(directory / naming.lease_key(owner), lease)
+        _record(directory / naming.LEASE_KEY.of(owner), lease)
 
 
 def _job() -> Job:

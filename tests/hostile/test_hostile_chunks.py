@@ -137,7 +137,7 @@ def test_a_header_of_more_than_a_mebibyte() -> None:
 def test_samples_that_do_not_fit_their_tables(change: dict[str, Any]) -> None:
     key = naming.sample_chunk_key(100, 1, "0a" * 16, rank=0, number=0)
     full = unpack_record(
-        Manifest, (V1 / naming.manifest_key(100, 1)).read_bytes(), name="", next_step=""
+        Manifest, (V1 / naming.MANIFEST_KEY.of(100, 1)).read_bytes(), name="", next_step=""
     )
 
     def parse(data: bytes) -> Chunk:

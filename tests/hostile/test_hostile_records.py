@@ -14,17 +14,17 @@ from recpoint.format.retention_records import Deletion, Lease, Mark, Metric, Pin
 from recpoint.format.validation import ValidationRecord
 from tests.hostile.forged import MIB, body, cost, envelope
 
-PIN = naming.pin_key(100, 1, "release-7")
-METRIC = naming.metric_key(100, 1, "auc")
-PUBLISHED = naming.publication_key(7)
+PIN = naming.PIN_KEY.of(100, 1, "release-7")
+METRIC = naming.METRIC_KEY.of(100, 1, "auc")
+PUBLISHED = naming.PUBLICATION_KEY.of(7)
 PLAN = naming.PLAN_KEY
-REJECTIONS = naming.rejections_key(3)
-MARK = naming.expired_key(naming.manifest_key(100, 1))
+REJECTIONS = naming.REJECTIONS_KEY.of(3)
+MARK = naming.EXPIRED_KEY.of(naming.MANIFEST_KEY.of(100, 1))
 DELETION = naming.DELETION_KEY
-LEASE = naming.lease_key("5f" * 16)
+LEASE = naming.LEASE_KEY.of("5f" * 16)
 
 
-VALIDATION = naming.validation_key(naming.ValidationName(100, 1, 3, "full", "failed"))
+VALIDATION = naming.VALIDATION_KEY.of(100, 1, 3, "full", "failed")
 DIGESTS = {"table": 0, "values": "0" * 16, "row_states": []}
 
 VALIDATION_FIELDS: list[tuple[str, object]] = [

@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.relink import relink
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
@@ -25,7 +24,7 @@ from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.errors import GenerationRecordLost, NothingToRestore, StaleWriter
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import generation_in_key, generation_key
+from recpoint.format.naming import GENERATION_KEY, ManifestName, generation_in_key
 from tests.catalog_builder import Checkpoint, Table, build, new_run, tables, upload
 
 ROWS = 8
@@ -226,7 +225,7 @@ class Histories(RuleBasedStateMachine):
     def lose_a_generation_record(self, data: st.DataObject, then: str) -> None:
         """What counts is not known, or does not depend on it; and nobody takes it for well."""
         trainer = self.trainers[data.draw(st.integers(0, len(self.trainers) - 1))]
-        key = generation_key(trainer.generation)
+        key = GENERATION_KEY.of(trainer.generation)
         if trainer.generation not in self.run.generation_numbers():
             return  # lost before
         stored = self.run.store.get(key, max_bytes=1 << 20)

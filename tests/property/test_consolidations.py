@@ -20,7 +20,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import Table, new_run, tables
 from tests.consolidation import chain_of, merge, require_same, restored, trained
 
@@ -83,7 +83,7 @@ class History:
         }
         for manifest in reversed(alive):
             if (manifest.step, True) not in needed:
-                self.run.store.delete(manifest_key(manifest.step, 1))
+                self.run.store.delete(MANIFEST_KEY.of(manifest.step, 1))
 
     def require(self) -> None:
         for manifest in self.alive():

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from recpoint import Follower
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from tests.catalog_builder import Table, build, new_run, publish, tables
 from tests.consolidation import merge
 from tests.fault.retention_lives import retain_once

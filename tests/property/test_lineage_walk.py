@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.catalog.runs.lineage import ManifestName, live_line
+from recpoint.catalog.runs.lineage import live_line
 from recpoint.errors import MalformedObject, MissingLink
+from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef, GenerationRecord
 
 GENERATIONS = 6

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from recpoint import Checkpointer
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job, Outcome
+from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import POLICIES, PolicyName
 from recpoint.trainer_plugin.settings import WhenBusy
 from tests.training_builder import until

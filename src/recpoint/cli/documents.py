@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from recpoint.catalog.records.validations import Verdict
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 
 __all__ = ["checkpoint", "details", "listed", "validation"]
 

@@ -15,7 +15,7 @@ from recpoint.catalog.records.pins import pinned
 from recpoint.catalog.records.validations import records_of, verdict, verdicts
 from recpoint.catalog.retention.marks import marked
 from recpoint.catalog.runs.chain import Chain, resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import manifests_gone, superseded_text
 from recpoint.catalog.stores.run_url import naming_run
@@ -39,7 +39,7 @@ from recpoint.errors import (
     RecpointError,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import MAX_GENERATION, MAX_STEP
+from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
 
 if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
     from recpoint.catalog.validation.check import Level

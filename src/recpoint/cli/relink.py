@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.relink import relink
 from recpoint.catalog.runs.run import Run
 from recpoint.cli.inspect import UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
-from recpoint.format.naming import MAX_GENERATION, MAX_STEP
+from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
 
 __all__ = ["relink_generation"]
 

@@ -12,7 +12,6 @@ from recpoint.catalog.records import pins
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
 from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
@@ -21,7 +20,7 @@ from recpoint.cli.sweep import StagingOption, seconds_of, staged_here
 from recpoint.dashboards import terminal
 from recpoint.dashboards.retention import retention_table
 from recpoint.errors import SettingsError
-from recpoint.format.naming import MAX_STEP, is_label
+from recpoint.format.naming import MAX_STEP, ManifestName, is_label
 
 __all__ = ["pin", "record_metric", "retain", "unpin"]
 

@@ -11,12 +11,12 @@ from rich.console import RenderableType
 
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.records.validations import LEVELS
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
+from recpoint.format.naming import ManifestName
 
 if TYPE_CHECKING:  # validating imports torch
     from recpoint.catalog.validation.validate import Validation

@@ -25,10 +25,10 @@ from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.persisting import persist_plan
 from recpoint.catalog.persisting.persist import persist_job
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.staging.staged import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import Policy, PolicyName
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import Links, stage

@@ -23,8 +23,7 @@ from benchmarks.soak_faults import (
 from benchmarks.soak_training import INTERVAL_BATCHES, Training
 from benchmarks.soak_truth import Ledger
 from benchmarks.workload import ROOT
-from recpoint.catalog.runs.lineage import ManifestName
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from tests.fault.retention_lives import filled, retain_once
 
 
@@ -107,14 +106,14 @@ def test_what_retention_drops_has_a_reason_and_what_somebody_deletes_has_none(
     assert ledger.there == before and ledger.reasons.keys() < before
     retain_once(run, 1)
     ledger.look()
-    assert ledger.there == before - ledger.reasons.keys() == {manifest_key(40, 1)}
+    assert ledger.there == before - ledger.reasons.keys() == {MANIFEST_KEY.of(40, 1)}
     assert ledger.gone_without_reason == [] and ledger.restorable == [ManifestName(40, 1)]
     assert [name.step for name in ledger.committed] == [10, 20, 30, 40]
     # It is there and is something else than the truth says: another model altogether.
     assert "not in the checkpoint" in str(ledger.wrong(ManifestName(40, 1), {}))
-    run.store.delete(manifest_key(40, 1))
+    run.store.delete(MANIFEST_KEY.of(40, 1))
     ledger.look()
-    assert ledger.gone_without_reason == [manifest_key(40, 1)]
+    assert ledger.gone_without_reason == [MANIFEST_KEY.of(40, 1)]
     assert ledger.wrong(ManifestName(40, 1), {}) is None
 
 

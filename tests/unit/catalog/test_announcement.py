@@ -12,7 +12,6 @@ import pytest
 from recpoint.catalog.records import announcement, leases, pins
 from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS, announce, standing, take_over
 from recpoint.catalog.retention.prune import execute
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import Clocks
 from recpoint.catalog.stores.store import open_store
@@ -20,9 +19,7 @@ from recpoint.catalog.validation.check import check
 from recpoint.errors import (
     RetentionRefused,
 )
-from recpoint.format.naming import (
-    DELETION_KEY,
-)
+from recpoint.format.naming import DELETION_KEY, ManifestName
 from tests.interposed_store import InterposedStore
 from tests.retained_run import (
     HOUR,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.check import check
 from recpoint.errors import (
@@ -21,7 +21,7 @@ from recpoint.errors import (
     ObjectNotFound,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import attempt_prefix, manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName, attempt_prefix
 from recpoint.format.records import pack_record
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.consolidation import merge
@@ -53,7 +53,7 @@ def put(run: Run, manifest: Manifest, **changes: object) -> Manifest:
     for chunk in fields["chunks"]:
         chunk["key"] = prefix + chunk["key"].rpartition("/")[2]
     changed = Manifest.model_validate(fields)
-    run.store.put(manifest_key(changed.step, changed.generation), pack_record(changed))
+    run.store.put(MANIFEST_KEY.of(changed.step, changed.generation), pack_record(changed))
     return changed
 
 
@@ -75,10 +75,10 @@ def test_no_such_checkpoint(run: Run) -> None:
 
 @pytest.mark.parametrize("step", [10, 11, 12])
 def test_a_missing_link_is_named(run: Run, links: list[Manifest], step: int) -> None:
-    run.store.delete(manifest_key(step, 1))
+    run.store.delete(MANIFEST_KEY.of(step, 1))
     with pytest.raises(MissingLink) as caught:
         chain(run)
-    assert caught.value.subject == manifest_key(step, 1)
+    assert caught.value.subject == MANIFEST_KEY.of(step, 1)
     assert f"step {step + 1}" in caught.value.expected
 
 
@@ -88,7 +88,7 @@ def test_another_attempt_of_a_linked_step_is_a_missing_link(
     other = put(run, links[1], attempt="f" * 32)
     with pytest.raises(MissingLink) as caught:
         chain(run)
-    assert caught.value.subject == manifest_key(11, 1)
+    assert caught.value.subject == MANIFEST_KEY.of(11, 1)
     assert other.attempt in caught.value.found
 
 
@@ -111,7 +111,7 @@ def test_a_foreign_link_is_named(run: Run, links: list[Manifest], tmp_path: Path
     other = new_run(tmp_path / "other")
     other.claim(None)
     publish(other, build(other, tables(), step=11, generation=1))
-    key = manifest_key(11, 1)
+    key = MANIFEST_KEY.of(11, 1)
     run.store.put(key, other.store.get(key, max_bytes=1 << 20))
     with pytest.raises(ForeignObject) as caught:
         chain(run)
@@ -120,10 +120,10 @@ def test_a_foreign_link_is_named(run: Run, links: list[Manifest], tmp_path: Path
 
 def test_a_damaged_link_is_named(run: Run, links: list[Manifest]) -> None:
     data = pack_record(links[1]).replace(b'"stall_us":100', b'"stall_us":101')
-    run.store.put(manifest_key(11, 1), data)
+    run.store.put(MANIFEST_KEY.of(11, 1), data)
     with pytest.raises(DigestMismatch) as caught:
         chain(run)
-    assert caught.value.subject == manifest_key(11, 1)
+    assert caught.value.subject == MANIFEST_KEY.of(11, 1)
 
 
 def test_another_base_is_refused(run: Run, links: list[Manifest]) -> None:
@@ -151,7 +151,7 @@ def test_chunks_of_another_checkpoint_are_refused(run: Run, links: list[Manifest
     taken = next(entry for entry in links[1].chunks if entry.content == "rows")
     others = [entry for entry in links[2].chunks if entry.content != "rows"]
     mixed = links[2].model_copy(update={"chunks": (taken, *others)})
-    run.store.put(manifest_key(12, 1), pack_record(mixed))
+    run.store.put(MANIFEST_KEY.of(12, 1), pack_record(mixed))
     with pytest.raises(MalformedObject, match=taken.key):
         chain(run)
 
@@ -182,5 +182,5 @@ def test_a_consolidated_manifest_says_of_its_checkpoint_what_its_own_does(
     (passed,) = found.passed_over
     assert passed.key == key and "the checkpoint's own manifest" in passed.error
     assert [finding.key for finding in check(run).findings if key in finding.key] == [key]
-    run.store.put(manifest_key(13, 1), b"damaged")  # nothing is left that contradicts it
+    run.store.put(MANIFEST_KEY.of(13, 1), b"damaged")  # nothing is left that contradicts it
     assert chain(run)[-1].stands_for is not None

@@ -10,7 +10,6 @@ import torch
 
 from recpoint.catalog.records.pins import DEFAULT_NAME, pin
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.catalog.validation.check import CheckReport, Level, check
@@ -19,10 +18,11 @@ from recpoint.errors import FormatError, NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (
     FEW_OF_A_GENERATION,
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    PIN_KEY,
+    ManifestName,
     attempt_prefix,
-    generation_key,
-    manifest_key,
-    pin_key,
 )
 from tests.catalog_builder import build, copy_run, new_run, publish, tables, upload
 from tests.interposed_store import InterposedStore
@@ -144,11 +144,15 @@ def test_damage_is_reported_once_however_it_shows(
 
 
 def test_a_missing_link_and_a_damaged_manifest(run: Run, links: list[Manifest]) -> None:
-    run.store.delete(manifest_key(10, 1))
-    flip_digit = run.store.get(manifest_key(20, 1), max_bytes=1 << 20)
-    run.store.put(manifest_key(20, 1), flip_digit.replace(b'"stall_us":100', b'"stall_us":101'))
+    run.store.delete(MANIFEST_KEY.of(10, 1))
+    flip_digit = run.store.get(MANIFEST_KEY.of(20, 1), max_bytes=1 << 20)
+    run.store.put(MANIFEST_KEY.of(20, 1), flip_digit.replace(b'"stall_us":100', b'"stall_us":101'))
     report = check(run)
-    assert found(report, "error") == [manifest_key(11, 1), manifest_key(20, 1), manifest_key(21, 1)]
+    assert found(report, "error") == [
+        MANIFEST_KEY.of(11, 1),
+        MANIFEST_KEY.of(20, 1),
+        MANIFEST_KEY.of(21, 1),
+    ]
     assert restorable(report) == []
 
 
@@ -160,7 +164,7 @@ def test_damage_to_superseded_checkpoints_is_a_warning(run: Run, links: list[Man
     assert report.ok
     assert found(report, "warning") == [key]
     assert [health.name.step for health in report.checkpoints if health.live] == [11, 10]
-    assert manifest_key(20, 1) in found(report, "info")
+    assert MANIFEST_KEY.of(20, 1) in found(report, "info")
 
 
 def test_superseded_links_that_a_live_checkpoint_needs_count(run: Run, tmp_path: Path) -> None:
@@ -175,12 +179,12 @@ def test_superseded_links_that_a_live_checkpoint_needs_count(run: Run, tmp_path:
 def test_a_damaged_generation_record(run: Run, links: list[Manifest]) -> None:
     run.claim(links[3].ref)
     run.claim(links[3].ref)
-    run.store.put(generation_key(2), b"{}")
+    run.store.put(GENERATION_KEY.of(2), b"{}")
     report = check(Run.open(run.store))
-    assert report.ok and found(report, "warning") == [generation_key(2)]
-    run.store.put(generation_key(3), b"{}")
+    assert report.ok and found(report, "warning") == [GENERATION_KEY.of(2)]
+    run.store.put(GENERATION_KEY.of(3), b"{}")
     report = check(Run.open(run.store))
-    assert found(report, "error") == [generation_key(3)]
+    assert found(report, "error") == [GENERATION_KEY.of(3)]
     assert not any(health.live for health in report.checkpoints)
     assert restorable(report) == [21, 20, 11, 10]
 
@@ -283,7 +287,7 @@ def test_a_record_that_lies_under_the_key_of_another_is_found(
 ) -> None:
     pin(run, ManifestName(10, 1), who="somebody", why="a test")
     assert not check(run, level="full").findings
-    here, there = (pin_key(step, 1, DEFAULT_NAME) for step in (10, 20))
+    here, there = (PIN_KEY.of(step, 1, DEFAULT_NAME) for step in (10, 20))
     run.store.put(there, run.store.get(here, max_bytes=1 << 20))
     report = check(run, level="full")
     assert report.ok and found(report, "warning") == [there]

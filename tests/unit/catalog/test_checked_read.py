@@ -13,11 +13,11 @@ from recpoint.catalog.runs.commit import commit
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.check import check
 from recpoint.errors import FormatError
-from recpoint.format.naming import CHUNKS_PREFIX, GENERATIONS_PREFIX, MANIFESTS_PREFIX, RUN_KEY
+from recpoint.format.naming import CHUNKS_PREFIX, GENERATION_KEY, MANIFEST_KEY, RUN_KEY
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import build, new_run, publish, tables, upload
 
-KINDS = [RUN_KEY, GENERATIONS_PREFIX, MANIFESTS_PREFIX, CHUNKS_PREFIX]
+KINDS = [RUN_KEY, GENERATION_KEY.prefix, MANIFEST_KEY.prefix, CHUNKS_PREFIX]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_trainer_starts_although_the_run_record_was_damaged_on_its_way(run: Ru
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_damaged_twice_is_damaged(run: Run, kind: str) -> None:
     store = FaultStore(run.store, [Fault.flip(key_contains=kind, times=2)])
-    if kind in (RUN_KEY, GENERATIONS_PREFIX):
+    if kind in (RUN_KEY, GENERATION_KEY.prefix):
         with pytest.raises(FormatError, match=kind):
             restore(Run.open(store), MemoryTarget())
     else:
@@ -67,6 +67,6 @@ def test_what_is_damaged_twice_is_damaged(run: Run, kind: str) -> None:
 def test_a_commit_that_is_read_back_damaged_is_still_ours(run: Run) -> None:
     full = build(run, tables(), step=3, generation=1)
     upload(run.store, full)
-    key = f"{MANIFESTS_PREFIX}000000000003"
+    key = f"{MANIFEST_KEY.prefix}000000000003"
     faults = [Fault.lost_reply(key_contains=key), Fault.flip(key_contains=key, times=2)]
     assert commit(Run.open(FaultStore(run.store, faults)), full.manifest) == "already"

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from recpoint.catalog.runs.commit import check_fence, commit
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import (
     ChainError,
@@ -30,7 +29,7 @@ from recpoint.errors import (
     StoreUnavailable,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import pack_record
 from tests.catalog_builder import (
     Checkpoint,
@@ -115,7 +114,7 @@ def test_the_same_step_by_another_attempt_is_a_conflict(run: Run) -> None:
 def test_what_only_a_consolidated_manifest_is_left_of_is_committed(run: Run) -> None:
     first, last = trained(run, tables(), [5, 6])
     merge(run, last)
-    run.store.delete(manifest_key(6, 1))
+    run.store.delete(MANIFEST_KEY.of(6, 1))
     other = increment(run, first, 6)
     upload(run.store, other)
     with pytest.raises(CommitConflict, match=last.attempt):
@@ -129,7 +128,7 @@ def test_an_increment_without_its_parent_is_a_missing_link(run: Run) -> None:
     absent = build(run, tables(), step=5, generation=1).manifest
     with pytest.raises(MissingLink) as caught:
         commit(run, increment(run, absent, 6).manifest)
-    assert caught.value.subject == manifest_key(5, 1)
+    assert caught.value.subject == MANIFEST_KEY.of(5, 1)
     assert run.manifest_names() == []
 
 
@@ -150,7 +149,7 @@ def test_an_increment_that_contradicts_its_parent_is_refused(run: Run) -> None:
 
 def test_an_increment_on_a_damaged_parent_is_refused(run: Run) -> None:
     full = publish(run, build(run, tables(), step=5, generation=1))
-    run.store.put(manifest_key(5, 1), pack_record(full).replace(b'"step":5', b'"step":4'))
+    run.store.put(MANIFEST_KEY.of(5, 1), pack_record(full).replace(b'"step":5', b'"step":4'))
     with pytest.raises(FormatError, match=r"manifests/"):
         commit(run, increment(run, full, 6).manifest)
 
@@ -158,7 +157,7 @@ def test_an_increment_on_a_damaged_parent_is_refused(run: Run) -> None:
 def test_an_increment_on_a_parent_that_only_its_consolidation_tells_of(run: Run) -> None:
     _, parent = trained(run, tables(), [5, 6])
     merge(run, parent)
-    run.store.put(manifest_key(6, 1), b"damaged")
+    run.store.put(MANIFEST_KEY.of(6, 1), b"damaged")
     publish(run, increment(run, parent, 7))
     assert [one.step for one in chain_of(run, run.manifest(7, 1))] == [6, 7]
 
@@ -182,7 +181,7 @@ def test_a_manifest_larger_than_any_reader_takes_is_refused(run: Run) -> None:
     many = tuple(single_rows(rows, 275_000, attempt=full.attempt))
     with pytest.raises(MalformedObject, match="275,000 chunks") as caught:
         commit(run, full.model_copy(update={"chunks": many}))
-    assert caught.value.subject == manifest_key(5, 1)
+    assert caught.value.subject == MANIFEST_KEY.of(5, 1)
     assert run.manifest_names() == []
 
 
@@ -292,13 +291,14 @@ _COMMITTER = """
 import sys
 from pathlib import Path
 from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.lineage import ManifestName, Representation
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import RecpointError
+from recpoint.format.manifest import Manifest
+from recpoint.format.records import unpack_record
 
 run = Run.open(LocalStore(sys.argv[1]))
-manifest = run.parse_manifest(Path(sys.argv[2]).read_bytes(), Representation(ManifestName(5, 1)))
+manifest = unpack_record(Manifest, Path(sys.argv[2]).read_bytes(), name="", next_step="")
 print("ready", flush=True)
 sys.stdin.readline()
 try:

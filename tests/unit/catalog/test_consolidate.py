@@ -23,11 +23,7 @@ from recpoint.errors import (
     ObjectNotFound,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import (
-    CONSOLIDATED_PREFIX,
-    consolidated_key,
-    manifest_key,
-)
+from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, chunks_of, merge, name_of, require_same, restored, trained
 from tests.interposed_store import InterposedStore
@@ -52,7 +48,7 @@ def test_a_merged_chain_restores_the_same_bits(
     assert done.outcome == "created" and report.chain_length == 5 - k + 1
     merged = chain_of(run, links[-1])[-1]
     assert merged.links == links[-1].links and merged.ref == links[-1].ref
-    assert done.key == consolidated_key(14, 1, None if k == 5 else 14 - k)
+    assert done.key == CONSOLIDATED_KEY.of(14, 1, None if k == 5 else 14 - k)
     assert done.written_bytes == merged.stored_bytes and done.chunks == len(merged.chunks)
     assert check(run, level="full").ok and not check(run, level="full").findings
     # The checkpoint's own chain is as it was.
@@ -136,7 +132,7 @@ def test_children_of_a_consolidated_checkpoint_check_and_can_be_consolidated_aga
     links += trained(run, trainer, [4, 5, 6], parent=links[-1], seed=1)
     before, _ = restored(run, links[-1])
     assert [m.step for m in chain_of(run, links[-1])] == [3, 4, 5, 6]
-    assert merge(run, links[-1], 2).key == consolidated_key(6, 1, 4)
+    assert merge(run, links[-1], 2).key == CONSOLIDATED_KEY.of(6, 1, 4)
     assert [m.step for m in chain_of(run, links[-1])] == [3, 4, 6]
     links += trained(run, trainer, [7], parent=links[-1], seed=2)
     assert links[-1].chain_length == 7
@@ -156,7 +152,7 @@ def test_what_retention_lets_go_of_is_not_missed(run: Run) -> None:
     truth, _ = restored(run, links[-1])
     later = trained(run, trainer, [4], parent=links[-1], seed=3)
     for link in reversed(links):
-        run.store.delete(manifest_key(link.step, 1))
+        run.store.delete(MANIFEST_KEY.of(link.step, 1))
     execute(run, plan_sweep(run, grace_seconds=0))
     assert run.live_line() == [(4, 1), (3, 1)]
     assert not [key for link in links for key in chunks_of(run, link.attempt)]
@@ -205,7 +201,7 @@ def test_a_chunk_that_is_gone_before_the_commit_is_an_error(
     run.store.delete(entries[1].key)
     with pytest.raises(ObjectNotFound):
         commit_consolidation(run, plan, entries)
-    assert not list(run.store.list(CONSOLIDATED_PREFIX))
+    assert not list(run.store.list(CONSOLIDATED_KEY.prefix))
     assert consolidate(run, plan).outcome == "created"
 
 

@@ -22,7 +22,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.check import check
 from recpoint.errors import CommitConflict, DigestMismatch, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import CONSOLIDATED_PREFIX
+from recpoint.format.naming import CONSOLIDATED_KEY
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, merge, name_of, require_same, restored, trained
 
@@ -53,7 +53,7 @@ def around(
 
 
 def consolidated(run: Run) -> set[str]:
-    return {info.key for info in run.store.list(CONSOLIDATED_PREFIX)}
+    return {info.key for info in run.store.list(CONSOLIDATED_KEY.prefix)}
 
 
 @pytest.mark.parametrize("what", ["a flipped bit", "a chunk that is gone"])

@@ -17,7 +17,7 @@ from recpoint.catalog.consolidation.consolidate_plan import (
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.check import check
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import build, publish, tables
 from tests.consolidation import chain_of, name_of, require_same, restored, trained
 
@@ -124,7 +124,7 @@ def test_links_merged_before_are_left_alone_and_the_same_bits_come_back(run: Run
     assert check(run, level="full").ok
     # Retention may let go of what was merged.
     for link in links[1:-1]:
-        run.store.delete(manifest_key(*name_of(link)))
+        run.store.delete(MANIFEST_KEY.of(*name_of(link)))
     require_same(before, restored(run, links[-1])[0])
 
 

@@ -10,7 +10,6 @@ from recpoint.catalog.consolidation.consolidate_plan import (
     ConsolidationPlan,
     plan_consolidation,
 )
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.catalog.validation.check import check
@@ -23,11 +22,10 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
-    CONSOLIDATED_PREFIX,
-    ValidationName,
-    consolidated_key,
-    manifest_key,
-    validation_key,
+    CONSOLIDATED_KEY,
+    MANIFEST_KEY,
+    VALIDATION_KEY,
+    ManifestName,
 )
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Table, build, publish, single_rows, tables
@@ -43,12 +41,12 @@ def links(run: Run) -> list[Manifest]:
 def test_rows_that_a_validation_found_wrong_are_not_mixed_with_others(
     run: Run, links: list[Manifest]
 ) -> None:
-    run.store.put(validation_key(ValidationName(12, 1, 1, "sample", "failed")), b"")
+    run.store.put(VALIDATION_KEY.of(12, 1, 1, "sample", "failed"), b"")
     for name in (ManifestName(12, 1), ManifestName(14, 1)):
         with pytest.raises(ChainError, match="validation 1"):
             plan_consolidation(run, name)
     assert plan_consolidation(run, ManifestName(11, 1)).needed
-    run.store.put(validation_key(ValidationName(14, 1, 1, "full", "passed")), b"")
+    run.store.put(VALIDATION_KEY.of(14, 1, 1, "full", "passed"), b"")
     assert plan_consolidation(run, ManifestName(14, 1)).needed  # it does not have them
 
 
@@ -64,7 +62,7 @@ def test_a_manifest_larger_than_any_reader_takes_is_not_made(run: Run) -> None:
     many = single_rows(rows, 275_000, attempt=plan.attempt)
     with pytest.raises(MalformedObject, match=r"275,001 chunks.*the chain that it has"):
         commit_consolidation(run, plan, many)
-    assert not list(run.store.list(CONSOLIDATED_PREFIX))
+    assert not list(run.store.list(CONSOLIDATED_KEY.prefix))
 
 
 def test_a_damaged_source_is_named_and_nothing_is_committed(
@@ -77,7 +75,7 @@ def test_a_damaged_source_is_named_and_nothing_is_committed(
     with pytest.raises(DigestMismatch) as caught:
         merge(run, links[-1])
     assert caught.value.subject == key
-    assert not list(run.store.list(CONSOLIDATED_PREFIX))
+    assert not list(run.store.list(CONSOLIDATED_KEY.prefix))
 
 
 def test_rows_that_two_chunks_of_one_source_hold_are_refused(run: Run) -> None:
@@ -101,10 +99,10 @@ def test_rows_that_two_chunks_of_one_source_hold_are_refused(run: Run) -> None:
     twice = rows[0].model_copy(update={"key": key})
     chunks = (*child.manifest.chunks, twice)
     hostile = child.manifest.model_copy(update={"chunks": chunks})
-    run.store.put(manifest_key(2, 1), pack_record(hostile))
+    run.store.put(MANIFEST_KEY.of(2, 1), pack_record(hostile))
     with pytest.raises(MalformedObject, match="in two chunks"):
         merge(run, hostile)
-    assert not list(run.store.list(CONSOLIDATED_PREFIX))
+    assert not list(run.store.list(CONSOLIDATED_KEY.prefix))
 
 
 class TestDamagedConsolidation:
@@ -138,7 +136,7 @@ class TestDamagedConsolidation:
     def test_without_the_old_chain_it_is_an_error(self, run: Run, links: list[Manifest]) -> None:
         done = merge(run, links[-1])
         for link in reversed(links):
-            run.store.delete(manifest_key(link.step, 1))
+            run.store.delete(MANIFEST_KEY.of(link.step, 1))
         self.damage(run, done.key)
         with pytest.raises(FormatError) as caught:
             restored(run, links[-1])
@@ -189,17 +187,17 @@ class TestLies:
     def test_another_key_than_it_says(self, run: Run, links: list[Manifest]) -> None:
         merge(run, links[-1])
         (merged,) = chain_of(run, links[-1])
-        run.store.delete(consolidated_key(14, 1, None))
-        for key in (consolidated_key(14, 1, 11), consolidated_key(13, 1, None)):
+        run.store.delete(CONSOLIDATED_KEY.of(14, 1, None))
+        for key in (CONSOLIDATED_KEY.of(14, 1, 11), CONSOLIDATED_KEY.of(13, 1, None)):
             run.store.put(key, pack_record(merged))
-        run.store.put(manifest_key(20, 1), pack_record(merged))
+        run.store.put(MANIFEST_KEY.of(20, 1), pack_record(merged))
         assert chain_of(run, links[-1]) == tuple(links)
         assert len(check(run).findings) == 3
 
     def test_a_plan_never_goes_round_in_circles(self, run: Run, links: list[Manifest]) -> None:
         merge(run, links[-1], 2)
         merged = chain_of(run, links[-1])[-1]
-        key = consolidated_key(14, 1, 12)
+        key = CONSOLIDATED_KEY.of(14, 1, 12)
         assert merged.parent is not None
         # Steps descend, whoever the parent is said to be: it ends at a manifest that is not there.
         for parent in (links[1].ref, links[0].ref):
@@ -219,4 +217,4 @@ def plan_of_the_chain(run: Run, manifest: Manifest) -> ConsolidationPlan:
 
 
 def listed(run: Run) -> list[ObjectInfo]:
-    return list(run.store.list(CONSOLIDATED_PREFIX))
+    return list(run.store.list(CONSOLIDATED_KEY.prefix))

@@ -15,7 +15,7 @@ from recpoint.catalog.consolidation.consolidate_plan import (
     read_sources,
 )
 from recpoint.catalog.consolidation.consolidate_rows import merge_part
-from recpoint.catalog.runs.lineage import ManifestName, Representation
+from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
@@ -26,11 +26,7 @@ from recpoint.errors import (
     SettingsError,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import (
-    CONSOLIDATED_PREFIX,
-    attempt_prefix,
-    manifest_key,
-)
+from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, ManifestName, attempt_prefix
 from recpoint.format.records import pack_record
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, chunks_of, merge, name_of, require_same, restored, trained
@@ -96,23 +92,23 @@ def test_a_checkpoint_or_parent_that_was_let_go_of_is_not_brought_back(
 ) -> None:
     plan = plan_consolidation(run, name_of(links[-1]), links=2)
     entries = merge_part(run, plan, plan.parts[0])
-    parent = manifest_key(12, 1)
+    parent = MANIFEST_KEY.of(12, 1)
     data = run.store.get(parent, max_bytes=1 << 20)
     run.store.delete(parent)
     with pytest.raises(MissingLink):
         commit_consolidation(run, plan, entries)
     run.store.put(parent, data)
-    run.store.delete(manifest_key(14, 1))
+    run.store.delete(MANIFEST_KEY.of(14, 1))
     with pytest.raises(ObjectNotFound):
         commit_consolidation(run, plan, entries)
-    assert not list(run.store.list(CONSOLIDATED_PREFIX))
+    assert not list(run.store.list(CONSOLIDATED_KEY.prefix))
 
 
 def test_a_parent_of_which_a_consolidated_manifest_is_good_is_there(
     run: Run, links: list[Manifest]
 ) -> None:
     merge(run, links[2])
-    run.store.put(manifest_key(12, 1), b"damaged")
+    run.store.put(MANIFEST_KEY.of(12, 1), b"damaged")
     assert merge(run, links[-1], links=2).outcome == "created"
     assert [one.step for one in chain_of(run, links[-1])] == [12, 14]
 
@@ -120,7 +116,7 @@ def test_a_parent_of_which_a_consolidated_manifest_is_good_is_there(
 def test_a_plan_of_other_manifests_is_refused(run: Run, links: list[Manifest]) -> None:
     plan = plan_consolidation(run, name_of(links[-1]))
     changed = links[2].model_copy(update={"writer": "another"})
-    run.store.put(manifest_key(12, 1), pack_record(changed))
+    run.store.put(MANIFEST_KEY.of(12, 1), pack_record(changed))
     with pytest.raises(ChainError, match="new plan"):
         merge_part(run, plan, plan.parts[0])
 

@@ -21,7 +21,7 @@ from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.errors import CommitConflict, MissingLink, ObjectNotFound
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import CONSOLIDATED_PREFIX, attempt_prefix, manifest_key
+from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, attempt_prefix
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, merge, name_of, require_same, restored, trained
 from tests.interposed_store import InterposedStore
@@ -39,10 +39,10 @@ def stood_still(run: Run, links: list[Manifest], *, lost: list[Manifest]) -> Run
     """Right before the create: meanwhile a sweep found it too old, and `lost` were let go of."""
 
     def meanwhile(call: str, key: str) -> None:
-        if call == "create" and key.startswith(CONSOLIDATED_PREFIX):
+        if call == "create" and key.startswith(CONSOLIDATED_KEY.prefix):
             assert len(execute(run, plan_sweep(run, grace_seconds=0)).removed) > 1
             for manifest in lost:
-                run.store.delete(manifest_key(manifest.step, 1))
+                run.store.delete(MANIFEST_KEY.of(manifest.step, 1))
 
     return Run.open(InterposedStore(run.store, before=meanwhile))
 
@@ -78,7 +78,7 @@ def test_what_was_seen_long_ago_is_looked_at_again(
     def let_go(call: str, key: str) -> None:
         if call == "list" and key == attempt_prefix(*plan.target.name, plan.attempt):
             looked.append(key)
-        elif (call, key) == ("get", manifest_key(14, 1)) and len(looked) == 1:
+        elif (call, key) == ("get", MANIFEST_KEY.of(14, 1)) and len(looked) == 1:
             run.store.delete(key)
 
     monkeypatch.setattr(consolidating, "_LOOK_AGAIN_SECONDS", 0.0)

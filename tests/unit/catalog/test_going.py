@@ -17,13 +17,12 @@ from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.restoring.restore_parts import restore_parts
 from recpoint.catalog.restoring.shards import restore_shards
 from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.evaluate import evaluate
 from recpoint.catalog.validation.validate import validate
 from recpoint.errors import NothingToRestore, ObjectNotFound, RetentionRefused
-from recpoint.format.naming import DELETION_KEY
+from recpoint.format.naming import DELETION_KEY, ManifestName
 from tests.interposed_store import InterposedStore, unavailable
 from tests.retained_run import filled, make_announcement_old, named, planned, retain, steps
 

@@ -15,7 +15,7 @@ from recpoint.catalog.persisting.rank_parts import read_part
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
 from recpoint.format.manifest import Columns, Quantizer, TableSpec
-from recpoint.format.naming import PartName, part_key
+from recpoint.format.naming import PART_KEY, PartName
 from recpoint.format.part import RankPart, Shard
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record
 from tests.catalog_builder import new_run, tables
@@ -247,7 +247,7 @@ def test_a_hostile_part_is_refused_before_it_costs_much(
 def test_a_part_that_is_not_the_one_it_should_be(tmp_path: Path, what: str) -> None:
     run, jobs, (first, second, third) = parts_of(tmp_path)
     attempt = jobs.attempt(10)
-    key = part_key(10, 1, attempt, rank=1)
+    key = PART_KEY.of(10, 1, attempt, rank=1)
     data = pack_record(second)
     if what == "missing":
         run.store.delete(key)
@@ -259,7 +259,7 @@ def test_a_part_that_is_not_the_one_it_should_be(tmp_path: Path, what: str) -> N
         run.store.put(key, data.replace(attempt.encode(), b"00" * 16))
     else:
         run.store.put(key, data + b" " * MAX_RECORD_BYTES)
-    run.store.put(part_key(10, 1, attempt, rank=2), pack_record(third))
+    run.store.put(PART_KEY.of(10, 1, attempt, rank=2), pack_record(third))
     job_file = tmp_path / "host-0"
     (job_file,) = job_file.rglob("jobs/*.json")
     if what == "missing":

@@ -10,18 +10,17 @@ from recpoint.catalog.records.run_facts import gather
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import record, validate
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import ValidationLevel, consolidated_key, parse_validation_key
+from recpoint.format.naming import CONSOLIDATED_KEY, VALIDATION_KEY, ManifestName, ValidationLevel
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Table, new_run, tables
 from tests.consolidation import merge, name_of, restored, trained
 from tests.interposed_store import InterposedStore
 from tests.retained_run import age_file, named, planned, retain, steps
 
-MERGED = consolidated_key(50, 1, None)
+MERGED = CONSOLIDATED_KEY.of(50, 1, None)
 LAST = RetentionPolicy(keep_last=1)
 
 
@@ -142,7 +141,7 @@ def test_records_are_read_only_where_one_manifest_may_stand_in_for_another(tmp_p
     def read() -> list[int]:
         store.calls.clear()
         gather(Run.open(store))
-        names = [parse_validation_key(key) for call, key in store.calls if call == "get"]
+        names = [VALIDATION_KEY.parse(key) for call, key in store.calls if call == "get"]
         return sorted(name.step for name in names if name is not None)
 
     assert read() == []

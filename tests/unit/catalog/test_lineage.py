@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.runs.lineage import ManifestName, live_line, restarts
+from recpoint.catalog.runs.lineage import live_line, restarts
 from recpoint.errors import MalformedObject, MissingLink
+from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef, GenerationRecord
 
 

@@ -17,7 +17,6 @@ from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
 from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.relink import relink
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
@@ -33,13 +32,13 @@ from recpoint.errors import (
     SettingsError,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import MAX_GENERATION, generation_key, manifest_key
+from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, MAX_GENERATION, ManifestName
 from recpoint.trainer_plugin.policy import breaks_chain, superseded
 from tests.catalog_builder import build, new_run, publish, tables, upload
 from tests.interposed_store import InterposedStore
 from tests.job_builder import stage
 
-LOST = re.escape(generation_key(2))
+LOST = re.escape(GENERATION_KEY.of(2))
 ATTEMPT = "ab" * 16
 
 
@@ -56,7 +55,7 @@ def run(tmp_path: Path) -> Run:
     run.claim(second.ref)
     full(run, 3, 2)
     full(run, 4, 2)
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     return Run.open(run.store)
 
 
@@ -101,18 +100,18 @@ def test_nobody_goes_on_as_if_it_were_well(run: Run, asked: Callable[[Run], obje
 def test_a_check_fails_and_says_what_to_do(run: Run) -> None:
     report = check(run)
     (error,) = (found for found in report.findings if found.severity == "error")
-    assert not report.ok and error.key == generation_key(2)
+    assert not report.ok and error.key == GENERATION_KEY.of(2)
     assert "recpoint relink URL 2" in error.text
     assert "superseded" not in {found.text for found in report.findings}
 
 
 def test_a_run_without_any_record_is_not_one_that_begins(run: Run) -> None:
-    run.store.delete(generation_key(1))
+    run.store.delete(GENERATION_KEY.of(1))
     run = Run.open(run.store)
     with pytest.raises(GenerationRecordLost, match=LOST):
         run.live_line()
     errors = [found.key for found in check(run).findings if found.severity == "error"]
-    assert errors == [generation_key(1), generation_key(2)]
+    assert errors == [GENERATION_KEY.of(1), GENERATION_KEY.of(2)]
     assert run.claim(None).generation == 3
 
 
@@ -121,10 +120,10 @@ def test_a_loss_that_only_an_upload_tells_of_is_found_by_a_check(tmp_path: Path)
     manifest = full(run, 1, run.claim(None).generation)
     run.claim(manifest.ref)
     upload(run.store, build(run, tables(), step=2, generation=2))
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     report = check(Run.open(run.store))
     assert [found.key for found in report.findings if found.severity == "error"] == [
-        generation_key(2)
+        GENERATION_KEY.of(2)
     ]
 
 
@@ -132,7 +131,7 @@ def test_a_page_that_watches_notices_the_loss(run: Run) -> None:
     relink(run, 2, ManifestName(2, 1))
     watch = RunWatch(run)
     assert [one.step for one in watch.refresh().checkpoints] == [4, 3, 2, 1]
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     with pytest.raises(GenerationRecordLost, match=LOST):
         watch.refresh()
 
@@ -144,10 +143,10 @@ def test_a_follower_stays_where_it_is(tmp_path: Path) -> None:
     assert follower.poll() and follower.version == 1
     run.claim(first.ref)
     full(run, 2, 2)
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     with pytest.raises(GenerationRecordLost, match=LOST):
         follower.poll()
-    assert follower.version == 1 and generation_key(2) in (follower.status.error or "")
+    assert follower.version == 1 and GENERATION_KEY.of(2) in (follower.status.error or "")
     relink(run, 2, ManifestName(1, 1))
     assert follower.poll() and follower.version == 2 and follower.status.error is None
 
@@ -237,7 +236,7 @@ def test_a_claim_lists_no_chunks(tmp_path: Path) -> None:
 
 def test_the_highest_number_there_can_be_is_refused_by_name(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    key = manifest_key(3, MAX_GENERATION)
+    key = MANIFEST_KEY.of(3, MAX_GENERATION)
     run.store.put(key, b"{}")
     with pytest.raises(ForeignObject, match=re.escape(key)):
         run.claim(None)
@@ -257,7 +256,7 @@ def test_nor_from_where_a_line_leads_to_a_lost_record(run: Run) -> None:
     relink(run, 2, ManifestName(2, 1))
     run.claim(run.manifest(4, 2).ref)
     named = full(run, 6, 3).ref
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     again = Run.open(run.store)
     with pytest.raises(GenerationRecordLost, match=LOST) as caught:
         again.claim(named)
@@ -284,16 +283,16 @@ def test_beside_the_live_line_it_is_a_warning(left: Run) -> None:
     report = check(left)
     assert report.ok
     assert [found.key for found in report.findings if found.severity == "warning"] == [
-        generation_key(2)
+        GENERATION_KEY.of(2)
     ]
     (failure,) = (one for one in RunWatch(left).refresh().failures if one.kind == "record")
-    assert failure.subject == generation_key(2) and "recpoint relink" in failure.next_step
+    assert failure.subject == GENERATION_KEY.of(2) and "recpoint relink" in failure.next_step
 
 
 def test_retention_keeps_what_only_the_loss_may_have_superseded(left: Run) -> None:
     rows = {(row.step, row.generation): row for row in planned(left).rows()}
     assert {name for name, row in rows.items() if row.action == "keep"} == {(2, 3), (3, 2), (4, 2)}
-    assert rows[4, 2].reason == f"{generation_key(2)} is lost"
+    assert rows[4, 2].reason == f"{GENERATION_KEY.of(2)} is lost"
     relink(left, 2, ManifestName(2, 1))
     rows = {(row.step, row.generation): row for row in planned(Run.open(left.store)).rows()}
     assert {name for name, row in rows.items() if row.action == "keep"} == {(2, 3)}
@@ -344,7 +343,7 @@ def test_an_end_record_tells_of_a_generation_too(run: Run, tmp_path: Path) -> No
     relink(run, 2, ManifestName(2, 1))
     run.store.put("ends/00000003.json", b"{}")
     job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=3)
-    with pytest.raises(GenerationRecordLost, match=re.escape(generation_key(3))):
+    with pytest.raises(GenerationRecordLost, match=re.escape(GENERATION_KEY.of(3))):
         persist_job(job_file)
     assert job_file.exists()
 
@@ -355,7 +354,7 @@ def test_the_first_snapshot_waits_for_a_record_that_is_lost_before_it(
     relink(run, 2, ManifestName(2, 1))
     run.claim(run.manifest(4, 2).ref)
     job_file = stage(run, tmp_path / "staging", tables(), step=6, generation=3)
-    run.store.delete(generation_key(3))
+    run.store.delete(GENERATION_KEY.of(3))
     with pytest.raises(GenerationRecordLost, match="relink URL 3 --never-committed") as caught:
         persist_job(job_file)
     assert classify(caught.value) == "deferred" and job_file.exists()
@@ -434,7 +433,7 @@ def test_one_that_never_was_does_not_replace_the_trainer(run: Run) -> None:
 
 
 def test_a_damaged_record_is_moved_away_and_said_anew(run: Run) -> None:
-    run.store.put(generation_key(2), b"{")
+    run.store.put(GENERATION_KEY.of(2), b"{")
     newest = run.manifest(4, 2).ref
     there = Run.open(run.store)
     asked: list[Callable[[], object]] = [there.live_line, lambda: there.claim(newest)]
@@ -442,9 +441,9 @@ def test_a_damaged_record_is_moved_away_and_said_anew(run: Run) -> None:
     for ask in asked:
         with pytest.raises(RecpointError) as refused:
             ask()
-        assert refused.value.subject == generation_key(2)
+        assert refused.value.subject == GENERATION_KEY.of(2)
         assert "move it out of the run" in refused.value.next_step
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     relink(there, 2, ManifestName(2, 1))
     assert there.claim(newest).generation == 3
 

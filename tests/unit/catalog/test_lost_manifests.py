@@ -14,7 +14,6 @@ from recpoint.catalog.persisting import persist
 from recpoint.catalog.records import pins, publications
 from recpoint.catalog.records.validations import verdicts
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.rejections import leave_rejection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
@@ -27,11 +26,12 @@ from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     CHUNKS_PREFIX,
+    CONSOLIDATED_KEY,
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    PART_KEY,
+    ManifestName,
     attempt_prefix,
-    consolidated_key,
-    generation_key,
-    manifest_key,
-    part_key,
 )
 from recpoint.format.records import pack_record
 from recpoint.format.rejections import MAX_REJECTIONS, Rejection
@@ -92,7 +92,7 @@ def test_what_a_lost_manifest_has_named_stays_until_it_is_back(run: Run) -> None
     pins.record_metric(run, ManifestName(10, 1), "auc", 0.5)
     before = keys(run)
     attempt = run.manifest(10, 1).attempt
-    lost = lose(run, manifest_key(10, 1))
+    lost = lose(run, MANIFEST_KEY.of(10, 1))
     plan, result = swept(run)
     why = "step 10 (generation 1) is needed by step 11 (generation 1), and its manifest is gone"
     (kept,) = plan.kept
@@ -109,7 +109,7 @@ def test_what_a_lost_manifest_has_named_stays_until_it_is_back(run: Run) -> None
 def test_a_check_says_what_such_chunks_are_for(run: Run) -> None:
     orphan = build(run, tables(), step=20, generation=1)
     upload(run.store, orphan)
-    lose(run, manifest_key(11, 1))
+    lose(run, MANIFEST_KEY.of(11, 1))
     report = check(run)
     assert not report.ok
     (text,) = texts(report, "warning")
@@ -121,9 +121,9 @@ def test_a_check_says_what_such_chunks_are_for(run: Run) -> None:
 
 def test_a_check_says_so_of_parts_too(run: Run) -> None:
     attempt = run.manifest(11, 1).attempt
-    run.store.put(part_key(11, 1, attempt, rank=0), b"a part")
+    run.store.put(PART_KEY.of(11, 1, attempt, rank=0), b"a part")
     assert "recpoint sweep removes it" in texts(check(run), "info")[0]
-    lose(run, manifest_key(11, 1))
+    lose(run, MANIFEST_KEY.of(11, 1))
     plan, result = swept(run)
     assert len(plan.kept) == 1 and result.removed == ()
     (text,) = texts(check(run), "warning")
@@ -132,7 +132,7 @@ def test_a_check_says_so_of_parts_too(run: Run) -> None:
 
 def test_several_in_a_row(run: Run) -> None:
     """The manifest of the last of them alone had said what it stands on."""
-    lost = lose(run, *(manifest_key(step, 1) for step in (10, 11, 12)))
+    lost = lose(run, *(MANIFEST_KEY.of(step, 1) for step in (10, 11, 12)))
     plan, result = swept(run)
     assert result.removed == () and len(plan.kept) == len(plan.lost) == 3
     assert plan.lost[1] == (
@@ -147,7 +147,7 @@ def test_beside_the_gap_orphans_go(run: Run) -> None:
     orphans = [build(run, tables(), step=step, generation=1) for step in (5, 12, 20)]
     for orphan in orphans:
         upload(run.store, orphan)
-    lose(run, manifest_key(11, 1))
+    lose(run, MANIFEST_KEY.of(11, 1))
     _, result = swept(run)
     gone = {key for orphan in orphans for key in orphan.chunks}
     assert {one.key for one in result.removed} == gone
@@ -155,14 +155,14 @@ def test_beside_the_gap_orphans_go(run: Run) -> None:
 
 def test_of_a_parent_that_was_replaced_by_another_attempt(run: Run) -> None:
     wanted = chunks(run, 11)
-    (lost,) = lose(run, manifest_key(11, 1)).values()
+    (lost,) = lose(run, MANIFEST_KEY.of(11, 1)).values()
     parent = run.manifest(10, 1)
     dirty = [torch.tensor([1]), torch.tensor([0])]
     other = build(run, tables(), step=11, generation=1, parent=parent, dirty=dirty)
     upload(run.store, other)
-    run.store.put(manifest_key(11, 1), pack_record(other.manifest))
+    run.store.put(MANIFEST_KEY.of(11, 1), pack_record(other.manifest))
     assert swept(run)[1].removed == () and wanted <= keys(run)
-    run.store.put(manifest_key(11, 1), lost)
+    run.store.put(MANIFEST_KEY.of(11, 1), lost)
     assert check(run, level="full").ok
     assert {one.key for one in swept(run)[1].removed} == set(other.chunks)
 
@@ -173,7 +173,7 @@ def test_what_retention_let_go_of_is_swept(run: Run) -> None:
     merged = run.read_manifest(run.representations()[ManifestName(13, 1)][0])
     wanted = {entry.key for entry in merged.chunks}
     old = set.union(*(chunks(run, step) for step in (10, 11, 12)))
-    lose(run, *(manifest_key(step, 1) for step in (12, 11, 10)))
+    lose(run, *(MANIFEST_KEY.of(step, 1) for step in (12, 11, 10)))
     assert swept(run)[0].kept == () and not old & keys(run)
     assert check(run, level="full").ok and wanted <= keys(run)
 
@@ -184,14 +184,14 @@ def test_a_chain_of_which_retention_has_deleted_the_newest(
 ) -> None:
     add(run, 20, None)  # the newest of the run, which retention leaves
     gone = set.union(*(chunks(run, step) for step in deleted))
-    lose(run, *(manifest_key(step, 1) for step in deleted))
+    lose(run, *(MANIFEST_KEY.of(step, 1) for step in deleted))
     plan, result = swept(run)
     assert plan.kept == () and {one.key for one in result.removed} == gone
 
 
 def test_once_nothing_needs_it_any_more_it_goes(run: Run) -> None:
     old = chunks(run, 10)
-    lose(run, manifest_key(10, 1))
+    lose(run, MANIFEST_KEY.of(10, 1))
     assert swept(run)[1].removed == ()
     for step in (14, 15):  # a new chain, for which retention lets the damaged one go
         add(run, step, None)
@@ -206,7 +206,7 @@ def test_a_consolidated_one_that_all_others_were_dropped_for(run: Run) -> None:
     retain(run, LAST)
     assert set(run.representations()) == {ManifestName(12, 1), ManifestName(13, 1)}
     before = keys(run)
-    lost = lose(run, consolidated_key(12, 1, None))
+    lost = lose(run, CONSOLIDATED_KEY.of(12, 1, None))
     plan, result = swept(run)
     assert result.removed == ()
     assert plan.lost == (
@@ -218,7 +218,7 @@ def test_a_consolidated_one_that_all_others_were_dropped_for(run: Run) -> None:
 
 def test_one_that_is_pinned(run: Run) -> None:
     pins.pin(run, ManifestName(13, 1), label="best")
-    lost = lose(run, manifest_key(13, 1))
+    lost = lose(run, MANIFEST_KEY.of(13, 1))
     plan, result = swept(run)
     why = "step 13 (generation 1) is pinned (best), and its manifest is gone"
     assert plan.lost == (why,) and result.removed == ()
@@ -226,7 +226,7 @@ def test_one_that_is_pinned(run: Run) -> None:
     assert why in text
     put_back(run, lost)
     assert check(run, level="full").ok
-    lose(run, manifest_key(13, 1))
+    lose(run, MANIFEST_KEY.of(13, 1))
     pins.unpin(run, ManifestName(13, 1), label="best")
     assert len(swept(run)[1].removed) > 0
 
@@ -238,7 +238,7 @@ SIGNS: dict[str, Callable[[Run], object]] = {
     "consolidated": lambda run: consolidated(run, 12),
     "marked": lambda run: (add(run, 14, None), add(run, 15, None), retain(run)),
     "restored": lambda run: run.claim(run.manifest(13, 1).ref),
-    "damaged": lambda run: (run.claim(None), run.store.put(generation_key(2), b"damaged")),
+    "damaged": lambda run: (run.claim(None), run.store.put(GENERATION_KEY.of(2), b"damaged")),
 }
 
 
@@ -258,7 +258,7 @@ def test_all_manifests_gone_of_a_run_that_had_some(run: Run, sign: str) -> None:
     found = texts(check(run), "warning")
     assert len(found) == len(plan.kept) and all(why in text for text in found)
     if sign == "damaged":
-        run.store.delete(generation_key(2))
+        run.store.delete(GENERATION_KEY.of(2))
     put_back(run, lost)
     assert check(run, level="full").ok
 
@@ -266,7 +266,7 @@ def test_all_manifests_gone_of_a_run_that_had_some(run: Run, sign: str) -> None:
 def test_all_manifests_gone_of_a_run_of_which_nothing_else_tells(run: Run) -> None:
     """One trainer that was killed: its chunks alone say that an agent went on from them."""
     before = keys(run)
-    lost = lose(run, *(manifest_key(step, 1) for step in STEPS))
+    lost = lose(run, *(MANIFEST_KEY.of(step, 1) for step in STEPS))
     plan, result = swept(run)
     assert result.removed == () and len(plan.kept) == len(STEPS)
     (why,) = plan.lost
@@ -290,7 +290,7 @@ def rejected(run: Run, checkpoint: Checkpoint) -> None:
 
 def part_there(run: Run, checkpoint: Checkpoint) -> None:
     ref = checkpoint.ref
-    run.store.put(part_key(ref.step, ref.generation, ref.attempt, rank=0), b"a part")
+    run.store.put(PART_KEY.of(ref.step, ref.generation, ref.attempt, rank=0), b"a part")
 
 
 def replaced(run: Run, checkpoint: Checkpoint) -> None:
@@ -360,7 +360,7 @@ def test_all_manifests_gone_between_plan_and_deed(run: Run) -> None:
     plan = plan_sweep(run, grace_seconds=0)
     assert plan.objects != ()
     before = keys(run)
-    lost = lose(run, *(manifest_key(step, 1) for step in STEPS))
+    lost = lose(run, *(MANIFEST_KEY.of(step, 1) for step in STEPS))
     result = execute(run, plan)
     assert result.removed == () and keys(run) == before - lost.keys()
     assert result.spared[0].reason == (
@@ -382,8 +382,8 @@ def test_a_run_whose_first_checkpoint_was_never_committed_is_swept(tmp_path: Pat
 
 def test_validations_stay_while_it_is_not_known_what_is_needed(run: Run) -> None:
     record(run, validate(run, ManifestName(10, 1), level="metadata"))
-    lost = lose(run, manifest_key(10, 1), manifest_key(11, 1))
-    run.store.put(manifest_key(11, 1), b"damaged")
+    lost = lose(run, MANIFEST_KEY.of(10, 1), MANIFEST_KEY.of(11, 1))
+    run.store.put(MANIFEST_KEY.of(11, 1), b"damaged")
     assert swept(run)[1].removed == ()
     put_back(run, lost)
     assert ManifestName(10, 1) in verdicts(run) and check(run, level="full").ok
@@ -406,14 +406,14 @@ def publish_alone(run: Run, manifest: Manifest, data: dict[str, bytes]) -> None:
     """A checkpoint whose parent has no manifest, which no commit would let through."""
     for key, chunk in data.items():
         run.store.put(key, chunk)
-    run.store.put(manifest_key(manifest.step, manifest.generation), pack_record(manifest))
+    run.store.put(MANIFEST_KEY.of(manifest.step, manifest.generation), pack_record(manifest))
 
 
 def test_of_a_superseded_checkpoint_it_stays_too(run: Run) -> None:
     run.claim(run.manifest(11, 1).ref)
     second = build(run, tables(), step=12, generation=2, parent=run.manifest(11, 1), dirty=None)
     publish(run, second)
-    lost = lose(run, manifest_key(12, 1))
+    lost = lose(run, MANIFEST_KEY.of(12, 1))
     assert swept(run)[1].removed == ()
     put_back(run, lost)
     assert check(run, level="full").ok
@@ -433,11 +433,11 @@ def test_a_young_probe_is_left_for_a_later_sweep(run: Run) -> None:
 
 def test_retention_keeps_what_is_before_a_lost_manifest_in_a_chain_that_is_kept(run: Run) -> None:
     pins.pin(run, ManifestName(13, 1))
-    lost = lose(run, manifest_key(12, 1))
+    lost = lose(run, MANIFEST_KEY.of(12, 1))
     for step in (14, 15):
         add(run, step, None)
     retain(run)
-    assert retain(run).deleted == (manifest_key(14, 1),)
+    assert retain(run).deleted == (MANIFEST_KEY.of(14, 1),)
     put_back(run, lost)
     assert check(run, level="full").ok
     pins.unpin(run, ManifestName(13, 1))

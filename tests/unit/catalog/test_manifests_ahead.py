@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import MissingLink
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import consolidated_key, manifest_key
+from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, ManifestName
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.consolidation import merge
 from tests.interposed_store import InterposedStore
@@ -55,7 +54,7 @@ def test_each_manifest_is_read_once_and_several_at_a_time(run: Run, links: list[
 
     def before(call: str, key: str) -> None:
         # All but the first, which tells of the others: none ends before each has begun.
-        if call == "get" and key != manifest_key(STEPS[-1], 1):
+        if call == "get" and key != MANIFEST_KEY.of(STEPS[-1], 1):
             together.wait(240)
 
     assert isinstance(run.store, InterposedStore)
@@ -63,7 +62,7 @@ def test_each_manifest_is_read_once_and_several_at_a_time(run: Run, links: list[
     run.store.calls.clear()
     run.store.before = before
     assert newest(run, line) == tuple(links)
-    assert reads(run) == dict.fromkeys((manifest_key(step, 1) for step in STEPS), 1)
+    assert reads(run) == dict.fromkeys((MANIFEST_KEY.of(step, 1) for step in STEPS), 1)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +74,16 @@ def test_a_wrong_line_costs_time_only(
 ) -> None:
     assert newest(run, [ManifestName(step, 1) for step in steps]) == tuple(links)
     for step in STEPS:
-        assert reads(run)[manifest_key(step, 1)] == 1
-    assert not set(reads(run)) & {manifest_key(step, 1) for step in (2, 3, 18, 40)}
+        assert reads(run)[MANIFEST_KEY.of(step, 1)] == 1
+    assert not set(reads(run)) & {MANIFEST_KEY.of(step, 1) for step in (2, 3, 18, 40)}
 
 
 def test_what_is_missing_is_an_error_of_the_walk(run: Run, links: list[Manifest]) -> None:
     line = run.live_line()
-    run.store.delete(manifest_key(13, 1))
+    run.store.delete(MANIFEST_KEY.of(13, 1))
     with pytest.raises(MissingLink) as caught:
         newest(run, line)
-    assert caught.value.subject == manifest_key(13, 1)
+    assert caught.value.subject == MANIFEST_KEY.of(13, 1)
     assert "step 14" in caught.value.expected
 
 
@@ -94,5 +93,5 @@ def test_a_consolidated_manifest_is_what_is_read_ahead(run: Run, links: list[Man
     run.store.calls.clear()
     line = [ManifestName(step, 1) for step in reversed(STEPS)]
     assert [m.step for m in newest(run, line)] == [13, 14, 15, 16, 17]
-    expected = {manifest_key(step, 1) for step in STEPS[4:]} | {consolidated_key(13, 1, None)}
+    expected = {MANIFEST_KEY.of(step, 1) for step in STEPS[4:]} | {CONSOLIDATED_KEY.of(13, 1, None)}
     assert reads(run) == dict.fromkeys(expected, 1)

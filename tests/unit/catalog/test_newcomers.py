@@ -10,11 +10,10 @@ import pytest
 from recpoint.catalog.records import leases
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.check import check
-from recpoint.format.naming import DELETION_KEY
+from recpoint.format.naming import DELETION_KEY, ManifestName
 from tests.interposed_store import InterposedStore
 from tests.retained_run import filled, keys, named, planned, require_tidy, retain, steps
 

@@ -17,7 +17,6 @@ from recpoint.catalog.records.announcement import announce
 from recpoint.catalog.records.publications import publish
 from recpoint.catalog.records.run_facts import gather
 from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import Clocks, now_ms, store_ms
 from recpoint.catalog.stores.store import open_store
@@ -35,14 +34,15 @@ from recpoint.errors import (
 )
 from recpoint.format.naming import (
     CHUNKS_PREFIX,
+    CONSOLIDATED_KEY,
     DELETION_KEY,
-    consolidated_key,
-    expired_key,
+    EXPIRED_KEY,
+    LEASE_KEY,
+    MANIFEST_KEY,
+    METRIC_KEY,
+    PIN_KEY,
+    ManifestName,
     is_probe_key,
-    lease_key,
-    manifest_key,
-    metric_key,
-    pin_key,
 )
 from recpoint.format.records import pack_record
 from recpoint.format.retention_records import Pin, Stamp
@@ -104,15 +104,15 @@ class TestPins:
         retain(run)
         make_old(run, 2 * HOUR)
         pins.pin(run, ManifestName(20, 1))
-        assert keys(run) & {expired_key(named(run, s)) for s in (10, 20, 30)} == {
-            expired_key(named(run, 30))
+        assert keys(run) & {EXPIRED_KEY.of(named(run, s)) for s in (10, 20, 30)} == {
+            EXPIRED_KEY.of(named(run, 30))
         }
         pins.unpin(run, ManifestName(20, 1))
         result = retain(run, grace=HOUR)
         assert result.deleted == (named(run, 30),) and steps(run) == [10, 20, 40, 50]
 
     def test_one_that_cannot_be_read_counts(self, run: Run) -> None:
-        run.store.put(pin_key(30, 1, "pin"), b"damaged")
+        run.store.put(PIN_KEY.of(30, 1, "pin"), b"damaged")
         assert planned(run).mark == ()
 
     @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ class TestPins:
         made = pins.pin(run, ManifestName(30, 1), label="release")
         if "checkpoint" in wrong:
             wrong = {"checkpoint": run.manifest(10, 1).ref}
-        run.store.put(pin_key(30, 1, "release"), pack_record(made.model_copy(update=wrong)))
-        with pytest.raises(ForeignObject, match="what its key says") as refused:
+        run.store.put(PIN_KEY.of(30, 1, "release"), pack_record(made.model_copy(update=wrong)))
+        with pytest.raises(ForeignObject, match="the record of pins") as refused:
             pins.read_pin(run, ManifestName(30, 1), "release")
         assert f"recpoint unpin {run.url} 30 --name release" in refused.value.next_step
         assert pins.pinned(run) == {ManifestName(30, 1): ("release",)}
         assert planned(run).mark == ()
 
     def test_one_of_no_checkpoint_is_told_and_left(self, run: Run) -> None:
-        key = pin_key(25, 1, "pin")
+        key = PIN_KEY.of(25, 1, "pin")
         run.store.put(key, b"of something that is gone")
         plan = planned(run)
         assert plan.stray_pins == (key,) and len(plan.mark) == 3
@@ -190,7 +190,7 @@ class TestPins:
         plan = planned(run)
 
         def delete(call: str, key: str) -> None:
-            if (call, key) == ("create", pin_key(10, 1, "pin")):
+            if (call, key) == ("create", PIN_KEY.of(10, 1, "pin")):
                 execute(run, plan)
 
         with pytest.raises((ObjectNotFound, ChainError)):
@@ -200,7 +200,7 @@ class TestPins:
     def test_a_holder_that_loses_the_store_leaves_the_pin_to_who_has_found_it(
         self, run: Run
     ) -> None:
-        key = pin_key(30, 1, "release")
+        key = PIN_KEY.of(30, 1, "release")
         others: list[Pin] = []
 
         def lose(call: str, at: str) -> None:
@@ -247,7 +247,7 @@ class TestPins:
         assert all(map(torch.equal, was, values(run, 40)))
 
     def test_another_chain_at_the_second_look_is_looked_up_too(self, run: Run) -> None:
-        mine = announce(run, (consolidated_key(30, 1, None),))
+        mine = announce(run, (CONSOLIDATED_KEY.of(30, 1, None),))
 
         def merge(call: str, key: str) -> None:
             if (call, key) == ("get", DELETION_KEY) and not run.consolidated():
@@ -263,11 +263,12 @@ class TestMetrics:
     """What was measured counts for the checkpoint and under the name that the key has."""
 
     @pytest.mark.parametrize(
-        "to", [metric_key(10, 1, "loss"), metric_key(20, 1, "auc"), metric_key(20, 1, "loss")]
+        "to",
+        [METRIC_KEY.of(10, 1, "loss"), METRIC_KEY.of(20, 1, "auc"), METRIC_KEY.of(20, 1, "loss")],
     )
     def test_one_under_anothers_key_is_left_out(self, run: Run, to: str) -> None:
         pins.record_metric(run, ManifestName(10, 1), "auc", 0.75)
-        data = run.store.get(metric_key(10, 1, "auc"), max_bytes=1 << 20)
+        data = run.store.get(METRIC_KEY.of(10, 1, "auc"), max_bytes=1 << 20)
         run.store.put(to, data)
         assert pins.read_metrics(run, ["loss", "auc"], of=run.manifest_names()) == {
             "loss": {},
@@ -286,13 +287,13 @@ class TestMetrics:
         for step in steps(run):
             pins.record_metric(run, ManifestName(step, 1), "auc", 0.5)
             pins.record_metric(run, ManifestName(step, 1), "loss", 0.5)
-        kept = {metric_key(step, 1, name) for step in (40, 50) for name in ("auc", "loss")}
-        run.store.delete(manifest_key(30, 1))  # nothing stands on it
+        kept = {METRIC_KEY.of(step, 1, name) for step in (40, 50) for name in ("auc", "loss")}
+        run.store.delete(MANIFEST_KEY.of(30, 1))  # nothing stands on it
         store = InterposedStore(run.store)
         facts = gather(Run.open(store), metrics=["auc"])
         assert facts.metrics["auc"].keys() == {ManifestName(s, 1) for s in (10, 20, 40, 50)}
         read = {key for call, key in store.calls if call == "get" and key.startswith("metrics/")}
-        assert read == {metric_key(step, 1, "auc") for step in (10, 20, 40, 50)}
+        assert read == {METRIC_KEY.of(step, 1, "auc") for step in (10, 20, 40, 50)}
         retain(run)
         retain(run)
         assert {key for key in keys(run) if key.startswith("metrics/")} == kept
@@ -391,7 +392,7 @@ class TestLeases:
         assert planned(run).held and planned(run).adopt == ()
 
     def test_one_that_cannot_be_read_is_honoured_for_a_week(self, run: Run) -> None:
-        key = lease_key("ab" * 16)
+        key = LEASE_KEY.of("ab" * 16)
         run.store.put(key, b"damaged")
         retain(run)
         assert planned(run).held[0].startswith("unreadable")
@@ -412,7 +413,7 @@ class TestLeases:
         )
         (foreign,) = leases.look(run, Clocks.read())
         assert foreign.alive and foreign.covers is None and foreign.lease is None
-        assert foreign.who.startswith("unreadable: a lease of owner")
+        assert foreign.who.startswith("unreadable: the record of leases/")
         retain(run)
         assert planned(run).held
         age_file(run, found.key, 8 * 24 * HOUR)

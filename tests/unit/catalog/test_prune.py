@@ -11,10 +11,10 @@ import torch
 
 from recpoint.catalog.records import leases, pins
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.retention.plan_record import leave_plan
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.retention.prune_plan import plan_prune
 from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store import open_store
@@ -32,11 +32,12 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
+    CONSOLIDATED_KEY,
     DELETION_KEY,
+    EXPIRED_KEY,
+    METRIC_KEY,
     PLAN_KEY,
-    consolidated_key,
-    expired_key,
-    metric_key,
+    ManifestName,
 )
 from recpoint.format.records import pack_record
 from tests.catalog_builder import build, copy_run, publish, tables
@@ -77,7 +78,7 @@ def test_marked_first_deleted_later(store: Store) -> None:
     first = retain(run)
     assert first.marked == tuple(named(run, step) for step in (30, 20, 10))
     assert first.deleted == () and first.removed_bytes == 0
-    marks = {expired_key(named(run, step)) for step in (10, 20, 30)}
+    marks = {EXPIRED_KEY.of(named(run, step)) for step in (10, 20, 30)}
     assert keys(run) == before | marks | {PLAN_KEY}
     assert check(run, level="full").ok
     # A marked checkpoint counts and restores as before.
@@ -153,7 +154,7 @@ def test_what_a_rule_comes_to_keep_is_unmarked(run: Run) -> None:
 def test_a_mark_of_another_attempt_or_damaged_is_none(run: Run) -> None:
     retain(run)
     rewrite_mark(run, 30, attempt="f" * 32)
-    run.store.put(expired_key(named(run, 20)), b"damaged")
+    run.store.put(EXPIRED_KEY.of(named(run, 20)), b"damaged")
     plan = planned(run)
     assert plan.delete == (named(run, 10),)
     assert [d.manifest.name.step for d in plan.mark] == [30, 20]
@@ -176,7 +177,7 @@ def test_best_by_a_recorded_metric(run: Run) -> None:
     for step, value in ((10, 0.5), (20, 0.75), (40, 0.625)):
         pins.record_metric(run, ManifestName(step, 1), "auc", value)
     pins.record_metric(run, ManifestName(10, 1), "auc", 0.25)  # measured again
-    run.store.put(metric_key(30, 1, "auc"), b"damaged")
+    run.store.put(METRIC_KEY.of(30, 1, "auc"), b"damaged")
     policy = RetentionPolicy(best_by=(BestBy("auc", "max"),), require_validated=False)
     assert [d.manifest.name.step for d in planned(run, policy).mark] == [30]
     policy = RetentionPolicy(best_by=(BestBy("auc", "min"),), require_validated=False)
@@ -260,7 +261,7 @@ class TestConsolidated:
     def test_a_merged_full_that_no_reader_takes_replaces_no_link(self, run: Run) -> None:
         merged = run.read_manifest(run.representations()[ManifestName(40, 1)][0])
         assert merged.stands_for is not None
-        key = consolidated_key(40, 1, None)
+        key = CONSOLIDATED_KEY.of(40, 1, None)
         links = merged.stands_for.model_copy(update={"chain_length": 7})
         run.store.put(key, pack_record(merged.model_copy(update={"stands_for": links})))
         policy = RetentionPolicy(keep_last=2, require_validated=False)
@@ -347,7 +348,7 @@ class TestStoreFull:
             run.store.delete(key)
         plan = plan_sweep(full, grace_seconds=0.0)
         assert len(execute_sweep(full, plan).removed) > 0
-        run.store.put(PLAN_KEY, b"")
+        leave_plan(run, planned(run))
         require_tidy(run, [40, 50])
 
 

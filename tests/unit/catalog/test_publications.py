@@ -17,12 +17,11 @@ from recpoint.catalog.records.publications import (
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.prune_plan import plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.sweeping.sweep import plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, RetentionRefused
-from recpoint.format.naming import MAX_PUBLICATION, pin_key, publication_key
+from recpoint.format.naming import MAX_PUBLICATION, PIN_KEY, PUBLICATION_KEY, ManifestName
 from recpoint.format.records import pack_record
 from tests.catalog_builder import new_run, tables
 from tests.consolidation import name_of, spoil, trained
@@ -64,7 +63,7 @@ def test_what_is_asked_for_is_published_whatever_a_pin_of_that_name_says(
 ) -> None:
     made = pins.pin(run, at(1), label="published-00000001")
     data = pack_record(made) if there == "of another checkpoint" else b"damaged"
-    run.store.put(pin_key(3, 1, "published-00000001"), data)
+    run.store.put(PIN_KEY.of(3, 1, "published-00000001"), data)
     done = publish(run, at(3), who="ana")
     assert done.record.checkpoint == run.manifest(3, 1).ref and done.record.who == "ana"
     assert newest_publication(run) == done.record
@@ -149,7 +148,7 @@ def test_a_damaged_record_changes_nothing_for_who_serves(run: Run) -> None:
     follower = Follower(run.url, channel="published")
     assert follower.poll() and follower.version == 3
     publish(run, at(4))
-    run.store.put(publication_key(3), b"{}")
+    run.store.put(PUBLICATION_KEY.of(3), b"{}")
     with pytest.raises(FormatError):
         follower.poll()
     assert follower.version == 3 and follower.status.error is not None
@@ -162,19 +161,19 @@ def test_a_damaged_record_changes_nothing_for_who_serves(run: Run) -> None:
     assert publish(run, at(2), release=True).record.number == 4
     assert fresh.poll() and fresh.version == 2
     record = newest_publication_bytes(run, 2)
-    run.store.put(publication_key(4), record)
-    with pytest.raises(FormatError, match="publication 2"):
+    run.store.put(PUBLICATION_KEY.of(4), record)
+    with pytest.raises(FormatError, match="the record of published/00000002"):
         newest_publication(run)
 
 
 def newest_publication_bytes(run: Run, number: int) -> bytes:
-    return run.store.get(publication_key(number), max_bytes=1 << 20)
+    return run.store.get(PUBLICATION_KEY.of(number), max_bytes=1 << 20)
 
 
 def test_numbers_that_have_run_out_leave_no_pin(run: Run) -> None:
     publish(run, at(2))
     before = published_pins(run)
-    last = publication_key(MAX_PUBLICATION)
+    last = PUBLICATION_KEY.of(MAX_PUBLICATION)
     run.store.put(last, b"somebody else's")
     for step in (3, 4):
         with pytest.raises(RetentionRefused, match=last):

@@ -17,7 +17,6 @@ from recpoint.catalog.persisting import persist
 from recpoint.catalog.persisting.rank_parts import parts_there
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.cancel import write_mark
@@ -25,7 +24,7 @@ from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.catalog.validation.validate import validate
 from recpoint.errors import ObjectNotFound, RanksMissing
-from recpoint.format.naming import ValidationLevel, part_key
+from recpoint.format.naming import PART_KEY, ManifestName, ValidationLevel
 from tests.catalog_builder import Table, tables
 from tests.rank_jobs import RankJobs
 
@@ -130,7 +129,7 @@ def test_a_part_that_is_written_again_after_the_commit_does_not_stay(
     with pytest.raises(RanksMissing):
         persist.persist_job(last)
     job = staged.read_job(last)
-    key = part_key(10, 1, job.attempt, rank=1)
+    key = PART_KEY.of(10, 1, job.attempt, rank=1)
     part = run.store.get(key, max_bytes=1 << 20)
     assert persist.persist_job(first).result == "committed"
     assert not parts_there(run, job.ref)
@@ -207,7 +206,7 @@ def test_a_step_that_is_staged_again_is_not_mixed_with_the_first_snapshot_of_it(
     (again,) = two_hosts(run, tmp_path, tables(seed=1)).stage(10, only=[0])
     outcome = persist.persist_job(again)
     assert outcome.error_type == "CommitConflict"
-    assert part_key(10, 1, jobs.attempt(10), rank=0) in outcome.error
+    assert PART_KEY.of(10, 1, jobs.attempt(10), rank=0) in outcome.error
 
 
 def test_a_sweep_takes_what_a_dead_rank_left_once_nobody_can_commit_it(
@@ -228,7 +227,7 @@ def test_a_sweep_takes_what_a_dead_rank_left_once_nobody_can_commit_it(
     assert not plan.objects and "may still commit it" in plan.kept[0].reason
     run.claim(None)
     plan = plan_sweep(run, grace_seconds=0)
-    assert plan.objects[0].key == part_key(10, 1, jobs.attempt(10), rank=0)  # before its chunks
+    assert plan.objects[0].key == PART_KEY.of(10, 1, jobs.attempt(10), rank=0)  # before its chunks
     execute(run, plan)
     assert not list(run.store.list("parts/")) and not list(run.store.list("chunks/"))
 
@@ -239,7 +238,7 @@ def test_a_sweep_takes_the_parts_that_a_killed_committer_left(run: Run, tmp_path
     first, last = jobs.stage(10)
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
-    key = part_key(10, 1, jobs.attempt(10), rank=0)
+    key = PART_KEY.of(10, 1, jobs.attempt(10), rank=0)
     part = run.store.get(key, max_bytes=1 << 20)
     assert persist.persist_job(last).result == persist.persist_job(first).result == "committed"
     run.store.put(key, part)
@@ -304,7 +303,7 @@ def test_an_overview_names_the_ranks_that_are_waited_for(run: Run, tmp_path: Pat
         persist.persist_job(first)
     watch = RunWatch(run)
     assert not watch.refresh().failures  # others may take a minute longer
-    part = tmp_path / "run" / part_key(10, 1, jobs.attempt(10), rank=0)
+    part = tmp_path / "run" / PART_KEY.of(10, 1, jobs.attempt(10), rank=0)
     os.utime(part, (time.time() - 61, time.time() - 61))
     (failure,) = watch.refresh().failures
     assert (failure.kind, failure.subject) == ("ranks", "step 10 waits for ranks 1, 2 of 3")

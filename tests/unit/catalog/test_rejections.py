@@ -14,7 +14,7 @@ from recpoint.catalog.staging import cancel, staged
 from recpoint.catalog.sweeping.sweep import plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.errors import StoreFull
-from recpoint.format.naming import rejections_key
+from recpoint.format.naming import REJECTIONS_KEY
 from recpoint.format.records import CheckpointRef, pack_record
 from recpoint.format.rejections import (
     MAX_REJECTIONS,
@@ -62,9 +62,9 @@ def test_a_rejected_checkpoint_is_told_of_with_its_cause(run: Run, tmp_path: Pat
     assert failure.cause == f"{outcome.error_type}: {outcome.error[:1024]}"
     assert failure.when_ms == outcome.finished_ms
     # It is one of our objects: no check wonders at it, and no sweep takes it.
-    assert rejections_key(0) not in {one.key for one in check(run).findings}
+    assert REJECTIONS_KEY.of(0) not in {one.key for one in check(run).findings}
     plan = plan_sweep(run, grace_seconds=0)
-    assert plan.unrecognised == () and rejections_key(0) not in {one.key for one in plan.objects}
+    assert plan.unrecognised == () and REJECTIONS_KEY.of(0) not in {one.key for one in plan.objects}
 
 
 def test_what_a_trainer_wished_dropped_is_no_failure(run: Run, tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_the_newest_of_each_rank_are_kept_and_each_is_told_once(run: Run) -> Non
     ids=["no record", "too large", "another run's"],
 )
 def test_a_damaged_record_is_told_of_and_written_anew(run: Run, bad: bytes) -> None:
-    run.store.put(rejections_key(0), bad)
+    run.store.put(REJECTIONS_KEY.of(0), bad)
     (failure,) = RunWatch(run).refresh().failures
-    assert failure.kind == "record" and failure.subject.endswith(rejections_key(0))
+    assert failure.kind == "record" and failure.subject.endswith(REJECTIONS_KEY.of(0))
     leave_rejection(run, 0, rejection(5))
     (failure,) = RunWatch(run).refresh().failures
     assert failure.kind == "rejected"

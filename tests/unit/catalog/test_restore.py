@@ -23,7 +23,7 @@ from recpoint.errors import (
     UnsupportedVersion,
 )
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import generation_key, manifest_key
+from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.records import pack_record
 from recpoint.kernels import dirty_bitmap
 from tests.catalog_builder import Table, build, new_run, publish, tables
@@ -313,8 +313,8 @@ class TestChoice:
 
     def test_a_named_checkpoint_needs_no_lineage(self, run: Run) -> None:
         manifest = publish(run, build(run, tables(), step=5, generation=1))
-        run.store.delete(generation_key(1))
-        run.store.put(generation_key(2), b"damaged")
+        run.store.delete(GENERATION_KEY.of(1))
+        run.store.put(GENERATION_KEY.of(2), b"damaged")
         fresh = Run.open(run.store)
         assert restore(fresh, MemoryTarget(), step=5, generation=1).restored == manifest.ref
 
@@ -328,7 +328,7 @@ class TestChoice:
         publish(run, build(run, tables(), step=5, generation=1))
         newer = build(run, tables(), step=6, generation=1).manifest
         data = pack_record(newer).replace(b'"version":1', b'"version":2')
-        run.store.put(manifest_key(6, 1), data)
+        run.store.put(MANIFEST_KEY.of(6, 1), data)
         with pytest.raises(UnsupportedVersion, match="version 2"):
             restore(run, MemoryTarget())
 

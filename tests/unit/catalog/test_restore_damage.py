@@ -24,7 +24,7 @@ from recpoint.errors import (
 )
 from recpoint.format.chunk import Section, build_chunk, section_tensor, tensor_section
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from recpoint.kernels import row_set
 from tests.catalog_builder import build, copy_run, new_run, publish, tables
@@ -152,10 +152,10 @@ def test_the_newest_good_checkpoint_is_restored_instead(
 
 
 def test_a_damaged_manifest_is_passed_over(run: Run, links: list[Manifest]) -> None:
-    flip(run, manifest_key(21, 1))
+    flip(run, MANIFEST_KEY.of(21, 1))
     report = restore(run, MemoryTarget())
     assert report.restored.step == 20
-    assert manifest_key(21, 1) in report.skipped[0].error
+    assert MANIFEST_KEY.of(21, 1) in report.skipped[0].error
 
 
 def test_a_manifest_that_names_a_chunk_of_generation_zero_is_passed_over(
@@ -164,14 +164,16 @@ def test_a_manifest_that_names_a_chunk_of_generation_zero_is_passed_over(
     chunk = links[-1].chunks[0]
     strange = chunk.model_copy(update={"key": chunk.key.replace("-00000001-", "-00000000-")})
     chunks = (strange, *links[-1].chunks[1:])
-    run.store.put(manifest_key(21, 1), pack_record(links[-1].model_copy(update={"chunks": chunks})))
+    run.store.put(
+        MANIFEST_KEY.of(21, 1), pack_record(links[-1].model_copy(update={"chunks": chunks}))
+    )
     report = restore(run, MemoryTarget())
     assert report.restored.step == 20
-    assert manifest_key(21, 1) in report.skipped[0].error
+    assert MANIFEST_KEY.of(21, 1) in report.skipped[0].error
 
 
 def test_a_missing_link_is_passed_over(run: Run, links: list[Manifest]) -> None:
-    remove(run, manifest_key(20, 1))
+    remove(run, MANIFEST_KEY.of(20, 1))
     with pytest.raises(MissingLink):
         restore(run, MemoryTarget(), step=21)
     report = restore(run, MemoryTarget())
@@ -199,7 +201,7 @@ def test_a_chunk_known_to_be_damaged_is_not_read_for_each_chain_that_needs_it(
     key = row_chunk(links[0]).key
     flip(run, key)
     for manifest in links[3:]:
-        remove(run, manifest_key(manifest.step, 1))
+        remove(run, MANIFEST_KEY.of(manifest.step, 1))
     store = InterposedStore(run.store)
     with pytest.raises(NothingToRestore):
         restore(Run.open(store), MemoryTarget())
@@ -234,7 +236,7 @@ class TestMalformed:
         changed = ChunkEntry.model_validate(entry.model_dump() | stored)
         chunks = [changed if known.key == entry.key else known for known in manifest.chunks]
         new = Manifest.model_validate(manifest.model_dump() | {"chunks": tuple(chunks)})
-        run.store.put(manifest_key(manifest.step, manifest.generation), pack_record(new))
+        run.store.put(MANIFEST_KEY.of(manifest.step, manifest.generation), pack_record(new))
 
     def rebuilt(self, run: Run, manifest: Manifest, entry: ChunkEntry, rows: torch.Tensor) -> bytes:
         """The chunk with other row ids."""
@@ -344,7 +346,7 @@ class TestMalformed:
             changed if known.key == entry.key else known.model_dump() for known in manifest.chunks
         ]
         new = Manifest.model_validate(manifest.model_dump() | {"tables": specs, "chunks": chunks})
-        run.store.put(manifest_key(10, 1), pack_record(new))
+        run.store.put(MANIFEST_KEY.of(10, 1), pack_record(new))
         with pytest.raises(MalformedObject, match=f"for {huge} rows"):
             restore(run, MemoryTarget(), step=10)
 

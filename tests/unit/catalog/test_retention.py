@@ -10,9 +10,9 @@ import pytest
 
 from recpoint.catalog.retention.retention import RetentionPlan, needed_manifests, plan
 from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.representations import RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused, SettingsError
+from recpoint.format.naming import ManifestName
 from tests.retention_facts import HOUR_MS, NOW_MS, facts, full, increment, merged
 
 LAST = RetentionPolicy(keep_last=1, require_validated=False)

@@ -25,7 +25,7 @@ from recpoint.errors import (
     ObjectExists,
     StoreUnavailable,
 )
-from recpoint.format.naming import consolidated_key, generation_key, manifest_key
+from recpoint.format.naming import CONSOLIDATED_KEY, GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.records import CheckpointRef
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.consolidation import merge, trained
@@ -100,11 +100,11 @@ def test_no_run_is_made_beside_what_another_has_left(left: str, tmp_path: Path) 
     publish(run, made)
     (tmp_path / "run.json").unlink()
     if left == "consolidated":
-        merged = consolidated_key(10, 1, None)
+        merged = CONSOLIDATED_KEY.of(10, 1, None)
         (tmp_path / merged).parent.mkdir()
-        (tmp_path / manifest_key(10, 1)).rename(tmp_path / merged)
+        (tmp_path / MANIFEST_KEY.of(10, 1)).rename(tmp_path / merged)
     if left != "generations":
-        (tmp_path / generation_key(1)).unlink()
+        (tmp_path / GENERATION_KEY.of(1)).unlink()
     store = LocalStore(tmp_path)
     for call in (Run.create, Run.open):
         with pytest.raises(NothingToRestore) as refused:
@@ -138,13 +138,13 @@ def test_a_lost_run_record_is_not_guessed(tmp_path: Path) -> None:
     run.claim(None)
     other.claim(None)
     (tmp_path / "run" / "run.json").unlink()
-    taken = (tmp_path / "other" / generation_key(1)).read_bytes()
-    (tmp_path / "run" / generation_key(2)).write_bytes(taken)
+    taken = (tmp_path / "other" / GENERATION_KEY.of(1)).read_bytes()
+    (tmp_path / "run" / GENERATION_KEY.of(2)).write_bytes(taken)
     store = LocalStore(tmp_path / "run")
     with pytest.raises(ForeignObject, match="records of 2 runs"):
         remake_run_record(store)
     for number in (1, 2):
-        (tmp_path / "run" / generation_key(number)).write_bytes(b"garbage")
+        (tmp_path / "run" / GENERATION_KEY.of(number)).write_bytes(b"garbage")
     with pytest.raises(NothingToRestore, match="which is damaged too"):
         Run.create(store)
     with pytest.raises(NothingToRestore, match="tells the run's id"):
@@ -230,19 +230,19 @@ def test_generation_records_are_read_once(tmp_path: Path) -> None:
     run = Run.open(store)
     run.live_line()
     run.live_line()
-    assert store.calls.count(("get", generation_key(1))) == 1
+    assert store.calls.count(("get", GENERATION_KEY.of(1))) == 1
 
 
 def test_a_damaged_generation_on_the_line_stops_the_reader(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     manifest = publish(run, build(run, tables(), step=5, generation=run.claim(None).generation))
     run.claim(manifest.ref)
-    flip(tmp_path / generation_key(2))
+    flip(tmp_path / GENERATION_KEY.of(2))
     fresh = Run.open(LocalStore(tmp_path))
     with pytest.raises(DigestMismatch) as caught:
         fresh.live_line()
-    assert generation_key(2) in caught.value.subject
-    assert "recpoint relink URL 2" in caught.value.next_step
+    assert GENERATION_KEY.of(2) in caught.value.subject
+    assert f"recpoint relink {tmp_path} 2" in caught.value.next_step
     with pytest.raises(DigestMismatch):
         fresh.generations()
     # The line before it can still be followed, and so can a checkpoint that somebody names.
@@ -255,7 +255,7 @@ def test_a_damaged_generation_beside_the_line_does_not(tmp_path: Path) -> None:
     manifest = publish(run, build(run, tables(), step=5, generation=run.claim(None).generation))
     run.claim(None)
     run.claim(manifest.ref)
-    flip(tmp_path / generation_key(2))
+    flip(tmp_path / GENERATION_KEY.of(2))
     assert Run.open(LocalStore(tmp_path)).live_line() == [(5, 1)]
 
 
@@ -263,7 +263,7 @@ def test_a_missing_generation_is_named(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     manifest = publish(run, build(run, tables(), step=5, generation=run.claim(None).generation))
     run.claim(manifest.ref)
-    run.store.delete(generation_key(1))
+    run.store.delete(GENERATION_KEY.of(1))
     with pytest.raises(MissingLink, match=r"generations/00000001\.json"):
         Run.open(LocalStore(tmp_path)).live_line()
 
@@ -271,7 +271,7 @@ def test_a_missing_generation_is_named(tmp_path: Path) -> None:
 def test_a_generation_of_another_run_is_foreign(tmp_path: Path) -> None:
     ours, theirs = new_run(tmp_path / "ours"), new_run(tmp_path / "theirs")
     theirs.claim(None)
-    ours.store.put(generation_key(1), theirs.store.get(generation_key(1), max_bytes=10_000))
+    ours.store.put(GENERATION_KEY.of(1), theirs.store.get(GENERATION_KEY.of(1), max_bytes=10_000))
     with pytest.raises(ForeignObject) as caught:
         ours.live_line()
     assert theirs.id in caught.value.found and ours.id in caught.value.expected
@@ -281,9 +281,9 @@ def test_a_manifest_of_another_run_or_place_is_foreign(tmp_path: Path) -> None:
     ours, theirs = new_run(tmp_path / "ours"), new_run(tmp_path / "theirs")
     for run in (ours, theirs):
         publish(run, build(run, tables(), step=5, generation=run.claim(None).generation))
-    key = manifest_key(5, 1)
-    ours.store.put(manifest_key(6, 1), ours.store.get(key, max_bytes=100_000))
-    with pytest.raises(ForeignObject, match="step 5"):
+    key = MANIFEST_KEY.of(5, 1)
+    ours.store.put(MANIFEST_KEY.of(6, 1), ours.store.get(key, max_bytes=100_000))
+    with pytest.raises(ForeignObject, match="the record of manifests/000000000005"):
         ours.manifest(6, 1)
     ours.store.put(key, theirs.store.get(key, max_bytes=100_000))
     with pytest.raises(ForeignObject, match=theirs.id):
@@ -296,8 +296,8 @@ def test_any_good_manifest_tells_of_a_checkpoint(tmp_path: Path) -> None:
     made = trained(run, tables(), [5, 6, 7, 8])
     merge(run, made[-1], links=2)
     merge(run, made[-1])
-    own = manifest_key(8, 1)
-    full, after = consolidated_key(8, 1, None), consolidated_key(8, 1, 6)
+    own = MANIFEST_KEY.of(8, 1)
+    full, after = CONSOLIDATED_KEY.of(8, 1, None), CONSOLIDATED_KEY.of(8, 1, 6)
     good = run.store.get(own, max_bytes=100_000)
     assert run.manifest(8, 1) == made[-1]
     run.store.put(own, b"damaged")

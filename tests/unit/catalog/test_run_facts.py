@@ -9,11 +9,11 @@ import pytest
 from recpoint.catalog.records.run_facts import gather
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.representations import Representations
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import record, validate
 from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
 from tests.catalog_builder import new_run, tables
 from tests.consolidation import trained
 from tests.retained_run import retain, steps

@@ -19,7 +19,6 @@ from recpoint.catalog.retention.plan_record import leave_plan
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.prune_plan import plan_prune
 from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import tell_ended
 from recpoint.catalog.stores.local_store import LocalStore
@@ -28,11 +27,12 @@ from recpoint.errors import FormatError, NothingToRestore, StoreFull
 from recpoint.format.history import History
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
+    END_KEY,
+    EXPIRED_KEY,
+    GENERATION_KEY,
+    MANIFEST_KEY,
     PLAN_KEY,
-    end_key,
-    expired_key,
-    generation_key,
-    manifest_key,
+    ManifestName,
 )
 from recpoint.format.records import CheckpointRef, pack_record
 from recpoint.format.retention_records import MAX_PLAN_BYTES, Mark, Stamp
@@ -95,7 +95,7 @@ def commit(
     times = {"snapshot_ms": cut, "staged_ms": cut + 1, "committed_ms": cut + int(took * 1000)}
     checkpoint = replace(built, manifest=built.manifest.model_copy(update=times))
     manifest = catalog_builder.publish(run, checkpoint)
-    _dated(run, manifest_key(step, generation), manifest.committed_ms)
+    _dated(run, MANIFEST_KEY.of(step, generation), manifest.committed_ms)
     return manifest
 
 
@@ -161,7 +161,7 @@ def test_a_refresh_reads_only_what_is_new(tmp_path: Path) -> None:
     commit(run, 40, at=10, parent=made[-1])
     store.reads.clear()
     assert seen.refresh().checkpoints[0].step == 40
-    assert [key for key in store.reads if key.startswith("manifests/")] == [manifest_key(40, 1)]
+    assert [key for key in store.reads if key.startswith("manifests/")] == [MANIFEST_KEY.of(40, 1)]
 
 
 def test_a_run_without_a_checkpoint(run: Run) -> None:
@@ -197,11 +197,11 @@ def test_a_generation_record_that_is_damaged_while_watched_is_noticed(run: Run) 
     commit(run, 10, at=20)
     watch = RunWatch(run)
     watch.refresh()
-    good = run.store.get(generation_key(1), max_bytes=10_000)
-    run.store.put(generation_key(1), good[:-9])  # nothing restores now
-    with pytest.raises(FormatError, match=generation_key(1)):
+    good = run.store.get(GENERATION_KEY.of(1), max_bytes=10_000)
+    run.store.put(GENERATION_KEY.of(1), good[:-9])  # nothing restores now
+    with pytest.raises(FormatError, match=GENERATION_KEY.of(1)):
         watch.refresh()
-    run.store.put(generation_key(1), good)
+    run.store.put(GENERATION_KEY.of(1), good)
     assert watch.refresh().lag.seconds is not None
 
 
@@ -261,7 +261,7 @@ def ended_ref(run: Run) -> CheckpointRef:
 def test_a_damaged_end_record_is_told_and_trusted_by_nobody(run: Run) -> None:
     three(run)
     tell_ended(run, 1, step=30, reason="finished")
-    path = Path(run.url) / end_key(1)
+    path = Path(run.url) / END_KEY.of(1)
     path.write_bytes(path.read_bytes().replace(b'"step":30', b'"step":31'))
     seen = watch(run).refresh()
     assert seen.ended is None and seen.lag.at_risk_seconds == 50.0
@@ -282,7 +282,7 @@ def test_after_a_restart_only_its_own_work_is_at_risk(run: Run) -> None:
 
 def test_a_damaged_newest_manifest_is_no_recovery_point(run: Run) -> None:
     three(run)
-    path = Path(run.url) / manifest_key(30, 1)
+    path = Path(run.url) / MANIFEST_KEY.of(30, 1)
     path.write_bytes(path.read_bytes()[:-20])
     seen = watch(run).refresh()
     assert [one.state for one in seen.checkpoints] == ["damaged", "committed", "committed"]
@@ -294,13 +294,13 @@ def test_a_broken_chain_is_noticed_while_watching(run: Run) -> None:
     made = three(run)
     seen = watch(run)
     assert alarms(seen.refresh()) == ()
-    run.store.delete(manifest_key(20, 1))
+    run.store.delete(MANIFEST_KEY.of(20, 1))
     after = seen.refresh()
     assert after.restore is not None and after.restore.step == 10
     assert [failure.subject for failure in after.failures] == [f"chain of {ManifestName(30, 1)}"]
-    assert manifest_key(20, 1) in after.failures[0].cause
+    assert MANIFEST_KEY.of(20, 1) in after.failures[0].cause
     assert "chain_broken" in [alarm.trouble for alarm in alarms(after)]
-    run.store.create(manifest_key(20, 1), pack_record(made[1]))
+    run.store.create(MANIFEST_KEY.of(20, 1), pack_record(made[1]))
     assert seen.refresh().failures == ()
 
 
@@ -363,12 +363,12 @@ def test_pins_and_marks(run: Run) -> None:
     pin(run, ManifestName(20, 1), label="release")
     mark = Mark(
         run=run.id,
-        manifest=manifest_key(10, 1),
+        manifest=MANIFEST_KEY.of(10, 1),
         attempt=made[0].attempt,
         reason="no rule keeps it",
         stamp=Stamp(written_ms=NOW_MS, boot=None, boot_ms=0),
     )
-    key = expired_key(mark.manifest)
+    key = EXPIRED_KEY.of(mark.manifest)
     run.store.put(key, pack_record(mark))
     _dated(run, key, NOW_MS - 5000)
     seen = watch(run).refresh()
@@ -401,7 +401,7 @@ def test_the_plan_of_the_newest_retention(tmp_path: Path) -> None:
     assert (plan.rules.last, plan.rules.within_ms, plan.rules.best[0].metric) == (2, 500, "auc")
     assert (plan.grace_ms, plan.keep, plan.mark + plan.wait + plan.delete) == (3_600_000, 1, 0)
     (row,) = plan.manifests
-    assert (row.manifest, row.action) == (manifest_key(10, 1), "keep")
+    assert (row.manifest, row.action) == (MANIFEST_KEY.of(10, 1), "keep")
     assert "one of the last 2" in row.reason
 
     for broken in (b"{}", bytes(MAX_PLAN_BYTES + 1)):  # the latter is not read
@@ -447,7 +447,7 @@ def test_a_store_that_takes_no_plan_is_retained_all_the_same(run: Run) -> None:
     fault = Fault(kind="fail", on=frozenset({"put"}), key_contains=PLAN_KEY, error=StoreFull)
     full = Run.open(FaultStore(run.store, [fault]))
     result = execute(full, plan_prune(full, policy, grace_seconds=3600, ask_store=False))
-    assert result.marked == (manifest_key(10, old),)
+    assert result.marked == (MANIFEST_KEY.of(10, old),)
     seen = watch(run).refresh()
     assert seen.plan is None and len(seen.expiring) == 1
 
@@ -456,14 +456,14 @@ def test_a_clock_that_is_off_is_named_and_does_not_hide_the_lag(run: Run) -> Non
     """The trainer's clock is an hour ahead; the store's is right."""
     three(run)
     for step in (10, 20, 30):
-        path = Path(run.url) / manifest_key(step, 1)
+        path = Path(run.url) / MANIFEST_KEY.of(step, 1)
         manifest = run.manifest(step, 1)
         ahead = {
             name: getattr(manifest, name) + 3_600_000
             for name in ("snapshot_ms", "staged_ms", "committed_ms")
         }
         path.write_bytes(pack_record(manifest.model_copy(update=ahead)))
-        _dated(run, manifest_key(step, 1), manifest.committed_ms)
+        _dated(run, MANIFEST_KEY.of(step, 1), manifest.committed_ms)
     lag = watch(run).refresh().lag
     assert lag.seconds == 50.0 and lag.interval_seconds == 100.0
     assert "3600 s before" in lag.clock_note
@@ -480,11 +480,11 @@ def test_a_store_whose_clock_is_wrong_does_not_matter_to_a_watch(run: Run) -> No
     seen = watch(run)
     seen.refresh()
     commit(run, 40, at=10, took=2.0, parent=made[-1])
-    _dated(run, manifest_key(40, 1), NOW_MS + 7_200_000)
+    _dated(run, MANIFEST_KEY.of(40, 1), NOW_MS + 7_200_000)
     lag = seen.refresh().lag
     assert lag.clock == "watched" and lag.seconds is not None
     assert 2.0 <= lag.seconds < 60.0 and "7200 s ahead" in lag.clock_note
-    assert isinstance(next(iter(run.store.list(manifest_key(40, 1)))), ObjectInfo)
+    assert isinstance(next(iter(run.store.list(MANIFEST_KEY.of(40, 1)))), ObjectInfo)
 
 
 def test_only_the_newest_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

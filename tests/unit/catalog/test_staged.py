@@ -36,7 +36,7 @@ from recpoint.errors import (
     UnsupportedVersion,
 )
 from recpoint.format.job import Job, Segment
-from recpoint.format.naming import rejections_key
+from recpoint.format.naming import REJECTIONS_KEY
 from tests.catalog_builder import tables
 from tests.job_builder import rewrite, stage
 
@@ -314,7 +314,7 @@ def test_a_hostile_job_is_rejected_and_nothing_is_written(
     outcome = persist.persist_job(job_file)
     assert outcome.result == "rejected" and outcome.error_type
     assert not job_file.exists()
-    told = {rejections_key(0)}  # where the job says which run it was for
+    told = {REJECTIONS_KEY.of(0)}  # where the job says which run it was for
     keys = {info.key for info in run.store.list()}
     assert keys - told == {"generations/00000001.json", "run.json"}
 

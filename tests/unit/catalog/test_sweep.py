@@ -20,7 +20,7 @@ from recpoint.catalog.sweeping.sweep_beside import knows_what_is_staged
 from recpoint.catalog.validation.check import check
 from recpoint.errors import SettingsError, StoreFull, StoreUnavailable
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import attempt_prefix, generation_key, manifest_key
+from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, attempt_prefix
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Checkpoint, build, new_run, publish, tables, upload
 from tests.consolidation import chain_of, merge, name_of, trained
@@ -191,9 +191,9 @@ def test_keys_of_generation_zero_stay_and_stop_nothing(
 def test_while_a_manifest_cannot_be_read_no_chunk_goes(
     run: Run, full: Manifest, orphan: Checkpoint
 ) -> None:
-    run.store.put(manifest_key(10, 1), b"damaged")
+    run.store.put(MANIFEST_KEY.of(10, 1), b"damaged")
     plan = plan_sweep(run, grace_seconds=0)
-    assert plan.objects == () and plan.blocked == (manifest_key(10, 1),)
+    assert plan.objects == () and plan.blocked == (MANIFEST_KEY.of(10, 1),)
     assert len(plan.kept) == 2
 
 
@@ -222,7 +222,7 @@ class TestBetweenPlanAndDeed:
 
     def test_a_commit_spares_its_chunks(self, run: Run, orphan: Checkpoint) -> None:
         plan = plan_sweep(run, grace_seconds=HOUR)
-        run.store.put(manifest_key(20, 1), pack_record(orphan.manifest))
+        run.store.put(MANIFEST_KEY.of(20, 1), pack_record(orphan.manifest))
         result = execute(run, plan)
         assert result.removed == ()
         assert result.spared[0].reason == "a manifest names it now"
@@ -231,7 +231,7 @@ class TestBetweenPlanAndDeed:
     def test_a_commit_while_planning_spares_its_chunks(self, run: Run, orphan: Checkpoint) -> None:
         def commit(call: str, key: str) -> None:
             if (call, key) == ("list", ""):
-                run.store.put(manifest_key(20, 1), pack_record(orphan.manifest))
+                run.store.put(MANIFEST_KEY.of(20, 1), pack_record(orphan.manifest))
 
         store = InterposedStore(run.store, after=commit)
         assert plan_sweep(Run.open(store), grace_seconds=0).objects == ()
@@ -271,7 +271,7 @@ class TestBetweenPlanAndDeed:
         self, run: Run, orphan: Checkpoint
     ) -> None:
         plan = plan_sweep(run, grace_seconds=0)
-        run.store.put(manifest_key(30, 1), b"damaged")
+        run.store.put(MANIFEST_KEY.of(30, 1), b"damaged")
         assert "cannot be read" in execute(run, plan).spared[0].reason
 
 
@@ -344,7 +344,7 @@ def test_only_the_directory_that_the_newest_trainer_uses_says_what_is_staged(
     job_file = stage(run, run_dir.parent, tables(), step=20, generation=1)
     assert knows_what_is_staged(run, run_dir)
     moved = run.claim(None).model_copy(update={"host": "another", "generation": 3})
-    run.store.put(generation_key(3), pack_record(moved))
+    run.store.put(GENERATION_KEY.of(3), pack_record(moved))
     assert job_file.exists() and not knows_what_is_staged(run, run_dir)
-    run.store.put(generation_key(3), b"damaged")
+    run.store.put(GENERATION_KEY.of(3), b"damaged")
     assert not knows_what_is_staged(run, run_dir)

@@ -13,7 +13,6 @@ from recpoint.catalog.persisting import persist
 from recpoint.catalog.records.pins import read_metrics, record_metric
 from recpoint.catalog.records.validations import read_record, records_of, verdicts
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
@@ -22,7 +21,7 @@ from recpoint.catalog.validation.validate import record, validate
 from recpoint.errors import ObjectNotFound, SettingsError, StoreUnavailable
 from recpoint.format.chunk import Section
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key, metric_key, validation_key
+from recpoint.format.naming import MANIFEST_KEY, METRIC_KEY, VALIDATION_KEY, ManifestName
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import copy_run, new_run
 from tests.interposed_store import InterposedStore
@@ -174,7 +173,7 @@ def test_no_level_is_recorded_of_which_no_row_was_read(
     run: Run, manifests: list[Manifest], level: Level, what: str
 ) -> None:
     record(run, at(run, 20, "full"))
-    base = chunk_of(manifests[0], "rows").key if what == "chunk" else manifest_key(10, 1)
+    base = chunk_of(manifests[0], "rows").key if what == "chunk" else MANIFEST_KEY.of(10, 1)
     data = run.store.get(base, max_bytes=1 << 20)
     run.store.delete(base)
     found = at(run, 20, level)
@@ -222,13 +221,13 @@ def test_a_truncated_chunk(run: Run, manifests: list[Manifest]) -> None:
 
 
 def test_a_missing_or_damaged_link(run: Run) -> None:
-    run.store.delete(manifest_key(10, 1))
+    run.store.delete(MANIFEST_KEY.of(10, 1))
     found = at(run, 30, "metadata")
     assert found.result == "failed" and found.checkpoint == run.manifest(30, 1).ref
     with pytest.raises(ObjectNotFound):
         at(run, 10, "metadata")
-    data = run.store.get(manifest_key(30, 1), max_bytes=1 << 20)
-    run.store.put(manifest_key(30, 1), data.replace(b'"stall_us"', b'"stall_uz"'))
+    data = run.store.get(MANIFEST_KEY.of(30, 1), max_bytes=1 << 20)
+    run.store.put(MANIFEST_KEY.of(30, 1), data.replace(b'"stall_us"', b'"stall_uz"'))
     assert at(run, 30, "full").result == "failed"
 
 
@@ -392,7 +391,7 @@ def test_a_sweep_removes_what_was_said_of_checkpoints_that_are_gone(run: Run) ->
     kept, gone = (record(run, at(run, step, "metadata")) for step in (10, 30))
     for step in (10, 30):
         record_metric(run, ManifestName(step, 1), "auc", 0.5)
-    run.store.delete(manifest_key(30, 1))
+    run.store.delete(MANIFEST_KEY.of(30, 1))
     assert not any(f.key.startswith(SAID) for f in check(run).findings)
     young = plan_sweep(run, grace_seconds=3600)
     assert young.unrecognised == () and not any(o.key.startswith(SAID) for o in young.objects)
@@ -400,20 +399,20 @@ def test_a_sweep_removes_what_was_said_of_checkpoints_that_are_gone(run: Run) ->
     plan = plan_sweep(run, grace_seconds=0)
     said = [(o.key, o.reason) for o in plan.objects if o.key.startswith(SAID)]
     why = "is of step 30 (generation 1), which has no manifest"
-    assert said == [(metric_key(30, 1, "auc"), why), (validation_key(gone), why)]
+    assert said == [(METRIC_KEY.of(30, 1, "auc"), why), (VALIDATION_KEY.of(*gone), why)]
     execute(run, plan)
     assert verdicts(run).keys() == {ManifestName(10, 1)}
     assert read_record(run, kept).level == "metadata"
     there = run.manifest_names()
     assert read_metrics(run, ["auc"], of=there) == {"auc": {ManifestName(10, 1): 0.5}}
-    assert not list(run.store.list(metric_key(30, 1, "auc")))
+    assert not list(run.store.list(METRIC_KEY.of(30, 1, "auc")))
 
 
 def test_while_a_manifest_cannot_be_read_nothing_that_was_said_goes(run: Run) -> None:
     record_metric(run, ManifestName(30, 1), "auc", 0.5)
     record(run, at(run, 30, "metadata"))
-    run.store.delete(manifest_key(30, 1))
-    run.store.put(manifest_key(20, 1), b"damaged")
+    run.store.delete(MANIFEST_KEY.of(30, 1))
+    run.store.put(MANIFEST_KEY.of(20, 1), b"damaged")
     assert not any(o.key.startswith(SAID) for o in plan_sweep(run, grace_seconds=0).objects)
 
 

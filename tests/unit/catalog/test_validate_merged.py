@@ -15,13 +15,12 @@ from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.sampled_rows import read_samples
 from recpoint.catalog.validation.validate import record
 from recpoint.format.chunk import Section, build_chunk
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Table, copy_run, new_run
 from tests.job_builder import Links, stage
@@ -55,7 +54,7 @@ def test_a_consolidated_chain_is_compared_with_the_same_sample(
     assert found.checkpoint == manifests[2].ref
     # Nothing of the old chain is needed for it, its sample included.
     for manifest in manifests:
-        run.store.delete(manifest_key(manifest.step, 1))
+        run.store.delete(MANIFEST_KEY.of(manifest.step, 1))
     assert at(run, 30, "full").rows_compared == 3 * 40
 
 
@@ -148,7 +147,7 @@ def test_links_that_are_there_are_read_beside_what_was_merged_from_them(
     record(run, found)
     # From then on its rows are known to be right, whatever becomes of the links.
     for manifest in manifests:
-        run.store.delete(manifest_key(manifest.step, 1))
+        run.store.delete(MANIFEST_KEY.of(manifest.step, 1))
     assert at(run, 30, "full").level == "full"
 
 
@@ -165,11 +164,11 @@ def test_a_row_that_was_wrong_before_it_was_merged_is_found_in_its_link(
 
 def test_a_link_that_is_gone_is_named(run: Run, manifests: list[Manifest]) -> None:
     consolidate(run, plan_consolidation(run, ManifestName(30, 1)))
-    run.store.delete(manifest_key(10, 1))
+    run.store.delete(MANIFEST_KEY.of(10, 1))
     found = at(run, 30, "full")
     assert (found.result, found.level) == ("passed", "sample")
     (note,) = found.notes
-    assert note.what == "level" and manifest_key(10, 1) in note.expected
+    assert note.what == "level" and MANIFEST_KEY.of(10, 1) in note.expected
 
 
 def test_damage_of_a_consolidated_chain_is_noted_while_the_old_one_is_there(

@@ -21,18 +21,17 @@ from recpoint.catalog.records.validations import (
 )
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.restoring.restore_order import Skipped, skipped_text
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.representations import Representations
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ForeignObject, NothingToRestore, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     MAX_VALIDATION,
+    VALIDATION_KEY,
+    ManifestName,
     ValidationLevel,
     ValidationName,
     ValidationResult,
-    parse_validation_key,
-    validation_key,
 )
 from recpoint.format.records import pack_record
 from recpoint.format.validation import ValidationFinding, ValidationRecord
@@ -98,10 +97,10 @@ def test_of_two_at_the_same_time_the_worse_counts() -> None:
 
 @pytest.mark.parametrize("name", names("mp sf fs"))
 def test_keys_say_what_they_were_built_from(name: ValidationName) -> None:
-    key = validation_key(name)
-    assert parse_validation_key(key) == name
+    key = VALIDATION_KEY.of(*name)
+    assert VALIDATION_KEY.parse(key) == name
     for other in (key + "\n", key[1:], key.replace("-00000001-", "-00000000-"), "validations/x"):
-        assert parse_validation_key(other) is None
+        assert VALIDATION_KEY.parse(other) is None
 
 
 @pytest.fixture(scope="module")
@@ -361,13 +360,13 @@ def test_a_store_that_cannot_be_written_keeps_nothing(run: Run) -> None:
 
 def test_numbers_that_have_run_out_are_said_with_what_to_do(run: Run) -> None:
     last = ValidationName(21, 1, MAX_VALIDATION, "full", "passed")
-    run.store.put(validation_key(last), b"{}")
+    run.store.put(VALIDATION_KEY.of(*last), b"{}")
     with pytest.raises(ForeignObject, match="the highest number that there is") as full:
         say(run, 21, "sample", "passed")
-    assert full.value.subject.endswith(validation_key(last))
-    assert f"{run.url}/{validation_key(last)}" in full.value.next_step
+    assert full.value.subject.endswith(VALIDATION_KEY.of(*last))
+    assert f"{run.url}/{VALIDATION_KEY.of(*last)}" in full.value.next_step
     assert records_of(run, ManifestName(21, 1)) == [last]
-    run.store.delete(validation_key(last))
+    run.store.delete(VALIDATION_KEY.of(*last))
     assert say(run, 21, "sample", "passed").number == 1
 
 
@@ -375,6 +374,6 @@ def test_a_record_under_anothers_key_is_refused(run: Run) -> None:
     name = say(run, 21, "full", "failed")
     record = read_record(run, name)
     other = name._replace(step=20)
-    run.store.put(validation_key(other), pack_record(record))
+    run.store.put(VALIDATION_KEY.of(*other), pack_record(record))
     with pytest.raises(ForeignObject):
         read_record(run, other)

@@ -9,7 +9,7 @@ import pytest
 from recpoint.catalog.records import going
 from recpoint.catalog.records.announcement import announce
 from recpoint.catalog.records.validations import verdicts
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -22,7 +22,7 @@ def waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_named_and_goes_is_refused(
     recpoint: Invoke, saved_run: SavedRun, tmp_path: Path, command: str
 ) -> None:
-    announce(saved_run.run, (manifest_key(25, 1),))
+    announce(saved_run.run, (MANIFEST_KEY.of(25, 1),))
     to = tmp_path / ("files" if "files" in command else "one.pt")
     if "files" in command:
         to.mkdir()

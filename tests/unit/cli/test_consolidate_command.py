@@ -9,7 +9,7 @@ import pytest
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import consolidated_key
+from recpoint.format.naming import CONSOLIDATED_KEY
 from tests.catalog_builder import new_run, tables
 from tests.consolidation import chain_of, merge, require_same, restored, trained
 from tests.unit.cli.conftest import Invoke
@@ -89,7 +89,7 @@ def test_the_newest_into_a_full(recpoint: Invoke, run: Run, links: list[Manifest
     before, _ = restored(run, links[-1])
     document = recpoint("consolidate", run.url, "--json").json
     assert document["outcome"] == "created" and document["dry_run"] is False
-    assert document["key"] == consolidated_key(13, 1, None)
+    assert document["key"] == CONSOLIDATED_KEY.of(13, 1, None)
     require_same(before, restored(run, links[-1])[0])
     again = recpoint("consolidate", run.url)
     assert again.code == 0 and "nothing to do" in again.stdout
@@ -107,7 +107,7 @@ def test_the_newest_links_of_a_named_checkpoint(
 ) -> None:
     arguments = ("consolidate", run.url, "--step", 12, "--generation", 1, "--links", 2)
     ended = recpoint(*arguments)
-    assert ended.code == 0 and consolidated_key(12, 1, 10) in ended.stdout
+    assert ended.code == 0 and CONSOLIDATED_KEY.of(12, 1, 10) in ended.stdout
     assert recpoint("list", run.url, "--json").json["checkpoints"][1]["merged"] == ["after 10"]
 
 

@@ -16,7 +16,7 @@ from recpoint.cli import inspect
 from recpoint.dashboards.terminal import quantizer_text
 from recpoint.format.history import History, Precision
 from recpoint.format.manifest import Quantizer
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from tests.catalog_builder import UNTRAINED, build, new_run, publish, tables, upload
 from tests.interposed_store import InterposedStore
@@ -168,13 +168,13 @@ def test_list_cuts_no_figure_in_a_terminal_of_80_columns(
 def test_list_comes_out_whole_although_a_manifest_is_damaged(
     recpoint: Invoke, saved_run: SavedRun
 ) -> None:
-    damage(saved_run.directory / manifest_key(20, 1))
+    damage(saved_run.directory / MANIFEST_KEY.of(20, 1))
     ended = recpoint("list", saved_run.directory, "--json")
     assert ended.code == 0
     steps = {entry["step"]: entry for entry in ended.json["checkpoints"]}
     assert "kind" in steps[30] and "kind" in steps[10]
     assert steps[20]["error"] in ("DigestMismatch", "MalformedObject")
-    assert manifest_key(20, 1) in steps[20]["message"]
+    assert MANIFEST_KEY.of(20, 1) in steps[20]["message"]
     assert f"recpoint check {saved_run.directory}" in steps[20]["message"]
     shown = recpoint("list", saved_run.directory)
     assert shown.code == 0
@@ -234,7 +234,7 @@ def test_show_finds_superseded_checkpoints_only_by_generation(
 
 
 def test_show_says_that_a_chain_is_broken(recpoint: Invoke, saved_run: SavedRun) -> None:
-    (saved_run.directory / manifest_key(10, 1)).unlink()
+    (saved_run.directory / MANIFEST_KEY.of(10, 1)).unlink()
     ended = recpoint("show", saved_run.directory, "30", "--json")
     found = ended.json
     assert ended.code == 1 and recpoint("show", saved_run.directory, "30").code == 1
@@ -254,7 +254,7 @@ def test_names_from_a_manifest_cannot_speak_to_the_terminal(
             "tables": (spec, *saved_run.manifests[10].tables[1:]),
         }
     )
-    (saved_run.directory / manifest_key(10, 1)).write_bytes(pack_record(manifest))
+    (saved_run.directory / MANIFEST_KEY.of(10, 1)).write_bytes(pack_record(manifest))
     for options in ([], ["--chunks"], ["--json"]):
         ended = recpoint("show", saved_run.directory, "10", *options)
         assert ended.code == 0
@@ -363,10 +363,10 @@ def test_sweep_leaves_all_chunks_while_a_manifest_cannot_be_read(
 ) -> None:
     orphan = build(saved_run.run, tables(), step=40, generation=2)
     upload(saved_run.run.store, orphan)
-    damage(saved_run.directory / manifest_key(25, 1))
+    damage(saved_run.directory / MANIFEST_KEY.of(25, 1))
     make_old(saved_run.directory)
     document = recpoint("sweep", saved_run.directory, "--json").json
-    assert document["blocked"] == [manifest_key(25, 1)]
+    assert document["blocked"] == [MANIFEST_KEY.of(25, 1)]
     assert document["removed"] == []
 
 

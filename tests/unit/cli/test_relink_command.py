@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.format.naming import generation_key
+from recpoint.format.naming import GENERATION_KEY
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.unit.cli.conftest import Invoke
 
@@ -18,7 +18,7 @@ def url(tmp_path: Path) -> Path:
     publish(run, build(run, tables(), step=20, generation=1))
     run.claim(first.ref)
     publish(run, build(run, tables(), step=30, generation=2))
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     return tmp_path / "run"
 
 
@@ -40,7 +40,7 @@ def test_every_command_says_what_is_lost(recpoint: Invoke, url: Path) -> None:
         name, *rest = command
         ended = recpoint(name, url, *rest, "--json")
         assert ended.code == 4, command
-        assert ended.json["subject"] == generation_key(2)
+        assert ended.json["subject"] == GENERATION_KEY.of(2)
         assert f"recpoint relink {url} 2" in ended.json["next_step"]
         assert "generation 2" in ended.json["found"]
 
@@ -103,7 +103,7 @@ def test_an_increment_tells_from_where_its_trainer_cannot_have_come(
     second = publish(run, build(run, tables(), step=20, generation=1))
     run.claim(second.ref)
     publish(run, build(run, tables(), step=30, generation=2, parent=second))
-    run.store.delete(generation_key(2))
+    run.store.delete(GENERATION_KEY.of(2))
     for said in (["--from-nothing"], ["--step", "10"]):
         ended = recpoint("relink", tmp_path / "run", 2, *said)
         assert ended.code == 2 and "step 20 (generation 1)" in ended.stderr

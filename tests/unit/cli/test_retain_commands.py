@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.validation.check import check
-from recpoint.format.naming import manifest_key, pin_key
+from recpoint.format.naming import MANIFEST_KEY, PIN_KEY
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -37,7 +37,7 @@ def test_nothing_is_marked_before_a_checkpoint_was_validated(
     assert files(saved_run) == before
     assert recpoint("validate", saved_run.directory).code == 0
     ended = recpoint("retain", saved_run.directory, "--keep-last", 1, "--json")
-    assert ended.code == 0 and ended.json["marked"] == [manifest_key(25, 1)]
+    assert ended.code == 0 and ended.json["marked"] == [MANIFEST_KEY.of(25, 1)]
 
 
 def test_a_dry_run_prints_each_manifest_with_its_reason(
@@ -79,7 +79,7 @@ def test_the_manifests_of_one_checkpoint_are_told_apart(
 
 def test_it_marks_and_waits_for_the_grace(recpoint: Invoke, saved_run: SavedRun) -> None:
     ended = recpoint("retain", saved_run.directory, *LAST, "--grace", "2h", "--json")
-    assert ended.json["marked"] == [manifest_key(25, 1)] and ended.json["deleted"] == []
+    assert ended.json["marked"] == [MANIFEST_KEY.of(25, 1)] and ended.json["deleted"] == []
     table = recpoint("retain", saved_run.directory, *LAST, "--grace", "2h").stdout
     assert "2.0 h of grace are left" in table and "marked 0, deleted 0 manifests" in table
     assert check(saved_run.run, level="full").ok
@@ -90,7 +90,7 @@ def test_pins_are_set_shown_and_removed(recpoint: Invoke, saved_run: SavedRun) -
         "pin", saved_run.directory, 25, "--generation", 1, "--name", "demo", "--why", "x", "--json"
     )
     assert ended.code == 0 and ended.json["name"] == "demo" and ended.json["why"] == "x"
-    assert pin_key(25, 1, "demo") in files(saved_run)
+    assert PIN_KEY.of(25, 1, "demo") in files(saved_run)
     rows = recpoint("retain", saved_run.directory, *LAST, "--dry-run", "--json").json
     assert [row["action"] for row in rows["manifests"]] == ["keep"] * 4
     assert "pinned (demo)" in rows["manifests"][1]["reason"]
@@ -99,7 +99,7 @@ def test_pins_are_set_shown_and_removed(recpoint: Invoke, saved_run: SavedRun) -
     assert "pinned: demo" in recpoint("list", saved_run.directory, "--all").stdout
     # Superseded, and yet found by its pin.
     assert recpoint("unpin", saved_run.directory, 25, "--name", "demo").code == 0
-    assert pin_key(25, 1, "demo") not in files(saved_run)
+    assert PIN_KEY.of(25, 1, "demo") not in files(saved_run)
     ended = recpoint("unpin", saved_run.directory, 20, "--json")
     assert ended.code == 1 and ended.json["error"] == "NothingToRestore"
 
@@ -155,7 +155,7 @@ def test_what_is_refused(
 def test_it_deletes_nothing_while_a_manifest_cannot_be_read(
     recpoint: Invoke, saved_run: SavedRun
 ) -> None:
-    (saved_run.directory / manifest_key(20, 1)).write_bytes(b"damaged")
+    (saved_run.directory / MANIFEST_KEY.of(20, 1)).write_bytes(b"damaged")
     ended = recpoint("retain", saved_run.directory, *LAST, "--json")
     assert ended.code == 1 and ended.json["error"] == "RetentionRefused"
     assert str(saved_run.directory) in ended.json["next_step"]

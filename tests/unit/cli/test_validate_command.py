@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.records.validations import verdicts
-from recpoint.catalog.runs.lineage import ManifestName
-from recpoint.format.naming import metric_key
+from recpoint.format.naming import METRIC_KEY, ManifestName
 from recpoint.format.records import unpack_record
 from recpoint.format.retention_records import Metric
 from tests.unit.cli.conftest import Invoke, SavedRun
@@ -159,7 +158,7 @@ def test_metrics_of_the_restored_model_are_recorded(
 ) -> None:
     ended = recpoint("validate", saved_run.directory, "--eval", f"{functions}:rows", "--json")
     assert ended.code == 0 and ended.json["metrics"] == {"rows": 40.0, "bias": 3.0}
-    key = metric_key(30, 2, "rows")
+    key = METRIC_KEY.of(30, 2, "rows")
     data = saved_run.run.store.get(key, max_bytes=1 << 20)
     metric = unpack_record(Metric, data, name=key, next_step="")
     assert float.fromhex(metric.value) == 40.0

@@ -24,7 +24,7 @@ from recpoint.catalog.overview.run_watch import RunWatch
 from recpoint.catalog.runs.run import Run
 from recpoint.dashboards import charts, run_texts
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
-from recpoint.format.naming import generation_key, manifest_key
+from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.interposed_store import InterposedStore
@@ -149,9 +149,9 @@ def test_rows_have_a_cell_for_each_heading() -> None:
         wait=0,
         delete=1,
         manifests=(
-            PlannedManifest(manifest=manifest_key(20, 1), action="keep", reason="newest"),
+            PlannedManifest(manifest=MANIFEST_KEY.of(20, 1), action="keep", reason="newest"),
             PlannedManifest(
-                manifest=manifest_key(10, 1), action="delete", reason="no rule\x1b[31m"
+                manifest=MANIFEST_KEY.of(10, 1), action="delete", reason="no rule\x1b[31m"
             ),
         ),
         host="host",
@@ -159,7 +159,7 @@ def test_rows_have_a_cell_for_each_heading() -> None:
         planned_ms=1000,
     )
     rows = run_texts.plan_rows(plan, 50)
-    assert rows[0] == (manifest_key(10, 1), "is deleted", "no rule\\x1b[31m")
+    assert rows[0] == (MANIFEST_KEY.of(10, 1), "is deleted", "no rule\\x1b[31m")
     assert [len(row) for row in rows] == [len(run_texts.PLAN_HEADINGS)] * 2
     assert run_texts.plan_rows(plan, 1) == rows[:1] and run_texts.plan_rows(None, 50) == []
     assert run_texts.plan_text(plan, 61_000) == (
@@ -193,7 +193,7 @@ def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> 
     publish(there, build(there, tables(), step=5, generation=there.claim(None).generation))
     watched = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
     assert watched.look().standing == "fine"
-    (tmp_path / "run" / generation_key(1)).unlink()
+    (tmp_path / "run" / GENERATION_KEY.of(1)).unlink()
     assert watched.look().standing == "alarm"
     assert run_texts.run_row(watched, 0)[0] == "ALARM"
     (said,) = run_texts.alarm_texts(watched.seen, 0.0)

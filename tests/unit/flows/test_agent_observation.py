@@ -17,7 +17,7 @@ from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
 from recpoint.flows.agent_observation import AgentObservation, observe_agent
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.training_ends import tell_ended_trainings
-from recpoint.format.naming import ValidationLevel, ValidationName, ValidationResult, validation_key
+from recpoint.format.naming import VALIDATION_KEY, ValidationLevel, ValidationResult
 from tests.catalog_builder import new_run
 from tests.interposed_store import InterposedStore
 from tests.no_threads import no_threads
@@ -163,7 +163,7 @@ def test_only_a_validation_of_bytes_that_passed_makes_the_last_one_young(tmp_pat
     watch = RunWatch(run)
 
     def last_ms(level: ValidationLevel, result: ValidationResult, number: int) -> int | None:
-        run.store.put(validation_key(ValidationName(10, 1, number, level, result)), b"by its key")
+        run.store.put(VALIDATION_KEY.of(10, 1, number, level, result), b"by its key")
         return look_up(watch).last_validation_ms
 
     assert last_ms("metadata", "passed", 1) is None

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpoint.format import naming
+from recpoint.format.record_kinds import kind_of
 
 ATTEMPT = "ab" * 16
 STEPS = st.integers(0, naming.MAX_STEP)
@@ -19,8 +21,8 @@ NUMBERS = st.integers(0, naming.MAX_CHUNK)
 def test_keys_say_what_they_were_built_from(
     step: int, generation: int, rank: int, table: int, number: int
 ) -> None:
-    assert naming.parse_generation_key(naming.generation_key(generation)) == generation
-    assert naming.parse_manifest_key(naming.manifest_key(step, generation)) == (step, generation)
+    assert naming.GENERATION_KEY.parse(naming.GENERATION_KEY.of(generation)) == generation
+    assert naming.MANIFEST_KEY.parse(naming.MANIFEST_KEY.of(step, generation)) == (step, generation)
     stem = naming.job_stem(generation, step, rank)
     assert naming.parse_job_stem(stem) == (generation, step, rank)
     rows = naming.row_chunk_key(step, generation, ATTEMPT, rank=rank, table=table, number=number)
@@ -41,64 +43,64 @@ LABELS = st.from_regex(r"[a-z0-9][a-z0-9_.-]{0,63}", fullmatch=True)
 def test_keys_of_retention_say_what_they_were_built_from(
     step: int, generation: int, label: str
 ) -> None:
-    pin, metric = (build(step, generation, label) for build in (naming.pin_key, naming.metric_key))
-    assert naming.parse_pin_key(pin) == naming.parse_metric_key(metric) == (step, generation, label)
-    assert naming.parse_pin_key(metric) is None and naming.parse_metric_key(pin) is None
+    pin, metric = (
+        build(step, generation, label) for build in (naming.PIN_KEY.of, naming.METRIC_KEY.of)
+    )
+    assert naming.PIN_KEY.parse(pin) == naming.METRIC_KEY.parse(metric) == (step, generation, label)
+    assert naming.PIN_KEY.parse(metric) is None and naming.METRIC_KEY.parse(pin) is None
     stem = f"{step:012d}-{generation:08d}"
     for manifest in (
-        naming.manifest_key(step, generation),
+        naming.MANIFEST_KEY.of(step, generation),
         f"consolidated/{stem}-full.json",
         f"consolidated/{stem}-after-{step - 1:012d}.json",
     ):
-        mark = naming.expired_key(manifest)
-        assert naming.parse_expired_key(mark) == manifest
-        assert naming.is_retention_key(mark) and not naming.is_retention_key(manifest)
-    lease = naming.lease_key(ATTEMPT)
-    assert naming.parse_lease_key(lease) == ATTEMPT
-    for key in (pin, metric, lease, naming.DELETION_KEY, naming.publication_key(generation)):
-        assert naming.is_retention_key(key)
-        assert not naming.is_retention_key(key + "\n")
+        mark = naming.EXPIRED_KEY.of(manifest)
+        assert naming.EXPIRED_KEY.parse(mark) == manifest
+    lease = naming.LEASE_KEY.of(ATTEMPT)
+    assert naming.LEASE_KEY.parse(lease) == ATTEMPT
+    number = naming.PUBLICATION_KEY.of(generation)
+    assert naming.PUBLICATION_KEY.parse(number) == generation
 
 
 @given(st.integers(0, naming.MAX_RANK))
 def test_keys_of_rejections(rank: int) -> None:
-    key = naming.rejections_key(rank)
-    assert naming.parse_rejections_key(key) == rank
-    assert naming.parse_rejections_key(key + "\n") is None
+    key = naming.REJECTIONS_KEY.of(rank)
+    assert naming.REJECTIONS_KEY.parse(key) == rank
+    assert naming.REJECTIONS_KEY.parse(key + "\n") is None
     with pytest.raises(ValueError, match="rank"):
-        naming.rejections_key(naming.MAX_RANK + 1)
+        naming.REJECTIONS_KEY.of(naming.MAX_RANK + 1)
 
 
 @given(STEPS, GENERATIONS, st.none() | STEPS)
 def test_keys_of_consolidated_manifests(step: int, generation: int, after: int | None) -> None:
     if after is not None and after >= step:
         with pytest.raises(ValueError):
-            naming.consolidated_key(step, generation, after)
+            naming.CONSOLIDATED_KEY.of(step, generation, after)
         return
-    key = naming.consolidated_key(step, generation, after)
-    assert naming.parse_consolidated_key(key) == (step, generation, after)
-    assert key.startswith(naming.consolidated_prefix(step, generation))
-    assert naming.parse_manifest_key(key) is None
+    key = naming.CONSOLIDATED_KEY.of(step, generation, after)
+    assert naming.CONSOLIDATED_KEY.parse(key) == (step, generation, after)
+    assert key.startswith(naming.CONSOLIDATED_KEY.under(step, generation))
+    assert naming.MANIFEST_KEY.parse(key) is None
 
 
 @pytest.mark.parametrize("after", ["000000000007", "000000000008", "99", "00000000000x", ""])
 def test_a_consolidated_key_with_no_earlier_parent_is_not_ours(after: str) -> None:
     key = f"consolidated/000000000007-00000001-after-{after}.json"
-    assert naming.parse_consolidated_key(key) is None
+    assert naming.CONSOLIDATED_KEY.parse(key) is None
 
 
 @given(STEPS, STEPS)
 def test_manifest_keys_sort_by_step(one: int, other: int) -> None:
-    assert (one < other) == (naming.manifest_key(one, 1) < naming.manifest_key(other, 1))
+    assert (one < other) == (naming.MANIFEST_KEY.of(one, 1) < naming.MANIFEST_KEY.of(other, 1))
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: naming.generation_key(0),
-        lambda: naming.generation_key(10**8),
-        lambda: naming.manifest_key(-1, 1),
-        lambda: naming.manifest_key(10**12, 1),
+        lambda: naming.GENERATION_KEY.of(0),
+        lambda: naming.GENERATION_KEY.of(10**8),
+        lambda: naming.MANIFEST_KEY.of(-1, 1),
+        lambda: naming.MANIFEST_KEY.of(10**12, 1),
         lambda: naming.attempt_prefix(1, 1, "AB" * 16),
         lambda: naming.attempt_prefix(1, 1, "ab" * 15),
         lambda: naming.attempt_prefix(1, 1, "../" + "a" * 29),
@@ -107,15 +109,15 @@ def test_manifest_keys_sort_by_step(one: int, other: int) -> None:
         lambda: naming.row_chunk_key(1, 1, ATTEMPT, rank=0, table=10**5, number=0),
         lambda: naming.state_chunk_key(1, 1, ATTEMPT, rank=0, number=10**6),
         lambda: naming.job_stem(0, 1, 0),
-        lambda: naming.pin_key(1, 1, "../x"),
-        lambda: naming.pin_key(1, 0, "x"),
-        lambda: naming.metric_key(10**12, 1, "x"),
-        lambda: naming.metric_key(1, 1, "x\n"),
-        lambda: naming.expired_key("run.json"),
-        lambda: naming.expired_key("manifests/000000000001-00000001-full.json"),
-        lambda: naming.expired_key("manifests/000000000001-00000000.json"),
-        lambda: naming.expired_key("consolidated/000000000001-00000001-after-000000000001.json"),
-        lambda: naming.lease_key("x"),
+        lambda: naming.PIN_KEY.of(1, 1, "../x"),
+        lambda: naming.PIN_KEY.of(1, 0, "x"),
+        lambda: naming.METRIC_KEY.of(10**12, 1, "x"),
+        lambda: naming.METRIC_KEY.of(1, 1, "x\n"),
+        lambda: naming.EXPIRED_KEY.of("run.json"),
+        lambda: naming.EXPIRED_KEY.of("manifests/000000000001-00000001-full.json"),
+        lambda: naming.EXPIRED_KEY.of("manifests/000000000001-00000000.json"),
+        lambda: naming.EXPIRED_KEY.of("consolidated/000000000001-00000001-after-000000000001.json"),
+        lambda: naming.LEASE_KEY.of("x"),
     ],
 )
 def test_what_no_key_can_say(build: Callable[[], str]) -> None:
@@ -125,20 +127,20 @@ def test_what_no_key_can_say(build: Callable[[], str]) -> None:
 
 @given(st.text(max_size=60))
 def test_other_keys_are_not_ours(key: str) -> None:
-    assert naming.parse_generation_key(key) is None
-    assert naming.parse_manifest_key("manifests/" + key) is None
-    assert naming.parse_consolidated_key("consolidated/" + key) is None
+    assert naming.GENERATION_KEY.parse(key) is None
+    assert naming.MANIFEST_KEY.parse("manifests/" + key) is None
+    assert naming.CONSOLIDATED_KEY.parse("consolidated/" + key) is None
     assert naming.parse_chunk_name("chunks/" + key) is None
     assert naming.parse_job_stem(key) is None
 
 
 @pytest.mark.parametrize("end", ["\n", "\x00", " ", "/", ".tmp"])
 def test_nothing_may_follow_a_key(end: str) -> None:
-    assert naming.parse_manifest_key(naming.manifest_key(1, 1) + end) is None
+    assert naming.MANIFEST_KEY.parse(naming.MANIFEST_KEY.of(1, 1) + end) is None
     for after in (None, 0):
-        assert naming.parse_consolidated_key(naming.consolidated_key(1, 1, after) + end) is None
-    assert naming.parse_generation_key(naming.generation_key(1) + end) is None
-    assert naming.is_end_key(naming.end_key(1)) and not naming.is_end_key(naming.end_key(1) + end)
+        assert naming.CONSOLIDATED_KEY.parse(naming.CONSOLIDATED_KEY.of(1, 1, after) + end) is None
+    assert naming.GENERATION_KEY.parse(naming.GENERATION_KEY.of(1) + end) is None
+    assert naming.END_KEY.parse(naming.END_KEY.of(1) + end) is None
     key = naming.state_chunk_key(1, 1, ATTEMPT, rank=0, number=0)
     assert naming.parse_chunk_key(key + end) is None
     assert naming.parse_job_stem(naming.job_stem(1, 1, 0) + end) is None
@@ -160,52 +162,32 @@ def chunk_key(key: str) -> str | None:
     return naming.row_chunk_key(*of, rank=name.rank, table=name.table, number=name.number)
 
 
-def part_key(key: str) -> str | None:
-    part = naming.parse_part_key(key)
-    return part and naming.part_key(*part.checkpoint, rank=part.rank)
+def again(keys: naming.KeyPattern[..., Any]) -> Callable[[str], str | None]:
+    def of_its_own(key: str) -> str | None:
+        name = keys.parse(key)
+        if name is None:
+            return None
+        return keys.of(*name) if isinstance(name, tuple) else keys.of(name)
 
-
-def expired_key(key: str) -> str | None:
-    manifest = naming.parse_expired_key(key)
-    return manifest and naming.expired_key(manifest)
-
-
-def validation_key(key: str) -> str | None:
-    name = naming.parse_validation_key(key)
-    return name and naming.validation_key(name)
-
-
-def rejections_key(key: str) -> str | None:
-    rank = naming.parse_rejections_key(key)
-    return None if rank is None else naming.rejections_key(rank)
-
-
-def end_key(key: str) -> str | None:
-    return naming.end_key(int(key[5:13])) if naming.is_end_key(key) else None
+    return of_its_own
 
 
 #: Each takes a key apart and builds it again; None: it is not one of its kind.
 AGAIN: dict[str, Callable[[str], str | None]] = {
-    "generations": lambda key: (
-        naming.generation_key(n) if (n := naming.parse_generation_key(key)) else None
-    ),
-    "ends": end_key,
     "chunks": chunk_key,
-    "parts": part_key,
-    "manifests": lambda key: (n := naming.parse_manifest_key(key)) and naming.manifest_key(*n),
-    "consolidated": lambda key: (
-        (n := naming.parse_consolidated_key(key)) and naming.consolidated_key(*n)
-    ),
-    "pins": lambda key: (n := naming.parse_pin_key(key)) and naming.pin_key(*n),
-    "metrics": lambda key: (n := naming.parse_metric_key(key)) and naming.metric_key(*n),
-    "expired": expired_key,
-    "validations": validation_key,
-    "published": lambda key: (
-        naming.publication_key(n) if (n := naming.parse_publication_key(key)) else None
-    ),
-    "rejections": rejections_key,
-    "leases": lambda key: (n := naming.parse_lease_key(key)) and naming.lease_key(n),
     "jobs": lambda stem: (n := naming.parse_job_stem(stem)) and naming.job_stem(*n),
+    "generations": again(naming.GENERATION_KEY),
+    "ends": again(naming.END_KEY),
+    "parts": again(naming.PART_KEY),
+    "manifests": again(naming.MANIFEST_KEY),
+    "consolidated": again(naming.CONSOLIDATED_KEY),
+    "pins": again(naming.PIN_KEY),
+    "metrics": again(naming.METRIC_KEY),
+    "expired": again(naming.EXPIRED_KEY),
+    "validations": again(naming.VALIDATION_KEY),
+    "published": again(naming.PUBLICATION_KEY),
+    "rejections": again(naming.REJECTIONS_KEY),
+    "leases": again(naming.LEASE_KEY),
 }
 
 
@@ -261,9 +243,7 @@ def test_what_a_parser_lets_through_is_built_again(key: str) -> None:
         assert f"{generation:08d}" in key
     named = kinds.keys() - {"published", "rejections", "leases", "jobs"}
     assert bool(named) == (generation is not None)
-    assert naming.is_retention_key(key) == bool(
-        kinds.keys() & {"pins", "metrics", "expired", "leases", "published"}
-    )
+    assert (kind_of(key) is not None) == bool(kinds.keys() - {"chunks", "jobs"})
 
 
 ZERO = [

@@ -9,9 +9,7 @@ from recpoint.errors import (
     NothingToRestore,
     NotServing,
 )
-from recpoint.format.naming import (
-    LEASES_PREFIX,
-)
+from recpoint.format.naming import LEASE_KEY
 from tests.followed_run import Trainer, require, validated
 from tests.interposed_store import InterposedStore
 
@@ -98,7 +96,7 @@ def test_a_version_is_never_seen_with_the_lag_of_another(trainer: Trainer) -> No
     seen: list[tuple[int | None, int, bool]] = []
 
     def called(call: str, key: str) -> None:
-        if call == "delete" and key.startswith(LEASES_PREFIX):
+        if call == "delete" and key.startswith(LEASE_KEY.prefix):
             status = follower.status
             assert bool(status.lag_seconds) == bool(follower.lag_seconds)
             seen.append((follower.version, status.lag_checkpoints, bool(status.lag_seconds)))

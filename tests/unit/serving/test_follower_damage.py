@@ -10,17 +10,12 @@ import torch
 
 from recpoint import Follower
 from recpoint.catalog.records import publications
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.errors import (
     ForeignObject,
     NothingToRestore,
     NotServing,
 )
-from recpoint.format.naming import (
-    consolidated_key,
-    consolidated_prefix,
-    manifest_key,
-)
+from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, ManifestName
 from recpoint.format.records import pack_record
 from recpoint.serving.wanted import CHANNELS, Channel
 from tests.catalog_builder import build, new_run, tables
@@ -112,7 +107,7 @@ def test_a_consolidation_of_another_attempt_is_passed_over(trainer: Trainer) -> 
         trainer.commit(step)
     merge(trainer.run, trainer.made[-1])
     (merged,) = chain_of(trainer.run, trainer.made[-1])
-    key = consolidated_key(3, 1, None)
+    key = CONSOLIDATED_KEY.of(3, 1, None)
     trainer.run.store.put(key, pack_record(merged.model_copy(update={"attempt": "f" * 32})))
     follower = Follower(trainer.run.url)
     assert follower.poll()
@@ -124,7 +119,7 @@ def test_serves_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> 
     for step in (1, 2, 3):
         trainer.commit(step)
     merge(trainer.run, trainer.made[-1])
-    trainer.run.store.put(manifest_key(3, 1), b"damaged")
+    trainer.run.store.put(MANIFEST_KEY.of(3, 1), b"damaged")
     follower = Follower(trainer.run.url)
     assert follower.poll()
     require(follower, trainer, 3)
@@ -147,7 +142,7 @@ def test_behind_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> 
             following.poll()
         since = time.time() - (following.status.lag_seconds or 0)
         merge(trainer.run, trainer.made[-1])
-        trainer.run.store.delete(manifest_key(4, 1))
+        trainer.run.store.delete(MANIFEST_KEY.of(4, 1))
         for follower in (following, late):
             for _ in range(2):
                 with pytest.raises(NotServing):
@@ -156,8 +151,8 @@ def test_behind_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> 
         assert time.time() - (following.status.lag_seconds or 0) == pytest.approx(since, abs=0.01)
         assert late.status.lag_seconds
         following._standings._committed_ms.clear()  # as where it never knew
-        trainer.run.store.put(manifest_key(4, 1), b"damaged")
-        for one in trainer.run._consolidated(consolidated_prefix(4, 1)):
+        trainer.run.store.put(MANIFEST_KEY.of(4, 1), b"damaged")
+        for one in trainer.run._consolidated(4, 1):
             trainer.run.store.delete(one.key)
         assert not following.poll()
         assert time.time() - (following.status.lag_seconds or 0) == pytest.approx(since, abs=0.01)

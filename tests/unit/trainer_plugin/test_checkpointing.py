@@ -21,7 +21,7 @@ from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
-from recpoint.format.naming import end_key, generation_key
+from recpoint.format.naming import END_KEY, GENERATION_KEY
 from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
 from recpoint.trainer_plugin.staging import SmallStagingArea, StagingArea
 from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
@@ -341,7 +341,7 @@ def test_a_lost_number_that_something_staged_is_of_is_not_taken_again(
     until(staged_jobs(ckpt, 1))
     ckpt.close(final=False)
     store = open_store(place.run)
-    for key in (generation_key(2), end_key(2)):  # a killed trainer leaves no end record
+    for key in (GENERATION_KEY.of(2), END_KEY.of(2)):  # a killed trainer leaves no end record
         store.delete(key)
     with checkpointer(simple_training(), place) as again:
         again.restore(**start)

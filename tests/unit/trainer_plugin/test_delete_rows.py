@@ -7,11 +7,11 @@ import torch
 
 from recpoint import Follower
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.validate import validate
 from recpoint.errors import SettingsError
+from recpoint.format.naming import ManifestName
 from tests.consolidation import merge
 from tests.training_builder import (
     Batches,

@@ -17,7 +17,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.history import MAX_COUNT, History, Precision
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from recpoint.trainer_plugin.interval import MAX_SECONDS, MIN_SECONDS
 from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES
@@ -102,8 +102,8 @@ def test_going_back_to_before_a_fall_back_does_not_undo_it(
         ckpt.restore(step=4)
     # To the next one that is the newest of its line; and of what lies beside it, one is damaged.
     run = Run.open(open_store(place.run))
-    run.store.delete(manifest_key(8, 2))
-    run.store.put(manifest_key(8, 2), b"{}")
+    run.store.delete(MANIFEST_KEY.of(8, 2))
+    run.store.put(MANIFEST_KEY.of(8, 2), b"{}")
     newest = life(place, **settings)
     assert (newest.step, newest.generation, newest.history.lossy_restores) == (8, 4, 1)
     assert newest.history.precision == fallen
@@ -111,8 +111,8 @@ def test_going_back_to_before_a_fall_back_does_not_undo_it(
     # A start never fails for it.
     for name in run.manifest_names():
         if name.generation > 1:
-            run.store.delete(manifest_key(*name))
-            run.store.put(manifest_key(*name), b"{}")
+            run.store.delete(MANIFEST_KEY.of(*name))
+            run.store.put(MANIFEST_KEY.of(*name), b"{}")
     unknown = life(place, step=4, **settings).history.precision
     assert unknown is not None and not unknown.fallen_back
 
@@ -221,7 +221,7 @@ def test_a_past_as_large_as_a_record_can_hold_fails_no_checkpoint(place: Place) 
     history = History(trained_ms=MAX_COUNT, lossy_restores=MAX_COUNT, precision=last)
     first = life(place, bits=4)
     run = Run.open(open_store(place.run))
-    key = manifest_key(first.step, first.generation)
+    key = MANIFEST_KEY.of(first.step, first.generation)
     run.store.delete(key)
     run.store.put(key, pack_record(first.model_copy(update={"history": history})))
     newest = life(place, table_bits=BOTH)

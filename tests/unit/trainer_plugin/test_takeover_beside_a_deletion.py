@@ -10,11 +10,10 @@ from recpoint import Seed
 from recpoint.catalog.records import going, leases
 from recpoint.catalog.records.announcement import announce
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.lineage import ManifestName
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import NothingToRestore, RetentionRefused
-from recpoint.format.naming import manifest_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.rank_restore import restore_together
 from recpoint.trainer_plugin.ranks import Ranks
@@ -39,7 +38,7 @@ def trained(place: Place) -> Run:
 @pytest.mark.parametrize("how", ["whole", "parts", "seed"])
 def test_a_start_is_refused_what_goes(trained: Run, place: Place, how: str, tmp_path: Path) -> None:
     newest, older = trained.live_line()[:2]
-    announce(trained, (manifest_key(*older),))
+    announce(trained, (MANIFEST_KEY.of(*older),))
     another = Place(run=str(tmp_path / "another"), staging=tmp_path / "another-staging")
     starting = checkpointer(simple_training(5), another if how == "seed" else place)
     with pytest.raises(RetentionRefused, match="it is being deleted"):
@@ -55,7 +54,7 @@ def test_a_start_is_refused_what_goes(trained: Run, place: Place, how: str, tmp_
 
 def test_a_start_that_names_none_passes_over_what_goes(trained: Run, place: Place) -> None:
     newest, older = trained.live_line()[:2]
-    announce(trained, (manifest_key(*newest),))
+    announce(trained, (MANIFEST_KEY.of(*newest),))
     starting = checkpointer(simple_training(5), place)
     report = starting.restore()
     starting.close(final=False)
@@ -67,7 +66,7 @@ def test_a_start_that_names_none_passes_over_what_goes(trained: Run, place: Plac
 @pytest.mark.parametrize("step", [None, 50])
 def test_ranks_together_pass_over_what_goes(tmp_path: Path, step: int | None) -> None:
     run = filled(open_store(str(tmp_path / "run")))
-    announce(run, (manifest_key(50, 1),))
+    announce(run, (MANIFEST_KEY.of(50, 1),))
 
     def restore_one(before: int | None, name: ManifestName | None = None) -> CheckpointRef | None:
         assert name is not None

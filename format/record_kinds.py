@@ -1,0 +1,291 @@
+"""The kinds of records that a run stores: keys, contents, bounds, advice (format §2, §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+from recpoint.errors import ForeignObject
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import (
+    CONSOLIDATED_KEY,
+    DELETION_KEY,
+    END_KEY,
+    EXPIRED_KEY,
+    GENERATION_KEY,
+    LEASE_KEY,
+    MANIFEST_KEY,
+    METRIC_KEY,
+    PART_KEY,
+    PIN_KEY,
+    PLAN_KEY,
+    PUBLICATION_KEY,
+    REJECTIONS_KEY,
+    RUN_KEY,
+    VALIDATION_KEY,
+    KeyPattern,
+)
+from recpoint.format.part import RankPart
+from recpoint.format.records import (
+    MAX_RECORD_BYTES,
+    CheckpointRef,
+    EndRecord,
+    GenerationRecord,
+    RunRecord,
+    StoredRecord,
+    unpack_record,
+)
+from recpoint.format.rejections import MAX_REJECTIONS_BYTES, Rejections
+from recpoint.format.retention_records import (
+    MAX_PLAN_BYTES,
+    Deletion,
+    Lease,
+    Mark,
+    Metric,
+    Pin,
+    Plan,
+    Publication,
+)
+from recpoint.format.validation import ValidationRecord
+
+__all__ = [
+    "AnyKind",
+    "CONSOLIDATED",
+    "DELETION",
+    "END",
+    "GENERATION",
+    "LEASE",
+    "MANIFEST",
+    "MARK",
+    "METRIC",
+    "PART",
+    "PIN",
+    "PLAN",
+    "PUBLICATION",
+    "REJECTIONS",
+    "RUN",
+    "SIDE_KINDS",
+    "VALIDATION",
+    "RecordKind",
+    "kind_of",
+]
+
+P = ParamSpec("P")
+NameT = TypeVar("NameT", covariant=True)
+RecordT = TypeVar("RecordT", bound=StoredRecord)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordKind(Generic[P, NameT, RecordT]):
+    """One kind of record.
+
+    Attributes:
+        keys: where its records lie.
+        model: what is in one.
+        written: `once`: by whoever creates it, and never again; or `replaced` at any time.
+        next_step: what a person should do about a damaged one; `{url}` stands for that of the run,
+            `{key}` for its key, `{name}` for what that says.
+        key_of: the key that a record belongs under, of the record and the key that it was read
+            from; that one decides where the record does not tell.
+        max_bytes: a larger object is damaged.
+    """
+
+    keys: KeyPattern[P, NameT]
+    model: type[RecordT]
+    written: Literal["once", "replaced"]
+    next_step: str
+    key_of: Callable[[RecordT, str], str]
+    max_bytes: int = MAX_RECORD_BYTES
+
+    def when_damaged(self, key: str, url: str = "URL") -> str:
+        """What a person should do about the damaged one under `key`."""
+        return self.next_step.format(url=url, key=key, name=self.keys.parse(key))
+
+    def unpack(self, data: bytes, key: str, *, run: str | None, url: str) -> RecordT:
+        """The record in `data`, fully checked.
+
+        Args:
+            data: the object's bytes, in full.
+            key: where it lies.
+            run: the id of the run that it lies in; None: whatever run and key it belongs to.
+            url: of that run, for errors.
+
+        Raises:
+            MalformedObject, DigestMismatch, UnsupportedVersion: as `unpack_record`.
+            ForeignObject: it is not of `run`, or belongs under another key.
+        """
+        next_step = self.when_damaged(key, url)
+        record = unpack_record(self.model, data, name=key, next_step=next_step)
+        if run is None:
+            return record
+        belongs = self.key_of(record, key)
+        if (record.run, belongs) != (run, key):
+            raise ForeignObject(
+                key,
+                found=f"the record of {belongs}, run {record.run}",
+                expected=f"that of {key}, run {run}",
+                next_step=next_step,
+            )
+        return record
+
+
+def _key_of_manifest(manifest: Manifest, _: str) -> str:
+    if manifest.stands_for is None:
+        return MANIFEST_KEY.of(manifest.step, manifest.generation)
+    after = None if manifest.parent is None else manifest.parent.step
+    return CONSOLIDATED_KEY.of(manifest.step, manifest.generation, after)
+
+
+def _key_of_validation(record: ValidationRecord, key: str) -> str:
+    name, of = VALIDATION_KEY.parse(key), record.checkpoint
+    number = 1 if name is None else name.number
+    return VALIDATION_KEY.of(of.step, of.generation, number, record.level, record.result)
+
+
+def _place(ref: CheckpointRef) -> tuple[int, int]:
+    return ref.step, ref.generation
+
+
+def _nothing() -> tuple[()]:
+    return ()
+
+
+_RESTORE_OLDER = "recpoint check {url}, and restore an older checkpoint"
+
+RUN = RecordKind(
+    keys=KeyPattern(_nothing, RUN_KEY),
+    model=RunRecord,
+    written="once",
+    next_step="put run.json back from a backup; or, if there is none, move it away and make it "
+    "anew from what the others say: recpoint bring-back {url}",
+    key_of=lambda run, _: RUN_KEY,
+)
+GENERATION = RecordKind(
+    keys=GENERATION_KEY,
+    model=GenerationRecord,
+    written="once",
+    # Nothing replaces one: one that is moved away is a lost one.
+    next_step="put it back from a backup; or, if there is none, move it out of the run and say "
+    "from where that trainer went on: recpoint relink {url} {name} --step STEP, or --from-nothing",
+    key_of=lambda record, _: GENERATION_KEY.of(record.generation),
+)
+END = RecordKind(
+    keys=END_KEY,
+    model=EndRecord,
+    written="replaced",
+    next_step="nothing: it is for people; remove it if it disturbs: {url}/{key}",
+    key_of=lambda end, _: END_KEY.of(end.generation),
+)
+MANIFEST = RecordKind(
+    keys=MANIFEST_KEY,
+    model=Manifest,
+    written="once",
+    next_step=_RESTORE_OLDER,
+    key_of=_key_of_manifest,
+)
+CONSOLIDATED = RecordKind(
+    keys=CONSOLIDATED_KEY,
+    model=Manifest,
+    written="once",
+    next_step=_RESTORE_OLDER,
+    key_of=_key_of_manifest,
+)
+PART = RecordKind(
+    keys=PART_KEY,
+    model=RankPart,
+    written="once",
+    next_step="nothing: the checkpoint is rejected, and the trainer writes another one",
+    key_of=lambda part, _: PART_KEY.of(part.step, part.generation, part.attempt, part.rank),
+)
+PIN = RecordKind(
+    keys=PIN_KEY,
+    model=Pin,
+    written="once",
+    next_step="recpoint unpin {url} {name.step} --name {name.name}, and pin it again",
+    key_of=lambda pin, _: PIN_KEY.of(*_place(pin.checkpoint), pin.name),
+)
+METRIC = RecordKind(
+    keys=METRIC_KEY,
+    model=Metric,
+    written="replaced",
+    next_step="recpoint metric {url} {name.step} {name.name}=NUMBER",
+    key_of=lambda metric, _: METRIC_KEY.of(*_place(metric.checkpoint), metric.name),
+)
+MARK = RecordKind(
+    keys=EXPIRED_KEY,
+    model=Mark,
+    written="replaced",
+    next_step="recpoint retain {url} writes it anew",
+    key_of=lambda mark, _: EXPIRED_KEY.of(mark.manifest),
+)
+VALIDATION = RecordKind(
+    keys=VALIDATION_KEY,
+    model=ValidationRecord,
+    written="once",
+    next_step="recpoint validate {url} --step {name.step}: a new record takes this one's place",
+    key_of=_key_of_validation,
+)
+PUBLICATION = RecordKind(
+    keys=PUBLICATION_KEY,
+    model=Publication,
+    written="once",
+    next_step="recpoint publish {url} --step STEP --release",
+    key_of=lambda publication, _: PUBLICATION_KEY.of(publication.number),
+)
+REJECTIONS = RecordKind(
+    keys=REJECTIONS_KEY,
+    model=Rejections,
+    written="replaced",
+    next_step="nothing: the next checkpoint that is rejected writes it anew",
+    key_of=lambda rejections, _: REJECTIONS_KEY.of(rejections.rank),
+    max_bytes=MAX_REJECTIONS_BYTES,
+)
+LEASE = RecordKind(
+    keys=LEASE_KEY,
+    model=Lease,
+    written="replaced",
+    next_step="nothing: it is removed when it has expired",
+    key_of=lambda lease, _: LEASE_KEY.of(lease.owner),
+)
+DELETION = RecordKind(
+    keys=KeyPattern(_nothing, DELETION_KEY),
+    model=Deletion,
+    written="replaced",
+    next_step="recpoint retain {url}",
+    key_of=lambda deletion, _: DELETION_KEY,
+)
+PLAN = RecordKind(
+    keys=KeyPattern(_nothing, PLAN_KEY),
+    model=Plan,
+    written="replaced",
+    next_step="recpoint retain {url} writes it anew; nothing else needs it",
+    key_of=lambda plan, _: PLAN_KEY,
+    max_bytes=MAX_PLAN_BYTES,
+)
+
+AnyKind = RecordKind[..., Any, Any]
+
+#: Those that no restore needs.
+SIDE_KINDS: tuple[AnyKind, ...] = (
+    END,
+    PART,
+    PIN,
+    METRIC,
+    MARK,
+    VALIDATION,
+    PUBLICATION,
+    REJECTIONS,
+    LEASE,
+    DELETION,
+    PLAN,
+)
+
+_KINDS: tuple[AnyKind, ...] = (RUN, GENERATION, MANIFEST, CONSOLIDATED, *SIDE_KINDS)
+_BY_PREFIX = {kind.keys.prefix: kind for kind in _KINDS}
+
+
+def kind_of(key: str) -> AnyKind | None:
+    """Of which kind the record under `key` is; None: `key` is that of no record."""
+    kind = _BY_PREFIX.get(key[: key.find("/") + 1] or key)
+    return None if kind is None or kind.keys.parse(key) is None else kind
