@@ -5,10 +5,10 @@ The steps are those of format §6.6; what is kept is decided by `catalog.retenti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from recpoint.catalog.records import leases
 from recpoint.catalog.records.announcement import (
@@ -18,8 +18,8 @@ from recpoint.catalog.records.announcement import (
     standing,
     take_over,
 )
+from recpoint.catalog.records.leases import Held
 from recpoint.catalog.records.run_facts import OnStep, gather, leased_by, unwatched
-from recpoint.catalog.retention.newcomers import Present
 from recpoint.catalog.retention.plan_record import leave_plan
 from recpoint.catalog.retention.prune_plan import PrunePlan
 from recpoint.catalog.retention.retention import Decision, deletion_order, needed_manifests
@@ -30,7 +30,7 @@ from recpoint.catalog.sweeping.sweep import SweepResult, plan_sweep
 from recpoint.catalog.sweeping.sweep import execute as execute_sweep
 from recpoint.errors import RetentionRefused, StoreFull
 from recpoint.format.naming import DELETION_KEY, EXPIRED_KEY
-from recpoint.format.record_kinds import MARK
+from recpoint.format.record_kinds import LEASE, MARK
 from recpoint.format.retention_records import Mark
 
 __all__ = ["PruneResult", "execute"]
@@ -259,11 +259,36 @@ def _look_and_delete(
     return left
 
 
+class _Present(NamedTuple):
+    """Who was there when retention looked: leases, as they were last written, and generations."""
+
+    leases: frozenset[tuple[str, int]]
+    generations: frozenset[int]
+
+    @classmethod
+    def of(cls, held: Iterable[Held], generations: Iterable[int]) -> Self:
+        """What was found by reading all leases, and by listing the generations before that."""
+        written = frozenset((lease.key, lease.modified_ms) for lease in held)
+        return cls(written, frozenset(generations))
+
+    def anybody_new(self, run: Run) -> bool:
+        """Whether there is a lease or a generation that was not; two listings.
+
+        Raises:
+            StoreError: the store cannot be listed.
+        """
+        # Leases first: a trainer gives up its own when its generation is there.
+        for _, info in run.records(LEASE).listed():
+            if (info.key, info.modified_ms) not in self.leases:
+                return True
+        return not self.generations.issuperset(run.generation_numbers())
+
+
 class _Seen(NamedTuple):
     """What a look has found: manifests that nothing needs, as they may go, and who was there."""
 
     doomed: Sequence[StoredManifest]
-    present: Present
+    present: _Present
 
 
 def _look(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen | None:
@@ -283,7 +308,7 @@ def _look(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen | None:
     there = {manifest.key: manifest for manifest in facts.manifests}
     doomed = [there[key] for key in announced if key in there and key not in needed]
     doomed.sort(key=deletion_order(Representations(facts.manifests, facts.verdicts)))
-    return _Seen(doomed, Present.of(held, facts.generations))
+    return _Seen(doomed, _Present.of(held, facts.generations))
 
 
 def _delete_seen(
