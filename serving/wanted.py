@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from recpoint.catalog.records.publications import publication_numbers, read_publication
+from recpoint.catalog.records.publications import publication_numbers
 from recpoint.catalog.records.validations import Doubts
 from recpoint.catalog.restoring.restore_order import Skipped
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound
 from recpoint.format.naming import ManifestName
+from recpoint.format.record_kinds import PUBLICATION
 
 __all__ = ["CHANNELS", "Channel", "Wanted", "find_pinned", "look"]
 
@@ -92,7 +93,7 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
     since: int | None = None
     for number in list(reversed(publication_numbers(run)))[:_MOST_PUBLICATIONS]:
         try:
-            record = read_publication(run, number)
+            record = run.records(PUBLICATION).read(number)
         except (FormatError, ObjectNotFound) as error:
             if served is not None:
                 raise  # an older publication is no reason to go back

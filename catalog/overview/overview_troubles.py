@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringManifest, Failure
-from recpoint.catalog.persisting.rank_parts import read_part
 from recpoint.catalog.persisting.ranks_text import ranks_text
 from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS
 from recpoint.catalog.records.pins import read_deletion
-from recpoint.catalog.records.validations import Verdict, read_record
+from recpoint.catalog.records.validations import Verdict
 from recpoint.catalog.retention.plan_record import PlanWatch
 from recpoint.catalog.runs.lineage import next_step_of_lost
 from recpoint.catalog.runs.rejections import RejectionWatch
@@ -27,10 +26,9 @@ from recpoint.format.naming import (
     MANIFEST_KEY,
     AttemptName,
     ManifestName,
-    PartName,
     ValidationName,
 )
-from recpoint.format.record_kinds import MARK, PART
+from recpoint.format.record_kinds import MARK, PART, VALIDATION
 from recpoint.format.validation import ValidationRecord
 
 __all__ = ["Troubles"]
@@ -270,7 +268,7 @@ class Troubles:
     def _ranks_of(self, attempt: AttemptName, rank: int) -> int:
         """How many ranks the checkpoint is of, as one of its parts says; 0: it cannot be read."""
         try:
-            return read_part(self._run, PartName(*attempt, rank)).ranks
+            return self._run.records(PART).read(*attempt, rank).ranks
         except (FormatError, ObjectNotFound):
             return 0  # an agent says so, and rejects it
 
@@ -314,7 +312,7 @@ class Troubles:
             if len(self._records) > 10 * _TOLD:
                 self._records.clear()
             try:
-                self._records[named] = read_record(self._run, named)
+                self._records[named] = self._run.records(VALIDATION).read(*named)
             except (FormatError, ObjectNotFound):
                 self._records[named] = None
         return self._records[named]

@@ -50,7 +50,6 @@ __all__ = [
     "own_part",
     "parts_there",
     "ranks_missing",
-    "read_part",
     "remove_parts",
     "write_part",
 ]
@@ -69,17 +68,6 @@ def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
     return {name.rank: info.size_bytes for name, info in parts}
 
 
-def read_part(run: Run, name: PartName) -> RankPart:
-    """One part, checked for form and that it is what its key says.
-
-    Raises:
-        ObjectNotFound: there is none.
-        FormatError: it is damaged, or another one's.
-        StoreError: it cannot be read.
-    """
-    return run.records(PART).read(*name)
-
-
 def own_part(run: Run, job: Job) -> RankPart | None:
     """The part that an agent has already written for a job; None: there is none.
 
@@ -91,7 +79,7 @@ def own_part(run: Run, job: Job) -> RankPart | None:
         StoreError: it cannot be read.
     """
     try:
-        part = read_part(run, _name_of(job))
+        part = run.records(PART).read(*_name_of(job))
     except ObjectNotFound:
         return None
     _check_same_cut(job, part)
@@ -123,7 +111,7 @@ def write_part(
     durable.step(f"part {PART_KEY.of(*name)}")
     if run.records(PART).create_packed(data, *name) == "created":
         return part
-    there = read_part(run, name)
+    there = run.records(PART).read(*name)
     _check_same_cut(job, there)
     return there
 
@@ -200,7 +188,7 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
     for rank in range(job.ranks):
         name = PartName(*_identity(job.ref), rank)
         try:
-            parts.append(read_part(run, name))
+            parts.append(run.records(PART).read(*name))
         except ObjectNotFound:
             # Somebody else has committed it since, or its trainer has had it dropped.
             raise ranks_missing(job, [rank]) from None

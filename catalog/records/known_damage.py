@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from recpoint.catalog.records.validations import newest_of_bytes, read_record
+from recpoint.catalog.records.validations import newest_of_bytes
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import VALIDATION_KEY, ManifestName, ValidationName
+from recpoint.format.record_kinds import VALIDATION
 from recpoint.format.validation import PASSED_OVER, ValidationRecord
 
 __all__ = ["KnownDamage"]
@@ -96,7 +97,7 @@ def _read(run: Run, names: Sequence[ValidationName]) -> Iterator[ValidationRecor
 
     def read(name: ValidationName) -> ValidationRecord | None:
         try:
-            return read_record(run, name)
+            return run.records(VALIDATION).read(*name)
         except (FormatError, ObjectNotFound):
             return None
 

@@ -38,7 +38,6 @@ __all__ = [
     "pinned",
     "read_deletion",
     "read_metrics",
-    "read_pin",
     "record_metric",
     "unpin",
     "words",
@@ -71,7 +70,7 @@ def pin(
         SettingsError, ObjectNotFound, ChainError, FormatError, RetentionRefused: see `hold`.
     """
     wish, created = hold(run, name, label=label, who=who, why=why)
-    return wish if created else read_pin(run, name, label)
+    return wish if created else run.records(PIN).read(*name, label)
 
 
 def hold(
@@ -154,17 +153,6 @@ def pinned(run: Run) -> dict[ManifestName, tuple[str, ...]]:
         name = ManifestName(step, generation)
         found[name] = (*found.get(name, ()), label)
     return found
-
-
-def read_pin(run: Run, name: ManifestName, label: str) -> Pin:
-    """One pin, with who wants it and why.
-
-    Raises:
-        ObjectNotFound: there is none.
-        FormatError: it cannot be read, or is of another run, checkpoint or name; it counts all the
-            same.
-    """
-    return run.records(PIN).read(*name, label)
 
 
 def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> None:

@@ -26,7 +26,6 @@ __all__ = [
     "newest_publication",
     "publication_numbers",
     "publish",
-    "read_publication",
 ]
 
 _TRIES = 100
@@ -169,17 +168,7 @@ def newest_publication(run: Run) -> Publication | None:
         FormatError: it is damaged, or of another run.
     """
     numbers = publication_numbers(run)
-    return read_publication(run, numbers[-1]) if numbers else None
-
-
-def read_publication(run: Run, number: int) -> Publication:
-    """One record, fully checked.
-
-    Raises:
-        ObjectNotFound: there is none.
-        FormatError: it is damaged, or of another run or number.
-    """
-    return run.records(PUBLICATION).read(number)
+    return run.records(PUBLICATION).read(numbers[-1]) if numbers else None
 
 
 def _doubted(run: Run, name: ManifestName, doubt: str) -> RetentionRefused:
@@ -195,7 +184,7 @@ def _doubted(run: Run, name: ManifestName, doubt: str) -> RetentionRefused:
 def _replaced(run: Run, number: int, release: bool) -> Publication | None:
     """The record that counts so far; None for a damaged one that is to be replaced all the same."""
     try:
-        return read_publication(run, number)
+        return run.records(PUBLICATION).read(number)
     except FormatError:
         if not release:  # it may have said that its checkpoint is held
             raise

@@ -31,7 +31,6 @@ __all__ = [
     "Verdict",
     "add_record",
     "newest_of_bytes",
-    "read_record",
     "records_of",
     "verdict",
     "verdict_of",
@@ -131,16 +130,6 @@ def newest_of_bytes(names: Iterable[ValidationName]) -> list[ValidationName]:
         for name in looked
         if not any(one.number > name.number and _rank(one) >= _rank(name) for one in looked)
     ]
-
-
-def read_record(run: Run, name: ValidationName) -> ValidationRecord:
-    """One validation record, fully checked.
-
-    Raises:
-        ObjectNotFound: there is none.
-        FormatError: it is damaged, or of another run or checkpoint.
-    """
-    return run.records(VALIDATION).read(*name)
 
 
 def add_record(run: Run, record: ValidationRecord) -> ValidationName:

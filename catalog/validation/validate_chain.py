@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.stored_objects import look_at_stored
-from recpoint.catalog.records.validations import read_record, records_of
+from recpoint.catalog.records.validations import records_of
 from recpoint.catalog.restoring.state_reading import read_state
 from recpoint.catalog.runs.chain import Chain, PassedOver
 from recpoint.catalog.runs.lineage import Representation
@@ -23,6 +23,7 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import ManifestName, ValidationLevel, ValidationResult
+from recpoint.format.record_kinds import VALIDATION
 from recpoint.format.validation import (
     MAX_TEXT,
     PASSED_OVER,
@@ -264,7 +265,7 @@ class ChainValidation:
         for level in ("full", "sample"):
             for name in reversed([name for name in passed if name.level == level]):
                 try:
-                    record = read_record(self._run, name)
+                    record = self._run.records(VALIDATION).read(*name)
                 except DAMAGE:
                     continue
                 if record.checkpoint == self.ref and record.digests:

@@ -22,7 +22,7 @@ import pytest
 
 from recpoint.catalog.persisting.persist import persist_job
 from recpoint.catalog.records.publications import newest_publication
-from recpoint.catalog.records.validations import read_record, records_of
+from recpoint.catalog.records.validations import records_of
 from recpoint.catalog.restoring.shard_plan import INDEX
 from recpoint.catalog.runs.chain import resolve_chain
 from recpoint.catalog.runs.run import Run
@@ -30,6 +30,7 @@ from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.flows import prefect_server
 from recpoint.format.naming import EXPIRED_KEY, MANIFEST_KEY, ManifestName, row_chunk_key
+from recpoint.format.record_kinds import VALIDATION
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.flows.deployed_server import (
@@ -208,7 +209,7 @@ def test_a_worker_persists_sweeps_validates_merges_publishes_restores_and_forget
             "forget/recpoint": {"older_than_days": 1},
         }
     )
-    records = [read_record(run, name) for name in records_of(run, ManifestName(3, 1))]
+    records = [run.records(VALIDATION).read(*name) for name in records_of(run, ManifestName(3, 1))]
     assert {(one.level, one.result) for one in records} == {
         ("sample", "passed"),
         ("full", "passed"),

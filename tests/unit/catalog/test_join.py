@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.persisting.join import join_parts
-from recpoint.catalog.persisting.rank_parts import read_part
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
 from recpoint.format.manifest import Columns, Quantizer, TableSpec
 from recpoint.format.naming import PART_KEY, PartName
 from recpoint.format.part import RankPart, Shard
+from recpoint.format.record_kinds import PART
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record
 from tests.catalog_builder import new_run, tables
 from tests.rank_jobs import RankJobs
@@ -33,7 +33,7 @@ def parts_of(directory: Path) -> tuple[Run, RankJobs, list[RankPart]]:
         with pytest.raises(RanksMissing):
             persist.persist_job(path)
     names = [PartName(10, 1, jobs.attempt(10), rank) for rank in range(2)]
-    found = [read_part(run, name) for name in names]
+    found = [run.records(PART).read(*name) for name in names]
     # The third as a copy of the second, for the rows that are left.
     fields = found[1].model_dump()
     fields["rank"] = 2

@@ -44,6 +44,7 @@ from recpoint.format.naming import (
     ManifestName,
     is_probe_key,
 )
+from recpoint.format.record_kinds import PIN
 from recpoint.format.records import pack_record
 from recpoint.format.retention_records import Pin, Stamp
 from recpoint.testing.faults import Fault, FaultStore
@@ -88,7 +89,7 @@ class TestPins:
         run = filled(store)
         made = pins.pin(run, ManifestName(20, 1), label="release", who="ana", why="shipped")
         assert pins.pinned(run) == {ManifestName(20, 1): ("release",)}
-        assert pins.read_pin(run, ManifestName(20, 1), "release") == made
+        assert run.records(PIN).read(20, 1, "release") == made
         retain(run)
         retain(run)
         assert steps(run) == [10, 20, 40, 50]
@@ -126,7 +127,7 @@ class TestPins:
             wrong = {"checkpoint": run.manifest(10, 1).ref}
         run.store.put(PIN_KEY.of(30, 1, "release"), pack_record(made.model_copy(update=wrong)))
         with pytest.raises(ForeignObject, match="the record of pins") as refused:
-            pins.read_pin(run, ManifestName(30, 1), "release")
+            run.records(PIN).read(30, 1, "release")
         assert f"recpoint unpin {run.url} 30 --name release" in refused.value.next_step
         assert pins.pinned(run) == {ManifestName(30, 1): ("release",)}
         assert planned(run).mark == ()

@@ -12,7 +12,6 @@ from recpoint.catalog.records.publications import (
     newest_publication,
     publication_numbers,
     publish,
-    read_publication,
 )
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.prune_plan import plan_prune
@@ -22,6 +21,7 @@ from recpoint.catalog.sweeping.sweep import plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, RetentionRefused
 from recpoint.format.naming import MAX_PUBLICATION, PIN_KEY, PUBLICATION_KEY, ManifestName
+from recpoint.format.record_kinds import PUBLICATION
 from recpoint.format.records import pack_record
 from tests.catalog_builder import new_run, tables
 from tests.consolidation import name_of, spoil, trained
@@ -155,7 +155,7 @@ def test_a_damaged_record_changes_nothing_for_who_serves(run: Run) -> None:
     fresh = Follower(run.url, channel="published")
     assert fresh.poll() and fresh.version == 3
     with pytest.raises(FormatError):
-        read_publication(run, 3)
+        run.records(PUBLICATION).read(3)
     with pytest.raises(FormatError, match="--release"):
         publish(run, at(2))  # what is damaged may have been held
     assert publish(run, at(2), release=True).record.number == 4

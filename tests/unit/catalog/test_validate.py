@@ -11,7 +11,7 @@ from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.records.pins import read_metrics, record_metric
-from recpoint.catalog.records.validations import read_record, records_of, verdicts
+from recpoint.catalog.records.validations import records_of, verdicts
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
@@ -22,6 +22,7 @@ from recpoint.errors import ObjectNotFound, SettingsError, StoreUnavailable
 from recpoint.format.chunk import Section
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY, METRIC_KEY, VALIDATION_KEY, ManifestName
+from recpoint.format.record_kinds import VALIDATION
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import copy_run, new_run
 from tests.interposed_store import InterposedStore
@@ -339,7 +340,7 @@ def test_a_record_says_what_was_found(run: Run, manifests: list[Manifest]) -> No
     assert verdicts(run) == {}
     first = record(run, at(run, 30, "full"))
     assert (first.number, first.level, first.result) == (1, "full", "passed")
-    kept = read_record(run, first)
+    kept = run.records(VALIDATION).read(*first)
     assert kept.checkpoint == manifests[2].ref and kept.findings == ()
     assert kept.rows_compared == at(run, 30, "full").rows_compared
     assert 200_000 < kept.worst_ppm <= 1_000_000
@@ -347,7 +348,7 @@ def test_a_record_says_what_was_found(run: Run, manifests: list[Manifest]) -> No
     run.store.delete(chunk_of(manifests[2], "rows").key)
     second = record(run, at(run, 30, "metadata"))
     assert (second.number, second.result) == (2, "failed")
-    assert read_record(run, second).findings[0].subject.endswith(".safetensors")
+    assert run.records(VALIDATION).read(*second).findings[0].subject.endswith(".safetensors")
     assert str(verdicts(run)[ManifestName(30, 1)]) == "failed (metadata)"
     assert records_of(run, ManifestName(30, 1)) == [first, second]
     assert records_of(run, ManifestName(20, 1)) == []
@@ -402,7 +403,7 @@ def test_a_sweep_removes_what_was_said_of_checkpoints_that_are_gone(run: Run) ->
     assert said == [(METRIC_KEY.of(30, 1, "auc"), why), (VALIDATION_KEY.of(*gone), why)]
     execute(run, plan)
     assert verdicts(run).keys() == {ManifestName(10, 1)}
-    assert read_record(run, kept).level == "metadata"
+    assert run.records(VALIDATION).read(*kept).level == "metadata"
     there = run.manifest_names()
     assert read_metrics(run, ["auc"], of=there) == {"auc": {ManifestName(10, 1): 0.5}}
     assert not list(run.store.list(METRIC_KEY.of(30, 1, "auc")))

@@ -14,7 +14,6 @@ from recpoint.catalog.records.run_facts import gather
 from recpoint.catalog.records.validations import (
     Doubts,
     add_record,
-    read_record,
     records_of,
     verdict,
     verdicts,
@@ -33,6 +32,7 @@ from recpoint.format.naming import (
     ValidationName,
     ValidationResult,
 )
+from recpoint.format.record_kinds import VALIDATION
 from recpoint.format.records import pack_record
 from recpoint.format.validation import ValidationFinding, ValidationRecord
 from recpoint.testing.faults import Fault, FaultStore
@@ -372,8 +372,8 @@ def test_numbers_that_have_run_out_are_said_with_what_to_do(run: Run) -> None:
 
 def test_a_record_under_anothers_key_is_refused(run: Run) -> None:
     name = say(run, 21, "full", "failed")
-    record = read_record(run, name)
+    record = run.records(VALIDATION).read(*name)
     other = name._replace(step=20)
     run.store.put(VALIDATION_KEY.of(*other), pack_record(record))
     with pytest.raises(ForeignObject):
-        read_record(run, other)
+        run.records(VALIDATION).read(*other)
