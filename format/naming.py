@@ -149,7 +149,8 @@ def _within(name: str, value: int, lowest: int, highest: int) -> int:
     return value
 
 
-# [0-9] and \Z, not \d and $: the latter let other digits and a final newline through.
+# In all patterns [0-9] and \Z, not \d and $: the latter let other digits and a final newline
+# through. What a parser lets through, a key can be built of: generations, say, count from 1.
 
 # --- keys of records -----------------------------------------------------------------------------
 
