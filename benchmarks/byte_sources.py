@@ -21,7 +21,8 @@ from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.staged_job import Extent, ids_name, open_job, read_into, values_name
+from recpoint.catalog.staging.staged import read_job
+from recpoint.catalog.staging.staged_job import Extent, ids_name, open_slot, read_into, values_name
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.manifest import Kind, Manifest, TableSpec
@@ -289,7 +290,7 @@ def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[
 def _compared(tracked: StagedRun, url: str) -> tuple[list[Any], list[Form], Stored]:
     """Cut and persist; the ids, what the rows are stored as, and what was stored."""
     path = tracked.cut()
-    staged = open_job(path)
+    staged = open_slot(path, read_job(path))
     ids: list[Any] = []
     forms: list[Form] = []
     for index, table in enumerate(staged.job.tables):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import Report, Spread, spread_of
 from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
 from recpoint import kernels
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persisting.persist import PersistJob, persist_job
 from recpoint.catalog.staging.staged import read_job
 from recpoint.testing.seaweed import SeaweedServer
 
@@ -86,32 +85,17 @@ class _Call(NamedTuple):
 
 
 class _AtWork:
-    """When functions of a persist were at work, from the first call of `watch` on."""
+    """When steps of a persist were at work, from the first call of `watch` on."""
 
-    _NAMES = (
-        "open_target",
-        "already_committed",
-        "groups_of",
-        "verify_step",
-        "quantize_step",
-        "encode_step",
-        "upload_step",
-        "commit_job",
-        "finish_committed",
-    )
+    _NAMES = ("look", "verify", "quantize", "encode", "upload", "commit", "finish")
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
 
     def watch(self) -> None:
-        """Take the times of these functions wherever they were imported by their names."""
-        from recpoint.catalog.persisting import persist
-
-        found: dict[Callable[..., Any], str] = {getattr(persist, n): n for n in self._NAMES}
-        for module in [m for n, m in sys.modules.items() if n.startswith("recpoint.")]:
-            for function, name in found.items():
-                if vars(module).get(name) is function:
-                    setattr(module, name, self._timed(function))
+        """Take the times of these methods, whoever calls them."""
+        for name in self._NAMES:
+            setattr(PersistJob, name, self._timed(getattr(PersistJob, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -134,12 +118,12 @@ class _AtWork:
         return idle + max(0.0, end - at)
 
 
-def _compare(tracked: StagedRun, flow: Callable[[str], object], rounds: int) -> Report:
+def _compare(tracked: StagedRun, flow: Callable[[PersistJob], object], rounds: int) -> Report:
     at_work = _AtWork()
     at_work.watch()
     ways: dict[str, Callable[[Path], object]] = {
         "the same functions, bare": persist_job,
-        "the flow": lambda job_file: flow(str(job_file)),
+        "the flow": lambda job_file: flow(PersistJob.open(job_file)),
     }
     calls: dict[str, list[_Call]] = {name: [] for name in ways}
     staged_bytes = 0

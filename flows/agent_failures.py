@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog.persisting import answers
+from recpoint.catalog.persisting.persist import reject_job
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import RecpointError, StagingError, StoreThrottled
 from recpoint.flows.agent_runs import SHORTEST_SHARE, RunState
@@ -79,7 +79,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _reject(job_file: Path, error: Exception) -> None:
-    answers.reject_job(
+    reject_job(
         job_file,
         StagingError(
             str(job_file),

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.persist import PersistJob, classify
 from recpoint.catalog.staging import staged
-from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingRefused
+from recpoint.errors import FormatError, RanksMissing, RecpointError
 from recpoint.flows.agent_failures import postpone_or_reject
 from recpoint.flows.agent_persist import AgentPersist
 from recpoint.flows.agent_queue import AgentQueue, is_dropped
@@ -59,33 +59,40 @@ class AgentJobs:
                 job_file = self._queue.next_job(run_dir, state)
                 if job_file is None or not self._serve_job(run_dir, state, job_file):
                     break
-            state.waiting.keep(self._queue.jobs(run_dir))
+            jobs = self._queue.jobs(run_dir)
+            state.waiting.keep(jobs)
+            for gone in state.opened.keys() - set(jobs):
+                del state.opened[gone]
         finally:
             state.job = None
 
     def _serve_job(self, run_dir: Path, state: RunState, job_file: Path) -> bool:
         """Do one job; False if it has to wait, and with it the run."""
         log = job_log(str(job_file))
+        opened: PersistJob | None = None
         job: Job | None = None
         try:
-            if state.waiting.holds(job_file) and not is_dropped(job_file):
-                ranks = _ranks_awaited(job_file)
+            # Kept only if it waits for other ranks: a try again opens all of it anew.
+            opened = state.opened.pop(job_file, None) or _opened(job_file)
+            if opened is not None and state.waiting.holds(job_file) and not is_dropped(job_file):
+                ranks = _ranks_awaited(opened)
                 if ranks:
-                    _wait(state, job_file, ranks, log)
+                    _wait(state, opened, ranks, log)
                     return True
             state.job = job_file.stem
             self._tell(run_dir)
-            job = _readable(job_file)
-            if job is not None:
+            if opened is not None:
+                job = opened.job
                 if state.run_id != job.run:
                     expect_end(run_dir, job)
                 state.run_url, state.run_id = job.run_url, job.run
                 state.saw_cut(job.generation, job.step, job.snapshot_ms)
             if not staged.finish_answered(job_file):
-                self._persist.persist(job_file, state, log)
+                self._persist.persist(job_file, opened, state, log)
             state.failures = state.unforeseen = 0
-            if job_file.exists():  # a flow has ended without an answer: its part is stored
-                _wait(state, job_file, persist.look_again(job_file), log)
+            if opened is not None and job_file.exists():
+                # A flow has ended without an answer: its part is stored.
+                _wait(state, opened, opened.ranks_awaited(), log)
                 return True
             state.jobs_done += 1
             state.waiting.look_soon()
@@ -99,9 +106,9 @@ class AgentJobs:
                 state.unforeseen = 0
                 state.answered(job_file, job)
                 return True
-            if isinstance(error, RanksMissing):
+            if isinstance(error, RanksMissing) and opened is not None:
                 state.failures = state.unforeseen = 0
-                _wait(state, job_file, error.ranks, log)
+                _wait(state, opened, error.ranks, log)
                 return True
             if self._ends() and not isinstance(error, RecpointError):
                 return False  # of an end in the middle of it, which says nothing of the job
@@ -111,24 +118,25 @@ class AgentJobs:
             return True
 
 
-def _wait(state: RunState, job_file: Path, ranks: tuple[int, ...], log: _Log) -> None:
-    late = state.waiting.waits(job_file, ranks)
+def _wait(state: RunState, job: PersistJob, ranks: tuple[int, ...], log: _Log) -> None:
+    state.opened[job.path] = job
+    late = state.waiting.waits(job.path, ranks)
     if late is not None:
         log.warning("%s", late)
 
 
-def _readable(job_file: Path) -> Job | None:
+def _opened(job_file: Path) -> PersistJob | None:
     try:
-        return staged.read_job(job_file)
-    except (OSError, FormatError, StagingRefused):
-        return None  # it is rejected, or tried again, by who persists it
+        return PersistJob.open(job_file)
+    except FormatError:
+        return None  # whoever persists it rejects it
 
 
-def _ranks_awaited(job_file: Path) -> tuple[int, ...]:
+def _ranks_awaited(job: PersistJob) -> tuple[int, ...]:
     """Ranks that a job still waits for; none also where persisting it is to find what is wrong."""
     try:
-        return persist.look_again(job_file)
+        return job.ranks_awaited()
     except RecpointError as error:
-        if persist.classify(error) == "deferred":
+        if classify(error) == "deferred":
             raise
         return ()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.persist import PersistJob, drive, persist_job
 from recpoint.errors import RecpointError
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.prefect_gate import PrefectGate
@@ -35,46 +35,52 @@ class AgentPersist:
         return [thread for thread in self._telling if thread.is_alive()]
 
     def persist(
-        self, job_file: Path, state: RunState, log: logging.LoggerAdapter[logging.Logger]
+        self,
+        job_file: Path,
+        job: PersistJob | None,
+        state: RunState,
+        log: logging.LoggerAdapter[logging.Logger],
     ) -> None:
         """Take a job to its end, or, of several ranks, as far as this host can.
 
         Args:
-            job_file: the job.
+            job_file: the job file.
+            job: the job; None: it cannot be read, and is to be rejected.
             state: of its run.
             log: where to say what became of it.
 
         Raises:
             RecpointError, OSError, MemoryError: not now; the job stays staged.
         """
-        call = self._gate.persist_flow() if state.is_worth_a_flow() else None
-        if call is not None:
-            failed = self._run_flow(call, job_file)
+        worth_a_flow = job is not None and state.is_worth_a_flow()
+        call = self._gate.persist_flow() if worth_a_flow else None
+        if job is not None and call is not None:
+            failed = self._run_flow(call, job)
             if failed is None:
                 return self._gate.worked()
             if isinstance(failed, RecpointError):
                 raise failed
             self._gate.failed(f"{type(failed).__name__}: {failed}")
-        outcome = persist.persist_job(job_file)
+        outcome = persist_job(job_file) if job is None else drive(job).outcome
         log.info("%s", f"{outcome.result} without Prefect {outcome.error}".rstrip())
 
-    def _run_flow(self, call: Callable[[str], Any], job_file: Path) -> BaseException | None:
+    def _run_flow(self, call: Callable[[PersistJob], Any], job: PersistJob) -> BaseException | None:
         """Run the flow; None if the job is answered, or waits for other ranks; else what failed."""
         results: list[Any] = []
 
         def run() -> None:
             try:
-                state = call(str(job_file))
+                state = call(job)
                 results.append(state.result(raise_on_failure=False) or state)
             except Exception as error:
                 # Of Prefect, its client or its server, in a hundred forms.
                 results.append(error)
 
-        thread = threading.Thread(target=run, name=f"flow {job_file.stem}", daemon=True)
+        thread = threading.Thread(target=run, name=f"flow {job.path.stem}", daemon=True)
         thread.start()
-        while thread.is_alive() and job_file.exists():
+        while thread.is_alive() and job.path.exists():
             thread.join(_POLL_SECONDS)
-        if not job_file.exists():
+        if not job.path.exists():
             # The rest of the flow only tells about it, which an API that hangs drags out.
             self._telling = [*self.telling, thread]
             return None

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from recpoint.catalog.overview.failure_causes import CAUSES, cause_of, cause_of_name
 from recpoint.catalog.overview.histogram import Histogram
+from recpoint.catalog.persisting.persist import PersistJob
 from recpoint.catalog.staging import staged
 from recpoint.errors import CheckpointCancelled
 from recpoint.flows.agent_waiting import WaitingJobs
@@ -92,7 +93,11 @@ class RunFacts:
 
 @dataclass
 class RunState:
-    """What the agent is doing with one run."""
+    """What the agent is doing with one run.
+
+    Attributes:
+        opened: jobs that wait for other ranks, each opened once.
+    """
 
     thread: threading.Thread | None = None
     job: str | None = None
@@ -107,6 +112,7 @@ class RunState:
     end_told_ms: int | None = None
     facts: RunFacts = field(default_factory=RunFacts)
     waiting: WaitingJobs = field(default_factory=WaitingJobs)
+    opened: dict[Path, PersistJob] = field(default_factory=dict)
     newest_cut: tuple[int, int] | None = None
     newest_cut_ms: int = 0
     flow_at: float | None = None

@@ -1,15 +1,19 @@
 """Flow: a staged job to a committed checkpoint, with every step to be seen in Prefect's UI.
 
-It does what `catalog.persisting.persist.persist_job` does, through the same functions. It is async,
-because Prefect keeps a sync flow for a second after its end; what blocks runs in threads.
+It has `catalog.persisting.persist.drive` do what the agent does without Prefect, and runs the steps
+as tasks. It is async, because Prefect keeps a sync flow for a second after its end; `drive` and all
+that blocks runs in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar, copy_context
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,87 +23,135 @@ from prefect.context import SyncClientContext, TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from recpoint.catalog.persisting.answers import finish_committed, reject_job
 from recpoint.catalog.persisting.persist import (
-    already_committed,
+    Committed,
+    Found,
+    PersistJob,
     classify,
-    encode_step,
-    groups_of,
-    is_stored,
-    open_target,
-    quantize_step,
-    verify_step,
+    drive,
+    reject_job,
 )
 from recpoint.catalog.persisting.persist_plan import Group
-from recpoint.catalog.runs.committed import Committed
+from recpoint.catalog.persisting.rank_parts import ranks_missing
+from recpoint.catalog.persisting.ranks_text import ranks_text
 from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
-from recpoint.catalog.staging.cancel import raise_if_cancelled
-from recpoint.catalog.staging.job_store import forget_stores
-from recpoint.catalog.staging.staged import read_job
-from recpoint.errors import CheckpointCancelled, RecpointError, SettingsError
+from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import JobPath
-from recpoint.format.job import Job
+from recpoint.format.job import Job, Outcome
 from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.commit import Waiting, commit
-from recpoint.tasks.encode import encode
 from recpoint.tasks.events import TAG, emit
 from recpoint.tasks.job_name import job_log, job_name
+from recpoint.tasks.persist import Waiting, commit, encode, quantize, upload
 from recpoint.tasks.progress import ProgressBar
-from recpoint.tasks.quantize import quantize
-from recpoint.tasks.report import checkpoint_of, report
-from recpoint.tasks.upload import upload
+from recpoint.tasks.report import report
 
 __all__ = ["persist", "run_persist"]
-
-#: Groups that are worked on at once: one is prepared while the ones before it are uploaded.
-_GROUPS_IN_FLIGHT = 2
 
 
 class _Begun(NamedTuple):
     """What needs no answer from the server, begun before the flow run was created.
 
     Attributes:
+        job: what it is begun of.
         verified: everything staged, once for its digests.
-        checked: whether it only waits for other ranks; what has been committed of it already.
+        looked: what the store has of the job.
         prepared: the first group is encoded, if that went well; its tasks then find it done.
     """
 
+    job: PersistJob
     verified: Future[None]
-    checked: Future[tuple[bool, Committed | None]]
+    looked: Future[Found]
     prepared: Future[None]
 
     @classmethod
-    def of(cls, job_path: str) -> _Begun:
+    def of(cls, job: PersistJob) -> _Begun:
         begin = _beginners.submit
-        return cls(
-            begin(verify_step, job_path), begin(_check, job_path), begin(_prepare_first, job_path)
-        )
+        return cls(job, begin(job.verify), begin(job.look), begin(_prepare_first, job))
 
-    async def settle(self) -> None:
-        """Wait until nothing of it is at work on the job's files."""
-        await asyncio.wait([asyncio.wrap_future(self.prepared)])
+    def end(self) -> None:
+        """Wait until nothing of it is at work: whoever takes the job up now writes the same."""
+        futures: list[Future[Any]] = [self.verified, self.looked, self.prepared]
+        wait(futures)
 
 
-#: By job file, while its flow runs.
-_begun: dict[str, _Begun] = {}
+#: Of the flow that is called in this context, where `run_persist` calls it.
+_begun: ContextVar[_Begun | None] = ContextVar("_begun", default=None)
 _beginners = ThreadPoolExecutor(12, thread_name_prefix="begin")
 
 
-def _check(job_path: str) -> tuple[bool, Committed | None]:
-    raise_if_cancelled(job_path)
-    target = open_target(job_path)
-    stored = is_stored(target, job_path)  # before the other, which says why
-    return stored, already_committed(target, job_path)
-
-
-def _prepare_first(job_path: str) -> None:
+def _prepare_first(job: PersistJob) -> None:
     # What goes wrong here goes wrong in the tasks of the group again, and is told there.
     with suppress(Exception):
-        first = groups_of(job_path)[0]
+        first = job.groups[0]
         if first.quantized:
-            quantize_step(job_path, first.index)
-        encode_step(job_path, first.index)
+            job.quantize(first)
+        job.encode(first)
+
+
+class _Tasks:
+    """Steps of a job (`Steps`), each a task of the flow run that this is made in.
+
+    `drive` calls them from its threads; the tasks run in the loop of the flow.
+    """
+
+    def __init__(self, begun: _Begun) -> None:
+        self._begun = begun
+        self._loop = asyncio.get_running_loop()
+        self._context = copy_context()  # which flow run this is
+        self._bar = _bar(begun.job.job)
+        self._lock = threading.Lock()
+        self._running: set[Future[Any]] = set()
+        self._ended = False
+
+    def look(self) -> Found:
+        # Whatever comes next may write, or remove, what is being prepared.
+        wait([self._begun.prepared])
+        return self._begun.looked.result()
+
+    def verify(self) -> None:
+        self._begun.verified.result()
+
+    def quantize(self, group: Group) -> None:
+        self._run(quantize, group.index)
+
+    def encode(self, group: Group) -> None:
+        self._run(encode, group.index)
+
+    def upload(self, group: Group) -> None:
+        self._run(upload, group.index)
+
+    def commit(self) -> Committed:
+        done: Committed | Waiting = self._run(commit)
+        if isinstance(done, Waiting):
+            raise ranks_missing(self._begun.job.job, done.ranks)
+        return done
+
+    def advanced(self, done_bytes: int, total_bytes: int) -> None:
+        self._bar.show_meanwhile(done_bytes, total_bytes)
+
+    def end(self) -> None:
+        """The flow is over: a task that still runs is cancelled, and none is begun any more."""
+        with self._lock:
+            self._ended = True
+            running = list(self._running)
+        for task in running:
+            task.cancel()
+
+    def _run(self, task: Callable[..., Any], *group: int) -> Any:
+        def begin() -> Future[Any]:
+            return asyncio.run_coroutine_threadsafe(task(self._begun.job, *group), self._loop)
+
+        with self._lock:
+            if self._ended:
+                raise CancelledError
+            running = self._context.copy().run(begin)
+            self._running.add(running)
+        try:
+            return running.result()
+        finally:
+            with self._lock:
+                self._running.discard(running)
 
 
 def _run_name() -> str:
@@ -133,6 +185,7 @@ async def persist(job_path: JobPath) -> State[Any]:
         StagingError: an agent, a drain or a sweep does the jobs of this staging area.
         RecpointError: not now; the job stays staged.
     """
+    begun = _begun.get()
     try:
         log = job_log(job_path)
     except ValueError as error:
@@ -145,63 +198,71 @@ async def persist(job_path: JobPath) -> State[Any]:
         ) from None
     # The run has its tags by now. Those of a task are names of concurrency limits, which the server
     # would be asked for before each of them.
-    with TagsContext(current_tags=set()), _alone(job_path):
-        return await _persist(job_path, log)
+    with TagsContext(current_tags=set()):
+        if begun is not None:
+            return await _persist(begun, log)
+        with _alone(job_path):
+            try:
+                begun = _Begun.of(await asyncio.to_thread(PersistJob.open, job_path))
+            except RecpointError as error:
+                if classify(error) == "deferred":
+                    log.warning("not now: %s", error)
+                    raise
+                return _tell_rejected(
+                    None, await asyncio.to_thread(reject_job, job_path, error), log
+                )
+            try:
+                return await _persist(begun, log)
+            finally:
+                await asyncio.to_thread(begun.end)
 
 
 def _alone(job_path: str) -> AbstractContextManager[object]:
-    """The lock of the staging area, unless an agent calls the flow, which holds it.
+    """The lock of the staging area, which an agent that calls the flow holds already.
 
     Of two that do one job, each would remove what the other has encoded.
     """
     run_dir = Path(job_path).parent.parent
-    if job_path in _begun or not run_dir.is_dir():
-        return nullcontext()
-    return AgentLock(run_dir.parent, sweep_of(run_dir))
+    return AgentLock(run_dir.parent, sweep_of(run_dir)) if run_dir.is_dir() else nullcontext()
 
 
-async def _persist(job_path: str, log: LoggerAdapter[Logger]) -> State[Any]:
-    job: Job | None = None
-    begun = _begun.get(job_path) or _Begun.of(job_path)
+async def _persist(begun: _Begun, log: LoggerAdapter[Logger]) -> State[Any]:
+    job = begun.job.job
+    tasks = _Tasks(begun)
     try:
-        job = read_job(job_path)
-        raise_if_cancelled(job_path)
-        stored, committed = await asyncio.wrap_future(begun.checked)
-        if committed is None:
-            if stored:
-                await begun.settle()  # a commit may empty the spool
-            done = await (commit(job_path) if stored else _persist_groups(job_path, job, begun))
-            if isinstance(done, Waiting):
-                await begun.settle()
-                log.info("stored, %s", done.text)
-                return Completed(name="Waiting", message=f"stored, {done.text}")
-            committed = done
-        await begun.settle()
+        outcome, committed = await asyncio.to_thread(drive, begun.job, tasks)
+    except RanksMissing as error:
+        text = f"stored, waits for {ranks_text(error.ranks)}"
+        log.info("%s", text)
+        return Completed(name="Waiting", message=text)
     except RecpointError as error:
-        await begun.settle()
-        if classify(error) == "deferred":
-            forget_stores()
-            log.warning("not now: %s", error)
-            _tell_lag(job, error)
-            raise
-        await asyncio.to_thread(reject_job, job_path, error)
-        if isinstance(error, CheckpointCancelled):
-            log.info("dropped, as the trainer asked")
-            return Completed(name="Dropped", message="the trainer asked for it to be dropped")
-        log.error("rejected: %s", error)
-        if job is not None:
-            why = {"error_type": type(error).__name__, "error": str(error)}
-            emit("failed", job.run, job.run_url, step=job.step, rank=job.rank, **why)
-        return Failed(message=f"{type(error).__name__}: {error}")
-    await asyncio.to_thread(finish_committed, job_path, committed)
+        log.warning("not now: %s", error)
+        _tell_lag(job, error)
+        raise
+    finally:
+        tasks.end()
+    if committed is None:
+        return _tell_rejected(job, outcome, log)
     log.info("committed, %d bytes in %d chunks", committed.stored_bytes, committed.chunks)
     _tell_committed(job, committed)
     # Prefect's types do not know that the state of an async call has to be awaited.
-    reporting: Any = report(job_path, checkpoint_of(job, committed), return_state=True)
+    reporting: Any = report(begun.job, committed, return_state=True)
     told: State[Any] = await reporting
     if not told.is_completed():
         log.warning("committed, but not reported: %s", told.message)
     return Completed(message=f"{committed.stored_bytes} bytes in {committed.chunks} chunks")
+
+
+def _tell_rejected(job: Job | None, outcome: Outcome, log: LoggerAdapter[Logger]) -> State[Any]:
+    """`job` None: it could not be read, so that nobody knows whose it is."""
+    if outcome.error_type == CheckpointCancelled.__name__:
+        log.info("dropped, as the trainer asked")
+        return Completed(name="Dropped", message="the trainer asked for it to be dropped")
+    log.error("rejected: %s", outcome.error)
+    if job is not None:
+        why = {"error_type": outcome.error_type, "error": outcome.error}
+        emit("failed", job.run, job.run_url, step=job.step, rank=job.rank, **why)
+    return Failed(message=f"{outcome.error_type}: {outcome.error}")
 
 
 def _tell_committed(job: Job, committed: Committed) -> None:
@@ -220,9 +281,7 @@ def _tell_committed(job: Job, committed: Committed) -> None:
     )
 
 
-def _tell_lag(job: Job | None, error: RecpointError) -> None:
-    if job is None:
-        return  # it could not be read, so that nobody knows whose it is
+def _tell_lag(job: Job, error: RecpointError) -> None:
     lag_seconds = max(0.0, time.time() - job.snapshot_ms / 1000)
     emit(
         "lagging",
@@ -237,61 +296,32 @@ def _tell_lag(job: Job | None, error: RecpointError) -> None:
     )
 
 
-def run_persist(job_path: str) -> State[Any]:
-    """Call the flow, tagged with run, step and rank, and wait for its final state."""
-    name = job_name(job_path)
+def run_persist(job: PersistJob) -> State[Any]:
+    """Call the flow, tagged with run, step and rank, and wait for its final state.
+
+    Whoever calls it holds the lock of the staging area.
+    """
+    name = job_name(str(job.path))
 
     async def call() -> State[Any]:
         with tags(TAG, f"run:{name.run}", f"step:{name.step}", f"rank:{name.rank}"):
-            called: Any = persist(job_path, return_state=True)
+            called: Any = persist(str(job.path), return_state=True)
             state: State[Any] = await called
             return state
 
     # The server takes a tenth of a second to create a flow run.
-    begun = _begun[job_path] = _Begun.of(job_path)
+    begun = _Begun.of(job)
+    before = _begun.set(begun)
     try:
         # One client for all that Prefect does synchronously: each loads the CA certificates anew.
         with SyncClientContext.get_or_create():
             return asyncio.run(call())
     finally:
-        # Whoever takes the job up now, without Prefect or again, writes the same files.
-        futures: list[Future[Any]] = [begun.verified, begun.checked, begun.prepared]
-        wait(futures)
-        del _begun[job_path]
+        _begun.reset(before)
+        begun.end()
 
 
 def _bar(job: Job) -> ProgressBar:
     key = f"g{job.generation}-step-{job.step}-r{job.rank}-persist-progress"
     words = f"Staged bytes that are stored of step {job.step}"
     return ProgressBar(artifact_key(job.run_url, job.run, key), words)
-
-
-async def _persist_groups(job_path: str, job: Job, begun: _Begun) -> Committed | Waiting:
-    groups = await asyncio.to_thread(groups_of, job_path)
-    in_flight = asyncio.Semaphore(_GROUPS_IN_FLIGHT)
-    preparing = asyncio.Lock()
-    bar = _bar(job)
-    stored_bytes = 0
-
-    async def one(group: Group) -> None:
-        nonlocal stored_bytes
-        async with in_flight:
-            async with preparing:
-                await begun.settle()
-                if group.quantized:
-                    await quantize(job_path, group.index)
-                await encode(job_path, group.index)
-            await upload(job_path, group.index)
-        stored_bytes += group.staged_bytes
-        bar.show_meanwhile(stored_bytes, sum(group.staged_bytes for group in groups))
-
-    steps: list[asyncio.Future[None]] = [asyncio.wrap_future(begun.verified)]
-    steps.extend(asyncio.ensure_future(one(group)) for group in groups)
-    try:
-        await asyncio.gather(*steps)
-    finally:
-        for step in steps:
-            step.cancel()
-        # Nothing of the job may still be at work when it is answered, or tried again.
-        await asyncio.gather(*steps, return_exceptions=True)
-    return await commit(job_path)

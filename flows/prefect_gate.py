@@ -18,6 +18,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
+from recpoint.catalog.persisting.persist import PersistJob
 from recpoint.flows import prefect_server
 from recpoint.flows.pauses import growing_pause
 
@@ -54,7 +55,7 @@ class PrefectGate:
         self._key: str | None = None  # user and password of a configured API
         self._own_server = False
         self._awaits_server = False  # one that was started here has not answered yet
-        self._call: Callable[[str], Any] | None = None
+        self._call: Callable[[PersistJob], Any] | None = None
         self._open = False
         self._told_away = False  # since it was open last
         self._failures = 0
@@ -89,7 +90,7 @@ class PrefectGate:
             self._stop.wait(0.05)
         return self._open
 
-    def persist_flow(self) -> Callable[[str], Any] | None:
+    def persist_flow(self) -> Callable[[PersistJob], Any] | None:
         """What calls the flow `persist`, if it can be called now; takes a second at most."""
         if not self._open or self._url is None:
             return None
@@ -170,7 +171,7 @@ class PrefectGate:
             self._stop.set()
         self._url = server.url
 
-    def _import(self, url: str) -> Callable[[str], Any]:
+    def _import(self, url: str) -> Callable[[PersistJob], Any]:
         if "prefect" not in sys.modules:
             os.environ["PREFECT_API_URL"] = url
             if self._key is not None:
@@ -195,5 +196,5 @@ class PrefectGate:
         finally:
             if collects:
                 gc.enable()
-        call: Callable[[str], Any] = module.run_persist
+        call: Callable[[PersistJob], Any] = module.run_persist
         return call

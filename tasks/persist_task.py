@@ -30,4 +30,4 @@ def run_name() -> str:
     """A task run's name: what it does, to which group, of which checkpoint."""
     parameters = task_run.get_parameters()
     group = f" group {parameters['group']}" if "group" in parameters else ""
-    return f"{task_run.get_task_name()}{group} of {job_name(parameters['job_path'])}"
+    return f"{task_run.get_task_name()}{group} of {job_name(str(parameters['job'].path))}"

@@ -14,13 +14,14 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import ObjectNotFound
 
+from recpoint.catalog.persisting.persist import PersistJob
 from recpoint.catalog.runs.committed import Committed
 from recpoint.format.job import Job
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.job_name import job_name
 from recpoint.tasks.persist_task import run_name
 
-__all__ = ["Checkpoint", "checkpoint_of", "report", "table_rows"]
+__all__ = ["Checkpoint", "report", "table_rows"]
 
 #: Artifacts of this process by key, so that an update costs one request.
 _known: dict[str, UUID] = {}
@@ -45,7 +46,7 @@ class Checkpoint(NamedTuple):
     interval_batches: int
 
 
-def checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
+def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
     """What there is to tell once `job` is committed."""
     return Checkpoint(
         run_url=job.run_url,
@@ -70,9 +71,9 @@ def checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-async def report(job_path: str, checkpoint: Checkpoint) -> None:
+async def report(job: PersistJob, committed: Committed) -> None:
     """Show the checkpoint as a table of its own, and bring the run's lag up to date in place."""
-    name = job_name(job_path)
+    name, checkpoint = job_name(str(job.path)), _checkpoint_of(job.job, committed)
     # A backtick would end the code span, and what follows would be taken for markup.
     url = checkpoint.run_url.replace("`", "'")
     key = partial(artifact_key, checkpoint.run_url, checkpoint.run_id)

@@ -1,12 +1,24 @@
-"""What a persist has stored, as its tests look at it."""
+"""A persist up to its commit, and what it has stored, as its tests look at it."""
 
 from __future__ import annotations
 
+from recpoint.catalog.persisting.persist import PersistJob
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.runs.run import Run
 
-__all__ = ["objects", "restored"]
+__all__ = ["objects", "restored", "store_groups"]
+
+
+def store_groups(job: PersistJob) -> list[int]:
+    """Quantize, encode and upload each group of a job; the bytes of their chunks."""
+    found = []
+    for group in job.groups:
+        if group.quantized:
+            job.quantize(group)
+        job.encode(group)
+        found.append(job.upload(group))
+    return found
 
 
 def restored(run: Run) -> MemoryTarget:

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recpoint.catalog.staging import job_store
+from recpoint.catalog.persisting import persist
 from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
 from recpoint.flows import agent
 from tests.interposed_store import InterposedStore
@@ -51,5 +51,5 @@ def _open(run_url: str, timeouts: S3Timeouts) -> Store:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     agent._DRAIN_SECONDS = 1.0
-    vars(job_store)["open_store"] = _open
+    vars(persist)["open_store"] = _open
     sys.exit(agent.run_agent(Path(sys.argv[1]), prefect="off", consolidate="off", sweep_every=None))

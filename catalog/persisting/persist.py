@@ -1,27 +1,26 @@
-"""From a staged job to a committed checkpoint: the whole of a persist, without any orchestration.
+"""From a staged job to a committed checkpoint: the job as one object, and the order of its steps.
 
-The steps are functions of a job file's path and a group's number, so that a workflow engine can
-run each of them as a task; `persist_job` runs them one after another, overlapped, by itself.
+`PersistJob` is a job file that was opened once. `drive` runs its steps, overlapped, up to the
+answer. It runs them through `Steps`: the object's own, or those of a workflow engine, which calls
+each step of the object as a task.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from pydantic import ValidationError
 
-from recpoint.catalog.persisting.answers import finish_committed, reject_job
+from recpoint.catalog.persisting.persist_choice import Choice
 from recpoint.catalog.persisting.persist_encode import encode_group
 from recpoint.catalog.persisting.persist_plan import Group, plan_groups
-from recpoint.catalog.persisting.persist_quantize import (
-    Quantization,
-    quantization_of,
-    quantize_group,
-)
+from recpoint.catalog.persisting.persist_quantize import quantization_of, quantize_group
 from recpoint.catalog.persisting.persist_spool import empty_spool
 from recpoint.catalog.persisting.persist_upload import encoded_entries, upload_group
 from recpoint.catalog.persisting.rank_parts import (
@@ -34,16 +33,17 @@ from recpoint.catalog.persisting.rank_parts import (
 )
 from recpoint.catalog.runs.commit import check_fence, commit
 from recpoint.catalog.runs.committed import Committed, committed
+from recpoint.catalog.runs.rejections import leave_rejection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.cancel import raise_if_cancelled
-from recpoint.catalog.staging.job_store import forget_stores, job_store
-from recpoint.catalog.staging.staged import read_job
-from recpoint.catalog.staging.staged_job import StagedJob, open_job
+from recpoint.catalog.staging.staged import finish, read_job
+from recpoint.catalog.staging.staged_job import StagedJob, open_slot
 from recpoint.catalog.stores.chunks_there import chunks_missing, not_there
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.run_url import naming_run
-from recpoint.catalog.stores.store import Store
+from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
 from recpoint.errors import (
+    CheckpointCancelled,
     ForeignObject,
     GenerationRecordLost,
     MalformedObject,
@@ -58,28 +58,391 @@ from recpoint.errors import (
     StaleWriter,
     StoreError,
 )
-from recpoint.format.job import Outcome
+from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import attempt_prefix
+from recpoint.format.naming import MANIFEST_KEY, attempt_prefix, parse_job_stem
+from recpoint.format.rejections import Rejection
 
 __all__ = [
+    "Answer",
     "Committed",
-    "already_committed",
+    "Found",
+    "PersistJob",
+    "Steps",
     "classify",
-    "commit_job",
-    "encode_step",
-    "groups_of",
-    "is_stored",
-    "look_again",
-    "open_target",
+    "drive",
     "persist_job",
-    "quantize_step",
-    "upload_step",
-    "verify_step",
+    "reject_job",
 ]
 
 #: Groups that are worked on at once: one is prepared while the one before it is uploaded.
-_GROUPS_IN_FLIGHT = 2
+_GROUPS_IN_FLIGHT: Final = 2
+
+#: Few attempts: whoever persists tries again by pauses of its own, which follow the interval.
+_TIMEOUTS: Final = S3Timeouts(attempts=3)
+
+_REJECTED: Final = "nothing: the job is rejected, and the trainer stages its rows again"
+
+
+class Found(NamedTuple):
+    """What the store has of a job.
+
+    Attributes:
+        stored: the part of this rank, one of several, is written: no chunk may be written again.
+        committed: the checkpoint, if an agent that was killed had committed it; else None.
+    """
+
+    stored: bool
+    committed: Committed | None
+
+
+class Answer(NamedTuple):
+    """What a job was answered; `committed` is None if it was rejected."""
+
+    outcome: Outcome
+    committed: Committed | None = None
+
+
+class PersistJob:
+    """A staged job that is persisted: its file is opened once, and what follows from it is kept.
+
+    The slot is checked and the chunks are planned at the first use; so is the store opened, which
+    goes with the object. After a failure a new object opens all of it anew, since a slot may have
+    changed, and credentials too. Steps may be called again, and after a kill by another process:
+    each finds what it has done. Different groups may be at different steps at once.
+
+    Attributes:
+        path: the job file.
+        job: what it says.
+    """
+
+    def __init__(self, path: Path, job: Job, store: Store | None = None) -> None:
+        self.path = path
+        self.job = job
+        self._given = store
+        self._chosen: dict[int, Choice] = {}
+
+    @classmethod
+    def open(cls, job_file: Path | str, *, store: Store | None = None) -> Self:
+        """Read a job file.
+
+        Args:
+            job_file: the job; nothing else is needed.
+            store: the store to write to; that of the job's run URL if None.
+
+        Raises:
+            FileNotFoundError: there is no such job (any more).
+            FormatError: it is not a job, or not this run's.
+            StagingRefused: it, or a directory above it, is not this user's own.
+        """
+        path = Path(job_file)
+        return cls(path, read_job(path), store)
+
+    @cached_property
+    def store(self) -> Store:
+        """The store of the run. A new client of an object store takes a fifth of a second."""
+        if self._given is not None:
+            return self._given
+        return open_store(self.job.run_url, timeouts=_TIMEOUTS)
+
+    @cached_property
+    def staged(self) -> StagedJob:
+        """The job with its slot.
+
+        Raises:
+            FormatError: its segments are not what its tables need.
+            StagingError: its slot is missing, not a plain file, too short, or another user's.
+        """
+        return open_slot(self.path, self.job)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of the job, each to be quantized if it says so, encoded and uploaded.
+
+        Raises:
+            FormatError, StagingError: the job cannot be persisted.
+        """
+        return tuple(plan_groups(self.staged))
+
+    def raise_if_cancelled(self) -> None:
+        """Stop where the trainer wants the job dropped, or its file is gone.
+
+        Raises:
+            CheckpointCancelled: the trainer does.
+            FileNotFoundError: somebody has answered or removed the job.
+        """
+        raise_if_cancelled(self.path, self.job)
+
+    # --- what the store has -----------------------------------------------------------------------
+
+    def open_run(self) -> Run:
+        """The run that the job is for, as it is there now.
+
+        Raises:
+            NothingToRestore: there is no run: a mount may be missing.
+            ForeignObject: another run is there.
+        """
+        try:
+            run = Run.open(self.store)
+        except RunRecordLost:
+            raise
+        except NothingToRestore as error:
+            error.expected = "the run that the job is for"
+            error.next_step = naming_run(
+                "mount it or put it back; if it is gone for good, "
+                "recpoint sweep URL --discard-staged",
+                error.subject,
+            )
+            raise
+        if run.id != self.job.run:
+            raise ForeignObject(
+                str(self.path),
+                found=f"a job of run {self.job.run}",
+                expected=f"a job of run {run.id}, which is at {run.url}",
+                next_step="nothing: the job is rejected; another run took the place of its run",
+            )
+        return run
+
+    def look(self) -> Found:
+        """What is done of the job; the first step.
+
+        Raises:
+            CheckpointCancelled: the trainer wants it dropped.
+            StaleWriter, MissingLink: it is not committed and never will be.
+            GenerationRecordLost: nor will it be before the record of its generation is back.
+            CommitConflict: a part of another snapshot of this step is there.
+            FormatError: that part is damaged.
+            ForeignObject, NothingToRestore, StoreError: as `open_run`, or not now.
+        """
+        self.raise_if_cancelled()
+        run = self.open_run()
+        # The part first: one that is gone by then may have been removed after the commit, which
+        # the other look then finds.
+        stored = self.job.ranks > 1 and own_part(run, self.job) is not None
+        return Found(stored, self._committed(run))
+
+    def ranks_awaited(self) -> tuple[int, ...]:
+        """Ranks that a job whose part is stored still waits for; none: it can be gone on with.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        run = self.open_run()
+        missing = missing_ranks(run, self.job)
+        if not missing or self.job.rank in missing:
+            return ()  # all are there; or parts were removed, as they are after a commit
+        try:
+            there = self._committed(run) is not None
+        except (StaleWriter, MissingLink):
+            return ()
+        return () if there else missing
+
+    def _committed(self, run: Run) -> Committed | None:
+        """What was committed; of several ranks, this one's part is removed if it is there still."""
+        job = self.job
+        try:
+            manifest = run.manifest(job.step, job.generation)
+        except ObjectNotFound:
+            check_fence(run, job.generation, job.step)
+            return None
+        if manifest.attempt != job.attempt:
+            return None
+        if job.ranks > 1:
+            # One that was killed between commit and removal left it; and who commits may remove it
+            # while its own agent is not yet told that it was written, which then writes it once
+            # more.
+            with suppress(StoreError):  # a sweep removes what is left
+                remove_parts(run, job.ref, rank=job.rank)
+        return committed(run, manifest, job.rank)
+
+    # --- the steps of a group ---------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Check the digests of everything staged; MUST have succeeded before the commit.
+
+        Raises:
+            DigestMismatch: the slot is not what the trainer wrote.
+            StagingError: it cannot be read.
+        """
+        self.staged.verify()
+
+    def quantize(self, group: Group) -> str:
+        """`quantize_group`, unless the job is to be dropped; path of the result."""
+        self.raise_if_cancelled()
+        return quantize_group(self.staged, group, self._chosen)
+
+    def encode(self, group: Group) -> str:
+        """`encode_group`, unless the job is to be dropped; path of the result."""
+        self.raise_if_cancelled()
+        return encode_group(self.staged, group)
+
+    def upload(self, group: Group) -> int:
+        """`upload_group`, unless the job is to be dropped; bytes of the group's chunks."""
+        self.raise_if_cancelled()
+        return upload_group(self.store, self.staged, group)
+
+    def advanced(self, done_bytes: int, total_bytes: int) -> None:
+        """Nobody is told."""
+
+    # --- commit and answer ------------------------------------------------------------------------
+
+    def commit(self) -> Committed:
+        """Create the manifest of the job, all of whose groups are uploaded.
+
+        With several ranks: write its part, and the manifest if all others are there.
+
+        Raises:
+            RanksMissing: others are not.
+            CommitError, ChainError: it can never be committed.
+            CheckpointCancelled: the trainer wants it dropped.
+            ObjectNotFound: chunks that were uploaded are not there any more. The spool is empty
+                now, so that the next try writes all of them again.
+            StoreError: not now.
+        """
+        run = self.open_run()
+        if self.job.ranks > 1:
+            return self._commit_rank(run)
+        entries = self._entries()
+        try:
+            manifest = self._manifest(entries)
+        except ValidationError as error:
+            raise MalformedObject(
+                str(self.path),
+                found=str(error.errors(include_url=False, include_input=False)[0]["msg"])[:200],
+                expected="a job whose manifest keeps to the format",
+                next_step=_REJECTED,
+            ) from error
+        self.raise_if_cancelled()
+        self._require_uploaded(run, entries)
+        commit(run, manifest)
+        return committed(run, manifest, self.job.rank)
+
+    def _commit_rank(self, run: Run) -> Committed:
+        job = self.job
+        self.raise_if_cancelled()
+        if own_part(run, job) is None:
+            # Removed after a commit, or never written: then nobody has committed without it.
+            there = self._committed(run)
+            if there is not None:
+                return there
+            try:
+                entries = self._entries()
+            except ValueError:
+                # A sweep has removed it since: all of it is written again.
+                raise ranks_missing(job, (job.rank,)) from None
+            self._require_uploaded(run, entries)
+            write_part(run, self.staged, entries, quantization_of(self.staged, self.groups))
+        manifest = commit_parts(run, job, self.path)
+        return committed(run, manifest, job.rank)
+
+    def _entries(self) -> list[ChunkEntry]:
+        return [entry for group in self.groups for entry in encoded_entries(self.staged, group)]
+
+    def _require_uploaded(self, run: Run, entries: list[ChunkEntry]) -> None:
+        """That the store still has what the spool says was uploaded, maybe long ago (W4b)."""
+        prefix = attempt_prefix(self.job.step, self.job.generation, self.job.attempt)
+        missing = not_there(run.store, prefix, entries)
+        if missing:
+            empty_spool(self.staged)
+            raise chunks_missing(self.job.ref, missing)
+
+    def _manifest(self, entries: list[ChunkEntry]) -> Manifest:
+        job, quantization = self.job, quantization_of(self.staged, self.groups)
+        return Manifest(
+            run=job.run,
+            step=job.step,
+            generation=job.generation,
+            attempt=job.attempt,
+            kind=job.kind,
+            base=job.base,
+            parent=job.parent,
+            chain_length=job.chain_length,
+            policy=job.policy,
+            stands_for=None,
+            ranks=job.ranks,
+            tables=tuple(table.spec for table in job.tables),
+            chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
+            quantizers=quantization.quantizers,
+            quantized_by=quantization.implementation,
+            state_bits=16 if any(table.rounds_states for table in job.tables) else None,
+            snapshot_ms=job.snapshot_ms,
+            staged_ms=job.staged_ms,
+            committed_ms=now_ms(),
+            stall_us=job.stall_us,
+            dirty_rows=job.dirty_rows,
+            full_bytes=job.full_bytes,
+            history=job.history,
+            writer=f"recpoint {version('recpoint')}",
+        )
+
+    def finish(self, there: Committed) -> Outcome:
+        """Tell the trainer that the checkpoint is there, and remove the job (format §7, S6).
+
+        Raises:
+            StagingRefused, OSError: as `staged.finish`.
+        """
+        outcome = Outcome(
+            step=self.job.step,
+            generation=self.job.generation,
+            attempt=self.job.attempt,
+            result="committed",
+            error_type="",
+            error="",
+            stored_bytes=there.stored_bytes,
+            rank_bytes=there.rank_bytes,
+            links_to_read=there.links_to_read,
+            quantizers=there.quantizers,
+            finished_ms=now_ms(),
+        )
+        finish(self.path, outcome)
+        return outcome
+
+    def reject(self, error: RecpointError) -> Outcome:
+        """Tell the trainer that the checkpoint will never be there, and why; remove the job.
+
+        Then leave word of it in the store, where that can be reached.
+
+        Raises:
+            StagingRefused, OSError: as `staged.finish`.
+        """
+        job = self.job
+        outcome = _rejection(job.step, job.generation, job.attempt, error)
+        finish(self.path, outcome)
+        # After the answer, since a store that is away must not keep the trainer waiting for it.
+        with suppress(RecpointError):
+            run = Run.open(self.store)
+            if run.id == job.run:
+                _tell_others(run, job, outcome, error)
+        return outcome
+
+
+class Steps(Protocol):
+    """Who runs the steps of a job for `drive`, and so sees how far it is.
+
+    Each returns, or raises, what the method of the same name of `PersistJob` does, when the step is
+    over. `verify` and the `upload` of groups are called from threads of their own.
+    """
+
+    def look(self) -> Found:
+        """The first step."""
+
+    def verify(self) -> object:
+        """Beside the groups."""
+
+    def quantize(self, group: Group) -> object:
+        """Of each group that has something to quantize."""
+
+    def encode(self, group: Group) -> object:
+        """Of each group, then."""
+
+    def upload(self, group: Group) -> object:
+        """Of each group, then."""
+
+    def commit(self) -> Committed:
+        """After all groups."""
+
+    def advanced(self, done_bytes: int, total_bytes: int) -> object:
+        """So many of the staged bytes are stored; called from the thread of `drive`."""
 
 
 def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
@@ -93,26 +456,73 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
 
     Raises:
         FileNotFoundError: there is no such job (any more).
-        RanksMissing: its part is stored, those of other ranks are not; the job stays staged.
-        StoreError, StagingFull, StagingRefused, OSError: not now; the job stays staged and nothing
-            is lost. Call again later.
+        RanksMissing, StoreError, StagingFull, StagingRefused, OSError: as `drive`.
     """
-    job_file = Path(job_file)
     try:
-        raise_if_cancelled(job_file)
-        target = open_target(job_file, store)
-        stored = is_stored(target, job_file)
-        there = already_committed(target, job_file)
-        if there is None:
-            if not stored:
-                _persist_groups(target.store, job_file)
-            there = commit_job(job_file, store=target.store)
+        job = PersistJob.open(job_file, store=store)
     except RecpointError as error:
         if classify(error) == "deferred":
-            forget_stores()
             raise
-        return reject_job(job_file, error, store=store)
-    return finish_committed(job_file, there)
+        return reject_job(job_file, error)
+    return drive(job).outcome
+
+
+def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
+    """Run the steps of a job up to its answer; then the job is removed.
+
+    No step is at work any more when it returns or raises.
+
+    Args:
+        job: the job.
+        steps: runs them; the job's own if None.
+
+    Raises:
+        FileNotFoundError: the job is not there any more.
+        RanksMissing: its part is stored, those of other ranks are not; the job stays staged.
+        StoreError, StagingFull, StagingRefused, OSError: not now; the job stays staged and nothing
+            is lost. Open it again later.
+    """
+    steps = job if steps is None else steps
+    try:
+        stored, there = steps.look()
+        if there is None:
+            if not stored:
+                _store_groups(job, steps)
+            there = steps.commit()
+    except RecpointError as error:
+        if classify(error) == "deferred":
+            raise
+        return Answer(job.reject(error))
+    return Answer(job.finish(there), there)
+
+
+def _store_groups(job: PersistJob, steps: Steps) -> None:
+    total = sum(group.staged_bytes for group in job.groups)
+    done = 0
+    uploads: deque[tuple[Group, Future[object]]] = deque()
+
+    def wait_for_the_first() -> None:
+        nonlocal done
+        group, upload = uploads.popleft()
+        upload.result()
+        done += group.staged_bytes
+        steps.advanced(done, total)
+
+    with ThreadPoolExecutor(_GROUPS_IN_FLIGHT + 1, thread_name_prefix="persist") as pool:
+        # Beside the groups: reading everything once more first would delay the first upload.
+        verified = pool.submit(steps.verify)
+        for group in job.groups:
+            if len(uploads) >= _GROUPS_IN_FLIGHT:
+                wait_for_the_first()
+            if verified.done():
+                verified.result()  # of what is damaged nothing more need be stored
+            if group.quantized:
+                steps.quantize(group)
+            steps.encode(group)
+            uploads.append((group, pool.submit(steps.upload, group)))
+        while uploads:
+            wait_for_the_first()
+        verified.result()
 
 
 def classify(error: BaseException) -> Literal["rejected", "deferred"]:
@@ -136,245 +546,60 @@ def classify(error: BaseException) -> Literal["rejected", "deferred"]:
     return "deferred"
 
 
-def open_target(job_file: Path | str, store: Store | None = None) -> Run:
-    """The run that a job is for.
+def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
+    """`PersistJob.reject`, also of a job file that cannot be read: the answer goes by its name.
 
     Raises:
-        NothingToRestore: there is no run: a mount may be missing.
-        ForeignObject: another run is there.
+        FileNotFoundError: there is no such job (any more).
+        RecpointError: it cannot be read, and has no name of a job.
+        StagingRefused, OSError: as `staged.finish`.
     """
-    job = read_job(job_file)
     try:
-        run = Run.open(job_store(job.run_url, job.attempt) if store is None else store)
-    except RunRecordLost:
-        raise
-    except NothingToRestore as error:
-        error.expected = "the run that the job is for"
-        error.next_step = naming_run(
-            "mount it or put it back; if it is gone for good, recpoint sweep URL --discard-staged",
-            error.subject,
-        )
-        raise
-    if run.id != job.run:
-        raise ForeignObject(
-            str(job_file),
-            found=f"a job of run {job.run}",
-            expected=f"a job of run {run.id}, which is at {run.url}",
-            next_step="nothing: the job is rejected; another run took the place of its run",
-        )
-    return run
+        job = PersistJob.open(job_file)
+    except RecpointError:
+        named = parse_job_stem(Path(job_file).stem)
+        if named is None:
+            raise
+        outcome = _rejection(named[1], named[0], "0" * 32, error)
+        finish(job_file, outcome)
+        return outcome
+    return job.reject(error)
 
 
-def already_committed(run: Run, job_file: Path | str) -> Committed | None:
-    """What an agent that was killed right after the commit had done; None if it is all to do.
-
-    Of several ranks, this one's part is removed if it is there still.
-
-    Raises:
-        StaleWriter: it is not committed and never will be; nothing has to be uploaded for that.
-        MissingLink: nor will it be, since the store knows nothing of its generation.
-        GenerationRecordLost: nor will it be before the record of its generation is back.
-    """
-    job = read_job(job_file)
-    try:
-        manifest = run.manifest(job.step, job.generation)
-    except ObjectNotFound:
-        check_fence(run, job.generation, job.step)
-        return None
-    if manifest.attempt != job.attempt:
-        return None
-    if job.ranks > 1:
-        # One that was killed between commit and removal left it; and who commits may remove it
-        # while its own agent is not yet told that it was written, which then writes it once more.
-        with suppress(StoreError):  # a sweep removes what is left
-            remove_parts(run, job.ref, rank=job.rank)
-    return committed(run, manifest, job.rank)
-
-
-def is_stored(run: Run, job_file: Path | str) -> bool:
-    """Whether a job of one of several ranks only waits for the others: its own part is written.
-
-    Ask before `already_committed`: a part that is gone by now may have been removed after the
-    commit, which that then finds.
-
-    Raises:
-        CommitConflict: a part of another snapshot of this step is there.
-        FormatError: it is damaged.
-        StoreError: it cannot be read.
-    """
-    job = read_job(job_file)
-    return job.ranks > 1 and own_part(run, job) is not None
-
-
-def look_again(job_file: Path | str, *, store: Store | None = None) -> tuple[int, ...]:
-    """Ranks that a job whose part is stored still waits for; none: it can be gone on with.
-
-    Raises:
-        FileNotFoundError, FormatError: there is no such job any more, or none that can be read.
-        StoreError: the store cannot be read.
-    """
-    job = read_job(job_file)
-    run = open_target(job_file, store)
-    missing = missing_ranks(run, job)
-    if not missing or job.rank in missing:
-        return ()  # all are there; or parts were removed, as they are after a commit
-    try:
-        there = already_committed(run, job_file) is not None
-    except (StaleWriter, MissingLink):
-        return ()
-    return () if there else missing
-
-
-def groups_of(job_file: Path | str) -> list[Group]:
-    """The groups of a job, each to be quantized if it says so, encoded and uploaded.
-
-    Raises:
-        FormatError, StagingError: the job cannot be persisted.
-    """
-    return plan_groups(open_job(job_file))
-
-
-def verify_step(job_file: Path | str) -> None:
-    """Check the digests of everything staged; MUST have succeeded before the commit.
-
-    Raises:
-        DigestMismatch: the slot is not what the trainer wrote.
-        StagingError: it cannot be read.
-    """
-    open_job(job_file).verify()
-
-
-def quantize_step(job_file: Path | str, group: int) -> str:
-    """`quantize_group` by number; path of the result."""
-    staged, chosen = _group(job_file, group)
-    return quantize_group(staged, chosen)
-
-
-def encode_step(job_file: Path | str, group: int) -> str:
-    """`encode_group` by number; path of the result."""
-    staged, chosen = _group(job_file, group)
-    return encode_group(staged, chosen)
-
-
-def upload_step(job_file: Path | str, group: int, *, store: Store | None = None) -> int:
-    """`upload_group` by number; bytes of the group's chunks."""
-    staged, chosen = _group(job_file, group)
-    if store is None:
-        store = job_store(staged.job.run_url, staged.job.attempt)
-    return upload_group(store, staged, chosen)
-
-
-def commit_job(job_file: Path | str, *, store: Store | None = None) -> Committed:
-    """Create the manifest of a job, all of whose groups are uploaded.
-
-    With several ranks: write its part, and the manifest if all others are there.
-
-    Raises:
-        RanksMissing: others are not.
-        CommitError, ChainError: it can never be committed.
-        CheckpointCancelled: the trainer wants it dropped.
-        ObjectNotFound: chunks that were uploaded are not there any more. The spool is empty now, so
-            that the next try writes all of them again.
-        StoreError: not now.
-    """
-    staged = open_job(job_file)
-    target = open_target(job_file, store)
-    if staged.job.ranks > 1:
-        return _commit_rank(target, staged)
-    groups = plan_groups(staged)
-    entries = [entry for group in groups for entry in encoded_entries(staged, group)]
-    try:
-        manifest = _manifest(staged, entries, quantization_of(staged, groups))
-    except ValidationError as error:
-        raise MalformedObject(
-            str(job_file),
-            found=str(error.errors(include_url=False, include_input=False)[0]["msg"])[:200],
-            expected="a job whose manifest keeps to the format",
-            next_step="nothing: the job is rejected, and the trainer stages its rows again",
-        ) from error
-    raise_if_cancelled(job_file)
-    _require_uploaded(target, staged, entries)
-    commit(target, manifest)
-    return committed(target, manifest, staged.job.rank)
-
-
-def _commit_rank(target: Run, staged: StagedJob) -> Committed:
-    raise_if_cancelled(staged.path)
-    if own_part(target, staged.job) is None:
-        # Removed after a commit, or never written: then nobody has committed without it.
-        there = already_committed(target, staged.path)
-        if there is not None:
-            return there
-        groups = plan_groups(staged)
-        try:
-            entries = [entry for group in groups for entry in encoded_entries(staged, group)]
-        except ValueError:
-            # A sweep has removed it since: all of it is written again.
-            raise ranks_missing(staged.job, (staged.job.rank,)) from None
-        _require_uploaded(target, staged, entries)
-        write_part(target, staged, entries, quantization_of(staged, groups))
-    manifest = commit_parts(target, staged.job, staged.path)
-    return committed(target, manifest, staged.job.rank)
-
-
-def _require_uploaded(target: Run, staged: StagedJob, entries: list[ChunkEntry]) -> None:
-    """That the store still has what the spool says was uploaded, maybe long ago (format W4)."""
-    prefix = attempt_prefix(staged.job.step, staged.job.generation, staged.job.attempt)
-    missing = not_there(target.store, prefix, entries)
-    if missing:
-        empty_spool(staged)
-        raise chunks_missing(staged.job.ref, missing)
-
-
-def _manifest(staged: StagedJob, entries: list[ChunkEntry], quantization: Quantization) -> Manifest:
-    job = staged.job
-    return Manifest(
-        run=job.run,
-        step=job.step,
-        generation=job.generation,
-        attempt=job.attempt,
-        kind=job.kind,
-        base=job.base,
-        parent=job.parent,
-        chain_length=job.chain_length,
-        policy=job.policy,
-        stands_for=None,
-        ranks=job.ranks,
-        tables=tuple(table.spec for table in job.tables),
-        chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
-        quantizers=quantization.quantizers,
-        quantized_by=quantization.implementation,
-        state_bits=16 if any(table.rounds_states for table in job.tables) else None,
-        snapshot_ms=job.snapshot_ms,
-        staged_ms=job.staged_ms,
-        committed_ms=now_ms(),
-        stall_us=job.stall_us,
-        dirty_rows=job.dirty_rows,
-        full_bytes=job.full_bytes,
-        history=job.history,
-        writer=f"recpoint {version('recpoint')}",
+def _rejection(step: int, generation: int, attempt: str, error: RecpointError) -> Outcome:
+    return Outcome(
+        step=step,
+        generation=generation,
+        attempt=attempt,
+        result="rejected",
+        error_type=type(error).__name__,
+        error=str(error)[:4000],
+        stored_bytes=0,
+        rank_bytes=0,
+        links_to_read=0,
+        quantizers=(),
+        finished_ms=now_ms(),
     )
 
 
-def _persist_groups(store: Store, job_file: Path) -> None:
-    groups = groups_of(job_file)
-    with ThreadPoolExecutor(_GROUPS_IN_FLIGHT + 1, thread_name_prefix="persist") as pool:
-        # Beside the groups: reading everything once more first would delay the first upload.
-        verified = pool.submit(verify_step, job_file)
-        uploads: list[Future[int]] = []
-        for group in groups:
-            if len(uploads) >= _GROUPS_IN_FLIGHT:
-                uploads[-_GROUPS_IN_FLIGHT].result()
-            if group.quantized:
-                quantize_step(job_file, group.index)
-            encode_step(job_file, group.index)
-            uploads.append(pool.submit(upload_step, job_file, group.index, store=store))
-        for upload in uploads:
-            upload.result()
-        verified.result()
+def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> None:
+    if job.ranks > 1:
+        # Or the others could still make a checkpoint of it: one that is sound, and that nobody
+        # expects. A sweep removes what is left.
+        with suppress(RecpointError):
+            remove_parts(run, job.ref, rank=job.rank)
+    if isinstance(error, CheckpointCancelled) and not _looks_committed(run, job):
+        return  # as its trainer wished: a newer one takes its place
+    rejection = Rejection(
+        checkpoint=job.ref,
+        error_type=outcome.error_type[:80],
+        error=outcome.error[:1024],
+        rejected_ms=outcome.finished_ms,
+    )
+    leave_rejection(run, job.rank, rejection)
 
 
-def _group(job_file: Path | str, index: int) -> tuple[StagedJob, Group]:
-    raise_if_cancelled(job_file)  # each step looks first: nothing is quantized, encoded or sent
-    staged = open_job(job_file)
-    return staged, plan_groups(staged)[index]
+def _looks_committed(run: Run, job: Job) -> bool:
+    """Whether what is stored of it would pass for a checkpoint whose manifest is gone (§6.5)."""
+    prefix = attempt_prefix(job.step, job.generation, job.attempt)
+    return not any(run.store.list(MANIFEST_KEY.prefix)) and any(run.store.list(prefix))

@@ -8,15 +8,12 @@ have quantized with it.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from recpoint.catalog.staging.staged_job import (
     StagedJob,
     kernel_method,
-    open_job,
     read_into,
     values_name,
 )
@@ -25,25 +22,18 @@ from recpoint.format.manifest import Quantizer
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method
 from recpoint.kernels.quantize.choice import SAMPLE_ROWS, choose, drawn
 
-__all__ = ["choose_quantizer"]
+__all__ = ["Choice", "choose_quantizer"]
+
+#: What rows are quantized with: as a manifest records it, and as the kernels take it.
+Choice = tuple[Quantizer, Method]
 
 
-def choose_quantizer(staged: StagedJob, index: int) -> tuple[Quantizer, Method]:
+def choose_quantizer(staged: StagedJob, index: int) -> Choice:
     """What the rows of table `index`, which are to be quantized, are quantized with.
-
-    Returns:
-        The choice as a manifest records it, and as the kernels take it.
 
     Raises:
         StagingError: the slot cannot be read.
     """
-    return _choose(str(staged.path), staged.job.attempt, index)
-
-
-@lru_cache(maxsize=1024)
-def _choose(path: str, attempt: str, index: int) -> tuple[Quantizer, Method]:
-    # All groups of a table ask, and a job file never changes; the attempt is in it and names it.
-    staged = open_job(path)
     table = staged.job.tables[index]
     sample_rows, seed = 0, 0
     if table.method is not None:

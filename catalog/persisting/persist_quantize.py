@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persisting.persist_choice import choose_quantizer
+from recpoint.catalog.persisting.persist_choice import Choice, choose_quantizer
 from recpoint.catalog.persisting.persist_codes import exact_span, staged_codes
 from recpoint.catalog.persisting.persist_parts import write_bits
 from recpoint.catalog.persisting.persist_plan import PARAMETER_DTYPES, Group, RowBlock
@@ -42,11 +42,17 @@ class Quantization(NamedTuple):
     implementation: str
 
 
-def quantize_group(staged: StagedJob, group: Group) -> str:
+def quantize_group(staged: StagedJob, group: Group, chosen: dict[int, Choice]) -> str:
     """Quantize and pack the group's rows into the spool.
 
     Rows that are not quantizable are left out and it is written down which: the next step
     stores them exactly. What the trainer has quantized is only checked and sorted.
+
+    Args:
+        staged: the job.
+        group: one of its groups.
+        chosen: what the rows of its tables are quantized with, by table; a table that no group
+            before had is added.
 
     Returns:
         Path of the result, which names extents of the spool.
@@ -63,14 +69,16 @@ def quantize_group(staged: StagedJob, group: Group) -> str:
             if isinstance(block, RowBlock) and staged.job.tables[block.table].is_quantized
         ]
         tables = sorted({block.table for block in blocks})
-        chosen = {table: choose_quantizer(staged, table) for table in tables}
+        for table in tables:
+            if table not in chosen:
+                chosen[table] = choose_quantizer(staged, table)
         with SpoolFile(path.with_suffix(".bin")) as spool:
             quantized = [
                 _quantize_block(staged, block, chosen[block.table][1], spool) for block in blocks
             ]
         result = {
             "blocks": quantized,
-            "quantizers": [quantizer.model_dump() for quantizer, _ in chosen.values()],
+            "quantizers": [chosen[table][0].model_dump() for table in tables],
             "implementation": _implementation(staged, tables),
         }
         save_result(path, staged, result)

@@ -140,7 +140,7 @@ def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
     manifest = join_parts(parts, committed_ms=now_ms(), writer=writer)
     if manifest.ref != job.ref:
         raise ValueError(f"parts of {manifest.ref} for {job.ref}")
-    raise_if_cancelled(job_file)
+    raise_if_cancelled(job_file, job)
     _withdraw_without_chunks(run, job, parts)
     if commit(run, manifest) == "already":
         manifest = run.manifest(job.step, job.generation)

@@ -8,7 +8,7 @@ from pathlib import Path
 from recpoint.catalog.staging import owned
 from recpoint.catalog.staging.staged import read_job
 from recpoint.errors import CheckpointCancelled, FormatError, StagingRefused
-from recpoint.format.job import Cancel
+from recpoint.format.job import Cancel, Job
 from recpoint.format.naming import job_stem
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
 
@@ -59,31 +59,46 @@ def is_cancelled(job_file: Path | str) -> bool:
         FileNotFoundError: there is no such job (any more).
         FormatError, StagingRefused: the job cannot be read.
     """
-    job_file = Path(job_file)
-    run_dir = job_file.parent.parent
-    path = cancels_directory(run_dir) / job_file.name
-    try:
-        data = owned.read(run_dir.parent, path, MAX_RECORD_BYTES + 1)
-    except (OSError, StagingRefused):
-        return False
-    try:
-        mark = unpack_record(Cancel, data, name=os.fspath(path), next_step="nothing: it is ignored")
-    except FormatError:
-        return False
-    # Marks are named as their jobs are: one of an earlier attempt at the step is not for this one.
-    return mark.attempt == read_job(job_file).attempt
+    marked = _marked_attempt(Path(job_file))
+    return marked is not None and marked == read_job(job_file).attempt
 
 
-def raise_if_cancelled(job_file: Path | str) -> None:
-    """Stop the work on a job that the trainer wants dropped.
+def raise_if_cancelled(job_file: Path | str, job: Job) -> None:
+    """Stop the work on a job that the trainer wants dropped, or that is not there any more.
+
+    Args:
+        job_file: the job.
+        job: what was read from it.
 
     Raises:
-        CheckpointCancelled: it does.
+        CheckpointCancelled: the trainer wants it dropped.
+        FileNotFoundError: there is no such job any more.
+        StagingRefused: it, or a directory above it, is not this user's own.
     """
-    if is_cancelled(job_file):
+    job_file = Path(job_file)
+    owned.file_status(job_file.parent.parent.parent, job_file)
+    if _marked_attempt(job_file) == job.attempt:
         raise CheckpointCancelled(
             str(job_file),
             found="a cancel mark of the trainer",
             expected="a job that is still wanted",
             next_step="nothing: the next checkpoint holds these rows too",
         )
+
+
+def _marked_attempt(job_file: Path) -> str | None:
+    """The attempt that the mark of a job's name is for; None: there is no mark to be read.
+
+    Marks are named as their jobs are: one of an earlier attempt at the step is not for this one.
+    """
+    run_dir = job_file.parent.parent
+    path = cancels_directory(run_dir) / job_file.name
+    try:
+        data = owned.read(run_dir.parent, path, MAX_RECORD_BYTES + 1)
+    except (OSError, StagingRefused):
+        return None
+    try:
+        mark = unpack_record(Cancel, data, name=os.fspath(path), next_step="nothing: it is ignored")
+    except FormatError:
+        return None
+    return mark.attempt

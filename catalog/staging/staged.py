@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 
 from recpoint.catalog.staging import host_lock, owned
@@ -207,14 +206,6 @@ def read_job(path: Path | str) -> Job:
         StagingRefused: it, or a directory above it, is not this user's own.
     """
     path = Path(path)
-    status = owned.file_status(_area_of(path), path)
-    return _read_job(path, status.st_ino, status.st_mtime_ns, status.st_size)
-
-
-@lru_cache(maxsize=4)
-def _read_job(path: Path, inode: int, modified_ns: int, size_bytes: int) -> Job:
-    # The arguments beside `path` are what makes a replaced file another entry of the cache: each
-    # task of a persist opens the job again, and a job of many tables takes long to parse.
     data = _read_record(_area_of(path), path)
     job = unpack_record(Job, data, name=str(path), next_step=_REJECTED)
     if path.name != f"{job.stem}.json":

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Self, cast
 import crc32c
 
 from recpoint.catalog.staging import owned
-from recpoint.catalog.staging.staged import read_job, slots_directory, spool_directory
+from recpoint.catalog.staging.staged import slots_directory, spool_directory
 from recpoint.errors import DigestMismatch, MalformedObject, StagingError
 from recpoint.format.chunk import MAX_SAMPLE_ROWS, sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
@@ -33,7 +33,7 @@ __all__ = [
     "code_name",
     "ids_name",
     "kernel_method",
-    "open_job",
+    "open_slot",
     "read_into",
     "read_pieces",
     "sample_name",
@@ -137,17 +137,18 @@ class StagedJob:
                 )
 
 
-def open_job(path: Path | str) -> StagedJob:
-    """Open a job file and check its slot; nothing of the slot is read yet.
+def open_slot(path: Path, job: Job) -> StagedJob:
+    """Check the slot of a job against what the job says lies in it; nothing of it is read yet.
+
+    Args:
+        path: the job file.
+        job: what was read from it.
 
     Raises:
-        FileNotFoundError: there is no such job (any more).
-        FormatError: it is not a job, or its segments are not what its tables need.
+        FormatError: its segments are not what its tables need.
         StagingError: its slot is missing, not a plain file, or too short.
-        StagingRefused: job, slot or a directory above them is not this user's own.
+        StagingRefused: slot or a directory above it is not this user's own.
     """
-    path = Path(path)
-    job = read_job(path)
     slot = slots_directory(path.parent.parent) / job.slot
     if not job.slot.startswith(f"r{job.rank:05d}-"):
         raise _malformed(path, f"the slot {job.slot}", f"a slot of rank {job.rank}")

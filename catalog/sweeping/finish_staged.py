@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persisting.persist import PersistJob, classify, persist_job
 from recpoint.catalog.persisting.rank_parts import missing_ranks
 from recpoint.catalog.persisting.ranks_text import ranks_text
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock, AtWork, at_work, sweep_of
-from recpoint.catalog.staging.cancel import raise_if_cancelled
-from recpoint.catalog.staging.staged_job import open_job
 from recpoint.catalog.sweeping.staged_work import Fate, JobFate, StagedWork
 from recpoint.errors import (
     MissingLink,
@@ -26,7 +24,6 @@ from recpoint.errors import (
     RecpointError,
     StagingRefused,
 )
-from recpoint.format.job import Job
 from recpoint.format.records import CheckpointRef
 
 __all__ = ["finish_staged", "foresee_staged"]
@@ -76,7 +73,7 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
             fates.append(JobFate(path.stem, "stays", waits))
             continue
         try:
-            job = staged.read_job(path)
+            job = PersistJob.open(path, store=run.store)
         except FileNotFoundError:
             continue  # finished since
         except StagingRefused as error:
@@ -88,9 +85,9 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
             unreadable.append(path)
             continue
         try:
-            missing = _foresee(run, path, job, coming)
+            missing = _foresee(run, job, coming)
         except RecpointError as error:
-            if persist.classify(error) == "rejected":
+            if classify(error) == "rejected":
                 fates.append(JobFate(path.stem, "would be rejected", str(error)))
             else:
                 fates.append(JobFate(path.stem, "stays", str(error)))
@@ -101,7 +98,7 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
             fates.append(JobFate(path.stem, "stays", why))
         else:
             fates.append(JobFate(path.stem, "would finish"))
-            coming.add(job.ref)
+            coming.add(job.job.ref)
     return StagedWork(jobs=tuple(fates), unreadable=tuple(unreadable))
 
 
@@ -124,7 +121,7 @@ def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
             continue
         try:
             if not staged.finish_answered(path):
-                persist.persist_job(path)
+                persist_job(path)
             outcome = staged.answer_given(path)
         except FileNotFoundError:
             continue  # its trainer, which has just started, has removed it
@@ -140,15 +137,13 @@ def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
     return StagedWork(jobs=tuple(fates))
 
 
-def _foresee(run: Run, path: Path, job: Job, coming: Collection[CheckpointRef]) -> tuple[int, ...]:
+def _foresee(run: Run, opened: PersistJob, coming: Collection[CheckpointRef]) -> tuple[int, ...]:
     """Ranks that a job would wait for; raises what would reject or delay it."""
-    raise_if_cancelled(path)
-    persist.open_target(path, run.store)
-    stored = persist.is_stored(run, path)
-    if persist.already_committed(run, path) is not None:
+    job, (stored, committed) = opened.job, opened.look()
+    if committed is not None:
         return ()
     if not stored:
-        open_job(path)
+        opened.staged  # noqa: B018 - checks the slot
         if job.parent is not None and job.parent not in coming:
             _require_parent(run, job.ref, job.parent)
     if job.ranks == 1:

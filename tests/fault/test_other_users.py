@@ -21,7 +21,7 @@ from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import cancel, staged
 from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path, at_work
-from recpoint.catalog.staging.staged_job import open_job
+from recpoint.catalog.staging.staged_job import open_slot
 from recpoint.catalog.stores.store import open_store
 from recpoint.cli import app
 from recpoint.errors import StagingError
@@ -297,7 +297,7 @@ def test_a_job_of_another_user_is_never_taken(
     status = staged.status_path(job.parent.parent).read_text()
     assert "StagingRefused" in status and str(job) in status and THEIRS in status
     with pytest.raises(StagingError, match=THEIRS):
-        open_job(job)
+        open_slot(job, staged.read_job(job))
     os.chown(job, os.geteuid(), -1)
     assert run_agent(staging, once=True, prefect="off") == 0
     assert len(run.live_line()) == 1
@@ -305,9 +305,9 @@ def test_a_job_of_another_user_is_never_taken(
 
 def test_a_slot_of_another_user_is_not_read(run: Run, tmp_path: Path) -> None:
     job = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
-    opened = open_job(job)
+    opened = open_slot(job, staged.read_job(job))
     os.chown(opened.slot, ANOTHER, -1)
-    for read in (opened.verify, lambda: open_job(job)):
+    for read in (opened.verify, lambda: open_slot(job, staged.read_job(job))):
         with pytest.raises(StagingError, match=THEIRS) as caught:
             read()
         assert caught.value.subject == str(opened.slot)

@@ -27,6 +27,7 @@ from tests.catalog_builder import Table, tables
 from tests.fault.kill_points import at_every_step, ended
 from tests.fault.lives import agent_life, begin
 from tests.forked import ForkedProcess
+from tests.persisted import store_groups
 from tests.polling import until
 from tests.rank_jobs import RankJobs
 
@@ -71,9 +72,8 @@ class TestKilledAtEveryStep:
         first, last = jobs.stage(10)
         with pytest.raises(RanksMissing):
             persist.persist_job(first)
-        for group in persist.groups_of(last):  # as with one rank, whose every step is died at too
-            persist.encode_step(last, group.index)
-            persist.upload_step(last, group.index)
+        # As with one rank, whose every step is died at too.
+        store_groups(persist.PersistJob.open(last))
         killed = ended(life(last, {}, die=die)) == -signal.SIGKILL
         # The other rank's agent finds it committed, or waits, or commits it itself.
         try:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog.persisting import persist
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import job_store, staged
+from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, agent_lock_path
 from recpoint.cli.reporting import exit_code
 from recpoint.errors import StagingError
@@ -80,7 +81,7 @@ def test_what_fails_since_the_agent_ends_is_held_against_no_job(
         raise LookupError("nobody thought of this")
 
     store = InterposedStore(run.store, before=before)
-    monkeypatch.setattr(job_store, "open_store", lambda url, timeouts: store)
+    monkeypatch.setattr(persist, "open_store", lambda url, timeouts: store)
     serving = threading.Thread(target=agent.serve)
     serving.start()
     serving.join()

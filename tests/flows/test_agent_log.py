@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog.persisting.persist import PersistJob
 from recpoint.catalog.runs.run import Run
 from recpoint.cli import host
 from recpoint.flows.persist import run_persist
@@ -21,7 +22,7 @@ def test_a_flow_that_fails_with_an_error_of_ours_is_told_by_us_alone(
 ) -> None:
     path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
     os.rename(tmp_path / "run", tmp_path / "away")
-    assert run_persist(str(path)).is_failed()
+    assert run_persist(PersistJob.open(path)).is_failed()
     told = [one for one in caplog.records if one.levelno >= logging.WARNING]
     of_prefect = [one.getMessage() for one in told if one.name == "prefect.flow_runs"]
     assert len(of_prefect) == 3, "other handlers have them"
@@ -42,8 +43,8 @@ def test_a_flow_that_fails_with_any_other_error_is_shown(
     def broken(_: object) -> None:
         raise ZeroDivisionError("a fault of the program")
 
-    monkeypatch.setattr("recpoint.flows.persist.open_target", broken)
-    assert run_persist(str(path)).is_failed()
+    monkeypatch.setattr(PersistJob, "look", broken)
+    assert run_persist(PersistJob.open(path)).is_failed()
     shown = [one.getMessage() for one in caplog.records if host.worth_showing(one)]
     assert any("Encountered exception" in text and "a fault" in text for text in shown)
     assert any("Finished in state Failed" in text and "a fault" in text for text in shown)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog.persisting import persist
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import job_store, staged
+from recpoint.catalog.staging import staged
 from recpoint.flows.agent import Agent
 from recpoint.flows.prefect_gate import PrefectGate
 from tests.interposed_store import InterposedStore
@@ -78,7 +79,7 @@ def test_a_host_that_starts_no_thread_for_an_upload_loses_no_checkpoint(
             threading.stack_size(_NO_ROOM)
 
     store = InterposedStore(run.store, before=before)
-    monkeypatch.setattr(job_store, "open_store", lambda url, timeouts: store)
+    monkeypatch.setattr(persist, "open_store", lambda url, timeouts: store)
     tries = _Tries()
     logging.getLogger("recpoint.persist").addHandler(tries)
     hold = jobs[2].rename(jobs[2].with_suffix(".later"))
@@ -128,7 +129,7 @@ def test_what_nobody_foresaw_is_tried_again_before_its_job_is_rejected(
             raise LookupError("nobody thought of this")
 
     store = InterposedStore(run.store, before=before)
-    monkeypatch.setattr(job_store, "open_store", lambda url, timeouts: store)
+    monkeypatch.setattr(persist, "open_store", lambda url, timeouts: store)
     with serving(tmp_path / "staging"):
         until(lambda: not other.exists())
     assert len(tries) == failing

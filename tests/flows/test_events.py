@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from recpoint.catalog.persisting import persist
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import job_store, staged
+from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.errors import StoreAccessDenied
 from recpoint.flows.agent_runs import RunState
@@ -60,9 +60,9 @@ def test_a_job_that_lags_and_is_committed(
         kind="fail", on=frozenset({"put"}), key_contains="state", times=1, error=StoreAccessDenied
     )
     store = FaultStore(run.store, [fault])
-    monkeypatch.setattr(job_store, "open_store", lambda url, **_: store)
-    assert not run_persist(str(path)).is_completed()
-    assert run_persist(str(path)).is_completed()
+    monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
+    assert not run_persist(persist.PersistJob.open(path)).is_completed()
+    assert run_persist(persist.PersistJob.open(path)).is_completed()
     lagging, committed = told(run, count=2)
     assert names([lagging, committed]) == ["lagging", "committed"]
     assert lagging["payload"]["error_type"] == "StoreAccessDenied"

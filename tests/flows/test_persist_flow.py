@@ -27,7 +27,7 @@ from recpoint.catalog.persisting import persist, persist_plan
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import cancel, job_store, staged
+from recpoint.catalog.staging import cancel, staged
 from recpoint.catalog.staging.agent_lock import AgentLock, at_work
 from recpoint.catalog.stores.store import Store
 from recpoint.catalog.validation.check import check
@@ -110,7 +110,7 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
             dirty=dirty,
             state={"w": torch.ones(9)},
         )
-        assert run_persist(str(path)).is_completed()
+        assert run_persist(persist.PersistJob.open(path)).is_completed()
         assert not path.exists()
         answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
@@ -141,7 +141,7 @@ def test_runs_of_one_name_show_what_is_theirs(run: Run, tmp_path: Path) -> None:
     other.claim(None)
     for one in (run, other):
         path = stage(one, tmp_path / "staging", tables(), step=1, generation=1)
-        assert run_persist(str(path)).is_completed()
+        assert run_persist(persist.PersistJob.open(path)).is_completed()
     for one in (run, other):
         shown = artifacts(f"recpoint-{Path(run.url).name}-{one.id[:12]}-")
         assert {artifact.type for artifact in shown} == {"table", "markdown"} and len(shown) == 2
@@ -154,9 +154,9 @@ def test_groups_without_quantized_tables_have_no_quantize_task(
     monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
     monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
     path = stage(run, tmp_path / "groups", tables(rows=120), step=3, generation=1)
-    groups = len(persist.groups_of(path))
+    groups = len(persist.PersistJob.open(path).groups)
     assert groups > 2
-    assert run_persist(str(path)).is_completed()
+    assert run_persist(persist.PersistJob.open(path)).is_completed()
     (flow_run,) = flow_runs(tmp_path, "step:3")
     count = 2 * groups + 2  # and the commit and the report
     names = [task_run.name.split(" ")[0] for task_run in task_runs(flow_run, count=count)]
@@ -171,7 +171,7 @@ def test_a_long_persist_shows_how_far_it_is(
     monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
     monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
     path = stage(run, tmp_path / "long", tables(rows=120), step=8, generation=1)
-    assert run_persist(str(path)).is_completed()
+    assert run_persist(persist.PersistJob.open(path)).is_completed()
     url_name = Path(run.url).name
     key = f"recpoint-{url_name}-{run.id[:12]}-g1-step-8-r0-persist-progress"
     (bar,) = until(
@@ -185,7 +185,7 @@ def test_a_long_persist_shows_how_far_it_is(
 def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) -> None:
     path = stage(run, tmp_path / "rejected", tables(), step=4, generation=1)
     run.claim(None)
-    assert run_persist(str(path)).is_failed()
+    assert run_persist(persist.PersistJob.open(path)).is_failed()
     assert not path.exists()
     answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
     assert (answer.result, answer.error_type) == ("rejected", "StaleWriter")
@@ -197,7 +197,7 @@ def test_a_job_that_the_trainer_wants_dropped_is_no_failed_run(run: Run, tmp_pat
     staging = tmp_path / "dropped"
     path = stage(run, staging, tables(), step=7, generation=1)
     cancel.write_mark(path.parent.parent, staged.read_job(path).ref, 0)
-    state = run_persist(str(path))
+    state = run_persist(persist.PersistJob.open(path))
     assert state.is_completed() and state.name == "Dropped"
     assert not path.exists() and run.manifest_names() == []
     answer = staged.outcome_path(staged.run_directory(staging, run.url), 1, 7, 0)
@@ -225,10 +225,10 @@ def test_tasks_are_run_again_for_what_may_heal_only(
         kind="fail", on=frozenset({"put"}), key_contains="state", times=times, error=error
     )
     store: Store = FaultStore(run.store, [fault])
-    monkeypatch.setattr(job_store, "open_store", lambda url, **_: store)
+    monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
     step = 100 + len(error.__name__)
     path = stage(run, tmp_path / "retried", tables(), step=step, generation=1)
-    state = run_persist(str(path))
+    state = run_persist(persist.PersistJob.open(path))
     assert state.is_completed() is committed and path.exists() is not committed
     (flow_run,) = flow_runs(tmp_path, f"step:{step}")
     if not committed:
@@ -243,8 +243,9 @@ def test_a_flow_called_again_for_a_finished_job_fails_without_harm(
     run: Run, tmp_path: Path
 ) -> None:
     path = stage(run, tmp_path / "twice", tables(), step=7, generation=1)
-    assert run_persist(str(path)).is_completed()
-    assert run_persist(str(path)).is_failed()
+    job = persist.PersistJob.open(path)
+    assert run_persist(job).is_completed()
+    assert run_persist(job).is_failed()
     assert check(run, level="full").ok
 
 
@@ -254,10 +255,11 @@ def test_with_several_ranks_the_last_flow_commits_and_no_flow_fails(
     trained = tables()
     jobs = RankJobs(run, [tmp_path / "host-a", tmp_path / "host-b"], trained)
     first, last = jobs.stage(11)
-    state = run_persist(str(first))
+    state = run_persist(persist.PersistJob.open(first))
     assert state.is_completed() and state.name == "Waiting" and first.exists()
     assert state.message == "stored, waits for rank 1"
-    assert run_persist(str(last)).name == run_persist(str(first)).name == "Completed"
+    for path in (last, first):
+        assert run_persist(persist.PersistJob.open(path)).name == "Completed"
     assert not first.exists() and not last.exists()
     target = MemoryTarget()
     restore(run, target)

@@ -23,6 +23,7 @@ from recpoint.flows.drain import drain
 from recpoint.flows.sweep import sweep
 from tests.catalog_builder import build, tables, upload
 from tests.job_builder import stage
+from tests.persisted import store_groups
 from tests.polling import until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -43,9 +44,7 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
     orphan = build(run, tables(), step=2, generation=1)
     upload(run.store, orphan)
     job_file = stage(run, staging, tables(), step=3, generation=1)
-    for group in persist.groups_of(job_file):
-        persist.encode_step(job_file, group.index)
-        persist.upload_step(job_file, group.index)
+    store_groups(persist.PersistJob.open(job_file))
     wanted = chunk_keys(run) - set(orphan.chunks)
     assert wanted > committed
     for chunk in chunk_keys(run):
@@ -88,7 +87,8 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
 
 def test_a_sweep_leaves_the_spool_to_a_living_agent(run: Run, tmp_path: Path) -> None:
     job_file = stage(run, tmp_path, tables(), step=1, generation=1)
-    persist.encode_step(job_file, 0)
+    job = persist.PersistJob.open(job_file)
+    job.encode(job.groups[0])
     with AgentLock(tmp_path):
         asyncio.run(sweep(run.url, staging=str(tmp_path), grace_seconds=3600.0))
     assert list((job_file.parent.parent / "spool").iterdir())

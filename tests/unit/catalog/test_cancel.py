@@ -13,6 +13,7 @@ from recpoint.errors import CheckpointCancelled
 from recpoint.format.records import CheckpointRef, pack_record
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage
+from tests.persisted import store_groups
 
 
 @pytest.fixture
@@ -55,18 +56,15 @@ def test_a_job_is_dropped_although_its_store_is_away(run: Run, tmp_path: Path) -
 
 def test_each_step_and_the_commit_look_first(run: Run, tmp_path: Path) -> None:
     job_file = staged_job(run, tmp_path)
-    for group in persist.groups_of(job_file):
-        if group.quantized:
-            persist.quantize_step(job_file, group.index)
-        persist.encode_step(job_file, group.index)
-        persist.upload_step(job_file, group.index)
-    persist.verify_step(job_file)
+    job = persist.PersistJob.open(job_file)
+    store_groups(job)
+    job.verify()
     mark(job_file)
-    for step in (persist.quantize_step, persist.encode_step, persist.upload_step):
+    for step in (job.quantize, job.encode, job.upload):
         with pytest.raises(CheckpointCancelled, match="next checkpoint holds these rows"):
-            step(job_file, 0)
+            step(job.groups[0])
     with pytest.raises(CheckpointCancelled):
-        persist.commit_job(job_file)
+        job.commit()
     assert run.manifest_names() == []
     assert persist.classify(CheckpointCancelled("x", found="", expected="", next_step="")) == (
         "rejected"

@@ -38,6 +38,7 @@ from recpoint.format.rejections import MAX_REJECTIONS, Rejection
 from tests.catalog_builder import Checkpoint, build, copy_run, new_run, publish, tables, upload
 from tests.interposed_store import InterposedStore
 from tests.job_builder import stage
+from tests.persisted import store_groups
 from tests.retained_run import LAST, add, consolidated, keys, retain
 
 STEPS = (10, 11, 12, 13)
@@ -325,11 +326,7 @@ def test_what_a_trainer_wished_dropped_is_no_sign_of_a_manifest(tmp_path: Path) 
     run = new_run(tmp_path / "new")
     run.claim(None)
     job_file = stage(run, tmp_path / "s", tables(), step=10, generation=1)
-    for group in persist.groups_of(job_file):
-        if group.quantized:
-            persist.quantize_step(job_file, group.index)
-        persist.encode_step(job_file, group.index)
-        persist.upload_step(job_file, group.index)
+    store_groups(persist.PersistJob.open(job_file))
     cancel.write_mark(job_file.parent.parent, read_job(job_file).ref, 0)
     assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
     upload(run.store, build(run, tables(), step=20, generation=1))

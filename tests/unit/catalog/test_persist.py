@@ -15,7 +15,6 @@ from recpoint.catalog.persisting import persist, persist_choice, persist_plan
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.staged_job import open_job
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.check import check
 from recpoint.format.job import QUANTIZERS, QuantizerName
@@ -233,7 +232,7 @@ def test_the_manifest_says_how_each_table_was_quantized(
         Table("auto, 8 bits", torch.randn(90, 4, generator=generator), bits=8, quantizer="auto"),
     ]
     path = stage(run, tmp_path / "staging", trained, step=1, generation=1)
-    assert len(persist.groups_of(path)) > 2
+    assert len(persist.PersistJob.open(path).groups) > 2
     assert persist.persist_job(path).result == "committed"
     manifest = run.manifest(1, 1)
     assert [(q.table, q.method, q.sample_rows, q.seed) for q in manifest.quantizers] == [
@@ -261,12 +260,11 @@ def test_a_choice_is_made_on_a_sample_of_the_staged_rows_and_is_made_again_the_s
         stage(run, tmp_path / "s", [table], step=1, generation=1, links=links, slot=0),
         stage(run, tmp_path / "s", [table], step=2, generation=1, links=links, slot=1, dirty=dirty),
     ]
-    staged_jobs = [open_job(path) for path in jobs]
+    staged_jobs = [persist.PersistJob.open(path).staged for path in jobs]
     samples = [persist_choice._sample(job, 0, seed=job.job.step) for job in staged_jobs]
     assert same(samples[0], values[drawn(6000, 1)]) and len(samples[0]) == SAMPLE_ROWS
     assert same(samples[1], values[::2])
     first = [persist_choice.choose_quantizer(job, 0) for job in staged_jobs]
-    persist_choice._choose.cache_clear()
     for path in jobs:
         assert persist.persist_job(path).result == "committed"
     for step, (quantizer, method) in enumerate(first, 1):
@@ -368,7 +366,7 @@ def test_chunks_and_groups_keep_to_their_sizes(
     big = torch.randn(3000)
     state = {"big": big, "small": [torch.ones(1)] * 3}
     path = stage(run, tmp_path / "s", trained, step=1, generation=1, state=state)
-    groups = persist.groups_of(path)
+    groups = persist.PersistJob.open(path).groups
     assert all(group.staged_bytes <= 9000 for group in groups) and len(groups) > 4
     assert persist.persist_job(path).result == "committed"
     header_bytes = 1500

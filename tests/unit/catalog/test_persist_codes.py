@@ -245,7 +245,7 @@ def test_jobs_whose_codes_do_not_fit_are_refused(
     )
     change(job)
     with pytest.raises(FormatError):
-        persist.groups_of(job)
+        persist.PersistJob.open(job).groups  # noqa: B018
     assert persist.persist_job(job).result == "rejected"
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persisting import persist, persist_plan
+from recpoint.catalog.persisting import persist_plan
+from recpoint.catalog.persisting.persist import PersistJob, persist_job
 from recpoint.catalog.persisting.persist_spool import empty_spool, result_path
 from recpoint.catalog.persisting.persist_upload import encoded_entries
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.staged import spool_directory
-from recpoint.catalog.staging.staged_job import open_job
 from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import StagingFull
@@ -43,11 +43,12 @@ def _encoded(job: Path) -> tuple[list[ChunkEntry], list[int], list[int]]:
     """The chunks; of each group how many blocks it has and its bytes in the spool."""
     entries: list[ChunkEntry] = []
     blocks, spooled = [], []
-    for group in persist.groups_of(job):
-        files = [persist.quantize_step(job, group.index), persist.encode_step(job, group.index)]
+    opened = PersistJob.open(job)
+    for group in opened.groups:
+        files = [opened.quantize(group), opened.encode(group)]
         spooled.append(sum(Path(file).with_suffix(".bin").stat().st_size for file in files))
         blocks.append(len(group.blocks))
-        entries += encoded_entries(open_job(job), group)
+        entries += encoded_entries(opened.staged, group)
     return entries, blocks, spooled
 
 
@@ -66,7 +67,7 @@ def test_a_group_takes_no_more_of_the_spool_than_planned_and_chunks_do_not_depen
     job = _job(run, tmp_path, bits, dirty, rounded)
     whole, _, alone = _encoded(job)
     assert len(alone) == 1
-    empty_spool(open_job(job))
+    empty_spool(PersistJob.open(job).staged)
     monkeypatch.setattr(persist_plan, "GROUP_SPOOL_BYTES", 250_000)
     entries, blocks, spooled = _encoded(job)
     assert entries == whole
@@ -77,7 +78,7 @@ def test_a_group_takes_no_more_of_the_spool_than_planned_and_chunks_do_not_depen
 def test_what_another_release_has_left_is_done_again(run: Run, tmp_path: Path) -> None:
     job = _job(run, tmp_path, 8, dirty=True, rounded=False)
     whole, _, _ = _encoded(job)
-    results = sorted(open_job(job).spool.glob("*.json"))
+    results = sorted(PersistJob.open(job).staged.spool.glob("*.json"))
     assert len(results) == 2
     for result in results:
         left = {"attempt": json.loads(result.read_text())["attempt"], "parts": "of another kind"}
@@ -102,13 +103,13 @@ def test_a_spool_without_room_is_named_and_the_job_waits(
     run: Run, tmp_path: Path, size_bytes: int
 ) -> None:
     job = _job(run, tmp_path, 8, dirty=False, rounded=False)
-    spool = open_job(job).spool
+    spool = PersistJob.open(job).staged.spool
     with (
         _files_of_at_most(size_bytes),
         pytest.raises(StagingFull, match=rf"{spool}.*room for.*RECPOINT_STAGING"),
     ):
-        persist.persist_job(job, store=run.store)
-    outcome = persist.persist_job(job, store=run.store)
+        persist_job(job, store=run.store)
+    outcome = persist_job(job, store=run.store)
     assert outcome.result == "committed", outcome.error
 
 
@@ -123,7 +124,7 @@ def test_the_answer_has_the_room_of_what_is_encoded(
     spool = spool_directory(job.parent.parent) / job.stem
     there: dict[str, bool] = {}
     monkeypatch.setattr(durable, "step", lambda name: there.update({name: spool.exists()}))
-    assert persist.persist_job(job).result == "committed"
+    assert persist_job(job).result == "committed"
     assert not there[f"rename {job.name}"] and any(there.values())
 
 
@@ -133,21 +134,17 @@ def test_chunks_are_uploaded_where_nothing_more_can_be_noted_in_the_spool(tmp_pa
     run.claim(None)
     job = _job(run, tmp_path, 8, dirty=False, rounded=False)
     _encoded(job)
+    opened = PersistJob.open(job, store=store)
     with _files_of_at_most(0):
-        sizes = [
-            persist.upload_step(job, group.index, store=store) for group in persist.groups_of(job)
-        ]
+        sizes = [opened.upload(group) for group in opened.groups]
     assert sum(sizes) > 0
-    staged = open_job(job)
-    for group in persist.groups_of(job):
+    staged = opened.staged
+    for group in opened.groups:
         # All but one, and of that half a line, which there was room for.
         *others, largest = sorted(encoded_entries(staged, group), key=lambda entry: entry.bytes)
         lines = [f"{staged.job.attempt} {entry.key}\n" for entry in others]
         lines.append(f"{staged.job.attempt} {largest.key[:20]}")
         result_path(staged, group.index, "uploaded").write_text("".join(lines))
     for _ in range(2):  # as after a failure elsewhere: all that is needed is there once more
-        again = [
-            persist.upload_step(job, group.index, store=store) for group in persist.groups_of(job)
-        ]
-        assert again == sizes
-    assert persist.commit_job(job, store=store).stored_bytes == sum(sizes)
+        assert [opened.upload(group) for group in opened.groups] == sizes
+    assert opened.commit().stored_bytes == sum(sizes)

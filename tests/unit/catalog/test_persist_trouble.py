@@ -155,14 +155,14 @@ def test_a_flipped_bit_in_the_slot_is_never_committed(run: Run, tmp_path: Path, 
 
 def test_a_spool_that_changed_is_noticed_before_it_is_uploaded(run: Run, tmp_path: Path) -> None:
     path = stage(run, tmp_path / "s", tables(bits=4), step=1, generation=1)
-    group = persist.groups_of(path)[0].index
-    spool = Path(persist.quantize_step(path, group)).with_suffix(".bin")
-    persist.encode_step(path, group)
+    job = persist.PersistJob.open(path)
+    spool = Path(job.quantize(job.groups[0])).with_suffix(".bin")
+    job.encode(job.groups[0])
     data = bytearray(spool.read_bytes())
     data[3] ^= 1
     spool.write_bytes(data)
     with pytest.raises(DigestMismatch, match="put|chunks|crc32c"):
-        persist.upload_step(path, group)
+        job.upload(job.groups[0])
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable, StoreThrottled, StoreAccessDenied])
@@ -176,7 +176,7 @@ def test_a_store_that_refuses_defers_the_job_and_the_next_try_goes_on(
 ) -> None:
     trained = tables(bits=3)
     path = stage(run, tmp_path / "s", trained, step=1, generation=1)
-    chunks = sum(len(group.blocks) for group in persist.groups_of(path))
+    chunks = sum(len(group.blocks) for group in persist.PersistJob.open(path).groups)
     faults = [Fault.stop_after(min(writes, chunks), error=error)]
     with pytest.raises(error):
         persist.persist_job(path, store=FaultStore(run.store, faults))

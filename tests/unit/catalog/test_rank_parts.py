@@ -26,6 +26,7 @@ from recpoint.catalog.validation.validate import validate
 from recpoint.errors import ObjectNotFound, RanksMissing
 from recpoint.format.naming import PART_KEY, ManifestName, ValidationLevel
 from tests.catalog_builder import Table, tables
+from tests.persisted import store_groups
 from tests.rank_jobs import RankJobs
 
 
@@ -54,10 +55,10 @@ def test_whoever_is_last_commits_and_the_other_learns_of_it(run: Run, tmp_path: 
     with pytest.raises(RanksMissing, match="no part of rank 1 of 2") as caught:
         persist.persist_job(first)
     assert caught.value.ranks == (1,) and first.exists() and not run.manifest_names()
-    assert persist.look_again(first) == (1,)
+    assert persist.PersistJob.open(first).ranks_awaited() == (1,)
     done = persist.persist_job(last)
     assert done.result == "committed" and run.manifest(10, 1).ranks == 2
-    assert persist.look_again(first) == ()
+    assert persist.PersistJob.open(first).ranks_awaited() == ()
     told = persist.persist_job(first)
     assert told.result == "committed" and told.stored_bytes == done.stored_bytes
     assert told.rank_bytes + done.rank_bytes == done.stored_bytes
@@ -93,12 +94,10 @@ def test_both_are_last_at_once(run: Run, tmp_path: Path) -> None:
         jobs = two_hosts(run, tmp_path, trained)
         paths = jobs.stage(step)
         for path in paths:
-            for group in persist.groups_of(path):
-                persist.encode_step(path, group.index)
-                persist.upload_step(path, group.index)
+            store_groups(persist.PersistJob.open(path))
         # The last writes its part only, as an agent does that is killed before it looks.
         with pytest.raises(RanksMissing):
-            persist.commit_job(paths[0])
+            persist.PersistJob.open(paths[0]).commit()
         barrier = threading.Barrier(2)
         told: list[str] = []
 
@@ -159,7 +158,7 @@ def test_who_waits_learns_that_a_newer_trainer_has_taken_over(run: Run, tmp_path
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
     run.claim(None)
-    assert persist.look_again(first) == ()
+    assert persist.PersistJob.open(first).ranks_awaited() == ()
     assert persist.persist_job(first).error_type == "StaleWriter"
     assert persist.persist_job(last).error_type == "StaleWriter"
 
@@ -187,7 +186,7 @@ def test_a_part_whose_chunks_are_gone_is_withdrawn_and_both_are_written_again(
     with pytest.raises(RanksMissing, match="no part of rank 0 of 2"):
         persist.persist_job(last)
     assert not run.manifest_names() and list(parts_there(run, jobs.ref(10))) == [1]
-    assert persist.look_again(first) == ()  # its agent goes on with it at once
+    assert persist.PersistJob.open(first).ranks_awaited() == ()  # its agent goes on with it at once
     with pytest.raises(ObjectNotFound):
         persist.persist_job(first)  # its spool says that they are uploaded
     assert list(parts_there(run, jobs.ref(10))) == [1]

@@ -21,7 +21,7 @@ from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path
 from recpoint.catalog.staging.staged_job import (
     PIECE_BYTES,
     Extent,
-    open_job,
+    open_slot,
     read_into,
     read_pieces,
 )
@@ -155,7 +155,8 @@ def test_an_answered_job_is_removed_and_one_with_an_older_answer_is_not(
 
 def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) -> None:
     run_dir = job_file.parent.parent
-    persist.encode_step(job_file, 0)
+    opened = persist.PersistJob.open(job_file)
+    opened.encode(opened.groups[0])
     half_written = [d / f".tmp-{'0123' * 8}" for d in (run_dir / "outcomes", run_dir)]
     half_written.append(run_dir / ".tmp-status-139")
     for path in half_written:
@@ -207,7 +208,7 @@ def test_attempts_of_staged_jobs_are_named(job_file: Path) -> None:
 
 
 def test_verifying_reads_every_byte(job_file: Path) -> None:
-    job = open_job(job_file)
+    job = open_slot(job_file, staged.read_job(job_file))
     job.verify()
     for segment in job.job.segments:
         data = bytearray(job.slot.read_bytes())
@@ -349,11 +350,11 @@ def test_a_credential_in_a_job_is_never_repeated(job_file: Path) -> None:
 
 
 def test_a_slot_that_is_a_link_is_not_followed(job_file: Path, tmp_path: Path) -> None:
-    slot = open_job(job_file).slot
+    slot = open_slot(job_file, staged.read_job(job_file)).slot
     slot.rename(tmp_path / "elsewhere")
     slot.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StagingRefused, match="found a symbolic link"):
-        open_job(job_file)
+        open_slot(job_file, staged.read_job(job_file))
 
 
 def test_a_copied_job_belongs_to_where_it_came_from(job_file: Path, tmp_path: Path) -> None:
@@ -381,5 +382,6 @@ def test_ids_that_are_not_a_set_in_order_are_refused(run: Run, tmp_path: Path) -
         raw = torch.tensor(ids).numpy().tobytes()
         data[segment.offset : segment.offset + segment.bytes] = raw
         slot.write_bytes(data)
+        opened = persist.PersistJob.open(path)
         with pytest.raises(MalformedObject, match="ascending"):
-            persist.encode_step(path, 0)
+            opened.encode(opened.groups[0])

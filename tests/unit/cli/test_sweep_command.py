@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from recpoint.catalog.persisting import persist
-from recpoint.catalog.persisting.answers import reject_job
+from recpoint.catalog.persisting.persist import PersistJob, reject_job
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import tell_ended
 from recpoint.catalog.staging import host_lock, staged
 from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
-from recpoint.catalog.staging.cancel import raise_if_cancelled
 from recpoint.catalog.sweeping.discard_staged import discard_staged
 from recpoint.catalog.validation.check import check
 from recpoint.errors import CheckpointCancelled, NothingToRestore, StagingError
@@ -253,7 +252,7 @@ def test_a_discard_waits_as_long_as_the_agent_drops_jobs(
         passed[0] += 20.0
         if to_drop:
             with pytest.raises(CheckpointCancelled) as cancelled:
-                raise_if_cancelled(to_drop[0])
+                PersistJob.open(to_drop[0]).raise_if_cancelled()
             reject_job(to_drop.pop(0), cancelled.value)
 
     shutil.rmtree(run.url)

@@ -10,7 +10,7 @@ import pytest
 from prefect import Task
 
 from recpoint import errors
-from recpoint.tasks import commit, encode, quantize, report, upload
+from recpoint.tasks import persist, report
 from recpoint.tasks.artifact_key import artifact_key
 from recpoint.tasks.job_name import job_log, job_name
 from recpoint.tasks.persist_task import may_heal
@@ -65,7 +65,7 @@ def test_other_errors_are_not_tried_again(error: Exception | None) -> None:
 
 @pytest.mark.parametrize(
     "task",
-    [quantize.quantize, encode.encode, upload.upload, commit.commit, report.report],
+    [persist.quantize, persist.encode, persist.upload, persist.commit, report.report],
     ids=lambda task: str(task.name),
 )
 def test_no_task_stores_results_or_runs_for_ever(task: Task[..., object]) -> None:

@@ -12,7 +12,7 @@ from recpoint import Checkpointer
 from recpoint.catalog.chunks.chunk_reader import read_chunk
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.staged_job import open_job, read_into
+from recpoint.catalog.staging.staged_job import open_slot, read_into
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.chunk import section_tensor
 from recpoint.format.manifest import Manifest, RowStateSpec, TableSpec
@@ -119,7 +119,7 @@ def test_a_checkpoint_holds_rows_of_its_own_and_of_others(place: Place, dtype: t
         until(lambda: len(staged.staged_jobs(place.run_directory)) == 1)
         (job_file,) = staged.staged_jobs(place.run_directory)
         job = staged.read_job(job_file)
-        open_job(job_file).verify()
+        open_slot(job_file, staged.read_job(job_file)).verify()
         place.persist_all()
         until(lambda: ckpt.stats.committed == ckpt.stats.staged)
         run = Run.open(open_store(place.run))
@@ -168,7 +168,7 @@ def test_a_slot_has_room_for_every_sample(place: Place) -> None:
     (job_file,) = staged.staged_jobs(place.run_directory)
     job = staged.read_job(job_file)
     assert job.slot_bytes <= bound
-    opened = open_job(job_file)
+    opened = open_slot(job_file, staged.read_job(job_file))
     extent = opened.extent("sample.1.ids")
     data = bytearray(extent.length)
     read_into(memoryview(data), extent)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog.persisting import answers, persist
+from recpoint.catalog.persisting import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import cancel, staged
@@ -20,6 +20,7 @@ from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.policy import POLICIES
 from recpoint.trainer_plugin.settings import Settings
+from tests.persisted import store_groups
 from tests.training_builder import Place, Training, checkpointer, simple_training, train, until
 
 
@@ -183,16 +184,12 @@ def test_a_job_that_is_committed_all_the_same(place: Place) -> None:
     with idle_agent(place):
         stage_one(training, ckpt)
         (job_file,) = staged.staged_jobs(place.run_directory)
-        run = persist.open_target(job_file)
-        for group in persist.groups_of(job_file):
-            if group.quantized:
-                persist.quantize_step(job_file, group.index)
-            persist.encode_step(job_file, group.index)
-            persist.upload_step(job_file, group.index)
-        committed = persist.commit_job(job_file, store=run.store)
+        job = persist.PersistJob.open(job_file)
+        store_groups(job)
+        committed = job.commit()
         train(training, ckpt, 2)
         until(lambda: is_marked(place))
-        answers.finish_committed(job_file, committed)
+        job.finish(committed)
         until(lambda: ckpt.stats.committed == 1)
         train(training, ckpt, 1)
         until(lambda: ckpt.stats.staged == 2)
