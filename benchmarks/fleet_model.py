@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.dirty_trace import Checkpoint, replay
 from benchmarks.exchanges import EXCHANGES
-from recpoint.catalog.persisting.persist_plan import CHUNK_BYTES, GROUP_SPOOL_BYTES
+from recpoint.catalog.persist.plan import CHUNK_BYTES, GROUP_SPOOL_BYTES
 from recpoint.trainer_plugin.policy import Policy
 from recpoint.trainer_plugin.settings import FixedBits
 

@@ -21,7 +21,7 @@ import psutil
 from benchmarks.report import Report, Spread, ratio
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint import kernels
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.staged import read_job, spool_directory
 from recpoint.catalog.stores.store import Store, open_store
 from recpoint.testing.seaweed import SeaweedServer

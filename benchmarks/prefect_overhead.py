@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import Report, Spread, spread_of
 from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
 from recpoint import kernels
-from recpoint.catalog.persisting.persist import PersistJob, persist_job
+from recpoint.catalog.persist.persist import PersistJob, persist_job
 from recpoint.catalog.staging.staged import read_job
 from recpoint.testing.seaweed import SeaweedServer
 

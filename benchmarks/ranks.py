@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.report import Report, ratio, spread_of
 from recpoint import Checkpointer
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.staging import staged
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.cutter import Cut, Cutter

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persisting.persist_plan import (
+from recpoint.catalog.persist.plan import (
     CHUNK_BYTES,
     PARAMETER_DTYPES,
     RowBlock,

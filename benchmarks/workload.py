@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job, Outcome, QuantizerName

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog.persisting.persist import reject_job
+from recpoint.catalog.persist.persist import reject_job
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import RecpointError, StagingError, StoreThrottled
 from recpoint.flows.agent_runs import SHORTEST_SHARE, RunState

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from recpoint.catalog.persisting.persist import PersistJob, classify
+from recpoint.catalog.persist.persist import PersistJob, classify
 from recpoint.catalog.staging import staged
 from recpoint.errors import FormatError, RanksMissing, RecpointError
 from recpoint.flows.agent_failures import postpone_or_reject

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from recpoint.catalog.persisting.persist import PersistJob, drive, persist_job
+from recpoint.catalog.persist.persist import PersistJob, drive, persist_job
 from recpoint.errors import RecpointError
 from recpoint.flows.agent_runs import RunState
 from recpoint.flows.prefect_gate import PrefectGate

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from recpoint.catalog.overview.failure_causes import CAUSES, cause_of, cause_of_name
 from recpoint.catalog.overview.histogram import Histogram
-from recpoint.catalog.persisting.persist import PersistJob
+from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.staging import staged
 from recpoint.errors import CheckpointCancelled
 from recpoint.flows.agent_waiting import WaitingJobs

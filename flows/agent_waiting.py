@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.persist.ranks import ranks_text
 
 __all__ = ["NAME_AFTER_SECONDS", "LateJob", "WaitingJobs"]
 

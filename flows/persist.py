@@ -1,6 +1,6 @@
 """Flow: a staged job to a committed checkpoint, with every step to be seen in Prefect's UI.
 
-It has `catalog.persisting.persist.drive` do what the agent does without Prefect, and runs the steps
+It has `catalog.persist.persist.drive` do what the agent does without Prefect, and runs the steps
 as tasks. It is async, because Prefect keeps a sync flow for a second after its end; `drive` and all
 that blocks runs in threads.
 """
@@ -23,7 +23,7 @@ from prefect.context import SyncClientContext, TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from recpoint.catalog.persisting.persist import (
+from recpoint.catalog.persist.persist import (
     Committed,
     Found,
     PersistJob,
@@ -31,9 +31,8 @@ from recpoint.catalog.persisting.persist import (
     drive,
     reject_job,
 )
-from recpoint.catalog.persisting.persist_plan import Group
-from recpoint.catalog.persisting.rank_parts import ranks_missing
-from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.persist.plan import Group
+from recpoint.catalog.persist.ranks import ranks_missing, ranks_text
 from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
 from recpoint.flows.no_results import NO_RESULTS

@@ -18,7 +18,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
-from recpoint.catalog.persisting.persist import PersistJob
+from recpoint.catalog.persist.persist import PersistJob
 from recpoint.flows import prefect_server
 from recpoint.flows.pauses import growing_pause
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.persisting.persist import PersistJob
+from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.runs.committed import Committed
 from recpoint.errors import RanksMissing
 from recpoint.tasks.persist_task import RETRIES, may_heal, run_name

@@ -14,7 +14,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import ObjectNotFound
 
-from recpoint.catalog.persisting.persist import PersistJob
+from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.runs.committed import Committed
 from recpoint.format.job import Job
 from recpoint.tasks.artifact_key import artifact_key

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recpoint.catalog.persisting import persist_plan
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist import plan
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.testing.die_at import install
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
@@ -33,6 +33,6 @@ def persist_in_process(job_file: Path, *, die_at: int | None = None) -> int | No
 
 
 def _persist(job_file: Path, die_at: int | None) -> None:
-    persist_plan.CHUNK_BYTES, persist_plan.GROUP_BYTES = 400, 900
+    plan.CHUNK_BYTES, plan.GROUP_BYTES = 400, 900
     install(die_at=die_at)
     persist_job(job_file)

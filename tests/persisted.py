@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recpoint.catalog.persisting.persist import PersistJob
+from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.runs.run import Run

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
 from recpoint.flows import agent
 from tests.interposed_store import InterposedStore

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing

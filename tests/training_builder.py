@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Checkpointer
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing

@@ -10,7 +10,7 @@ import crc32c
 import torch
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import Validation, validate
 from recpoint.format.chunk import Section, build_chunk

@@ -15,7 +15,7 @@ import zstandard
 from recpoint.catalog.chunks.seen_rows import SECTION_ROWS, kept_by_ids, sections_touched
 from recpoint.catalog.consolidation.merge_sizes import MergeSizes, merge_sizes
 from recpoint.catalog.consolidation.row_moves import BUFFERED_BYTES
-from recpoint.catalog.persisting.persist_plan import CHUNK_BYTES
+from recpoint.catalog.persist.plan import CHUNK_BYTES
 from recpoint.catalog.records.validations import Doubts
 from recpoint.catalog.runs.chain import Chain, PassedOver, resolve_chain
 from recpoint.catalog.runs.lineage import Representation

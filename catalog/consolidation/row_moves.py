@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk, row_ids, row_parameter
-from recpoint.catalog.persisting.persist_plan import CHUNK_BYTES
+from recpoint.catalog.persist.plan import CHUNK_BYTES
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, section_tensor
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
@@ -27,7 +27,7 @@ __all__ = ["BUFFERED_BYTES", "ChunkBuilder", "MovedRows", "RowKind", "read_moved
 #: Most memory of rows that wait for a chunk of their kind to be full, over all kinds of a table.
 BUFFERED_BYTES: Final = 48 << 20
 
-#: Room for one row id in a row set, as in `persist_plan`.
+#: Room for one row id in a row set, as in `persist/plan.py`.
 _ID_BYTES: Final = 9
 _INT64_BYTES: Final = 8
 

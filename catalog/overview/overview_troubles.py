@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringManifest, Failure
-from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.persist.ranks import ranks_text
 from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS
 from recpoint.catalog.records.pins import read_deletion
 from recpoint.catalog.records.validations import Verdict

@@ -22,12 +22,7 @@ from recpoint.errors import (
     RetentionRefused,
     SettingsError,
 )
-from recpoint.format.naming import (
-    DELETION_KEY,
-    PIN_KEY,
-    ManifestName,
-    is_label,
-)
+from recpoint.format.naming import DELETION_KEY, PIN_KEY, ManifestName, is_label
 from recpoint.format.record_kinds import DELETION, MARK, METRIC, PIN
 from recpoint.format.retention_records import Deletion, Metric, Pin
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from recpoint.catalog.persisting.persist import reject_job
+from recpoint.catalog.persist.persist import reject_job
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
 from recpoint.catalog.staging.cancel import remove_mark, write_mark

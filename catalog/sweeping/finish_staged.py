@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from recpoint.catalog.persisting.persist import PersistJob, classify, persist_job
-from recpoint.catalog.persisting.rank_parts import missing_ranks
-from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.persist.persist import PersistJob, classify, persist_job
+from recpoint.catalog.persist.ranks import missing_ranks, ranks_text
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged

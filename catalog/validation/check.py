@@ -15,7 +15,7 @@ from recpoint.catalog.chunks.chunk_reader import (
 )
 from recpoint.catalog.chunks.row_coverage import RowCoverage
 from recpoint.catalog.chunks.stored_objects import why_missing
-from recpoint.catalog.persisting.ranks_text import ranks_text
+from recpoint.catalog.persist.ranks import ranks_text
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.restoring.state_reading import read_state
 from recpoint.catalog.runs.chain import DAMAGE

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.records.pins import pin
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.prune_plan import plan_prune

@@ -252,7 +252,7 @@ def flow_life(*, url: str, job_file: str, die: int | None = None) -> None:
     """Persist one job of the run as a Prefect flow, through the API that the environment names."""
     from prefect.context import refresh_global_settings_context
 
-    from recpoint.catalog.persisting.persist import PersistJob
+    from recpoint.catalog.persist.persist import PersistJob
     from recpoint.flows.persist import run_persist
 
     # Prefect read its settings when the server of these processes imported it.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpoint.catalog.persisting import persist_plan
+from recpoint.catalog.persist import plan
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.store import open_store
@@ -93,7 +93,7 @@ def test_dense_layers_in_uneven_pieces_go_to_any_number_of_ranks(
     job: RankJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several chunks of each tree, as those of large models have: the first has the tree itself.
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 512)
     other = RankJob(tmp_path / "uninterrupted")
     with InlineAgent(other.staging):
         uninterrupted = other.train(2, 4, shard_dense=True, settings=WAITING)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persisting import persist
-from recpoint.catalog.persisting.rank_parts import parts_there
+from recpoint.catalog.persist import persist
+from recpoint.catalog.persist.ranks import parts_there
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.runs.run import Run

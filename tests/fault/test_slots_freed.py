@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.free_slots import free_slots, free_slots_of_ended

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recpoint import Checkpointer
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.flows.agent import Agent

@@ -17,7 +17,7 @@ from prefect.events.schemas.automations import Automation, EventTrigger
 from prefect.settings import PREFECT_API_URL
 from pydantic import SecretStr
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import SettingsError
 from recpoint.flows.automations import AlertSettings, apply, automations, find, remove

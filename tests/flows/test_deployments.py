@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import pytest
 
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.records.publications import newest_publication
 from recpoint.catalog.records.validations import records_of
 from recpoint.catalog.restoring.shard_plan import INDEX

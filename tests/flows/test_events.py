@@ -11,7 +11,7 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.trainer_note import write_note

@@ -9,7 +9,7 @@ import pytest
 import torch
 from prefect.settings import get_current_settings
 
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store

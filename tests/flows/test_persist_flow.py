@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import get_current_settings
 
-from recpoint.catalog.persisting import persist, persist_plan
+from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.runs.run import Run
@@ -151,8 +151,8 @@ def test_runs_of_one_name_show_what_is_theirs(run: Run, tmp_path: Path) -> None:
 def test_groups_without_quantized_tables_have_no_quantize_task(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
-    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(plan, "GROUP_BYTES", 900)
     path = stage(run, tmp_path / "groups", tables(rows=120), step=3, generation=1)
     groups = len(persist.PersistJob.open(path).groups)
     assert groups > 2
@@ -167,8 +167,8 @@ def test_groups_without_quantized_tables_have_no_quantize_task(
 def test_a_long_persist_shows_how_far_it_is(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
-    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(plan, "GROUP_BYTES", 900)
     monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
     path = stage(run, tmp_path / "long", tables(rows=120), step=8, generation=1)
     assert run_persist(persist.PersistJob.open(path)).is_completed()

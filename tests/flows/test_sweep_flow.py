@@ -15,7 +15,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.exceptions import ParameterTypeError
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
 from recpoint.catalog.validation.check import check

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from recpoint import Checkpointer
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor, nn
 
 from recpoint import Checkpointer
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged

@@ -23,8 +23,8 @@ from benchmarks.stored_sizes import (
 from recpoint.catalog.consolidation import row_moves
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.persisting import persist_plan
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist import plan as persist_plan
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.staged import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest

@@ -15,7 +15,7 @@ from recpoint.catalog.consolidation.consolidate_plan import (
     plan_consolidation,
 )
 from recpoint.catalog.consolidation.consolidate_rows import merge_part
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check

@@ -21,12 +21,7 @@ from recpoint.errors import (
     MalformedObject,
 )
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import (
-    CONSOLIDATED_KEY,
-    MANIFEST_KEY,
-    VALIDATION_KEY,
-    ManifestName,
-)
+from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, VALIDATION_KEY, ManifestName
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Table, build, publish, single_rows, tables
 from tests.consolidation import chain_of, merge, name_of, require_same, restored, trained

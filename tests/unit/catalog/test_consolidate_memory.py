@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, new_run, publish

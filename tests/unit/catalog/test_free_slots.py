@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import tell_ended
 from recpoint.catalog.staging import host_lock, staged

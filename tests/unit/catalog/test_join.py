@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from recpoint.catalog.persisting import persist
-from recpoint.catalog.persisting.join import join_parts
+from recpoint.catalog.persist import persist
+from recpoint.catalog.persist.ranks import join_parts
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
 from recpoint.format.manifest import Columns, Quantizer, TableSpec

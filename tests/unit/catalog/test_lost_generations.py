@@ -11,7 +11,7 @@ import pytest
 from recpoint import Follower
 from recpoint.catalog.consolidation.consolidate_choice import newest_checkpoint
 from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.persisting.persist import classify, persist_job
+from recpoint.catalog.persist.persist import classify, persist_job
 from recpoint.catalog.records import publications
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune

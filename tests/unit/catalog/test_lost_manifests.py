@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.records import pins, publications
 from recpoint.catalog.records.validations import verdicts
 from recpoint.catalog.restoring.restore import MemoryTarget, restore

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
 from recpoint.catalog.chunks.row_state import to_bfloat16
-from recpoint.catalog.persisting import persist, persist_choice, persist_plan
+from recpoint.catalog.persist import persist, plan
+from recpoint.catalog.persist.quantize import _sample, choose_quantizer
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
@@ -30,8 +31,8 @@ from tests.persisted import restored
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and groups out of small jobs."""
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
-    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(plan, "GROUP_BYTES", 900)
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -261,10 +262,10 @@ def test_a_choice_is_made_on_a_sample_of_the_staged_rows_and_is_made_again_the_s
         stage(run, tmp_path / "s", [table], step=2, generation=1, links=links, slot=1, dirty=dirty),
     ]
     staged_jobs = [persist.PersistJob.open(path).staged for path in jobs]
-    samples = [persist_choice._sample(job, 0, seed=job.job.step) for job in staged_jobs]
+    samples = [_sample(job, 0, seed=job.job.step) for job in staged_jobs]
     assert same(samples[0], values[drawn(6000, 1)]) and len(samples[0]) == SAMPLE_ROWS
     assert same(samples[1], values[::2])
-    first = [persist_choice.choose_quantizer(job, 0) for job in staged_jobs]
+    first = [choose_quantizer(job, 0) for job in staged_jobs]
     for path in jobs:
         assert persist.persist_job(path).result == "committed"
     for step, (quantizer, method) in enumerate(first, 1):
@@ -360,8 +361,8 @@ def test_what_is_persisted_lands_on_s3(s3_run_url: str, tmp_path: Path, small_ch
 def test_chunks_and_groups_keep_to_their_sizes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 4000)
-    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 9000)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(plan, "GROUP_BYTES", 9000)
     trained = [Table(f"t{bits}", torch.randn(500, 7), bits=bits) for bits in (None, 2, 8)]
     big = torch.randn(3000)
     state = {"big": big, "small": [torch.ones(1)] * 3}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persisting import persist, persist_plan
+from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.runs.run import Run
@@ -45,8 +45,8 @@ METHODS = (
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 900)
-    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 3000)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 900)
+    monkeypatch.setattr(plan, "GROUP_BYTES", 3000)
 
 
 def trained(bits: int, dtype: torch.dtype = torch.float32, *, odd: bool = True) -> Table:
@@ -195,7 +195,7 @@ def test_codes_that_no_quantization_gives_are_refused(
     small: bool,
 ) -> None:
     if small:
-        monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 900)
+        monkeypatch.setattr(plan, "CHUNK_BYTES", 900)
     job = stage(
         run, tmp_path / "area", [trained(3)], step=1, generation=1, method=METHODS[2], codes=True
     )

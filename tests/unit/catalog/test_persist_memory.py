@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persisting.persist_plan import GROUP_SPOOL_BYTES
+from recpoint.catalog.persist.plan import GROUP_SPOOL_BYTES
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import stage
 from tests.torch_interpreter import run_program
@@ -18,7 +18,7 @@ _PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 import psutil, threading
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.staged import read_job, spool_directory
 from recpoint.catalog.stores.store import open_store
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persisting import persist_plan
-from recpoint.catalog.persisting.persist import PersistJob, persist_job
-from recpoint.catalog.persisting.persist_spool import empty_spool, result_path
-from recpoint.catalog.persisting.persist_upload import encoded_entries
+from recpoint.catalog.persist import plan
+from recpoint.catalog.persist.encode import encoded_entries
+from recpoint.catalog.persist.persist import PersistJob, persist_job
+from recpoint.catalog.persist.spool import empty_spool, result_path
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.staged import spool_directory
 from recpoint.catalog.stores import durable
@@ -63,12 +63,12 @@ def test_a_group_takes_no_more_of_the_spool_than_planned_and_chunks_do_not_depen
     dirty: bool,
     rounded: bool,
 ) -> None:
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 100_000)
     job = _job(run, tmp_path, bits, dirty, rounded)
     whole, _, alone = _encoded(job)
     assert len(alone) == 1
     empty_spool(PersistJob.open(job).staged)
-    monkeypatch.setattr(persist_plan, "GROUP_SPOOL_BYTES", 250_000)
+    monkeypatch.setattr(plan, "GROUP_SPOOL_BYTES", 250_000)
     entries, blocks, spooled = _encoded(job)
     assert entries == whole
     # As full as they may get, so that there are no more of them than it takes.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.persisting import persist_plan
-from recpoint.catalog.persisting.persist import Committed, Found, PersistJob, drive
-from recpoint.catalog.persisting.persist_plan import Group
+from recpoint.catalog.persist import plan
+from recpoint.catalog.persist.persist import Committed, Found, PersistJob, drive
+from recpoint.catalog.persist.plan import Group
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.validation.check import check
@@ -74,8 +74,8 @@ class Watched:
 @pytest.fixture
 def job(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PersistJob:
     """One of several groups."""
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
-    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(plan, "GROUP_BYTES", 900)
     path = stage(run, tmp_path / "staging", tables(rows=120, bits=4), step=1, generation=1)
     opened = PersistJob.open(path)
     assert len(opened.groups) > 3

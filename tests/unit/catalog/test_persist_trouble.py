@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persisting import persist, persist_plan
+from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
@@ -32,8 +32,8 @@ from tests.persisted import objects, restored
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and groups out of small jobs."""
-    monkeypatch.setattr(persist_plan, "CHUNK_BYTES", 400)
-    monkeypatch.setattr(persist_plan, "GROUP_BYTES", 900)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(plan, "GROUP_BYTES", 900)
 
 
 def test_killed_at_any_step_a_second_try_ends_with_the_same_bytes(

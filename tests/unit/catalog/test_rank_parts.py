@@ -13,8 +13,8 @@ import torch
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.persisting import persist
-from recpoint.catalog.persisting.rank_parts import parts_there
+from recpoint.catalog.persist import persist
+from recpoint.catalog.persist.ranks import parts_there
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.runs.run import Run

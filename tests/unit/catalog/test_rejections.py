@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.rejections import RejectionWatch, leave_rejection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import cancel, staged

@@ -13,8 +13,8 @@ import crc32c
 import pytest
 import torch
 
-from recpoint.catalog.persisting import persist
-from recpoint.catalog.persisting.persist_parts import assemble_parts, digest_parts
+from recpoint.catalog.persist import persist
+from recpoint.catalog.persist.spool import assemble_parts, digest_parts
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import owned, staged
 from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path

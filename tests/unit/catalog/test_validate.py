@@ -9,7 +9,7 @@ import torch
 
 from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.records.pins import read_metrics, record_metric
 from recpoint.catalog.records.validations import records_of, verdicts
 from recpoint.catalog.restoring.restore import MemoryTarget, restore

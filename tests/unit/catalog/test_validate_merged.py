@@ -13,7 +13,7 @@ from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.sampled_rows import read_samples

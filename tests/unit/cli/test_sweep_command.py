@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.persisting import persist
-from recpoint.catalog.persisting.persist import PersistJob, reject_job
+from recpoint.catalog.persist import persist
+from recpoint.catalog.persist.persist import PersistJob, reject_job
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import tell_ended
 from recpoint.catalog.staging import host_lock, staged

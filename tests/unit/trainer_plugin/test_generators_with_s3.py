@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpoint.catalog.persisting.persist import persist_job
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.staged import run_directories, staged_jobs
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.host_memory import HostShare, host_share, share_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog.persisting import persist
+from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import cancel, staged

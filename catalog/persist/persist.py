@@ -17,13 +17,10 @@ from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from pydantic import ValidationError
 
-from recpoint.catalog.persisting.persist_choice import Choice
-from recpoint.catalog.persisting.persist_encode import encode_group
-from recpoint.catalog.persisting.persist_plan import Group, plan_groups
-from recpoint.catalog.persisting.persist_quantize import quantization_of, quantize_group
-from recpoint.catalog.persisting.persist_spool import empty_spool
-from recpoint.catalog.persisting.persist_upload import encoded_entries, upload_group
-from recpoint.catalog.persisting.rank_parts import (
+from recpoint.catalog.persist.encode import encode_group, encoded_entries, upload_group
+from recpoint.catalog.persist.plan import Group, plan_groups
+from recpoint.catalog.persist.quantize import Choice, quantization_of, quantize_group
+from recpoint.catalog.persist.ranks import (
     commit_parts,
     missing_ranks,
     own_part,
@@ -31,6 +28,7 @@ from recpoint.catalog.persisting.rank_parts import (
     remove_parts,
     write_part,
 )
+from recpoint.catalog.persist.spool import empty_spool
 from recpoint.catalog.runs.commit import check_fence, commit
 from recpoint.catalog.runs.committed import Committed, committed
 from recpoint.catalog.runs.rejections import leave_rejection

@@ -1,4 +1,4 @@
-"""Second step of a persist: recipes, from which the chunks of a group are put together.
+"""Second and third step of a persist: recipes of chunks, and from them chunks in the store (W3).
 
 A recipe holds a chunk's header and names the extents of slot and spool that make up its body, so
 that exact rows and states go from the slot to the store without a copy in between.
@@ -7,35 +7,41 @@ that exact rows and states go from the slot to the store without a copy in betwe
 from __future__ import annotations
 
 import base64
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import crc32c
 import numpy as np
 import torch
 
 from recpoint.catalog.chunks.row_state import to_bfloat16
-from recpoint.catalog.persisting.persist_parts import (
-    ChosenRows,
-    Part,
-    digest_parts,
-    part_list,
-    pieces,
-    read_bits,
-    write_bits,
-)
-from recpoint.catalog.persisting.persist_plan import (
+from recpoint.catalog.persist.plan import (
     PARAMETER_DTYPES,
     Group,
     RowBlock,
     StateBlock,
 )
-from recpoint.catalog.persisting.persist_spool import (
+from recpoint.catalog.persist.spool import (
+    ChosenRows,
+    Part,
     SpoolFile,
+    assemble_parts,
+    digest_parts,
     extent_from,
     load_result,
+    open_in_spool,
+    part_from,
+    part_list,
+    pieces,
+    read_bits,
     result_path,
     save_result,
+    write_bits,
 )
 from recpoint.catalog.staging.staged_job import (
     Extent,
@@ -46,7 +52,9 @@ from recpoint.catalog.staging.staged_job import (
     state_name,
     values_name,
 )
-from recpoint.errors import MalformedObject
+from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.store import Store
+from recpoint.errors import DigestMismatch, MalformedObject
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.job import StagedTable
@@ -54,7 +62,7 @@ from recpoint.format.manifest import ChunkEntry, Scheme
 from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
 from recpoint.kernels import row_set
 
-__all__ = ["encode_group"]
+__all__ = ["UPLOADS_AT_ONCE", "encode_group", "encoded_entries", "upload_group"]
 
 #: Which rows of a block are no codes, and which of the codes have parameters of four bytes.
 _FORMS = ("exact", "wide")
@@ -388,3 +396,107 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
     name = state_chunk_key if block.content == "state" else sample_chunk_key
     key = name(job.step, job.generation, job.attempt, rank=job.rank, number=block.number)
     return _Planned(key, meta, arrays)
+
+
+# --- upload ---------------------------------------------------------------------------------------
+
+
+#: Uploads at once in this process, over all groups and runs: each holds a chunk in memory, and the
+#: store's client another copy or two of it.
+UPLOADS_AT_ONCE = 4
+
+_slots = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
+
+
+def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
+    """Write the chunks of an encoded group, several at once; all are durable when it returns.
+
+    A call after one that failed in the middle goes on where that one stopped. The group's part of
+    the spool is emptied, but for the entries that the manifest will need; it stays where the spool
+    has no room to note what was written.
+
+    Returns:
+        Bytes of the group's chunks.
+
+    Raises:
+        DigestMismatch: slot or spool changed since the group was encoded.
+        StoreError: the store did not take a chunk.
+    """
+    chunks = _chunks(staged, group)
+    marker = result_path(staged, group.index, "uploaded")
+    done = _uploaded(marker, staged)
+    left = [chunk for chunk in chunks if chunk["entry"]["key"] not in done]
+    stop, unnoted = threading.Event(), threading.Event()
+    lock = threading.Lock()
+
+    def upload(chunk: dict[str, Any]) -> None:
+        # After one failure the others would only make the caller wait for the same answer.
+        with _slots:
+            if stop.is_set():
+                return
+            try:
+                store.put(chunk["entry"]["key"], _chunk_bytes(chunk))
+            except BaseException:
+                stop.set()
+                raise
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            with lock, open(open_in_spool(marker, flags), "a", encoding="ascii") as file:
+                # After a line break: half a line may be there, of one that there was no room for.
+                file.write(f"\n{staged.job.attempt} {chunk['entry']['key']}\n")
+        except OSError:
+            # Without room for this line the chunk is stored all the same, and a later try writes it
+            # once more.
+            unnoted.set()
+
+    with ThreadPoolExecutor(UPLOADS_AT_ONCE, thread_name_prefix="upload") as pool:
+        uploads = [pool.submit(upload, chunk) for chunk in left]
+    for failed in uploads:
+        failed.result()
+    if not unnoted.is_set():  # else a later try reads them again
+        for name in ("quantized", "encoded"):
+            result_path(staged, group.index, name).with_suffix(".bin").unlink(missing_ok=True)
+    return sum(int(chunk["entry"]["bytes"]) for chunk in chunks)
+
+
+def encoded_entries(staged: StagedJob, group: Group) -> list[ChunkEntry]:
+    """What the manifest says about the chunks of an encoded group."""
+    return [ChunkEntry.model_validate(chunk["entry"]) for chunk in _chunks(staged, group)]
+
+
+def _chunks(staged: StagedJob, group: Group) -> list[dict[str, Any]]:
+    result = load_result(result_path(staged, group.index, "encoded"), staged)
+    if result is None:
+        raise ValueError(f"group {group.index} of {staged.path} has not been encoded")
+    chunks: list[dict[str, Any]] = result["chunks"]
+    return chunks
+
+
+def _chunk_bytes(chunk: dict[str, Any]) -> bytes:
+    entry = chunk["entry"]
+    parts = tuple(part_from(part) for part in chunk["parts"])
+    data = assemble_parts(parts, start=base64.b64decode(chunk["header"]))
+    found = crc32c.crc32c(data)
+    if found != entry["crc32c"] or len(data) != entry["bytes"]:
+        raise DigestMismatch(
+            f"{os.path.dirname(_file(parts[0])) if parts else 'recipe'} ({entry['key']})",
+            found=f"{len(data)} bytes with crc32c {found}",
+            expected=f"{entry['bytes']} bytes with crc32c {entry['crc32c']}",
+            next_step="check the memory of this host; the trainer stages the rows again",
+        )
+    durable.step(f"chunk {entry['key']} put together")
+    return data
+
+
+def _file(part: Part) -> str:
+    return part.path if isinstance(part, Extent) else part.whole.path
+
+
+def _uploaded(marker: Path, staged: StagedJob) -> set[str]:
+    try:
+        with open(open_in_spool(marker), encoding="ascii") as file:
+            lines = file.read().split("\n")
+    except FileNotFoundError:
+        return set()
+    pairs = (line.partition(" ") for line in lines)
+    return {key for attempt, _, key in pairs if attempt == staged.job.attempt}

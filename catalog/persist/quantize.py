@@ -1,0 +1,378 @@
+"""First step of a persist: fewer bits for the rows of a group (format §3.2, §3.3).
+
+Rows are quantized as the setting of their table says, or as is chosen on a sample of them. What is
+chosen follows from the job alone, as keys and chunks do: an agent that starts over after having
+been killed chooses the same, and so writes the same bytes. A job that names its method is not
+chosen for: what was chosen for an earlier one of its chain still holds, and the trainer may have
+quantized with it. Rows that the trainer has quantized are read from the slot and checked (§7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpoint.catalog.persist.plan import PARAMETER_DTYPES, Group, RowBlock
+from recpoint.catalog.persist.spool import (
+    SpoolFile,
+    extent_list,
+    load_result,
+    result_path,
+    save_result,
+    write_bits,
+)
+from recpoint.catalog.staging.staged_job import (
+    CodeArray,
+    Extent,
+    StagedJob,
+    code_name,
+    kernel_method,
+    read_into,
+    values_name,
+)
+from recpoint.errors import MalformedObject
+from recpoint.format.dtypes import Dtype, item_bytes, torch_dtype
+from recpoint.format.manifest import Quantizer
+from recpoint.kernels.implementation import on_cpu
+from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, PackedRows, quantize_packed
+from recpoint.kernels.quantize.choice import SAMPLE_ROWS, choose, drawn
+
+__all__ = [
+    "Choice",
+    "Quantization",
+    "choose_quantizer",
+    "quantization_of",
+    "quantize_group",
+]
+
+#: Staged bytes that are worked on at once: small enough for the caches and for bounded memory.
+_PASS_BYTES = 8 << 20
+
+_ARRAYS = ("codes", "scale", "offset")
+_MOST_TEXT = 255
+
+
+class Quantization(NamedTuple):
+    """What a manifest says about how its rows were quantized."""
+
+    quantizers: tuple[Quantizer, ...]
+    implementation: str
+
+
+def quantize_group(staged: StagedJob, group: Group, chosen: dict[int, Choice]) -> str:
+    """Quantize and pack the group's rows into the spool.
+
+    Rows that are not quantizable are left out and it is written down which: the next step
+    stores them exactly. What the trainer has quantized is only checked and sorted.
+
+    Args:
+        staged: the job.
+        group: one of its groups.
+        chosen: what the rows of its tables are quantized with, by table; a table that no group
+            before had is added.
+
+    Returns:
+        Path of the result, which names extents of the spool.
+
+    Raises:
+        MalformedObject: the slot has codes that no quantization gives.
+        StagingError: the slot cannot be read.
+    """
+    path = result_path(staged, group.index, "quantized")
+    if load_result(path, staged) is None:
+        blocks = [
+            block
+            for block in group.blocks
+            if isinstance(block, RowBlock) and staged.job.tables[block.table].is_quantized
+        ]
+        tables = sorted({block.table for block in blocks})
+        for table in tables:
+            if table not in chosen:
+                chosen[table] = choose_quantizer(staged, table)
+        with SpoolFile(path.with_suffix(".bin")) as spool:
+            quantized = [
+                _quantize_block(staged, block, chosen[block.table][1], spool) for block in blocks
+            ]
+        result = {
+            "blocks": quantized,
+            "quantizers": [chosen[table][0].model_dump() for table in tables],
+            "implementation": _implementation(staged, tables),
+        }
+        save_result(path, staged, result)
+    return str(path)
+
+
+def quantization_of(staged: StagedJob, groups: Sequence[Group]) -> Quantization:
+    """What the groups of a job, all of them quantized that have to be, were quantized with."""
+    quantizers: dict[int, Quantizer] = {}
+    implementations: set[str] = set()
+    for group in groups:
+        result = load_result(result_path(staged, group.index, "quantized"), staged)
+        if result is None:
+            continue
+        implementations.add(result["implementation"])
+        for fields in result["quantizers"]:
+            quantizer = Quantizer.model_validate(fields)
+            quantizers[quantizer.table] = quantizer
+    in_order = tuple(quantizers[table] for table in sorted(quantizers))
+    return Quantization(in_order, "; ".join(sorted(implementations))[:_MOST_TEXT])
+
+
+def _quantize_block(
+    staged: StagedJob, block: RowBlock, method: Method, spool: SpoolFile
+) -> dict[str, Any]:
+    table = staged.job.tables[block.table]
+    dim = table.spec.dim
+    row_bytes = dim * item_bytes(table.spec.dtype)
+    parts: dict[Dtype, dict[str, list[Extent]]] = {
+        dtype: {name: [] for name in _ARRAYS} for dtype in PARAMETER_DTYPES
+    }
+    exact_rows: list[Tensor] = []
+    wide_rows: list[Tensor] = []
+    rows_each = max(1, _PASS_BYTES // row_bytes)
+    if table.codes:
+        passes = _staged_codes(staged, block, rows_each)
+    else:
+        passes = _quantized(staged, block, method, rows_each)
+    for codes, scale, offset, exact, wide in passes:
+        wide = wide & ~exact
+        for dtype, chosen in zip(PARAMETER_DTYPES, (~(exact | wide), wide), strict=True):
+            arrays = _chosen(chosen, codes, scale, offset, torch_dtype(dtype))
+            for name, array in zip(_ARRAYS, arrays, strict=True):
+                parts[dtype][name].append(spool.append(array.contiguous().numpy()))
+        exact_rows.append(exact)
+        wide_rows.append(wide)
+    return {
+        "table": block.table,
+        "number": block.number,
+        "exact_first": _exact_span(staged, block)[0] if table.codes else 0,
+        "exact": _bits(exact_rows, spool),
+        "wide": _bits(wide_rows, spool),
+        **{
+            dtype: {name: extent_list(tuple(extents)) for name, extents in arrays.items()}
+            for dtype, arrays in parts.items()
+        },
+    }
+
+
+def _quantized(
+    staged: StagedJob, block: RowBlock, method: Method, rows_each: int
+) -> Iterator[PackedRows]:
+    """The block's rows, some at a time, quantized from their values."""
+    table = staged.job.tables[block.table]
+    dim = table.spec.dim
+    row_bytes = dim * item_bytes(table.spec.dtype)
+    buffer = bytearray(min(rows_each, block.rows) * row_bytes)
+    for first in range(0, block.rows, rows_each):
+        count = min(rows_each, block.rows - first)
+        view = memoryview(buffer)[: count * row_bytes]
+        name = values_name(block.table)
+        read_into(view, staged.extent(name, first=block.first + first, count=count))
+        stored = torch.frombuffer(view, dtype=torch_dtype(table.spec.dtype)).reshape(count, dim)
+        rows = stored.to(torch.float32)
+        found = quantize_packed(rows, table.bits, method, half_parameters=True)
+        if table.spec.dtype == "F64":
+            # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
+            found = found._replace(
+                exact=found.exact | (rows.to(torch.float64) != stored).any(dim=1)
+            )
+        yield found
+
+
+def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
+    """What has quantized the rows of these tables: here, or where they were trained."""
+    job = staged.job
+    found = {job.quantized_by if job.tables[table].codes else on_cpu() for table in tables}
+    return "; ".join(sorted(found))
+
+
+def _chosen(
+    mask: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that `mask` chooses; their parameters, which `dtype` can hold, as such."""
+    if not bool(mask.all()):  # nearly always all of them: then nothing is copied
+        codes, scale, offset = codes[mask], scale[mask], offset[mask]
+    return codes, scale.to(dtype), offset.to(dtype)
+
+
+def _bits(masks: list[Tensor], spool: SpoolFile) -> list[Any]:
+    mask = torch.cat(masks).numpy() if masks else np.empty(0, np.bool_)
+    return extent_list((write_bits(mask, spool),))[0]
+
+
+# --- the choice of a method -----------------------------------------------------------------------
+
+
+#: What rows are quantized with: as a manifest records it, and as the kernels take it.
+Choice = tuple[Quantizer, Method]
+
+
+def choose_quantizer(staged: StagedJob, index: int) -> Choice:
+    """What the rows of table `index`, which are to be quantized, are quantized with.
+
+    Raises:
+        StagingError: the slot cannot be read.
+    """
+    table = staged.job.tables[index]
+    sample_rows, seed = 0, 0
+    if table.method is not None:
+        given = Quantizer(table=index, rank=staged.job.rank, **table.method.model_dump())
+        return given, kernel_method(table.method)
+    if table.quantizer == "symmetric":
+        method = SYMMETRIC
+    elif table.quantizer == "asymmetric" or (table.quantizer == "auto" and table.bits == 8):
+        method = ASYMMETRIC
+    else:
+        seed = staged.job.step
+        rows = _sample(staged, index, seed)
+        sample_rows = len(rows)
+        name = None if table.quantizer == "auto" else table.quantizer
+        method = choose(rows, table.bits, seed=seed, name=name)
+    quantizer = Quantizer(
+        table=index,
+        rank=staged.job.rank,
+        method=method.name,
+        bins=method.bins,
+        ratio_permille=method.ratio_permille,
+        refits=method.refits,
+        sample_rows=sample_rows,
+        seed=seed,
+    )
+    return quantizer, method
+
+
+def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
+    """Some of the staged rows of a table, or all when they are few: f32 [n, dim]."""
+    table = staged.job.tables[index]
+    count = table.row_count
+    every = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
+    extents = tuple(
+        staged.extent(values_name(index), first=position, count=1) for position in every.tolist()
+    )
+    dtype = torch_dtype(table.spec.dtype)
+    data = bytearray(sum(extent.length for extent in extents))
+    read_into(memoryview(data), *extents)
+    stored = torch.frombuffer(data, dtype=dtype)
+    return stored.reshape(len(extents), table.spec.dim).to(torch.float32)
+
+
+# --- rows that the trainer has quantized ----------------------------------------------------------
+
+
+def _staged_codes(staged: StagedJob, block: RowBlock, rows_each: int) -> Iterator[PackedRows]:
+    """The block's rows as they were quantized, `rows_each` at a time.
+
+    Raises:
+        MalformedObject: they are nothing that quantization gives, or would decode to something
+            that is not finite.
+        StagingError: the slot cannot be read.
+    """
+    exact_at = _exact_positions(staged, block)
+    for first in range(0, block.rows, rows_each):
+        count = min(rows_each, block.rows - first)
+        start = block.first + first
+        codes = _read(staged, block, "codes", start, count)
+        scale, offset = (_read(staged, block, name, start, count) for name in _PARAMETERS)
+        wide = _read(staged, block, "wide", start, count)
+        if bool((wide > 1).any()):
+            _refuse(staged, block, "wide", f"a flag of {int(wide.max())}", "0 or 1")
+        low, high = np.searchsorted(exact_at, (first, first + count))
+        exact = torch.zeros(count, dtype=torch.bool, device="cpu")
+        exact[torch.from_numpy(exact_at[low:high] - first)] = True
+        found = PackedRows(codes, scale, offset, exact, wide.to(torch.bool))
+        _check(staged, block, found)
+        yield found
+
+
+_PARAMETERS: tuple[CodeArray, CodeArray] = ("scale", "offset")
+
+
+def _check(staged: StagedJob, block: RowBlock, rows: PackedRows) -> None:
+    table = staged.job.tables[block.table]
+    levels = float(2**table.bits - 1)
+    wanted = ~rows.exact
+    for name, parameter in zip(_PARAMETERS, (rows.scale, rows.offset), strict=True):
+        if bool((wanted & ~torch.isfinite(parameter)).any()):
+            _refuse(staged, block, name, "a value that is not finite", "finite ones")
+        half = parameter.to(torch.float16).to(torch.float32)
+        if bool((wanted & ~rows.wide & (half != parameter)).any()):
+            _refuse(staged, block, name, "a value that binary16 does not have", "a wide row for it")
+    # The first code decodes to the offset, the last to this, the others lie in between.
+    if bool((wanted & ~torch.isfinite(rows.scale * levels + rows.offset)).any()):
+        _refuse(staged, block, "scale", "codes that decode to no finite number", "finite ones")
+    unused = -table.spec.dim * table.bits % 8
+    if unused and bool((wanted & (rows.packed[:, -1] >= 1 << (8 - unused))).any()):
+        _refuse(staged, block, "codes", "bits past the last code of a row", "zeros there")
+
+
+def _exact_span(staged: StagedJob, block: RowBlock) -> tuple[int, int]:
+    """Which of the exactly staged rows are the block's: the first, and that after the last."""
+    count = staged.segments[code_name(block.table, "exact_at")].shape[0]
+    end = block.first + block.rows
+    # The ends of a table's blocks cover all of them, whatever they hold.
+    low = 0 if block.first == 0 else _first_from(staged, block, count, block.first)
+    last = end == staged.job.tables[block.table].row_count
+    return low, count if last else _first_from(staged, block, count, end)
+
+
+def _first_from(staged: StagedJob, block: RowBlock, count: int, row: int) -> int:
+    """Position of the first exact row that is `row` or a later one: by halves, for of a table that
+    can hardly be quantized there are many."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if int(_read(staged, block, "exact_at", middle, 1)) < row:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _exact_positions(
+    staged: StagedJob, block: RowBlock
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The block's exact rows, counted from its first."""
+    low, high = _exact_span(staged, block)
+    if high < low:
+        _refuse(staged, block, "exact_at", "positions that descend", "ascending ones")
+    found = _read(staged, block, "exact_at", low, high - low).numpy() - block.first
+    if len(found):
+        ascending = bool((found[1:] > found[:-1]).all())
+        if not ascending or found[0] < 0 or found[-1] >= block.rows:
+            _refuse(
+                staged,
+                block,
+                "exact_at",
+                f"positions that {'' if ascending else 'do not '}ascend, from "
+                f"{found[0] + block.first} to {found[-1] + block.first}",
+                f"ascending ones from {block.first} to {block.first + block.rows - 1}",
+            )
+    return found
+
+
+def _read(staged: StagedJob, block: RowBlock, array: CodeArray, first: int, count: int) -> Tensor:
+    """Entries of a segment; BOOL as bytes."""
+    name = code_name(block.table, array)
+    segment = staged.segments[name]
+    extent = staged.extent(name, first=first, count=count)
+    buffer = bytearray(extent.length)
+    read_into(memoryview(buffer), extent)
+    dtype = torch.uint8 if segment.dtype == "BOOL" else torch_dtype(segment.dtype)
+    if not buffer:
+        return torch.empty((count, *segment.shape[1:]), dtype=dtype, device="cpu")
+    return torch.frombuffer(buffer, dtype=dtype).reshape(count, *segment.shape[1:])
+
+
+def _refuse(
+    staged: StagedJob, block: RowBlock, array: CodeArray, found: str, expected: str
+) -> NoReturn:
+    raise MalformedObject(
+        f"{staged.slot} ({code_name(block.table, array)})",
+        found=found,
+        expected=expected,
+        next_step="nothing: the job is rejected, and the trainer stages its rows again",
+    )
