@@ -15,6 +15,7 @@ from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock, AtWork, at_work, sweep_of
+from recpoint.catalog.staging.staged_job import open_slot
 from recpoint.catalog.sweeping.staged_work import Fate, JobFate, StagedWork
 from recpoint.errors import (
     MissingLink,
@@ -142,7 +143,7 @@ def _foresee(run: Run, opened: PersistJob, coming: Collection[CheckpointRef]) ->
     if committed is not None:
         return ()
     if not stored:
-        opened.staged  # noqa: B018 - checks the slot
+        open_slot(opened.path, job)
         if job.parent is not None and job.parent not in coming:
             _require_parent(run, job.ref, job.parent)
     if job.ranks == 1:
