@@ -8,10 +8,9 @@ that blocks runs in threads.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from logging import Logger, LoggerAdapter
@@ -99,8 +98,7 @@ class _Tasks:
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()  # which flow run this is
         self._bar = _bar(begun.job.job)
-        self._lock = threading.Lock()
-        self._running: set[Future[Any]] = set()
+        self._running: set[asyncio.Task[Any] | None] = set()
         self._ended = False
 
     def look(self) -> Found:
@@ -131,26 +129,22 @@ class _Tasks:
 
     def end(self) -> None:
         """The flow is over: a task that still runs is cancelled, and none is begun any more."""
-        with self._lock:
-            self._ended = True
-            running = list(self._running)
-        for task in running:
+        self._ended = True
+        for task in filter(None, self._running):
             task.cancel()
 
     def _run(self, task: Callable[..., Any], *group: int) -> Any:
-        def begin() -> Future[Any]:
-            return asyncio.run_coroutine_threadsafe(task(self._begun.job, *group), self._loop)
-
-        with self._lock:
+        async def step() -> Any:
             if self._ended:
-                raise CancelledError
-            running = self._context.copy().run(begin)
-            self._running.add(running)
-        try:
-            return running.result()
-        finally:
-            with self._lock:
+                raise asyncio.CancelledError
+            self._running.add(running := asyncio.current_task())
+            try:
+                return await task(self._begun.job, *group)
+            finally:
                 self._running.discard(running)
+
+        begin = asyncio.run_coroutine_threadsafe
+        return self._context.copy().run(begin, step(), self._loop).result()
 
 
 def _run_name() -> str:
@@ -207,9 +201,7 @@ async def persist(job_path: JobPath) -> State[Any]:
                 if classify(error) == "deferred":
                     log.warning("not now: %s", error)
                     raise
-                return _tell_rejected(
-                    None, await asyncio.to_thread(reject_job, job_path, error), log
-                )
+                return _tell_rejected(None, reject_job(job_path, error), log)
             try:
                 return await _persist(begun, log)
             finally:

@@ -79,6 +79,9 @@ _GROUPS_IN_FLIGHT: Final = 2
 #: Few attempts: whoever persists tries again by pauses of its own, which follow the interval.
 _TIMEOUTS: Final = S3Timeouts(attempts=3)
 
+#: What is told of a checkpoint that is not there.
+_NOTHING: Final = Committed(0, 0, 0, 0, 0, ())
+
 _REJECTED: Final = "nothing: the job is rejected, and the trainer stages its rows again"
 
 
@@ -379,19 +382,7 @@ class PersistJob:
         Raises:
             StagingRefused, OSError: as `staged.finish`.
         """
-        outcome = Outcome(
-            step=self.job.step,
-            generation=self.job.generation,
-            attempt=self.job.attempt,
-            result="committed",
-            error_type="",
-            error="",
-            stored_bytes=there.stored_bytes,
-            rank_bytes=there.rank_bytes,
-            links_to_read=there.links_to_read,
-            quantizers=there.quantizers,
-            finished_ms=now_ms(),
-        )
+        outcome = _outcome(self.job.step, self.job.generation, self.job.attempt, there=there)
         finish(self.path, outcome)
         return outcome
 
@@ -404,7 +395,7 @@ class PersistJob:
             StagingRefused, OSError: as `staged.finish`.
         """
         job = self.job
-        outcome = _rejection(job.step, job.generation, job.attempt, error)
+        outcome = _outcome(job.step, job.generation, job.attempt, error=error)
         finish(self.path, outcome)
         # After the answer, since a store that is away must not keep the trainer waiting for it.
         with suppress(RecpointError):
@@ -558,24 +549,31 @@ def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
         named = parse_job_stem(Path(job_file).stem)
         if named is None:
             raise
-        outcome = _rejection(named[1], named[0], "0" * 32, error)
+        outcome = _outcome(named[1], named[0], "0" * 32, error=error)
         finish(job_file, outcome)
         return outcome
     return job.reject(error)
 
 
-def _rejection(step: int, generation: int, attempt: str, error: RecpointError) -> Outcome:
+def _outcome(
+    step: int,
+    generation: int,
+    attempt: str,
+    *,
+    there: Committed = _NOTHING,
+    error: RecpointError | None = None,
+) -> Outcome:
     return Outcome(
         step=step,
         generation=generation,
         attempt=attempt,
-        result="rejected",
-        error_type=type(error).__name__,
-        error=str(error)[:4000],
-        stored_bytes=0,
-        rank_bytes=0,
-        links_to_read=0,
-        quantizers=(),
+        result="committed" if error is None else "rejected",
+        error_type="" if error is None else type(error).__name__,
+        error="" if error is None else str(error)[:4000],
+        stored_bytes=there.stored_bytes,
+        rank_bytes=there.rank_bytes,
+        links_to_read=there.links_to_read,
+        quantizers=there.quantizers,
         finished_ms=now_ms(),
     )
 

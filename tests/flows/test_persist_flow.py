@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from recpoint.flows.persist import run_persist
 from recpoint.tasks import progress
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import new_run, tables
+from tests.interposed_store import InterposedStore
 from tests.job_builder import Links, stage
 from tests.polling import SERVER_SECONDS, until
 from tests.rank_jobs import RankJobs
@@ -301,3 +303,36 @@ def test_asked_for_beside_an_agent_it_leaves_the_job_to_that_one(run: Run, tmp_p
     assert path.exists() and [one.name for one in spooled.iterdir()] == ["of the agent"]
     assert asyncio.run(asked_for(path)).is_completed() and not path.exists()
     assert at_work(tmp_path / "staging") is None
+
+
+def test_a_flow_that_is_cancelled_leaves_its_job_and_begins_no_step_any_more(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads, go_on = threading.Event(), threading.Event()
+
+    def before(call: str, key: str) -> None:
+        if key.startswith("chunks/") and not uploads.is_set():
+            uploads.set()
+            go_on.wait()
+
+    store = InterposedStore(run.store, before=before)
+    monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
+    path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
+
+    def driven() -> bool:
+        return any(thread.name.startswith("persist_") for thread in threading.enumerate())
+
+    async def cancelled() -> None:
+        called: Any = asyncio.ensure_future(persist_flow(str(path), return_state=True))
+        await asyncio.to_thread(uploads.wait)
+        assert driven()
+        called.cancel()
+        try:
+            await asyncio.to_thread(until, lambda: not driven())
+        finally:
+            go_on.set()
+        await asyncio.wait([called])
+
+    asyncio.run(cancelled())
+    assert path.exists() and run.manifest_names() == []
+    assert persist.persist_job(path).result == "committed"
