@@ -10,7 +10,7 @@ TEST_WORKERS ?= 4
 FAULTS_EVERY ?= 1
 PYTEST_ARGS ?=
 # Where tests write. They sync what they write, thousands of times, which in memory costs nothing: it is
-# taken where there is plenty. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
+# taken where there is plenty. Tests that are another user too have to get through it. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
 TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
@@ -51,6 +51,7 @@ unit: $(INSTALLED)
 	wait $$compiling; exit $$code
 	@files=$$(mktemp -d "$(or $(TEST_FILES),$${TMPDIR:-/tmp})/recpoint-tests.XXXXXX") || exit 1; \
 	trap 'rm -rf "$$files"' INT TERM; \
+	chmod 711 "$$files"; \
 	TMPDIR=$$files $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
 		--basetemp="$$files/tests" $(PYTEST_ARGS); code=$$?; \
 	if [ $$code = 0 ]; then rm -rf "$$files"; else echo "what the tests wrote: $$files"; fi; exit $$code

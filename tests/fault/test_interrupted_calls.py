@@ -50,6 +50,7 @@ def _arrivals(call: str, place: Place, stored: StoredRun) -> list[Arrival]:
         life.begin(call)
         visits = life.interrupted(call, None)
         life.go_on(call)
+        life.ckpt.close()
     # A `no_grad` of ours that is interrupted where it begins must not leave gradients off.
     always = "grad_mode.py" if call == "restore" else ""
     found = arrivals(visits, every=_FAULTS_EVERY or _EVERY[call], always=always)
