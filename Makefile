@@ -10,7 +10,8 @@ TEST_WORKERS ?= 4
 FAULTS_EVERY ?= 1
 PYTEST_ARGS ?=
 # Where tests write. They sync what they write, thousands of times, which in memory costs nothing: it is
-# taken where there is plenty. Tests that are another user too have to get through it. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
+# taken where there is plenty. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
+# Some tests run processes of another user, who has to get through the directory: hence its mode.
 TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
