@@ -88,7 +88,7 @@ class SpoolFile:
         with _writing(path):
             owned.make_directory(_area_of(path), path.parent)
             descriptor = open_in_spool(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            self._file = open(descriptor, "wb")  # noqa: SIM115
+            self._file = open(descriptor, "wb")
         self._end = 0
 
     def append(self, data: bytes | np.ndarray[Any, Any]) -> Extent:
