@@ -270,7 +270,7 @@ def _walk(root: Path, path: Path) -> tuple[int, bool]:
         for name in path.relative_to(root).parts:
             at = at / name
             above, descriptor = descriptor, _open_below(descriptor, at, entered)
-            os.close(above)  # once: an interrupt after it must not close another file's number
+            os.close(above)  # once, also where an interrupt comes right after it
             entered = entered and bool(os.fstat(descriptor).st_mode & _OTHERS_ENTER)
     except BaseException:
         os.close(descriptor)

@@ -312,8 +312,8 @@ class LocalStore(Store):
                         raise
                     link = self._root.joinpath(*parts[: depth + 1])
                     raise linked(where, str(link), reading=True) from None
-                os.close(descriptor)
-                descriptor = below
+                above, descriptor = descriptor, below
+                os.close(above)  # once, also where an interrupt comes right after it
             yield descriptor
         finally:
             os.close(descriptor)
