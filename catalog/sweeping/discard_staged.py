@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from recpoint.catalog.persist.persist import reject_job
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
 from recpoint.catalog.staging.cancel import remove_mark, write_mark
@@ -126,6 +125,9 @@ def discard_staged(run_dir: Path) -> list[StagedLoss]:
     if other is None:
         try:
             for path in staged.staged_jobs(run_dir):
+                # Here: it imports torch, which the other commands of the command line do without.
+                from recpoint.catalog.persist.persist import reject_job
+
                 reject_job(path, _discarded(path))
         finally:
             lock.release()
