@@ -120,14 +120,14 @@ def discard_staged(run_dir: Path) -> list[StagedLoss]:
     losses = staged_losses(run_dir)
     if not losses:
         return []
+    # Not at the top: it imports torch, which commands that only list do without.
+    from recpoint.catalog.persist.persist import reject_job
+
     lock = AgentLock(run_dir.parent, sweep_of(run_dir))
     other = lock.take()
     if other is None:
         try:
             for path in staged.staged_jobs(run_dir):
-                # Here: it imports torch, which the other commands of the command line do without.
-                from recpoint.catalog.persist.persist import reject_job
-
                 reject_job(path, _discarded(path))
         finally:
             lock.release()
