@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import os
 import signal
 import sys
@@ -108,7 +109,10 @@ class Visits:
                 looks = operations[frame.f_lasti] in _LOOKS
             return within
 
-        self._visit(code, -1)
+        # A generator that is thrown away comes here too, and Python drops what is raised there. One
+        # that is asked for its next value looks for signals at its RESUME.
+        if not code.co_flags & inspect.CO_GENERATOR:
+            self._visit(code, -1)
         return within
 
     def _visit(self, code: CodeType, offset: int) -> None:

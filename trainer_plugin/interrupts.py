@@ -209,15 +209,16 @@ def let_into(call: Callable[[], T]) -> T:
     if hold is None or not hold.holds or threading.current_thread() is not threading.main_thread():
         return call()
     try:
-        hold.holds = False
-        return call()
+        try:
+            hold.holds = False
+            return call()
+        finally:
+            hold.holds = True
     except BaseException as error:
-        hold.holds = True
+        hold.holds = True  # also where a handler came between the call and the line above
         if came_from_handler(error) or not isinstance(error, Exception):
             hold.keep(error)
         raise
-    finally:
-        hold.holds = True
 
 
 def handler_of(number: signal.Signals) -> object:
