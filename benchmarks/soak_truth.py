@@ -16,9 +16,9 @@ from recpoint.format.naming import CONSOLIDATED_KEY, EXPIRED_KEY, MANIFEST_KEY, 
 from recpoint.format.records import MAX_RECORD_BYTES, unpack_record
 from recpoint.format.retention_records import Mark
 from recpoint.trainer_plugin.model_state import ModelState
+from recpoint.trainer_plugin.model_tables import find_tables
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.restore_target import ModelTarget
-from recpoint.trainer_plugin.tables import find_tables
 from recpoint.trainer_plugin.training_state import TrainingState
 
 __all__ = ["Ledger", "read_truth", "restored_digest"]

@@ -25,11 +25,10 @@ from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.torchrec_tracker import INSTALL, TorchRecTracker, installed
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
 from recpoint.catalog.staging import staged
+from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.optimizer_watch import OptimizerWatch, after_steps
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
-from recpoint.trainer_plugin.step_marks import after_steps
-from recpoint.trainer_plugin.tables import find_tables
-from recpoint.trainer_plugin.tracking import Tracker
+from recpoint.trainer_plugin.model_tables import find_tables
 
 __all__ = ["KEYS", "run"]
 

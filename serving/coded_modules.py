@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recpoint.catalog.restoring.names import canonical_name
+from recpoint.embeddings.served_tables import ServedTable
 from recpoint.errors import IncompatibleModel
-from recpoint.serving.tables import ServedTable
 
 __all__ = ["CodedBag", "CodedEmbedding", "coded_lookups", "replace_lookups"]
 

@@ -14,11 +14,11 @@ from recpoint.catalog.restoring.reshard import TablePart, map_parts
 from recpoint.catalog.restoring.restore_target import RowSink, TableTarget
 from recpoint.catalog.restoring.restored_model import dense_tensors
 from recpoint.catalog.runs.chain import Chain
+from recpoint.embeddings.served_tables import CodedTable, FloatTable, ServedTable
 from recpoint.errors import IncompatibleModel
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
 from recpoint.serving.served_model import ServedModel
-from recpoint.serving.tables import CodedTable, FloatTable, ServedTable
 from recpoint.serving.version import Version
 
 __all__ = ["ALL", "Bitmaps", "Loading", "ModelCopy"]

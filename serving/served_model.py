@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from recpoint.catalog.chunks.logical_tables import logical_tables
 from recpoint.catalog.restoring.names import canonical_name
 from recpoint.catalog.restoring.restored_model import dense_tensors, extra_states
+from recpoint.embeddings.served_tables import FloatTable, ServedTable
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.serving.coded_modules import CodedBag, CodedEmbedding, coded_lookups
-from recpoint.serving.tables import FloatTable, ServedTable
 
 __all__ = ["ServedModel"]
 

@@ -8,9 +8,9 @@ from typing import Final
 
 from torch import Tensor, nn
 
+from recpoint.embeddings.served_tables import ServedTable
 from recpoint.errors import UnknownRow, UnknownTable
 from recpoint.format.records import CheckpointRef
-from recpoint.serving.tables import ServedTable
 
 __all__ = ["Version"]
 

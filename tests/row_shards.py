@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restoring.names import canonical_name
-from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.table_source import Marker
+from recpoint.embeddings.tables import Marker, Table
 
 __all__ = ["RowShard", "find"]
 
@@ -159,7 +158,7 @@ class _Source:
 
 
 def find(model: nn.Module) -> _Source | None:
-    """See `table_source.find_sources`."""
+    """See `trainer_plugin.integrations.find_sources`."""
     found = {
         name: (canonical_name(model, name), module)
         for name, module in model.named_modules()

@@ -51,9 +51,9 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
     """Rows that recpoint marks, that TorchRec's tracker has, and that have changed."""
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 
+    from recpoint.embeddings.marks import Tracker
     from recpoint.kernels import dirty_bitmap
     from recpoint.trainer_plugin.integrations.torchrec import find
-    from recpoint.trainer_plugin.tracking import Tracker
 
     rank = dist.get_rank()
     model = sharded(kinds, optimizer=optimizer, dense=dense)

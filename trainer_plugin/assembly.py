@@ -14,13 +14,16 @@ from torch.optim import Optimizer
 
 from recpoint import kernels
 from recpoint.catalog.staging import staged
+from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.optimizer_watch import OptimizerWatch
+from recpoint.embeddings.tables import Table, TableSource
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.dense_pieces import hold_pieces
 from recpoint.trainer_plugin.layout import Shard, copies_of, lay_out
 from recpoint.trainer_plugin.memory_bound import MemoryBound
 from recpoint.trainer_plugin.model_state import ModelState
+from recpoint.trainer_plugin.model_tables import find_tables, optimizer_list
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.piece_layout import HeldPiece, held_pieces, local_pieces
 from recpoint.trainer_plugin.rank_agreement import agree_on_settings
 from recpoint.trainer_plugin.ranks import Ranks
@@ -28,10 +31,6 @@ from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.replicas import Replicas
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.staging import StagingArea
-from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.table_source import TableSource
-from recpoint.trainer_plugin.tables import find_tables, optimizer_list
-from recpoint.trainer_plugin.tracking import Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
 from recpoint.trainer_plugin.unknown_optimizers import UnknownOptimizers
 

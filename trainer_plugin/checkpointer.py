@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from recpoint.catalog.restoring.restore import RestoreReport
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.run_url import naming_errors
+from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.tables import Table, held_ids, zero_rows
 from recpoint.errors import SettingsError
 from recpoint.format.job import QuantizerName
+from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin import rng_state, takeover
 from recpoint.trainer_plugin.agreed_end import AgreedEnd
 from recpoint.trainer_plugin.assembly import assemble, look_at
-from recpoint.trainer_plugin.deleted_rows import held_ids, zero_rows
 from recpoint.trainer_plugin.failures import ExpectedFailures
-from recpoint.trainer_plugin.interrupts import Hold, held
 from recpoint.trainer_plugin.pace import Pace
 from recpoint.trainer_plugin.parts import Seed
 from recpoint.trainer_plugin.pipeline import Pipeline
@@ -41,8 +42,6 @@ from recpoint.trainer_plugin.settings import (
     ranks_wait,
 )
 from recpoint.trainer_plugin.statistics import Statistics, Stats
-from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.tracking import Tracker
 from recpoint.trainer_plugin.wanted_start import Wanted
 
 __all__ = ["Checkpointer"]

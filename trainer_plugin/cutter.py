@@ -10,6 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.embeddings.marks import Dirty, Tracker
+from recpoint.embeddings.optimizer_watch import OptimizerWatch
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import History, Precision
@@ -23,7 +25,6 @@ from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.layout import Shard
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.live_tables import LiveTable, LiveTables
-from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.policy import Link, Tip, next_link
 from recpoint.trainer_plugin.precision import in_bits, table_widths
 from recpoint.trainer_plugin.sample import Sampler
@@ -38,7 +39,6 @@ from recpoint.trainer_plugin.snapshot import (
     place_tables,
 )
 from recpoint.trainer_plugin.table_codes import RowsToCode, TableQuantizer
-from recpoint.trainer_plugin.tracking import Dirty, Tracker
 from recpoint.trainer_plugin.training_state import TrainingState
 from recpoint.trainer_plugin.unmarked_rows import UnmarkedRows
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.tables import Table, TableDtype
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.table import Table, TableDtype
 
 __all__ = ["Shard", "copies_of", "lay_out"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from recpoint.embeddings.marks import Dirty, Tracker
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.base_history import BaseHistory
 from recpoint.trainer_plugin.policy import Link, Tip, breaks_chain
-from recpoint.trainer_plugin.tracking import Dirty, Tracker
 
 __all__ = ["Ledger", "Pending"]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recpoint.trainer_plugin.interrupts import came_from_handler
+from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.resumable_loader import ResumableLoader
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from recpoint.embeddings.tables import TABLE_DTYPES, Table
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.trainer_plugin.layout import Shard
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.policy import Tip
-from recpoint.trainer_plugin.table import TABLE_DTYPES, Table
 
 __all__ = ["LiveTable", "LiveTables"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.host_memory import HostShare, host_share
-from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.staging import StagingArea
 

@@ -7,6 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from recpoint.embeddings.tables import (
+    Lookup,
+    Table,
+    TableSource,
+    modules_of,
+    refuse_other_tables,
+)
 from recpoint.trainer_plugin.dense_pieces import (
     Stored,
     form_of,
@@ -17,9 +24,6 @@ from recpoint.trainer_plugin.dense_pieces import (
     piece_of,
     write_into,
 )
-from recpoint.trainer_plugin.table import Lookup, Table
-from recpoint.trainer_plugin.table_source import TableSource
-from recpoint.trainer_plugin.tables import modules_of, refuse_other_tables
 
 __all__ = ["ModelState"]
 

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recpoint.embeddings.optimizer_rows import row_states
+from recpoint.embeddings.tables import Table
 from recpoint.trainer_plugin.dense_pieces import (
     are_pieces,
     is_piece,
@@ -19,9 +21,7 @@ from recpoint.trainer_plugin.dense_pieces import (
     piece_of,
     restored_like,
 )
-from recpoint.trainer_plugin.optimizer_rows import row_states
-from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.tables import group_names, parameter_names
+from recpoint.trainer_plugin.model_tables import group_names, parameter_names
 
 __all__ = ["OptimizerState", "RowState"]
 

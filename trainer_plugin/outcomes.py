@@ -15,9 +15,9 @@ import recpoint.errors
 from recpoint.catalog.stores.run_url import name_run_in
 from recpoint.errors import CheckpointCancelled, RecpointError
 from recpoint.format.records import CheckpointRef
+from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.cutter import Cutter
 from recpoint.trainer_plugin.handoff import Answered, Event, Failed, Handoff, Staged
-from recpoint.trainer_plugin.interrupts import is_interrupted
 from recpoint.trainer_plugin.ledger import Ledger
 from recpoint.trainer_plugin.policy import superseded
 from recpoint.trainer_plugin.settings import Settings

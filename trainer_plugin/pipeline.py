@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import tell_ended
+from recpoint.embeddings.marks import Tracker
 from recpoint.errors import StagingError
 from recpoint.format.naming import shared_attempt
 from recpoint.trainer_plugin import rng_state
@@ -45,7 +46,6 @@ from recpoint.trainer_plugin.snapshot import new_attempt
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics
 from recpoint.trainer_plugin.takeover import Start
-from recpoint.trainer_plugin.tracking import Tracker
 from recpoint.trainer_plugin.waiting_log import WaitingLog
 
 __all__ = ["Pipeline"]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from recpoint.embeddings.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import Precision, RuleBits
@@ -22,7 +23,6 @@ from recpoint.trainer_plugin.failures import (
     hours_left,
 )
 from recpoint.trainer_plugin.settings import Bits
-from recpoint.trainer_plugin.table import Table
 
 __all__ = ["Width", "bits_for", "decide", "in_bits", "table_widths"]
 

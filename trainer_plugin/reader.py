@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.interrupts import let_into
+from recpoint.interrupts import let_into
 
 __all__ = ["BatchBudget", "Divisible", "Stateful", "announce", "refuse_prepared"]
 

@@ -12,6 +12,7 @@ from recpoint.catalog.chunks.logical_tables import LogicalState, LogicalTable, l
 from recpoint.catalog.restoring.reshard import TablePart, map_parts
 from recpoint.catalog.restoring.restore_target import RowSink, StateWanted, TableTarget
 from recpoint.catalog.restoring.restored_model import dense_tensors, weight_name
+from recpoint.embeddings.tables import Table
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
@@ -20,7 +21,6 @@ from recpoint.trainer_plugin.dense_pieces import layout_text
 from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.rank_trees import nearest, optimizers_for, tree_for
-from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
 
 __all__ = ["ModelTarget", "PartialTarget", "tip_of"]

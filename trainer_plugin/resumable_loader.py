@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from recpoint.errors import SettingsError
+from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin import loader_generators, rng_state
-from recpoint.trainer_plugin.interrupts import came_from_handler
 from recpoint.trainer_plugin.reader import Stateful, refuse_prepared
 
 __all__ = ["ResumableLoader"]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.staging.staged_job import kernel_method
+from recpoint.embeddings.tables import Table
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.manifest import CODE_BITS, ChosenMethod, Quantizer
 from recpoint.format.records import CheckpointRef
@@ -28,7 +29,6 @@ from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows_many, qu
 from recpoint.trainer_plugin.device_drain import spare_bytes
 from recpoint.trainer_plugin.ledger import Pending
 from recpoint.trainer_plugin.settings import Settings
-from recpoint.trainer_plugin.table import Table
 
 __all__ = ["CODE_ARRAYS", "Codes", "RowsToCode", "TableQuantizer"]
 

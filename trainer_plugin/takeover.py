@@ -18,6 +18,7 @@ from recpoint.catalog.runs.superseded import line_to_go_on
 from recpoint.catalog.stores.run_url import naming_errors
 from recpoint.catalog.stores.store import S3Timeouts, open_store
 from recpoint.catalog.stores.store_contract import Store
+from recpoint.embeddings.tables import Table
 from recpoint.errors import FormatError, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
@@ -34,7 +35,6 @@ from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.restore_target import ModelTarget, PartialTarget, tip_of
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.start_log import tell_left, tell_restored
-from recpoint.trainer_plugin.table import Table
 from recpoint.trainer_plugin.training_state import TrainingState
 from recpoint.trainer_plugin.wanted_start import Wanted
 

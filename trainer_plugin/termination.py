@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from recpoint.trainer_plugin.interrupts import handler_of, set_handler
+from recpoint.interrupts import handler_of, set_handler
 
 __all__ = ["TerminationNotice"]
 

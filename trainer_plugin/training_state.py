@@ -9,17 +9,17 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from recpoint.embeddings.tables import TableSource
 from recpoint.errors import SettingsError
 from recpoint.format.state_values import MAX_TREE_DEPTH
+from recpoint.interrupts import let_into
 from recpoint.trainer_plugin import left_out, rng_state
-from recpoint.trainer_plugin.interrupts import let_into
 from recpoint.trainer_plugin.model_state import ModelState
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.piece_layout import without_pieces
 from recpoint.trainer_plugin.rank_trees import own_part
 from recpoint.trainer_plugin.reader import Divisible, Stateful, refuse_prepared
 from recpoint.trainer_plugin.settings import several
-from recpoint.trainer_plugin.table_source import TableSource
 from recpoint.trainer_plugin.table_trainers import Trainers, adopt, lacks
 
 __all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState"]

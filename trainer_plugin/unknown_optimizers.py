@@ -31,11 +31,11 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from recpoint.embeddings.tables import Table
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.interrupts import came_from_handler
+from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.left_out import within
-from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.tables import parameter_names
+from recpoint.trainer_plugin.model_tables import parameter_names
 
 __all__ = ["UnknownOptimizers"]
 

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.marks import Tracker
 from recpoint.kernels import row_digest
 from recpoint.trainer_plugin.live_tables import LiveTable
 from recpoint.trainer_plugin.sample import spread_rows
-from recpoint.trainer_plugin.tracking import Tracker
 
 __all__ = ["UnmarkedRows"]
 

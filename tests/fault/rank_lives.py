@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recpoint import Checkpointer
 from recpoint.catalog.stores import durable
 from recpoint.errors import IncompatibleModel, NothingToRestore, RankLost, SettingsError
-from recpoint.trainer_plugin import table_source
+from recpoint.trainer_plugin import integrations
 from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.policy import FULL, PolicyName
 from recpoint.trainer_plugin.rank_agreement import CutAgreement, agree_on_cut, agree_on_settings
@@ -52,7 +52,7 @@ ROWS, DIM, BATCH, SAMPLES = 60, 4, 4, 480
 #: Outputs of the hidden layer: no number of ranks but 1 divides them evenly.
 HIDDEN = 7
 
-table_source._SOURCES["tests.row_shards"] = "tests.row_shards"
+integrations._SOURCES["tests.row_shards"] = "tests.row_shards"
 
 
 class _Net(nn.Module):

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad
 
+from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.layout import lay_out
 from recpoint.trainer_plugin.live_tables import LiveTables
+from recpoint.trainer_plugin.model_tables import find_tables
 from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
 from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.tables import find_tables
-from recpoint.trainer_plugin.tracking import Tracker
 from recpoint.trainer_plugin.unmarked_rows import UnmarkedRows
 
 pytestmark = pytest.mark.gpu

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
+from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.optimizer_watch import OptimizerWatch
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.optimizer_watch import OptimizerWatch
-from recpoint.trainer_plugin.tables import find_tables
-from recpoint.trainer_plugin.tracking import Tracker
+from recpoint.trainer_plugin.model_tables import find_tables
 
 ROWS = 40
 

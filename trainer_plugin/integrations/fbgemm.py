@@ -28,9 +28,9 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
 )
 
+from recpoint.embeddings.tables import Marker
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.interrupts import came_from_handler
-from recpoint.trainer_plugin.table_source import Marker
+from recpoint.interrupts import came_from_handler
 
 __all__ = ["Kernel"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torchrec
 from torch import nn
 
+from recpoint.embeddings.tables import TableSource
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.table_source import TableSource
 
 __all__ = ["find"]
 

@@ -20,11 +20,10 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from recpoint.catalog.restoring.names import canonical_name
+from recpoint.embeddings.tables import Marker, Table
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.integrations.fbgemm import Kernel
-from recpoint.trainer_plugin.table import Table
-from recpoint.trainer_plugin.table_source import Marker
 from recpoint.trainer_plugin.table_trainers import same_rate
 
 __all__ = ["ShardTable", "TorchRecSource"]
@@ -107,7 +106,7 @@ class ShardTable(Table):
 
 
 class TorchRecSource:
-    """The sharded modules of one model; see `table_source.TableSource`.
+    """The sharded modules of one model; see `tables.TableSource`.
 
     Args:
         model: whose.
@@ -154,7 +153,7 @@ class TorchRecSource:
         return found
 
     def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """See `table_source.TableSource.optimizers`.
+        """See `tables.TableSource.optimizers`.
 
         Raises:
             SettingsError: one of TorchRec's that is neither fused, nor a plain one with names.
@@ -162,7 +161,7 @@ class TorchRecSource:
         return [optimizer for one in given for optimizer in _taken_apart(one)]
 
     def track(self, markers: Mapping[str, Marker]) -> None:
-        """See `table_source.TableSource.track`; of other tables the gradients tell."""
+        """See `tables.TableSource.track`; of other tables the gradients tell."""
         self.untrack()
         for kernel in self._kernels:
             if kernel.fused:
@@ -170,7 +169,7 @@ class TorchRecSource:
                 self._handles.append(kernel.track([_marker(table, markers) for table in own]))
 
     def untrack(self) -> None:
-        """See `table_source.TableSource.untrack`."""
+        """See `tables.TableSource.untrack`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -181,12 +180,12 @@ class TorchRecSource:
         return {table.name: states[id(table.kernel)] for table in self._tables if table.fused}
 
     def lacks_states(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """See `table_source.TableSource.lacks_states`: of a table that none of these ranks held."""
+        """See `tables.TableSource.lacks_states`: of a table that none of these ranks held."""
         fused = {table.name for table in self._tables if table.fused}
         return not fused <= {name for state in states for name in state}
 
     def differences(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
-        """See `table_source.TableSource.differences`: one TBE has one of each hyperparameter."""
+        """See `tables.TableSource.differences`: one TBE has one of each hyperparameter."""
         stored = _joined(states)
         found = []
         for kernel in self._kernels if stored else ():
@@ -208,7 +207,7 @@ class TorchRecSource:
         return found
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """See `table_source.TableSource.load_state_dicts`."""
+        """See `tables.TableSource.load_state_dicts`."""
         stored = _joined(states)
         for kernel in self._kernels:
             names = [table.name for table in self._tables if table.kernel is kernel]

@@ -19,10 +19,10 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.stores.store import open_store
+from recpoint.embeddings.optimizer_rows import FullyDirtyTables
 from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.naming import END_KEY, GENERATION_KEY
-from recpoint.trainer_plugin.optimizer_rows import FullyDirtyTables
 from recpoint.trainer_plugin.staging import SmallStagingArea, StagingArea
 from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
 

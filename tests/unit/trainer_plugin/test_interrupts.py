@@ -21,7 +21,7 @@ import pytest
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.staged import staged_jobs
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.interrupts import came_from_handler, held, is_interrupted
+from recpoint.interrupts import came_from_handler, held, is_interrupted
 from tests.polling import until
 from tests.training_builder import Place, checkpointer, simple_training
 

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from recpoint.embeddings.tables import ModuleTable, Table
 from recpoint.errors import SettingsError
 from recpoint.format.history import Precision
 from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.failures import ExpectedFailures, Past
+from recpoint.trainer_plugin.model_tables import find_tables
 from recpoint.trainer_plugin.precision import (
     bits_for,
     decide,
@@ -21,8 +23,6 @@ from recpoint.trainer_plugin.precision import (
     table_widths,
 )
 from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES, Bits
-from recpoint.trainer_plugin.table import ModuleTable, Table
-from recpoint.trainer_plugin.tables import find_tables
 
 HOUR_MS = 3_600_000
 WEEK_MS = 7 * 24 * HOUR_MS

@@ -39,7 +39,7 @@ def sgd(training: Training) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)]
 
 
-@pytest.mark.filterwarnings("ignore::recpoint.trainer_plugin.optimizer_rows.FullyDirtyTables")
+@pytest.mark.filterwarnings("ignore::recpoint.embeddings.optimizer_rows.FullyDirtyTables")
 @pytest.mark.parametrize(
     ("optimizers", "settings"),
     [

@@ -1,4 +1,4 @@
-"""One table in the memory of a serving process: values, or codes that lookups decode."""
+"""Holds one table in memory for lookups alone: values, or codes that lookups decode."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
+from recpoint.embeddings.marks import Tracker
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.tracking import Tracker
 from tests.tracked import ROWS, Tracked, sparse_table
 
 

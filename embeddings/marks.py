@@ -1,4 +1,4 @@
-"""Which rows have changed since the last checkpoint: one bit a row.
+"""Marks the rows of a table that have changed since the last checkpoint: one bit a row.
 
 A row is marked where it is cheapest to know that nothing is missed:
 
@@ -13,7 +13,7 @@ A row is marked where it is cheapest to know that nothing is missed:
 Marked is what could change, never less. Every in-place change counts up the weight's version: a
 count that neither steps nor lookups explain makes the whole table dirty. What is written into
 `weight.data`, or through numpy, is not counted: such rows are to be marked by hand, and
-`unmarked_rows` looks for those that were not.
+`trainer_plugin.unmarked_rows` looks for those that were not.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from recpoint.embeddings.lookups import (
+    AfterLookupHook,
+    LookupHook,
+    RewritingLookup,
+    changes_of,
+    outside_graphs,
+)
+from recpoint.embeddings.tables import Table
+from recpoint.interrupts import came_from_handler
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.interrupts import came_from_handler
-from recpoint.trainer_plugin.lookup_hook import AfterLookupHook, LookupHook, outside_graphs
-from recpoint.trainer_plugin.table import Table
 
 __all__ = ["Dirty", "Tracker"]
 
@@ -52,21 +58,6 @@ class Dirty:
     rows: int
 
 
-class _Lookup(NamedTuple):
-    """A lookup of a module with max_norm that has begun.
-
-    Attributes:
-        ids: that were marked.
-        ids_version, version: how often they, and the weight, had been changed in place.
-        plain: it is torch's own, which rewrites the rows of its ids and counts that once.
-    """
-
-    ids: Tensor
-    ids_version: int
-    version: int
-    plain: bool
-
-
 class Tracker:
     """The dirty rows of one table.
 
@@ -83,8 +74,8 @@ class Tracker:
         version: the weight's, as far as what changed it is known.
         changes: of the weight in steps, since the row states were looked at.
         rewrites: lookups since `version` that were marked and have changed the weight once each.
-        quick: for `step_marks`, of a table on the CPU that is marked by gradient: weight, what
-            marks (`dirty_bitmap.compiled_mark`), address of the bitmap, rows.
+        quick: for `optimizer_watch.after_steps`, of a table on the CPU that is marked by gradient:
+            weight, what marks (`dirty_bitmap.compiled_mark`), address of the bitmap, rows.
     """
 
     # One compact object: between two steps its memory has left the caches.
@@ -130,7 +121,7 @@ class Tracker:
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
         self._after_hook: RemovableHandle | None = None
-        self._lookup: _Lookup | None = None
+        self._lookup: RewritingLookup | None = None
         self._installed = False
         self.changes = 0
         self._states: list[tuple[weakref.ref[Tensor], int]] = []
@@ -143,7 +134,7 @@ class Tracker:
         self.quick, self._mark, self.bitmap = quick, mark, bitmap
 
     def _quick(self, bitmap: Tensor) -> tuple[Tensor, Callable[..., int], int, int] | None:
-        """What `step_marks` needs."""
+        """What `optimizer_watch.after_steps` needs."""
         if self.by_gradient and bitmap.is_cpu:
             return self.weight, dirty_bitmap.compiled_mark(), bitmap.data_ptr(), self.rows
         return None
@@ -257,10 +248,7 @@ class Tracker:
         self._check_lookup()
         if module.weight is not self.weight:
             return  # `functional_call` has put another one in its place
-        # A `forward` that is not torch's may look up other ids, and write to the weight itself.
-        forward = None if "forward" in module.__dict__ else type(module).forward
-        plain = forward is nn.Embedding.forward or forward is nn.EmbeddingBag.forward
-        self._lookup = _Lookup(ids, _version(ids), _version(self.weight), plain)
+        self._lookup = RewritingLookup.begun(module, ids)
 
     def _check_lookup(self) -> None:
         """Whatever lookup rewrites rows has ended by now.
@@ -293,27 +281,22 @@ class Tracker:
         if lookup is None or module.max_norm is None:
             return
         if not lookup.plain:
-            if _version(self.weight) != lookup.version:
+            if changes_of(self.weight) != lookup.changes:
                 self._unexplained(
                     "its module has max_norm and a forward of its own, which may rewrite any row"
                 )
             return
         ids = args[0] if args else kwargs.get("input")  # a hook after ours may have replaced them
-        if (
-            ids is lookup.ids
-            and _version(lookup.ids) == lookup.ids_version
-            and module.weight is self.weight
-            and _version(self.weight) - lookup.version == 1
-        ):
+        if module.weight is self.weight and lookup.explains_change(ids, self.weight):
             self.rewrites += 1
 
     def looked_up(self, ids: Tensor) -> None:
-        """Rows that are about to be changed; see `table_source.Marker`."""
+        """Rows that are about to be changed; see `tables.Marker`."""
         self._mark(ids)
         self.unapplied = True
 
     def applied(self) -> None:
-        """See `table_source.Marker`."""
+        """See `tables.Marker`."""
         self.unapplied = False
 
     def before_step(self) -> None:
@@ -526,18 +509,18 @@ class Tracker:
             elif tensor.is_inference():
                 self._unexplained(f"its row states were made {_UNCOUNTED}")
             # A step of a known optimizer changes them as often as the weight, or not at all.
-            elif self._known and _version(tensor) - version > self.changes:
+            elif self._known and changes_of(tensor) - version > self.changes:
                 self._unexplained("its row states were changed outside the steps of its optimizer")
         self._know_row_states(tensors)
 
     def _know_row_states(self, tensors: Sequence[Tensor]) -> None:
         # Weakly: what an optimizer let go of must not be kept.
-        self._states = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
+        self._states = [(weakref.ref(tensor), changes_of(tensor)) for tensor in tensors]
         self.changes = 0
 
     def _version(self) -> int:
         """How often the weight was changed in place; where steps do not explain it, it is 0."""
-        return _version(self.weight) if self.table.counts_changes else 0
+        return changes_of(self.weight) if self.table.counts_changes else 0
 
     def report_surprise(self) -> None:
         """Log, once, what made the whole table dirty unexpectedly."""
@@ -549,11 +532,6 @@ class Tracker:
                 self.surprise,
             )
             self.surprise = None
-
-
-def _version(weight: Tensor) -> int:
-    """How often the weight was changed in place; not counted for tensors of inference mode."""
-    return 0 if weight.is_inference() else weight._version
 
 
 def _rows_not_zero(gradient: Tensor) -> Tensor:

@@ -1,34 +1,28 @@
-"""Which weights of a model are tables, and which models are refused."""
+"""Finds a model's tables and their optimizers, and refuses what cannot be stored."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from recpoint.catalog.restoring.names import canonical_name
+from recpoint.embeddings.tables import Table, TableSource, plain_tables, refuse_unstorable
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.dense_pieces import is_piece
+from recpoint.trainer_plugin.integrations import find_sources
 from recpoint.trainer_plugin.settings import several
-from recpoint.trainer_plugin.table import TABLE_DTYPES, Lookup, ModuleTable, Table
-from recpoint.trainer_plugin.table_source import TableSource, find_sources
 
 __all__ = [
     "Found",
     "find_tables",
     "group_names",
-    "modules_of",
     "optimizer_list",
     "parameter_names",
-    "refuse_other_tables",
 ]
-
-_MAX_NAME = 1024
 
 
 class Found(NamedTuple):
@@ -59,37 +53,17 @@ def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
     sources = tuple(find_sources(model))
     for source in sources:
         optimizers = source.optimizers(optimizers)
-    tables: list[Table] = []
-    owners: dict[int, str] = {}
-    for name, module in modules_of(model, sources):
-        for parameter_name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full_name = f"{name}.{parameter_name}" if name else parameter_name
-            earlier = owners.setdefault(id(parameter), full_name)
-            is_table = isinstance(module, Lookup) and parameter_name == "weight"
-            if earlier != full_name and (is_table or any(t.weight is parameter for t in tables)):
-                raise _refused(
-                    f"tables {earlier!r} and {full_name!r}",
-                    "two names for one table (tied weights)",
-                    "one module for each table",
-                    "look rows up through one module, as emb(ids), and use its weight elsewhere "
-                    "without giving it to a second one, as F.linear(x, emb.weight); or give each "
-                    "module its own weight",
-                )
-            if is_table:
-                assert isinstance(module, Lookup)
-                tables.append(
-                    ModuleTable(name=name or "weight", parameter_name=full_name, module=module)
-                )
+    tables, names = plain_tables(model, sources)
     theirs = [table for source in sources for table in source.tables]
-    owners |= {id(table.weight): table.parameter_name for table in theirs if not table.fused}
-    _refuse_unknown_parameters(optimizers, owners)
+    names |= {id(table.weight): table.parameter_name for table in theirs if not table.fused}
+    _refuse_unknown_parameters(optimizers, names)
     tables += theirs
     for table in tables:
-        _check(table, optimizers)
-    _refuse_one_key(tables)
-    _refuse_overlaps(tables)
+        _refuse_piece(table)
+    refuse_unstorable(tables)
+    for table in tables:
+        _refuse_untrained(table, optimizers)
+        _refuse_unwatched(table, optimizers)
     return Found(tuple(tables), tuple(optimizers), sources)
 
 
@@ -117,17 +91,6 @@ def _refuse_unnamed_shards(model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 "an optimizer whose state each rank has for what it holds",
                 "use fully_shard on the dense layers, which divides their optimizer's state too",
             )
-
-
-def modules_of(
-    model: nn.Module, sources: Sequence[TableSource] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """Canonical name and module of all that no source answers for; each module once."""
-    theirs = tuple(name for source in sources for name in source.modules)
-    below = tuple(f"{name}." if name else "" for name in theirs)
-    for name, module in model.named_modules():
-        if name not in theirs and not name.startswith(below):
-            yield canonical_name(model, name), module
 
 
 def optimizer_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -180,84 +143,35 @@ def _place(optimizer: int, group: int, index: int) -> str:
     return f"optimizers[{optimizer}], group {group}, parameter {index}"
 
 
-def refuse_other_tables(lookups: Mapping[str, Tensor], tables: Sequence[Table]) -> None:
-    """Refuse to store a model that has come to other tables than when its tables were found.
-
-    It would be built with them when it is restored, and could not be.
-
-    Args:
-        lookups: name of each plain embedding module of the model -> its weight, now.
-        tables: those that are stored as tables, without those of sources.
-
-    Raises:
-        SettingsError: one was added, replaced or removed.
-    """
-    known = {id(table.weight) for table in tables}
-    for name, weight in lookups.items():
-        if id(weight) not in known:
-            raise _refused(
-                f"table {name or 'weight'!r}",
-                "an embedding that was added, or put in place of another, after the Checkpointer "
-                "was built",
-                f"the tables that there were then: {sorted(table.name for table in tables)!r:.400}",
-                "build the Checkpointer after the model is complete",
-            )
-    there = {id(weight) for weight in lookups.values()}
-    for table in tables:
-        if id(table.weight) not in there:
-            raise _refused(
-                f"table {table.name!r}",
-                "no such module in the model any more",
-                "the tables that there were when the Checkpointer was built",
-                "build the Checkpointer after the model is complete",
-            )
-
-
-def _check(table: Table, optimizers: Sequence[Optimizer]) -> None:
-    subject, weight = f"table {table.name!r}", table.weight
-    if isinstance(weight, UninitializedParameter):
-        raise _refused(subject, "a lazy weight", "a weight with a shape", "run one batch first")
-    if is_piece(weight):
+def _refuse_piece(table: Table) -> None:
+    if is_piece(table.weight):
         raise _refused(
-            subject,
+            f"table {table.name!r}",
             "a weight that fully_shard has cut",
             "a table that is whole on each rank, or one that a library of sharded embeddings cuts",
             "apply fully_shard to the dense layers and leave embeddings out of it",
         )
-    if weight.layout is not torch.strided or not weight.is_contiguous() or weight.dim() != 2:
+
+
+def _refuse_untrained(table: Table, optimizers: Sequence[Optimizer]) -> None:
+    needs_one = table.trained and not table.fused
+    if needs_one and not any(_holds(optimizer, table.weight) for optimizer in optimizers):
         raise _refused(
-            subject,
-            f"a weight with strides {weight.stride()}",
-            "a contiguous weight [rows, dim]",
-            "build the module with a contiguous weight",
-        )
-    if weight.numel() == 0:
-        raise _refused(
-            subject, f"shape {tuple(weight.shape)}", "one row and one value at least", "remove it"
-        )
-    if len(table.name) > _MAX_NAME:
-        raise _refused(subject, f"{len(table.name)} characters", f"at most {_MAX_NAME}", "rename")
-    if weight.dtype not in TABLE_DTYPES:
-        known = ", ".join(map(str, TABLE_DTYPES))
-        raise _refused(subject, str(weight.dtype), known, "change its dtype")
-    if (
-        table.trained
-        and not table.fused
-        and not any(_holds(optimizer, weight) for optimizer in optimizers)
-    ):
-        raise _refused(
-            subject,
+            f"table {table.name!r}",
             "a weight that requires gradients and is in no optimizer",
             "each table trained by one optimizer, or frozen",
             "pass its optimizer to Checkpointer, or set weight.requires_grad_(False)",
         )
 
+
+def _refuse_unwatched(table: Table, optimizers: Sequence[Optimizer]) -> None:
     for number, optimizer in enumerate(optimizers):
-        if not hasattr(optimizer, "_optimizer_step_post_hooks") and _holds(optimizer, weight):
+        watched = hasattr(optimizer, "_optimizer_step_post_hooks")
+        if not watched and _holds(optimizer, table.weight):
             raise _refused(
                 f"optimizers[{number}]",
-                f"a {type(optimizer).__name__}, which trains {subject} and whose steps call no "
-                "hooks",
+                f"a {type(optimizer).__name__}, which trains table {table.name!r} and whose steps "
+                "call no hooks",
                 "an optimizer whose steps can be watched",
                 "pass the optimizer inside the wrapper, as it was before Accelerate's prepare()",
             )
@@ -287,39 +201,6 @@ def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: dict[int,
                         "each parameter in one optimizer",
                         "take it out of one of the two",
                     )
-
-
-def _refuse_one_key(tables: Sequence[Table]) -> None:
-    seen: set[str] = set()
-    for table in tables:
-        if table.key in seen:
-            raise _refused(
-                f"table {table.key!r}",
-                "two tables of one name",
-                "one name for each table, whatever library it comes from",
-                "rename one of them",
-            )
-        seen.add(table.key)
-
-
-def _refuse_overlaps(tables: Sequence[Table]) -> None:
-    spans = sorted(
-        (
-            (table.weight.device.type, table.weight.device.index or 0, table.weight.data_ptr()),
-            table.weight.nbytes,
-            table.name,
-        )
-        for table in tables
-        if not table.weight.is_meta
-    )
-    for (place, size, name), (next_place, _, next_name) in zip(spans, spans[1:], strict=False):
-        if place[:2] == next_place[:2] and place[2] + size > next_place[2]:
-            raise _refused(
-                f"tables {name!r} and {next_name!r}",
-                "two names for one table (their weights share memory)",
-                "weights that do not overlap",
-                "give each module its own weight",
-            )
 
 
 def _refused(subject: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -1,17 +1,19 @@
-"""Watching optimizer steps: which rows they change, or that they change all of them."""
+"""Marks the rows that steps of optimizers change, or that they change all of a table."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from recpoint.trainer_plugin.interrupts import came_from_handler
-from recpoint.trainer_plugin.optimizer_rows import (
+from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.optimizer_rows import (
     AllRows,
     FullyDirtyTables,
     Watched,
@@ -20,13 +22,30 @@ from recpoint.trainer_plugin.optimizer_rows import (
     changes_gradient_rows,
     counts_one_change,
 )
-from recpoint.trainer_plugin.step_marks import after_steps, mark_together
-from recpoint.trainer_plugin.tracking import Tracker
-from recpoint.trainer_plugin.unknown_optimizers import UnknownOptimizers
+from recpoint.interrupts import came_from_handler
+from recpoint.kernels import dirty_bitmap
 
-__all__ = ["OptimizerWatch"]
+__all__ = ["OptimizerWatch", "OtherSteps", "after_steps", "mark_together"]
 
 _log = logging.getLogger("recpoint")
+
+_INT64 = torch.int64
+
+
+class OtherSteps(Protocol):
+    """Notices the steps of optimizers that are not watched; `trainer_plugin.unknown_optimizers`."""
+
+    def install(self) -> None:
+        """Notice them from now on; `remove` undoes it."""
+
+    def remove(self) -> None:
+        """Notice them no more."""
+
+    def take_trained(self) -> set[int]:
+        """ids of the parameters that such steps have trained since the last call."""
+
+    def refuse(self) -> None:
+        """Raise SettingsError where such an optimizer trains the model, and still exists."""
 
 
 class _Group:
@@ -83,7 +102,7 @@ class OptimizerWatch:
         trackers: Mapping[str, Tracker],
         *,
         row_local: tuple[type, ...] = (),
-        unknown: UnknownOptimizers | None = None,
+        unknown: OtherSteps | None = None,
     ) -> None:
         self._optimizers = tuple(optimizers)
         self._unknown = unknown
@@ -286,3 +305,55 @@ class OptimizerWatch:
                     reason.why,
                     reason.change,
                 )
+
+
+def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
+    """`after_step` of several tables; for `mark_together`, what it returned that is to be marked.
+
+    What a step of sparse gradients on the CPU does to a table is written out: this runs after work
+    that has filled the caches with other things, and what counts is how little is touched.
+    """
+    found = []
+    for tracker in trackers:
+        try:
+            if tracker.quick is not None:
+                weight, mark, bitmap, rows = tracker.quick
+                gradient, version = weight.grad, weight._version
+                if gradient is not None and version - tracker.version == 1 and gradient.is_sparse:
+                    ids = gradient._indices()
+                    # A weight that went to another device, or a gradient of another form, is left
+                    # to after_step(). So are ids out of range: nothing was marked then.
+                    if ids.dtype is _INT64 and ids.is_cpu and ids.is_contiguous():
+                        if mark(bitmap, ids.data_ptr(), ids.numel(), 1, rows) < 0:
+                            tracker.version = version
+                            tracker.changes += 1
+                            continue
+            left = tracker.after_step()
+        except Exception as error:
+            tracker.give_up(error)
+            if came_from_handler(error):
+                raise
+            continue  # it must not stop training
+        if left is not None:
+            found.append((tracker, left))
+    return found
+
+
+def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:
+    """Mark what `Tracker.after_step` returned for several tables: a launch for each GPU."""
+    by_device: dict[torch.device, list[tuple[Tracker, Tensor]]] = {}
+    for tracker, ids in found:
+        by_device.setdefault(tracker.bitmap.device, []).append((tracker, ids))
+    for marks in by_device.values():
+        try:
+            # The allocator keeps the memory of ids for the stream that the launch is in.
+            dirty_bitmap.mark_many(
+                [tracker.bitmap for tracker, _ in marks],
+                [ids for _, ids in marks],
+                rows=[tracker.rows for tracker, _ in marks],
+            )
+        except Exception as error:
+            for tracker, _ in marks:
+                tracker.give_up(error)
+            if came_from_handler(error):
+                raise
