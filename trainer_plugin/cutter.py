@@ -1,4 +1,7 @@
-"""Cutting a snapshot: what belongs in it, where it goes, and that a failure leaves no trace."""
+"""Cuts snapshots in three steps: plan what goes where, copy it into a slot, seal the slot.
+
+`Cutter.cut` takes them in one stall. A failure leaves no trace: what was dirty is dirty again.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,26 @@ from recpoint.embeddings.marks import Dirty, Tracker
 from recpoint.embeddings.optimizer_watch import OptimizerWatch
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
-from recpoint.format.history import History, Precision
+from recpoint.format.history import Precision
 from recpoint.format.manifest import CODE_BITS, Quantizer
-from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import huge_pages, rng_state
 from recpoint.trainer_plugin.base_history import BaseHistory
-from recpoint.trainer_plugin.behind_tables import BehindTables, behind_tables
+from recpoint.trainer_plugin.cut_copy import (
+    BehindTables,
+    CopiedCut,
+    behind_tables,
+    copy_tables,
+)
+from recpoint.trainer_plugin.cut_plan import (
+    CutPlan,
+    CutRequest,
+    MarkedRows,
+    TablePart,
+    place_state,
+    place_tables,
+)
+from recpoint.trainer_plugin.cut_seal import Snapshot
 from recpoint.trainer_plugin.device_drain import DeviceDrain
 from recpoint.trainer_plugin.layout import Shard
 from recpoint.trainer_plugin.ledger import Pending
@@ -30,19 +46,11 @@ from recpoint.trainer_plugin.precision import in_bits, table_widths
 from recpoint.trainer_plugin.sample import Sampler
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.slot import Slot
-from recpoint.trainer_plugin.snapshot import (
-    MarkedRows,
-    Snapshot,
-    TablePart,
-    copy_tables,
-    place_state,
-    place_tables,
-)
 from recpoint.trainer_plugin.table_codes import RowsToCode, TableQuantizer
 from recpoint.trainer_plugin.training_state import TrainingState
 from recpoint.trainer_plugin.unmarked_rows import UnmarkedRows
 
-__all__ = ["Cut", "Cutter"]
+__all__ = ["Cut", "CutMoment", "Cutter"]
 
 
 class Cut(NamedTuple):
@@ -50,6 +58,20 @@ class Cut(NamedTuple):
 
     snapshot: Snapshot
     pending: Pending
+
+
+class CutMoment(NamedTuple):
+    """When a cut was made.
+
+    Attributes:
+        snapshot_ms: wall-clock time.
+        cut_seconds: monotonic time.
+        started_ns: `time.perf_counter_ns` when the stall began.
+    """
+
+    snapshot_ms: int
+    cut_seconds: float
+    started_ns: int
 
 
 class Cutter:
@@ -153,20 +175,7 @@ class Cutter:
         link = next_link(tip, base_history, step=step, tables=specs, policy=self._policy)
         return link, tables
 
-    def cut(
-        self,
-        slot: Slot,
-        *,
-        step: int,
-        generation: int,
-        attempt: str,
-        link: Link,
-        tables: tuple[LiveTable, ...],
-        tip: Tip | None,
-        interval_batches: int,
-        history: History,
-        started_ns: int,
-    ) -> Cut:
+    def cut(self, slot: Slot, request: CutRequest, *, started_ns: int) -> Cut:
         """Copy one consistent state into `slot`.
 
         Nothing is dirty afterwards, but after a cumulative increment, or when it fails: then
@@ -174,14 +183,7 @@ class Cutter:
 
         Args:
             slot: a free one.
-            step: batches done.
-            generation: of this trainer.
-            attempt: what it is called; with step and generation, what it becomes.
-            link: as `link` returned it, or a full.
-            tables: as `link` returned them, in this same stall.
-            tip: of the chain, before it.
-            interval_batches: since the checkpoint before.
-            history: of the state.
+            request: what is to be cut; its tables were looked at in this same stall.
             started_ns: `time.perf_counter_ns` when the stall began.
 
         Raises:
@@ -189,88 +191,142 @@ class Cutter:
             StagingError: the slot cannot be used.
             SettingsError: something in the state cannot be stored.
         """
-        snapshot_ms, cut_seconds = now_ms(), time.monotonic()
-        keep = link.kind == "increment" and self._policy.cumulative
+        moment = CutMoment(now_ms(), time.monotonic(), started_ns)
+        keep = self._keeps_marks(request.link)
         dirty: dict[str, Dirty] = {}
         taken = {} if keep else dirty
         try:
             for name, tracker in self._trackers.items():
                 dirty[name] = tracker.marked() if keep else tracker.take()
-            # Now, where bitmaps stay in use: a `state_dict` that looks rows up marks them, which
-            # must not happen once they are counted. And where a `state_dict` may have much to
-            # clone: for that torch has all its threads here.
-            early = keep or self._has_large_state
-            state = self._captured(step) if early else None
-            marked = _marked(tables, dirty if link.kind == "increment" else {})
-            parts = [
-                self._part(live, count, dirty.get(live.key), history.precision)
-                for live, count in zip(tables, marked.counts, strict=True)
-            ]
-            for index, ids in marked.ids.items():
-                if parts[index].bitmap is not None:
-                    parts[index] = replace(parts[index], ids=ids)
-            self._name_methods(parts, link, step)
-            if self._quantizer.wanted:
-                self._quantize(parts)
-            placed, end = place_tables(parts)
-            # No more on a guess: what came behind them last time may be less by now, and room for
-            # it may be what there is none of.
-            slot.reserve(end)
-            found: list[tuple[BehindTables, Pending]] = []
-
-            def look_behind(device: DeviceDrain) -> None:
-                # Python that runs out of cold caches, most of a millisecond of it: meanwhile other
-                # threads copy the dirty rows. Neither changes what the other reads.
-                captured = state or self._captured(step)
-                specs = tuple([live.spec for live in tables])
-                held = [live.held for live in tables]
-                sample = self._sampler.draw(specs, held, attempt)
-                rest = behind_tables(parts, end, *captured, sample, device)
-                if rest.is_small:
-                    rest.write(slot)
-                ref = CheckpointRef(step=step, generation=generation, attempt=attempt)
-                pending = Pending(
-                    ref=ref,
-                    link=link,
-                    dirty=taken,
-                    tip_before=tip,
-                    tip_after=link.tip(ref, specs, before=tip, policy=self._policy),
-                    slot=slot.path.name,
-                    cut_seconds=cut_seconds,
-                    bits=tuple(part.bits for part in parts),
-                )
-                found.append((rest, pending))
-
-            device = copy_tables(placed, slot.data, parts, marked, look_behind)
-            ((rest, pending),) = found
-            if not rest.is_small:
-                rest.write(slot)  # by as many threads as torch likes
-            self._has_large_state = not rest.is_small
-            device.release_training()
+            plan = self.plan(request, dirty)
+            copied = self.copy(plan, request, slot)
+            return self.seal(plan, request, copied, slot, taken, moment)
         except BaseException:
             for name, rows in taken.items():
                 self._trackers[name].merge_back(rows)
             raise
+
+    def plan(self, request: CutRequest, dirty: Mapping[str, Dirty]) -> CutPlan:
+        """What goes where; writes nothing.
+
+        Args:
+            request: what is to be cut.
+            dirty: the rows that an increment is to hold, by `LiveTable.key`; of a table that is
+                not named, all.
+
+        Raises:
+            SettingsError: something in the state cannot be stored.
+        """
+        tables, link = request.tables, request.link
+        # Now, where bitmaps stay in use: a `state_dict` that looks rows up marks them, which
+        # must not happen once they are counted. And where a `state_dict` may have much to
+        # clone: for that torch has all its threads here.
+        early = self._keeps_marks(link) or self._has_large_state
+        state = self._captured(request.step) if early else None
+        marked = _marked(tables, dirty if link.kind == "increment" else {})
+        parts = [
+            self._part(live, count, dirty.get(live.key), request.history.precision)
+            for live, count in zip(tables, marked.counts, strict=True)
+        ]
+        for index, ids in marked.ids.items():
+            if parts[index].bitmap is not None:
+                parts[index] = replace(parts[index], ids=ids)
+        self._name_methods(parts, link, request.step)
+        if self._quantizer.wanted:
+            self._quantize(parts)
+        placed, end = place_tables(parts)
+        return CutPlan(
+            parts=tuple(parts), marked=marked, placed=placed, tables_end=end, state=state
+        )
+
+    def copy(self, plan: CutPlan, request: CutRequest, slot: Slot) -> CopiedCut:
+        """Copy what is planned into the slot; what is on a device may still be on its way.
+
+        Raises:
+            StagingFull: no room for it.
+            StagingError: the slot cannot be used.
+            SettingsError: something in the state cannot be stored.
+        """
+        # No more on a guess: what came behind them last time may be less by now, and room for
+        # it may be what there is none of.
+        slot.reserve(plan.tables_end)
+        found: list[BehindTables] = []
+
+        def look_behind(device: DeviceDrain) -> None:
+            # Python that runs out of cold caches, most of a millisecond of it: meanwhile other
+            # threads copy the dirty rows. Neither changes what the other reads.
+            tree, tensors = plan.state or self._captured(request.step)
+            specs = tuple([part.spec for part in plan.parts])
+            held = [part.held for part in plan.parts]
+            sample = self._sampler.draw(specs, held, request.attempt)
+            behind = behind_tables(plan.parts, plan.tables_end, tree, tensors, sample, device)
+            if behind.is_small:
+                behind.write(slot)
+            found.append(behind)
+
+        device = copy_tables(plan.placed, slot.data, plan.parts, plan.marked, look_behind)
+        (behind,) = found
+        if not behind.is_small:
+            behind.write(slot)  # by as many threads as torch likes
+        self._has_large_state = not behind.is_small
+        device.release_training()
+        return CopiedCut(behind, device)
+
+    def seal(
+        self,
+        plan: CutPlan,
+        request: CutRequest,
+        copied: CopiedCut,
+        slot: Slot,
+        taken: Mapping[str, Dirty],
+        moment: CutMoment,
+    ) -> Cut:
+        """Describe what was copied; `cut_seal.seal` goes on from there in the background.
+
+        Args:
+            plan: of what lies in the slot.
+            request: what was to be cut.
+            copied: as `copy` returned it.
+            slot: where it lies.
+            taken: marks that come back if the checkpoint comes to nothing.
+            moment: of the cut.
+        """
+        ref, link, behind = request.ref, request.link, copied.behind
+        specs = [part.spec for part in plan.parts]
+        pending = Pending(
+            ref=ref,
+            link=link,
+            dirty=taken,
+            tip_before=request.tip,
+            tip_after=link.tip(ref, specs, before=request.tip, policy=self._policy),
+            slot=slot.path.name,
+            cut_seconds=moment.cut_seconds,
+            bits=tuple([part.bits for part in plan.parts]),
+        )
         snapshot = Snapshot(
-            ref=pending.ref,
+            ref=ref,
             link=link,
             policy=self._policy.name,
-            tables=rest.tables,
+            tables=behind.tables,
             slot=slot,
-            placed=placed + rest.placed,
-            slot_bytes=rest.end,
-            device=device,
-            sample=rest.sample,
+            placed=plan.placed + behind.placed,
+            slot_bytes=behind.end,
+            device=copied.device,
+            sample=behind.sample,
             quantized_on=frozenset(
-                part.values.device.type for part in parts if part.codes is not None
+                part.values.device.type for part in plan.parts if part.codes is not None
             ),
-            snapshot_ms=snapshot_ms,
-            stall_us=(time.perf_counter_ns() - started_ns) // 1_000,
-            full_bytes=rest.full_bytes,
-            interval_batches=interval_batches,
-            history=history,
+            snapshot_ms=moment.snapshot_ms,
+            stall_us=(time.perf_counter_ns() - moment.started_ns) // 1_000,
+            full_bytes=behind.full_bytes,
+            interval_batches=request.interval_batches,
+            history=request.history,
         )
         return Cut(snapshot, pending)
+
+    def _keeps_marks(self, link: Link) -> bool:
+        """Whether what a cut at this link holds stays dirty."""
+        return link.kind == "increment" and self._policy.cumulative
 
     def _captured(self, step: int) -> tuple[bytes, list[Tensor]]:
         """All state but the tables; its tensors are the live ones."""

@@ -15,17 +15,13 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-import crc32c
-
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.cancel import remove_mark, write_mark
-from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import FormatError, MalformedObject, StagingError
-from recpoint.format.job import Job, Outcome, Segment
+from recpoint.format.job import Outcome
 from recpoint.format.manifest import check_quantizers
 from recpoint.format.records import CheckpointRef, pack_record
-from recpoint.kernels import implementation
-from recpoint.trainer_plugin.snapshot import Snapshot, place_sample
+from recpoint.trainer_plugin.cut_seal import Snapshot, seal
 from recpoint.trainer_plugin.staging import StagingArea
 
 __all__ = ["Answered", "Event", "Failed", "Handoff", "Staged"]
@@ -231,49 +227,8 @@ class Handoff:
             self._changed.notify_all()
 
     def _stage(self, snapshot: Snapshot) -> None:
-        snapshot.device.drain()
-        data = snapshot.slot.data.numpy()
-        sampled, slot_bytes = place_sample(snapshot)
-        segments = []
-        for spot in (*snapshot.placed, *sampled):
-            part = data[spot.offset : spot.offset + spot.size_bytes]
-            segments.append(
-                Segment(
-                    name=spot.name,
-                    dtype=spot.dtype,
-                    shape=spot.shape,
-                    offset=spot.offset,
-                    bytes=spot.size_bytes,
-                    crc32c=crc32c.crc32c(part.data),
-                )
-            )
-        snapshot.slot.sync()
-        ref, link = snapshot.ref, snapshot.link
-        job = Job(
-            run_url=self._run_url,
-            run=self._run,
-            step=ref.step,
-            generation=ref.generation,
-            attempt=ref.attempt,
-            kind=link.kind,
-            base=link.base,
-            parent=link.parent,
-            chain_length=link.chain_length,
-            policy=snapshot.policy,
-            rank=self._area.rank,
-            ranks=self._ranks,
-            tables=snapshot.tables,
-            slot=snapshot.slot.path.name,
-            slot_bytes=slot_bytes,
-            segments=tuple(segments),
-            snapshot_ms=snapshot.snapshot_ms,
-            staged_ms=now_ms(),
-            stall_us=snapshot.stall_us,
-            full_bytes=snapshot.full_bytes,
-            quantized_by=implementation.on_devices(snapshot.quantized_on)[:255],
-            interval_batches=snapshot.interval_batches,
-            history=snapshot.history,
-        )
+        ref, rank = snapshot.ref, self._area.rank
+        job = seal(snapshot, run=self._run, run_url=self._run_url, rank=rank, ranks=self._ranks)
         self._area.create()  # here, and not in the stall: somebody may have cleared it
         # An answer to an earlier attempt at this step would be taken for the answer to this one.
         self._area.forget_outcome(self._outcome_path(ref))

@@ -16,6 +16,7 @@ from recpoint.embeddings.marks import Tracker
 from recpoint.errors import StagingError
 from recpoint.format.naming import shared_attempt
 from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin.cut_plan import CutRequest, new_attempt
 from recpoint.trainer_plugin.cutter import Cut, Cutter
 from recpoint.trainer_plugin.handoff import Handoff
 from recpoint.trainer_plugin.ledger import Ledger
@@ -42,7 +43,6 @@ from recpoint.trainer_plugin.schedule import (
     SecondsInterval,
 )
 from recpoint.trainer_plugin.settings import Settings
-from recpoint.trainer_plugin.snapshot import new_attempt
 from recpoint.trainer_plugin.staging import StagingArea
 from recpoint.trainer_plugin.statistics import Statistics
 from recpoint.trainer_plugin.takeover import Start
@@ -299,8 +299,8 @@ class Pipeline:
         cut: Cut | None = None
         failure: Exception | None = None
         try:
-            cut = self._cutter.cut(
-                self._area.free_slot(self._ledger.busy_slots),
+            slot = self._area.free_slot(self._ledger.busy_slots)
+            request = CutRequest(
                 step=batches_done,
                 generation=self._generation,
                 attempt=self._attempt(batches_done),
@@ -312,8 +312,8 @@ class Pipeline:
                     interval_seconds=self._settings.interval_seconds,
                     interval_batches=self._settings.interval_batches,
                 ),
-                started_ns=started_ns,
             )
+            cut = self._cutter.cut(slot, request, started_ns=started_ns)
         except Exception as error:
             # Disk, driver, a user's state_dict: none of it may stop training. Noted, not lost.
             failure = error

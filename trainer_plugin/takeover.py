@@ -240,42 +240,15 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
         IncompatibleModel: it does not fit; the model is untouched.
         StoreError: the store cannot be read or written.
     """
-    last: list[tuple[ModelTarget, RestoreReport, dict[str, Any]]] = []
-
     # At least until the claim: from then on what was restored is the newest of the live line, and
     # stays.
     with reading(run, purpose="restore") if job.ranks.rank == 0 else nullcontext() as lease:
-        leased = lease is not None
-
-        def restore_into_model(
-            before: int | None, name: ManifestName | None = None
-        ) -> CheckpointRef | None:
-            if name is None and wanted.step is None and not line_to_go_on(run, before=before):
-                return None
-            target = job.target(since_full=policy.cumulative)
-            if name is None:
-                report = restore(
-                    run,
-                    target,
-                    step=wanted.step,
-                    generation=wanted.generation,
-                    before=before,
-                    validated_only=wanted.validated_only,
-                    validated_within=wanted.validated_within,
-                    leased=leased,
-                )
-            else:
-                report = restore(
-                    run, target, step=name.step, generation=name.generation, leased=leased
-                )
-            last[:] = [(target, report, rng_state.capture())]
-            return report.restored
-
+        model = _ModelRestore(run, job, policy, wanted, leased=lease is not None)
         if job.ranks.several:
             record = restore_together(
                 job.ranks,
                 run,
-                restore_into_model,
+                model.restore,
                 step=wanted.step,
                 generation=wanted.generation,
                 validated_only=wanted.validated_only,
@@ -283,12 +256,12 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
                 above=job.staged,
             )
         elif wanted.step is None:
-            record = run.claim_from_newest(restore_into_model, above=job.staged)
+            record = run.claim_from_newest(model.restore, above=job.staged)
         else:
-            record = run.claim(restore_into_model(None), above=job.staged)
-        if record.restored is None or not last:
+            record = run.claim(model.restore(None), above=job.staged)
+        if record.restored is None or model.holds is None:
             return begun(record)
-        target, report, generators = last[0]
+        target, report, generators = model.holds
         assert target.manifest is not None  # restore has finished it
         tip: Tip | None = None
         base_history: BaseHistory | None = None
@@ -317,6 +290,49 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
         resumed=True,
         past=with_left_behind(past, decided),
     )
+
+
+class _ModelRestore:
+    """Restores checkpoints into the model, as whoever claims the run asks for them.
+
+    Attributes:
+        holds: what the model was restored from last, with the generators as they were then; None:
+            it is as it was.
+    """
+
+    def __init__(self, run: Run, job: Job, policy: Policy, wanted: Wanted, *, leased: bool) -> None:
+        self._run, self._job, self._policy, self._wanted = run, job, policy, wanted
+        self._leased = leased
+        self.holds: tuple[ModelTarget, RestoreReport, dict[str, Any]] | None = None
+
+    def restore(self, before: int | None, name: ManifestName | None = None) -> CheckpointRef | None:
+        """Restore one checkpoint; None: there is none to go on from.
+
+        Args:
+            before: leave out this generation and later ones; None: none.
+            name: of the one to restore; None: the newest, or that of the step that is wanted.
+        """
+        run, wanted = self._run, self._wanted
+        if name is None and wanted.step is None and not line_to_go_on(run, before=before):
+            return None
+        target = self._job.target(since_full=self._policy.cumulative)
+        if name is None:
+            report = restore(
+                run,
+                target,
+                step=wanted.step,
+                generation=wanted.generation,
+                before=before,
+                validated_only=wanted.validated_only,
+                validated_within=wanted.validated_within,
+                leased=self._leased,
+            )
+        else:
+            report = restore(
+                run, target, step=name.step, generation=name.generation, leased=self._leased
+            )
+        self.holds = target, report, rng_state.capture()
+        return report.restored
 
 
 def begun(record: GenerationRecord) -> Start:

@@ -1,14 +1,16 @@
-"""One consistent cut of tables, row states and state tree, copied into a slot: the stall."""
+"""Plans a cut: which rows of each table it holds, and where everything goes in the slot.
+
+Reads marks and sizes, and writes nothing. `cut_copy` copies what is planned, `cut_seal` describes
+what lies in the slot then.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, torch_dtype
@@ -16,32 +18,54 @@ from recpoint.format.history import History
 from recpoint.format.job import QuantizerName, StagedTable
 from recpoint.format.manifest import ChosenMethod, TableSpec
 from recpoint.format.records import CheckpointRef
-from recpoint.format.state_values import booleans
-from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
-from recpoint.trainer_plugin.device_drain import DeviceDrain
-from recpoint.trainer_plugin.policy import Link, PolicyName
-from recpoint.trainer_plugin.sample import Sample, StagedRows
-from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES, Slot, array_view
+from recpoint.kernels import dirty_bitmap, dirty_rows
+from recpoint.trainer_plugin.live_tables import LiveTable
+from recpoint.trainer_plugin.policy import Link, Tip
+from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES, array_view
 from recpoint.trainer_plugin.table_codes import Codes
 
 __all__ = [
-    "SMALL_BYTES",
+    "CutPlan",
+    "CutRequest",
     "MarkedRows",
     "Placed",
-    "Snapshot",
     "TablePart",
-    "copy_state",
-    "copy_tables",
     "full_bytes",
     "new_attempt",
-    "place_sample",
+    "place_behind",
     "place_state",
     "place_tables",
 ]
 
 
-#: Up to this size one thread copies.
-SMALL_BYTES = 4 << 20
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CutRequest:
+    """The checkpoint that a cut is to make.
+
+    Attributes:
+        step: batches done.
+        generation: of this trainer.
+        attempt: what it is called; with step and generation, what it becomes.
+        link: as `Cutter.link` returned it, or a full.
+        tables: as `Cutter.link` returned them, in the same stall.
+        tip: of the chain, before it.
+        interval_batches: since the checkpoint before.
+        history: of the state.
+    """
+
+    step: int
+    generation: int
+    attempt: str
+    link: Link
+    tables: tuple[LiveTable, ...]
+    tip: Tip | None
+    interval_batches: int
+    history: History
+
+    @property
+    def ref(self) -> CheckpointRef:
+        """What it becomes."""
+        return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
 
 
 class MarkedRows:
@@ -170,27 +194,24 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Snapshot:
-    """A cut that lies in its slot, or is on its way there from a device.
+class CutPlan:
+    """What goes where in the slot.
 
-    `quantized_on`: types of the devices on which rows were quantized.
+    Attributes:
+        parts: what the snapshot holds of each table.
+        marked: the rows of `parts`, and the way to copy them.
+        placed: where the arrays of the tables go.
+        tables_end: where these end. State and sample come behind them (`place_state`), once it is
+            known how long they are.
+        state: tree and live tensors of all that is not tables, where that had to be asked for
+            before the marks were counted; None: it is asked for while rows are copied.
     """
 
-    ref: CheckpointRef
-    link: Link
-    policy: PolicyName
-    tables: tuple[StagedTable, ...]
-    slot: Slot
+    parts: tuple[TablePart, ...]
+    marked: MarkedRows
     placed: tuple[Placed, ...]
-    slot_bytes: int
-    device: DeviceDrain
-    sample: Sample
-    quantized_on: frozenset[str]
-    snapshot_ms: int
-    stall_us: int
-    full_bytes: int
-    interval_batches: int
-    history: History
+    tables_end: int
+    state: tuple[bytes, list[Tensor]] | None
 
 
 def new_attempt() -> str:
@@ -216,7 +237,7 @@ def place_tables(parts: Sequence[TablePart]) -> tuple[tuple[Placed, ...], int]:
 
     def add(name: str, dtype: Dtype, shape: tuple[int, ...]) -> None:
         nonlocal end
-        placed.append(_placed(name, dtype, shape, end))
+        placed.append(place_behind(name, dtype, shape, end))
         end = placed[-1].end
 
     for index, part in enumerate(parts):
@@ -237,155 +258,15 @@ def place_tables(parts: Sequence[TablePart]) -> tuple[tuple[Placed, ...], int]:
 
 def place_state(tree: bytes, tensors: Sequence[Tensor], end: int) -> tuple[tuple[Placed, ...], int]:
     """Where the state goes, behind tables that end at `end`, and where it ends itself."""
-    placed = [_placed("tree", "U8", (len(tree),), end)]
+    placed = [place_behind("tree", "U8", (len(tree),), end)]
     for number, tensor in enumerate(tensors):
         name, dtype = f"tensor.{number}", dtype_name(tensor.dtype)
-        placed.append(_placed(name, dtype, tuple(tensor.shape), placed[-1].end))
+        placed.append(place_behind(name, dtype, tuple(tensor.shape), placed[-1].end))
     return tuple(placed), placed[-1].end
 
 
-def copy_tables(
-    placed: Sequence[Placed],
-    data: Tensor,
-    parts: Sequence[TablePart],
-    marked: MarkedRows,
-    meanwhile: Callable[[DeviceDrain], None],
-) -> DeviceDrain:
-    """Copy the tables to their places.
-
-    Args:
-        placed: as `place_tables` returned it for the same parts.
-        data: the slot's bytes, reserved.
-        marked: the parts' dirty rows.
-        meanwhile: called once, while other threads copy where there are any.
-
-    Returns:
-        What is still on a device and has to be drained.
-    """
-    by_name = {spot.name: spot for spot in placed}
-    device = DeviceDrain()
-    together: dict[int, dirty_rows.Destination] = {}
-    with torch.no_grad():
-        for index, part in enumerate(parts):
-            if part.row_count == 0:
-                continue
-            arrays = []
-            if part.codes is None:
-                arrays.append((part.values, by_name[f"t{index}.values"]))
-            else:
-                for name, _, array in part.codes.arrays():
-                    _codes(array, by_name[f"t{index}.{name}"], data, device)
-            for number, state in enumerate(part.row_states):
-                arrays.append((state, by_name[f"t{index}.state.{number}"]))
-            if part.bitmap is None:
-                for source, spot in arrays:
-                    if source.is_cuda:
-                        device.gather(source.detach(), None, spot.view(data))
-                    else:
-                        _copy(source.detach(), spot, data)
-                continue
-            ids_spot = by_name[f"t{index}.ids"]
-            on_cpu = part.bitmap.is_cpu and all(source.is_cpu for source, _ in arrays)
-            if part.ids is None and on_cpu:
-                rooms = tuple((source, _room_for(source, spot, data)) for source, spot in arrays)
-                together[index] = dirty_rows.Destination(ids_spot.room(data), rooms)
-                continue
-            ids = part.ids
-            if ids is None:
-                ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
-            outs = tuple((source.detach(), spot.view(data)) for source, spot in arrays)
-            _rows(ids, ids_spot.view(data), outs, device)
-    marked.copy(together, lambda: meanwhile(device))
-    return device
-
-
-def copy_state(
-    placed: Sequence[Placed], data: Tensor, tree: bytes, tensors: Sequence[Tensor]
-) -> None:
-    """Copy the state to its places, which `place_state` has chosen for it.
-
-    Args:
-        data: the slot's bytes, reserved.
-    """
-    spot, *others = placed
-    ctypes.memmove(data.data_ptr() + spot.offset, tree, len(tree))
-    with torch.no_grad():
-        for tensor, spot in zip(tensors, others, strict=True):
-            _copy(tensor, spot, data)
-
-
-def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
-    """Write the sample into the slot, behind the snapshot; where it is, and the end of it all.
-
-    For the background thread: everything on a device has been drained. Booleans are settled first:
-    the sample, its digests and the chunk are of the same bytes.
-    """
-    data = snapshot.slot.data
-    views = {spot.name: spot.view(data) for spot in snapshot.placed}
-    for spot in snapshot.placed:
-        if spot.dtype == "BOOL":
-            views[spot.name].copy_(booleans(views[spot.name]))
-    staged: list[StagedRows | None] = []
-    for index, table in enumerate(snapshot.tables):
-        names = [f"t{index}.values"]
-        names += [f"t{index}.state.{number}" for number in range(len(table.spec.row_states))]
-        if table.row_count == 0 or table.codes:  # no values to draw from and to digest
-            staged.append(None)
-            continue
-        arrays = tuple(views[name] for name in names)
-        staged.append(StagedRows(ids=views.get(f"t{index}.ids"), arrays=arrays))
-    placed: list[Placed] = []
-    end = snapshot.slot_bytes
-    for name, array in snapshot.sample.parts(staged):
-        array = booleans(array) if array.dtype == torch.bool else array
-        spot = _placed(name, dtype_name(array.dtype), tuple(array.shape), end)
-        spot.view(data).copy_(array)
-        placed.append(spot)
-        end = spot.end
-    return tuple(placed), end
-
-
-def _placed(name: str, dtype: Dtype, shape: tuple[int, ...], end: int) -> Placed:
-    """The next place for an array behind `end`."""
+def place_behind(name: str, dtype: Dtype, shape: tuple[int, ...], end: int) -> Placed:
+    """The next place for an array behind `end`, in bytes."""
     offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     size = array_bytes(dtype, shape)
     return Placed(name=name, dtype=dtype, shape=shape, offset=offset, size_bytes=size)
-
-
-def _rows(
-    ids: Tensor, ids_out: Tensor, arrays: Sequence[tuple[Tensor, Tensor]], device: DeviceDrain
-) -> None:
-    """Rows of arrays that are on a device, or of which there are no values to copy."""
-    if ids.is_cuda:
-        device.take(ids, ids_out)
-    else:
-        ids_out.copy_(ids)
-    for source, out in arrays:
-        if source.is_cuda:
-            device.gather(source, ids.to(source.device), out)
-        else:
-            row_gather.gather(source, ids.to(source.device), out)
-
-
-def _room_for(source: Tensor, spot: Placed, data: Tensor) -> dirty_rows.Room:
-    """What a kernel is told of `spot`: bytes alone, which would hide that the dtype is another."""
-    if source.dtype is not torch_dtype(spot.dtype):
-        raise ValueError(f"{spot.name}: dtype {source.dtype}, expected {spot.dtype}")
-    return spot.room(data)
-
-
-def _codes(array: Tensor, place: Placed, data: Tensor, device: DeviceDrain) -> None:
-    if array.is_cuda:
-        device.take(array, place.view(data))
-    else:
-        _copy(array, place, data)
-
-
-def _copy(source: Tensor, place: Placed, data: Tensor) -> None:
-    plain = source.is_cpu and source.is_contiguous() and not source.is_neg()
-    if not plain or source.nbytes != place.size_bytes or place.size_bytes > SMALL_BYTES:
-        place.view(data).copy_(source)
-    elif place.size_bytes:
-        # No thread is woken and no view made for what is usually one of many small tensors. Safe:
-        # `data` is the slot's memory, of which `place` is a part, and as long as the source's.
-        ctypes.memmove(data.data_ptr() + place.offset, source.data_ptr(), place.size_bytes)
