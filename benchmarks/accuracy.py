@@ -27,7 +27,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin.precision import bits_for
-from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES
+from recpoint.trainer_plugin.settings import Precision
 
 __all__ = ["KEYS", "RULE", "WIDTHS", "Immediate", "Outcome", "Spread", "report_of", "run"]
 
@@ -156,7 +156,7 @@ def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
     """Put into the model's tables what comes back from a checkpoint of `step`."""
     with torch.no_grad():
         for table in model.tables.values():
-            if scheme == "rule" and table.weight.numel() <= SMALL_TABLE_VALUES:
+            if scheme == "rule" and table.weight.numel() <= Precision().small_table_values:
                 continue
             name = "auto" if scheme == "rule" else scheme
             table.weight.copy_(restored_rows(table.weight.detach(), bits, name, seed=step))
@@ -221,7 +221,7 @@ def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName)
     model, optimizers = learned
     url, staging = str(where / "run"), where / "staging"
     with staged_run(
-        model, optimizers, url=url, staging=staging, bits=bits, quantizer=quantizer
+        model, optimizers, url=url, staging=staging, bits=Precision(bits=bits, quantizer=quantizer)
     ) as tracked:
         job, _ = tracked.cut_and_persist()
     target = MemoryTarget()

@@ -18,6 +18,7 @@ from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.stored_sizes import Form, MergedFull, check, form_of
 from benchmarks.trained_rows import trained_rows
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
+from recpoint import Precision
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.runs.run import Run
@@ -27,12 +28,12 @@ from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.manifest import Kind, Manifest, TableSpec
 from recpoint.format.naming import ManifestName
-from recpoint.trainer_plugin.settings import FixedBits
+from recpoint.trainer_plugin.settings import FixedBits, StateBits
 
 __all__ = ["WIDTHS", "OptimizerName", "Source", "criteo_shaped", "fleet", "retail"]
 
 WIDTHS: tuple[FixedBits, ...] = (2, 3, 4, 8, "lossless")
-OptimizerName = Literal["row-wise Adagrad", "Adagrad", "Adagrad, state_bits=16"]
+OptimizerName = Literal["row-wise Adagrad", "Adagrad", "Adagrad, state=16"]
 
 #: A job and its manifest, as an agent has stored them: what a checkpoint is apart from its rows.
 Stored = tuple[Job, Manifest]
@@ -246,7 +247,7 @@ def _stored(
         RuntimeError: what is counted is not what was stored.
     """
     optimizers = _optimizers(model, optimizer)
-    state_bits: Literal["lossless", 16] = 16 if optimizer.endswith("16") else "lossless"
+    state: StateBits = 16 if optimizer.endswith("16") else "lossless"
     templates: dict[FixedBits, dict[Kind, Stored]] = {}
     consolidated: dict[FixedBits, Manifest] = {}
     with scratch() as memory:
@@ -257,8 +258,7 @@ def _stored(
                 optimizers,
                 url=url,
                 staging=memory / "staging",
-                bits=bits,
-                state_bits=state_bits,
+                bits=Precision(bits=bits, state=state),
                 row_local_optimizers=(RowWiseAdagrad,),
             ) as tracked:
                 templates[bits] = {}

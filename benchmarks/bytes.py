@@ -21,6 +21,7 @@ from benchmarks.dirty_trace import Checkpoint, Mask, replay, rows_since
 from benchmarks.report import Report
 from benchmarks.stored_sizes import Ids, MergedFull, Parts, stored_parts
 from benchmarks.workload import ROOT
+from recpoint import Consecutive, Continuous, Intermittent, OneShot
 from recpoint.format.dtypes import array_bytes, item_bytes
 from recpoint.format.job import Job
 from recpoint.format.manifest import TableSpec
@@ -56,12 +57,12 @@ class Plan(NamedTuple):
 
 
 PLANS = (
-    Plan("full each time", Policy(name="one_shot", full_every=1)),
-    Plan("one-shot", Policy(name="one_shot")),
-    Plan("intermittent", Policy(name="intermittent")),
-    Plan("consecutive", Policy(name="consecutive")),
-    Plan("continuous, 8 merged", Policy(name="continuous"), 8),
-    Plan("continuous, each merged", Policy(name="continuous"), 1),
+    Plan("full each time", OneShot(full_every=1)),
+    Plan("one-shot", OneShot()),
+    Plan("intermittent", Intermittent()),
+    Plan("consecutive", Consecutive()),
+    Plan("continuous, 8 merged", Continuous(), 8),
+    Plan("continuous, each merged", Continuous(), 1),
 )
 #: Write bandwidth and capacity that the paper reports, on its fleet, with the intermittent policy.
 PAPER: Mapping[FixedBits, str] = {2: "17 / 8", 8: "6 / 2.5"}
@@ -116,7 +117,7 @@ def run(*, smoke: bool, plot: bool = False) -> Report:
             "paper", "at a commit",
         ),
     )  # fmt: skip
-    rounded = partial(byte_sources.retail, optimizer="Adagrad, state_bits=16")
+    rounded = partial(byte_sources.retail, optimizer="Adagrad, state=16")
     sources: list[Callable[..., Source]] = [
         byte_sources.fleet,
         byte_sources.retail,

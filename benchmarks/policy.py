@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from benchmarks.dirty_trace import Checkpoint, Sizes, fleet_masks, replay, rows_since
 from benchmarks.report import Report
-from recpoint.trainer_plugin.policy import Policy
+from recpoint import Consecutive, Intermittent
 
 __all__ = ["KEYS", "run"]
 
@@ -67,7 +67,7 @@ def _gate(sizes: Sizes, rows: int) -> None:
                 f"{found:.4f} of the rows after {interval} intervals, not {fraction}"
             )
     base, increments = 0, list[int]()
-    for taken in replay(Policy(name="intermittent"), _INTERVALS, sizes):
+    for taken in replay(Intermittent(), _INTERVALS, sizes):
         # The rule as the paper has it: 1 + ΣS_j <= (i + 1)·S_i, in units of a full.
         last = increments[-1] if increments else 0
         due = base + sum(increments) <= (len(increments) + 1) * last
@@ -80,10 +80,10 @@ def _gate(sizes: Sizes, rows: int) -> None:
 
 
 def _figures(sizes: Sizes, rows: int) -> dict[str, float]:
-    intermittent = replay(Policy(name="intermittent"), _INTERVALS, sizes)
+    intermittent = replay(Intermittent(), _INTERVALS, sizes)
     fulls = [at for at, taken in enumerate(intermittent) if taken.kind == "full"]
     cycles = intermittent[: fulls[-1]]
-    consecutive = replay(Policy(name="consecutive", full_every=_INTERVALS), 12, sizes)
+    consecutive = replay(Consecutive(full_every=_INTERVALS), 12, sizes)
     return {
         "intermittent_full_at": float(fulls[1]),
         "intermittent_mean_write": statistics.fmean(_written(cycles)) / rows,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.report import Report, ratio, spread_of
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.staging import staged
 from recpoint.errors import RanksMissing
@@ -145,10 +145,9 @@ def _rank(
         model,
         optimizer,
         run=str(folder / "run"),
-        staging=folder / "staging",
+        staging=Staging(directory=folder / "staging", jobs=checkpoints),
         interval_batches=10**9,
-        max_staged_jobs=checkpoints,
-        close_wait_seconds=0.0,
+        timeouts=Timeouts(close_seconds=0.0),
     ) as checkpointer:
         checkpointer.restore()
         for number in range(checkpoints):

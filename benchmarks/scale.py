@@ -25,6 +25,7 @@ from benchmarks.exchanges import hop_seconds
 from benchmarks.fleet_model import PAPER_FLEET, Costs, Rates, costs, dirty_share
 from benchmarks.report import Report
 from benchmarks.workload import Tables, scratch, staged_run
+from recpoint import Consecutive, Continuous, Intermittent
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.staged import read_job
@@ -71,9 +72,9 @@ class _Plan(NamedTuple):
 
 
 _PLANS = (
-    _Plan("interm.", Policy(name="intermittent")),
-    _Plan("consec.", Policy(name="consecutive")),
-    _Plan("contin./8", Policy(name="continuous"), 8),
+    _Plan("interm.", Intermittent()),
+    _Plan("consec.", Consecutive()),
+    _Plan("contin./8", Continuous(), 8),
 )
 _SHORTEST_MINUTES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 720)
 

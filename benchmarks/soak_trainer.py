@@ -42,7 +42,7 @@ def _truth(file: Path, steps: int) -> None:
 
 
 def _train(run_url: str, staging: str, file: Path, batch_seconds: float) -> None:
-    from recpoint import Checkpointer
+    from recpoint import Checkpointer, Options
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: _stop.append(1))
@@ -54,7 +54,7 @@ def _train(run_url: str, staging: str, file: Path, batch_seconds: float) -> None
         run=run_url,
         interval_batches=INTERVAL_BATCHES,
         staging=staging,
-        handle_sigterm=False,
+        options=Options(handle_sigterm=False),
     )
     with file.open("a") as lines:
         report = checkpoints.restore()

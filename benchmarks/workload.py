@@ -14,12 +14,13 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from recpoint import Consecutive, Options, Precision
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.store import open_store
-from recpoint.format.job import Job, Outcome, QuantizerName
+from recpoint.format.job import Job, Outcome
 from recpoint.trainer_plugin.checkpointer import Checkpointer
-from recpoint.trainer_plugin.settings import FixedBits, StateBits
+from recpoint.trainer_plugin.settings import FixedBits
 
 __all__ = ["ROOT", "StagedRun", "Tables", "examples_on_path", "scratch", "staged_run", "wait_for"]
 
@@ -129,9 +130,7 @@ def staged_run(
     *,
     url: str,
     staging: Path,
-    bits: FixedBits = "lossless",
-    quantizer: QuantizerName = "auto",
-    state_bits: StateBits = "lossless",
+    bits: Precision | FixedBits = "lossless",
     row_local_optimizers: Sequence[type] = (),
 ) -> Iterator[StagedRun]:
     """A started run without an interval: checkpoints are taken by `cut`."""
@@ -141,13 +140,11 @@ def staged_run(
         run=url,
         interval_batches=10**9,
         bits=bits,
-        quantizer=quantizer,
-        state_bits=state_bits,
-        row_local_optimizers=row_local_optimizers,
-        full_every=10_000,
+        options=Options(
+            row_local_optimizers=row_local_optimizers, on_error="raise", handle_sigterm=False
+        ),
+        policy=Consecutive(full_every=10_000),
         staging=staging,
-        on_error="raise",
-        handle_sigterm=False,
     )
     checkpointer.restore()
     try:

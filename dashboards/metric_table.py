@@ -78,8 +78,8 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     ),
     (
         *("unmarked_rows_total", "counter", "run"),
-        "Rows that verify_unmarked_rows found changed, and that nothing had marked; the log names "
-        "them.",
+        "Rows that Options.verify_unmarked_rows found changed, and that nothing had marked; the "
+        "log names them.",
     ),
     (
         *("last_commit_timestamp_seconds", "gauge", "run"),

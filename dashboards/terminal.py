@@ -17,7 +17,7 @@ from rich.text import Text
 
 from recpoint.catalog.records.validations import Verdict
 from recpoint.errors import RecpointError
-from recpoint.format.history import History, Precision
+from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
 from recpoint.format.naming import ManifestName, ValidationResult
 from recpoint.format.validation import ValidationFinding
@@ -267,7 +267,7 @@ def history_text(history: History) -> str:
     return f"{hours:.3g} h, {history.lossy_restores} restores from quantized rows"
 
 
-def decision_text(precision: Precision) -> str:
+def decision_text(precision: ChosenPrecision) -> str:
     """The width that was chosen by the expected restores, and why."""
     return f'{precision.bits} bits where bits="auto": {precision.reason}'
 

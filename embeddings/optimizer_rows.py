@@ -152,7 +152,7 @@ def _unknown(kind: type) -> AllRows:
         )
     return AllRows(
         f"{kind.__name__} is not known to change only rows that were looked up",
-        "if it does, name it in row_local_optimizers",
+        "if it does, name it in Options.row_local_optimizers",
     )
 
 

@@ -28,7 +28,7 @@ from batches import Reader
 from criteo import CriteoReader, CriteoShapeReader
 from evidence import ProgressFile, digests, digests_of_all
 from many_ranks import gathered, join, leave, of_all_ranks, replicated
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Staging
 from retail import RetailReader
 
 
@@ -126,8 +126,7 @@ def main() -> None:
         run=args.run,
         interval_batches=args.interval,
         bits=bits,
-        staging=args.staging,
-        max_staged_jobs=args.max_staged,
+        staging=Staging(directory=args.staging, jobs=args.max_staged),
     )
     with checkpointer or nullcontext():
         restored = checkpointer.restore() if checkpointer else None

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from recpoint.format.records import Milliseconds, Part
 
-__all__ = ["MAX_COUNT", "History", "Precision", "RuleBits"]
+__all__ = ["MAX_COUNT", "History", "ChosenPrecision", "RuleBits"]
 
 #: What the rule of expected restores chooses among.
 RuleBits = Literal[2, 3, 4, 8]
@@ -19,7 +19,7 @@ MAX_COUNT = 2**53 - 1
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
-class Precision(Part):
+class ChosenPrecision(Part):
     """The width that the rule of expected restores chose, for the tables that are under it.
 
     `expected_milli` is in thousandths of a restore, those that have happened included, and the most
@@ -52,7 +52,7 @@ class History(Part):
 
     trained_ms: Milliseconds
     lossy_restores: _Count
-    precision: Precision | None
+    precision: ChosenPrecision | None
     due_ms: Milliseconds | None = None
     due_batches: _Count | None = None
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from recpoint import LightningCallback, ResumableLoader
+from recpoint import LightningCallback, Options, ResumableLoader, Staging
 from recpoint.format import state_tree
 from tests.training_builder import BATCH, ROWS, Recommender, seed_everything
 
@@ -249,7 +249,10 @@ def rank_life(
     shares: Any = DistributedSampler(data, num_replicas=ranks, rank=rank)
     batches = ResumableLoader(DataLoader(data, batch_size=BATCH, sampler=shares))
     callback = LightningCallback(
-        run=run, staging=staging, interval_batches=4, on_error="raise", when_busy="wait"
+        run=run,
+        staging=Staging(directory=staging, when_busy="wait"),
+        interval_batches=4,
+        options=Options(on_error="raise"),
     )
     module = Module()
     settings: dict[str, Any] = {

@@ -216,7 +216,7 @@ def lived(
         kinds: how each table is sharded; None: by nobody, in one process.
         apart: see `optimizers`.
     """
-    from recpoint import Checkpointer
+    from recpoint import Checkpointer, Options, Staging
 
     rank = dist.get_rank()
     model = Ranker(device="cpu") if kinds is None else sharded(kinds, optimizer=optimizer)
@@ -225,13 +225,10 @@ def lived(
         model,
         of_torch,
         run=run,
-        staging=staging,
+        staging=Staging(directory=staging, when_busy="wait"),
         interval_batches=2,
         policy=policy,
-        when_busy="wait",
-        on_error="raise",
-        handle_sigterm=False,
-        verify_unmarked_rows=1000,
+        options=Options(on_error="raise", handle_sigterm=False, verify_unmarked_rows=1000),
     ) as checkpoints:
         report = checkpoints.restore()
         begun = everything(model, *of_torch)
@@ -256,7 +253,7 @@ def lived(
 
 def replicated_sequences(run: str, staging: str, steps: int) -> Any:
     """Replicated tables of sequences, with gradients made here: FBGEMM looks none up on a CPU."""
-    from recpoint import Checkpointer
+    from recpoint import Checkpointer, Options, Staging
 
     model = sharded(dict.fromkeys((*BAGS, *ROWS), "data_parallel"), sequences=True)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
@@ -264,11 +261,9 @@ def replicated_sequences(run: str, staging: str, steps: int) -> Any:
         model,
         optimizer,
         run=run,
-        staging=staging,
+        staging=Staging(directory=staging, when_busy="wait"),
         interval_batches=2,
-        when_busy="wait",
-        on_error="raise",
-        handle_sigterm=False,
+        options=Options(on_error="raise", handle_sigterm=False),
     ) as checkpoints:
         report = checkpoints.restore()
         begun = everything(model, optimizer)
@@ -319,7 +314,7 @@ def plain(run: str, staging: str, into: str) -> Any:
 
 
 def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging: str) -> Any:
-    from recpoint import Checkpointer
+    from recpoint import Checkpointer, Options
 
     return Checkpointer(
         model,
@@ -327,8 +322,7 @@ def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging:
         run=run,
         staging=staging,
         interval_batches=1,
-        on_error="raise",
-        handle_sigterm=False,
+        options=Options(on_error="raise", handle_sigterm=False),
     )
 
 

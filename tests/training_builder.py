@@ -20,6 +20,7 @@ from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.format import state_tree
+from tests.flat_settings import arguments
 from tests.polling import PATIENCE_SECONDS
 from tests.polling import until as until
 
@@ -195,23 +196,25 @@ def simple_training(seed: int = 1, *, lr: float = 0.1) -> Training:
     return Training(model, [torch.optim.SGD(model.parameters(), lr=lr)], Batches(seed))
 
 
-def checkpointer(training: Training, place: Place, **settings: Any) -> Checkpointer:
-    """A checkpointer of everything in `training`, of quick temper."""
+def checkpointer(training: Training, place: Place, /, **settings: Any) -> Checkpointer:
+    """A checkpointer of everything in `training`, of quick temper; `settings` as `arguments`."""
     return Checkpointer(
         training.model,
         training.optimizers,
-        **{
-            "run": place.run,
-            "staging": place.staging,
-            "reader": training.reader,
-            "schedulers": training.schedulers,
-            "interval_batches": 2,
-            "small_table_values": 0,  # all of these are
-            "close_wait_seconds": 120.0,
-            "drain_seconds": 120.0,
-            "handle_sigterm": False,
-            **settings,
-        },
+        **arguments(
+            {
+                "run": place.run,
+                "directory": place.staging,
+                "reader": training.reader,
+                "schedulers": training.schedulers,
+                "interval_batches": 2,
+                "small_table_values": 0,  # all of these are
+                "close_seconds": 120.0,
+                "drain_seconds": 120.0,
+                "handle_sigterm": False,
+                **settings,
+            }
+        ),
     )
 
 

@@ -133,7 +133,7 @@ def assemble(
         )
         state.refuse_inference()
         trackers = {shard.key: Tracker(shard.table) for shard in shards if shard.table is not None}
-        row_local = tuple(settings.row_local_optimizers)
+        row_local = tuple(settings.options.row_local_optimizers)
         others = () if extras is None else tuple(extras.values())
         unknown = UnknownOptimizers(trained.module, trained.optimizers, trained.tables, others)
         watch = OptimizerWatch(trained.optimizers, trackers, row_local=row_local, unknown=unknown)
@@ -145,8 +145,9 @@ def assemble(
             settings=settings,
             rank=ranks.rank,
         )
+        directory = settings.staging.directory
         area = StagingArea(
-            Path(settings.staging) if settings.staging else staged.default_staging_root(),
+            Path(directory) if directory else staged.default_staging_root(),
             run_url,
             rank=ranks.rank,
         )
@@ -155,7 +156,7 @@ def assemble(
             area=area,
             cutter=cutter,
             optimizers=trained.optimizers,
-            jobs=settings.max_staged_jobs,
+            jobs=settings.staging.jobs,
         )
         memory.measure()
         forms = state.forms()

@@ -19,7 +19,6 @@ from recpoint.catalog.stores.run_url import naming_errors
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
 from recpoint.errors import SettingsError
-from recpoint.format.job import QuantizerName
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin import rng_state, takeover
 from recpoint.trainer_plugin.agreed_end import AgreedEnd
@@ -28,18 +27,18 @@ from recpoint.trainer_plugin.failures import ExpectedFailures
 from recpoint.trainer_plugin.pace import Pace
 from recpoint.trainer_plugin.parts import Seed
 from recpoint.trainer_plugin.pipeline import Pipeline
-from recpoint.trainer_plugin.policy import PolicyName
+from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.settings import (
-    SMALL_TABLE_VALUES,
     Bits,
-    OnError,
+    Options,
+    Precision,
     Settings,
-    StateBits,
-    WhenBusy,
-    Where,
-    ranks_wait,
+    Staging,
+    Timeouts,
+    as_precision,
+    as_staging,
 )
 from recpoint.trainer_plugin.statistics import Statistics, Stats
 from recpoint.trainer_plugin.wanted_start import Wanted
@@ -62,7 +61,7 @@ class Checkpointer:
 
     Nothing that goes wrong with a checkpoint reaches the training loop: it is counted, logged
     (logger "recpoint"), shown in `stats`, and its rows are in the next checkpoint. With
-    `on_error="raise"` the next `step` raises it instead.
+    `Options(on_error="raise")` the next `step` raises it instead.
 
     A checkpoint holds the state between two batches. Gradients are no part of it: call
     `zero_grad()` before each backward pass, as usual. With `set_to_none=False` a parameter that a
@@ -81,7 +80,19 @@ class Checkpointer:
             are dropped, and a rank that was not there gets those of rank 0, with generators that
             are seeded from the checkpoint's name and its number.
 
-    The remaining settings are described at `Settings`.
+        interval_batches: batches from one checkpoint to the next; this or `interval_seconds`.
+        interval_seconds: seconds from one checkpoint to the next, kept to a whole batch; "auto":
+            from what a checkpoint is measured to cost and how often the job fails.
+        bits: how rows are stored: "lossless", 8, 4, 3 or 2 bits a value, "auto": as few as the
+            restores that the job has to expect allow; or a `Precision`.
+        policy: what a checkpoint holds: a policy, such as `Consecutive(full_every=16)`, `OneShot`,
+            `Intermittent` or `Continuous`; or the name of one, with its defaults.
+        failures: how often the job is expected to fail, for what is "auto"; None: as its past
+            suggests.
+        staging: the staging area's directory; None: where the agent looks by default; or a
+            `Staging`, with how many checkpoints wait there and what happens when they do.
+        timeouts: how long training waits for the agent and for other ranks.
+        options: what an error does, SIGTERM, and what is assumed and checked of optimizers.
 
     Attributes:
         batches_done: batches whose updates the model holds.
@@ -106,54 +117,27 @@ class Checkpointer:
         extras: Mapping[str, Stateful] | None = None,
         interval_batches: int | None = None,
         interval_seconds: float | Literal["auto"] | None = None,
-        bits: Bits = "lossless",
-        table_bits: Mapping[str, Bits] | None = None,
-        small_table_values: int = SMALL_TABLE_VALUES,
+        bits: Precision | Bits = "lossless",
+        policy: Policy | PolicyName = "consecutive",
         failures: ExpectedFailures | None = None,
-        quantizer: QuantizerName = "auto",
-        quantize_on: Where = "auto",
-        state_bits: StateBits = "lossless",
-        policy: PolicyName = "consecutive",
-        full_every: int | None = None,
-        max_staged_jobs: int = 1,
-        when_busy: WhenBusy = "skip",
-        busy_wait_seconds: float = 60.0,
-        staging: str | Path | None = None,
-        on_error: OnError = "continue",
-        row_local_optimizers: Sequence[type] = (),
-        close_wait_seconds: float = 60.0,
-        drain_seconds: float = 30.0,
-        ranks_wait_seconds: float = 600.0,
-        handle_sigterm: bool = True,
-        verify_unmarked_rows: int = 0,
+        staging: Staging | str | Path | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
+        options: Options = Options(),  # noqa: B008 - frozen
     ) -> None:
         # First of all: whatever fails from here on on one rank, the others hear of.
-        self._ranks = Ranks(wait_seconds=ranks_wait(ranks_wait_seconds))
+        waits = timeouts if isinstance(timeouts, Timeouts) else Timeouts()
+        self._ranks = Ranks(wait_seconds=waits.ranks_seconds)
         with self._ranks.together("looking at what the Checkpointer is given"):
             _refuse_inference_mode("Checkpointer()")
             self._settings = settings = Settings(
                 interval_batches=interval_batches,
                 interval_seconds=interval_seconds,
-                bits=bits,
-                table_bits={} if table_bits is None else table_bits,
-                small_table_values=small_table_values,
+                precision=as_precision(bits),
+                policy=as_policy(policy),
                 failures=failures,
-                quantizer=quantizer,
-                quantize_on=quantize_on,
-                state_bits=state_bits,
-                policy=policy,
-                full_every=full_every,
-                max_staged_jobs=max_staged_jobs,
-                when_busy=when_busy,
-                busy_wait_seconds=busy_wait_seconds,
-                staging=staging,
-                on_error=on_error,
-                row_local_optimizers=row_local_optimizers,
-                close_wait_seconds=close_wait_seconds,
-                drain_seconds=drain_seconds,
-                ranks_wait_seconds=ranks_wait_seconds,
-                handle_sigterm=handle_sigterm,
-                verify_unmarked_rows=verify_unmarked_rows,
+                staging=as_staging(staging),
+                timeouts=timeouts,
+                options=options,
             )
             settings.check_ranks(self._ranks.count)
             with rng_state.untouched():
@@ -173,7 +157,7 @@ class Checkpointer:
         self._shards, self._trackers, self._watch = parts.shards, parts.trackers, parts.watch
         self._state, self._cutter, self._area = parts.state, parts.cutter, parts.area
         self._memory, self._replicas = parts.memory, parts.replicas
-        self._end = AgreedEnd(self._ranks, wait_seconds=settings.ranks_wait_seconds)
+        self._end = AgreedEnd(self._ranks, wait_seconds=settings.timeouts.ranks_seconds)
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
         self._closed = False
@@ -243,7 +227,7 @@ class Checkpointer:
             self._state.refuse_inference()  # states may have come to be since then
             self._state.warn_of_schedulers()
             report = self._whole(lambda hold: self._restore(wanted, hold))
-        if self._settings.handle_sigterm:
+        if self._settings.options.handle_sigterm:
             self.take_sigterm()
         return report
 
@@ -285,7 +269,7 @@ class Checkpointer:
     def _taken_over(
         self, wanted: Wanted, staged: takeover.StagedParts
     ) -> tuple[Run, takeover.Start]:
-        drain_seconds = self._settings.drain_seconds
+        drain_seconds = self._settings.timeouts.drain_seconds
         run = takeover.open_run(self._store, self._area, self._ranks, staged, drain_seconds)
         job = takeover.Job(
             ranks=self._ranks,
@@ -294,7 +278,7 @@ class Checkpointer:
             state=self._state,
             staged=max((generation for parts in staged for generation, _ in parts), default=0),
         )
-        return run, takeover.start(run, job, self._settings.chosen_policy, wanted)
+        return run, takeover.start(run, job, self._settings.policy, wanted)
 
     def _begin(self, run: Run, start: takeover.Start) -> None:
         self.batches_done = start.batches_done
@@ -336,7 +320,7 @@ class Checkpointer:
         self._pace.restart(start.batches_done)
 
     def take_sigterm(self) -> None:
-        """Take SIGTERM from now on, as `restore` does unless `handle_sigterm=False`.
+        """Take SIGTERM from now on, as `restore` does unless `Options.handle_sigterm` is False.
 
         For frameworks that put a handler of their own in place later: it is the one that the signal
         is handed on to after the last checkpoint.
@@ -359,7 +343,7 @@ class Checkpointer:
         Raises:
             SettingsError: `restore` was not called; or this is a forked child of the process that
                 built this.
-            RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
+            RecpointError: with `Options.on_error="raise"`: what went wrong with a checkpoint.
             BaseException: what a signal's handler has raised, once a checkpoint that is due has
                 been cut.
         """
@@ -387,8 +371,9 @@ class Checkpointer:
         """Take a checkpoint now, whatever the interval says.
 
         Returns:
-            Whether it was cut: not while earlier ones wait (see `when_busy`), after an error,
-            twice at one batch, or from within another: from a `state_dict`, a signal's handler.
+            Whether it was cut: not while earlier ones wait (see `Staging.when_busy`), after an
+            error, twice at one batch, or from within another: from a `state_dict`, a signal's
+            handler.
         """
         if self._is_busy:
             # It would be cut into the slot that is being written, as of the same batch.
@@ -453,14 +438,14 @@ class Checkpointer:
         """End: a last checkpoint when there are new batches, and wait for the agent.
 
         Args:
-            final: take that checkpoint and wait at most `close_wait_seconds` for outcomes. False:
-                only make sure that what was cut is staged.
+            final: take that checkpoint and wait at most `Timeouts.close_seconds` for outcomes.
+                False: only make sure that what was cut is staged.
 
         From a handler of a signal or a `state_dict`, in the middle of another call, it returns at
         once, and all this happens when that call ends.
 
         Raises:
-            RecpointError: with `on_error="raise"`: what went wrong with a checkpoint.
+            RecpointError: with `Options.on_error="raise"`: what went wrong with a checkpoint.
             BaseException: what a signal's handler has raised: it ends the wait for outcomes alone.
         """
         if self._is_busy:

@@ -17,7 +17,7 @@ from recpoint.embeddings.marks import Dirty, Tracker
 from recpoint.embeddings.optimizer_watch import OptimizerWatch
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
-from recpoint.format.history import Precision
+from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import huge_pages, rng_state
@@ -90,7 +90,7 @@ class Cutter:
         unmarked: compares rows that nothing has marked.
 
     Raises:
-        SettingsError: `table_bits` names a table that there is not, or that is not trained.
+        SettingsError: `Precision.tables` names a table that there is not, or that is not trained.
     """
 
     def __init__(
@@ -111,18 +111,16 @@ class Cutter:
         names = {shard.name for shard in shards}
         self._widths = table_widths(
             [shard.table for shard in shards if shard.table is not None],
-            settings.bits,
-            settings.table_bits,
-            exact_up_to=settings.small_table_values,
+            settings.precision,
             names=names,
         )
         self.rule = None in self._widths.values()
-        self._settings = settings
-        self._policy = settings.chosen_policy
+        self._precision = settings.precision
+        self._policy = settings.policy
         self._sampler = Sampler()
-        self._quantizer = TableQuantizer([shard.table for shard in shards], settings)
+        self._quantizer = TableQuantizer([shard.table for shard in shards], settings.precision)
         self._live = LiveTables(shards, state.optimizers)
-        self.unmarked = UnmarkedRows(settings.verify_unmarked_rows)
+        self.unmarked = UnmarkedRows(settings.options.verify_unmarked_rows)
         self._has_large_state = False  # besides tables; at the last cut
 
     def settle(self) -> None:
@@ -342,7 +340,7 @@ class Cutter:
         live: LiveTable,
         row_count: int,
         dirty: Dirty | None = None,
-        precision: Precision | None = None,
+        precision: ChosenPrecision | None = None,
     ) -> TablePart:
         width: int = 8 * item_bytes(live.spec.dtype)
         if live.table is not None:
@@ -357,8 +355,8 @@ class Cutter:
             bitmap=dirty.bitmap if dirty is not None and row_count < len(live.held) else None,
             row_count=row_count,
             bits=width,
-            quantizer=self._settings.quantizer,
-            state_bits=None if self._settings.state_bits == "lossless" else 16,
+            quantizer=self._precision.quantizer,
+            state_bits=None if self._precision.state == "lossless" else 16,
         )
 
     def _name_methods(self, parts: list[TablePart], link: Link, step: int) -> None:

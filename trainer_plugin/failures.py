@@ -7,19 +7,21 @@ hosts that disagree make no difference.
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
-from typing import Any
 
-from recpoint.errors import SettingsError
-from recpoint.format.history import Precision
+from recpoint.format.history import ChosenPrecision
+from recpoint.trainer_plugin.setting_checks import (
+    checked_number,
+    checked_whole,
+    keep,
+    refused_setting,
+)
 
 __all__ = [
     "MS_PER_HOUR",
     "ExpectedFailures",
     "Past",
     "Rate",
-    "as_float",
     "failure_rate",
     "hours_left",
 ]
@@ -51,20 +53,20 @@ class ExpectedFailures:
     job_hours: float | None = None
 
     def __post_init__(self) -> None:
-        per_node_hour = _number("failures.per_node_hour", self.per_node_hour, zero=True)
-        job_hours = _number("failures.job_hours", self.job_hours, zero=False)
-        whole = isinstance(self.nodes, numbers.Integral) and not isinstance(self.nodes, bool)
-        if not whole or not 1 <= self.nodes <= _MOST:
-            raise _refused("failures.nodes", self.nodes, f"a whole number, 1 to {_MOST}")
-        object.__setattr__(self, "per_node_hour", per_node_hour)
-        object.__setattr__(self, "job_hours", job_hours)
-        object.__setattr__(self, "nodes", int(self.nodes))
+        keep(self, nodes=checked_whole("ExpectedFailures.nodes", self.nodes, 1, _MOST))
+        for name, zero in (("per_node_hour", True), ("job_hours", False)):
+            value = getattr(self, name)
+            if value is not None:
+                setting = f"ExpectedFailures.{name}"
+                keep(self, **{name: checked_number(setting, value, highest=_MOST, zero=zero)})
         if self.per_node_hour is None:
             if self.nodes != 1:
                 expected = "per_node_hour with it: restarts of the past are of all nodes together"
-                raise _refused("failures.nodes", self.nodes, expected)
+                raise refused_setting("ExpectedFailures.nodes", self.nodes, expected)
             if self.job_hours is None:
-                raise _refused("failures", "neither of the two", "per_node_hour or job_hours")
+                raise refused_setting(
+                    "ExpectedFailures", "neither of the two", "per_node_hour or job_hours"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Past:
     trained_ms: int = 0
     restarts: int = 0
     lossy_restores: int = 0
-    precision: Precision | None = None
+    precision: ChosenPrecision | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,32 +124,3 @@ def hours_left(expected: ExpectedFailures | None, *, trained_ms: int) -> float |
     if expected is None or expected.job_hours is None:
         return max(LEAST_HOURS_LEFT, trained)
     return expected.job_hours - trained if trained < expected.job_hours else None
-
-
-def as_float(value: object) -> float | None:
-    """A real number, numpy's too, as a float; None: it is none, or none that a float can be."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _number(setting: str, value: Any, *, zero: bool) -> float | None:
-    if value is None:
-        return None
-    number = as_float(value)
-    # Not a number is in no range.
-    if number is None or not 0 <= number <= _MOST or (number == 0 and not zero):
-        raise _refused(setting, value, f"a number, {'0' if zero else 'more than 0'} to {_MOST}")
-    return number
-
-
-def _refused(setting: str, found: Any, expected: str) -> SettingsError:
-    return SettingsError(
-        setting,
-        found=f"{found!r:.200}",
-        expected=expected,
-        next_step="see the docstring of recpoint.ExpectedFailures",
-    )

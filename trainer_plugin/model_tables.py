@@ -14,7 +14,7 @@ from recpoint.embeddings.tables import Table, TableSource, plain_tables, refuse_
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.dense_pieces import is_piece
 from recpoint.trainer_plugin.integrations import find_sources
-from recpoint.trainer_plugin.settings import several
+from recpoint.trainer_plugin.setting_checks import several
 
 __all__ = [
     "Found",

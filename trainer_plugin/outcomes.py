@@ -138,7 +138,7 @@ class Outcomes:
         name_run_in(error, self._area.run_url)
         self._statistics.lost(error)
         _log.error("a checkpoint failed: %s", self._statistics.last_error)
-        if self._settings.on_error == "raise" and self._unraised is None:
+        if self._settings.options.on_error == "raise" and self._unraised is None:
             self._unraised = error
 
     def raise_noted(self) -> None:

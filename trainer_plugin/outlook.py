@@ -9,7 +9,7 @@ import logging
 import time
 from typing import Literal
 
-from recpoint.format.history import MAX_COUNT, History, Precision
+from recpoint.format.history import MAX_COUNT, ChosenPrecision, History
 from recpoint.trainer_plugin import interval, precision
 from recpoint.trainer_plugin.failures import ExpectedFailures, Past, failure_rate
 from recpoint.trainer_plugin.interval import Interval
@@ -78,7 +78,7 @@ class Outlook:
             precision=self._decide(trained_ms) if self._rule else None,
         )
 
-    def _decide(self, trained_ms: int) -> Precision:
+    def _decide(self, trained_ms: int) -> ChosenPrecision:
         decision = precision.decide(self._expected, self._past, trained_ms=trained_ms)
         told = self._statistics.precision
         if told is None or (told.bits, told.fallen_back) != (decision.bits, decision.fallen_back):

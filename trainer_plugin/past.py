@@ -10,7 +10,7 @@ from recpoint.catalog.restoring.restore import RestoreReport
 from recpoint.catalog.runs.lineage import first_of_line
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import FormatError, ObjectNotFound, RecpointError
-from recpoint.format.history import MAX_COUNT, History, Precision
+from recpoint.format.history import MAX_COUNT, ChosenPrecision, History
 from recpoint.format.records import GenerationRecord
 from recpoint.trainer_plugin.failures import Past
 
@@ -29,7 +29,7 @@ def past_of(history: History, report: RestoreReport, *, restarts: int) -> Past:
     )
 
 
-def with_left_behind(past: Past, decision: Precision | None) -> Past:
+def with_left_behind(past: Past, decision: ChosenPrecision | None) -> Past:
     """The same job with what the trainers left behind had decided, if they had fallen back.
 
     A fall-back is for the rest of the job: going back to an earlier state does not undo it.
@@ -39,7 +39,7 @@ def with_left_behind(past: Past, decision: Precision | None) -> Past:
     return replace(past, precision=decision)
 
 
-def left_behind(run: Run, record: GenerationRecord) -> Precision | None:
+def left_behind(run: Run, record: GenerationRecord) -> ChosenPrecision | None:
     """What was decided by the newest trainer between `record` and the one it goes on from.
 
     None: there is none, it had no table under the rule, or what it stored cannot be read, which

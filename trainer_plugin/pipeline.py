@@ -263,22 +263,21 @@ class Pipeline:
         """Whether a checkpoint can be cut now; what `when_busy` says is done about it."""
         if self._is_free():
             return True
-        if self._settings.when_busy == "wait":
+        staging = self._settings.staging
+        if staging.when_busy == "wait":
             self.statistics.waited += 1
-            deadline = time.monotonic() + self._settings.busy_wait_seconds
-            self.outcomes.wait(
-                deadline, until_below=self._settings.max_staged_jobs, for_agent_seconds=0.0
-            )
+            deadline = time.monotonic() + staging.busy_wait_seconds
+            self.outcomes.wait(deadline, until_below=staging.jobs, for_agent_seconds=0.0)
             return self._is_free()
         if self._due_until is not None:
             if time.monotonic() >= self._due_until:
                 self._due_until = None
-        elif self._settings.when_busy == "cancel" and self._cancelled_at != self.outcomes.last_safe:
+        elif staging.when_busy == "cancel" and self._cancelled_at != self.outcomes.last_safe:
             self._cancel()
         return False
 
     def _is_free(self) -> bool:
-        return not self.outcomes.superseded and len(self._ledger) < self._settings.max_staged_jobs
+        return not self.outcomes.superseded and len(self._ledger) < self._settings.staging.jobs
 
     def _cancel(self) -> None:
         """Ask the agent to drop the checkpoint that is on its way; once until one is stored.
@@ -291,7 +290,7 @@ class Pipeline:
             _log.info("checkpoint of %s is to be dropped for a newer one", ref)
             self._handoff.cancel(ref)
         self._cancelled_at = self.outcomes.last_safe
-        self._due_until = time.monotonic() + self._settings.busy_wait_seconds
+        self._due_until = time.monotonic() + self._settings.staging.busy_wait_seconds
 
     def _cut(self, batches_done: int, plan: Plan, started_ns: int) -> bool:
         """Copy everything into a slot and hand it over; False when that failed."""
@@ -362,10 +361,11 @@ class Pipeline:
     def finish(self, batches_done: int) -> None:
         """A last checkpoint when there are new batches, and wait for every outcome.
 
-        Waits for outcomes at most `close_wait_seconds`, and no longer than a moment when there is
-        no agent. That what was cut is staged is always waited for: the process may end after this.
+        Waits for outcomes at most `Timeouts.close_seconds`, and no longer than a moment when there
+        is no agent. That what was cut is staged is always waited for: the process may end after
+        this.
         """
-        deadline = time.monotonic() + self._settings.close_wait_seconds
+        deadline = time.monotonic() + self._settings.timeouts.close_seconds
         self._due_until = None  # the last one is waited for
         if self._ranks.several:
             # A part that others wait for in vain, of this very batch perhaps, goes first.
@@ -373,7 +373,7 @@ class Pipeline:
             lost = self._ledger.take_lost(LOST_AT_ONCE)
             if self._drop(agree_on_lost(self._ranks, lost, step=batches_done)):
                 self.outcomes.wait(deadline, until_below=1)
-        self.outcomes.wait(deadline, until_below=self._settings.max_staged_jobs)
+        self.outcomes.wait(deadline, until_below=self._settings.staging.jobs)
         on_its_way = len(self._ledger) > 0 and self._ledger.newest_step == batches_done
         wanted = batches_done > self.outcomes.last_safe and not on_its_way
         said = self._ranks.exchange("the end of training", [wanted], batches_done=batches_done)

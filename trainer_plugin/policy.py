@@ -2,10 +2,10 @@
 
 | policy | an increment holds the rows changed since | a full is written |
 |---|---|---|
-| `one_shot` | the last full | first; then as `full_every` says |
-| `intermittent` | the last full | when it pays: see `full_pays`; or as `full_every` says |
-| `consecutive` | the checkpoint before | first; then as `full_every` says |
-| `continuous` | the checkpoint before | first; then only when consolidation does not keep up |
+| `OneShot` | the last full | first; then as `full_every` says |
+| `Intermittent` | the last full | when it pays: see `full_pays`; or as `full_every` says |
+| `Consecutive` | the checkpoint before | first; then as `full_every` says |
+| `Continuous` | the checkpoint before | first; then only when consolidation does not keep up |
 
 The first three are those of Check-N-Run, section 4.1. A cumulative increment (the first two) needs
 its full alone to be restored, so that those between the two can be deleted.
@@ -13,24 +13,30 @@ its full alone to be restored, so that those between the two can be deleted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal
 
 import recpoint.errors
 from recpoint.errors import ChainError, CommitError, FormatError, StaleWriter
 from recpoint.format.manifest import MAX_CHAIN_LENGTH, Kind, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.base_history import BaseHistory, Sizes
+from recpoint.trainer_plugin.setting_checks import checked_choice, checked_whole, keep
 
 __all__ = [
-    "DEFAULT_FULL_EVERY",
     "FULL",
     "POLICIES",
+    "Consecutive",
+    "Continuous",
+    "Intermittent",
     "Link",
+    "OneShot",
     "Policy",
     "PolicyName",
     "Tip",
+    "as_policy",
     "breaks_chain",
     "full_pays",
     "next_link",
@@ -38,51 +44,126 @@ __all__ = [
 ]
 
 PolicyName = Literal["one_shot", "consecutive", "intermittent", "continuous"]
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-
-#: `full_every` where it is not given; None: no bound.
-DEFAULT_FULL_EVERY: dict[PolicyName, int | None] = {
-    "one_shot": None,
-    "consecutive": 16,
-    "intermittent": None,
-    "continuous": 64,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """When fulls are written, and what increments hold.
+class Policy(ABC):
+    """When fulls are written, and what increments hold: what all policies have in common.
 
     Attributes:
-        name: the policy.
-        full_every: a full instead of an increment that would be one too many; None: as
-            `DEFAULT_FULL_EVERY` says; 1: fulls only. For `consecutive` it is the checkpoints of a
-            chain, so that each n-th is a full; for `one_shot` and `intermittent` those that stand
-            on one full, itself counted; for `continuous` the manifests that a restore would read,
-            consolidated ones counted as what they are.
+        name: of the policy, as manifests have it.
+        cumulative: whether an increment holds what changed since the full, not since the checkpoint
+            before.
+        full_every: a full takes the place of an increment that would be one too many; each policy
+            says what it counts. 1: fulls only. None: no bound.
     """
 
-    name: PolicyName
+    name: ClassVar[PolicyName]
+    cumulative: ClassVar[bool]
+
     full_every: int | None = None
 
-    @property
-    def cumulative(self) -> bool:
-        """Whether an increment holds what changed since the full, not since the one before."""
-        return self.name in ("one_shot", "intermittent")
+    def __post_init__(self) -> None:
+        if self.full_every is not None or not self.cumulative:
+            setting = f"{type(self).__name__}.full_every"
+            keep(self, full_every=checked_whole(setting, self.full_every, 1, MAX_CHAIN_LENGTH))
 
     def full_is_due(self, tip: Tip, history: BaseHistory) -> bool:
         """Whether the next checkpoint is to be a full, with `tip` and all of `history` there."""
-        limit = DEFAULT_FULL_EVERY[self.name] if self.full_every is None else self.full_every
-        if limit is not None:
-            if self.cumulative:
-                there = len(history)
-            elif self.name == "continuous":
-                there = history.links_to_read
-            else:
-                there = tip.chain_length
-            if there >= limit:
-                return True
-        return self.name == "intermittent" and full_pays(history.base_bytes, history.known)
+        return self.full_every is not None and self._there(tip, history) >= self.full_every
+
+    @abstractmethod
+    def _there(self, tip: Tip, history: BaseHistory) -> int:
+        """What `full_every` counts, as far as it is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consecutive(Policy):
+    """Increments hold the rows changed since the checkpoint before; a restore reads all of them.
+
+    Attributes:
+        full_every: checkpoints from one full to the next: each n-th is a full. 1: fulls only.
+    """
+
+    name = "consecutive"
+    cumulative = False
+
+    full_every: int = 16
+
+    def _there(self, tip: Tip, history: BaseHistory) -> int:
+        return tip.chain_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuous(Policy):
+    """As `Consecutive`, for chains that are consolidated in the background: a full is written only
+    where that does not keep up.
+
+    Attributes:
+        full_every: most manifests that a restore reads, consolidated ones counted as what they are.
+            1: fulls only.
+    """
+
+    name = "continuous"
+    cumulative = False
+
+    full_every: int = 64
+
+    def _there(self, tip: Tip, history: BaseHistory) -> int:
+        return history.links_to_read
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneShot(Policy):
+    """Increments hold the rows changed since the last full; a restore reads two checkpoints.
+
+    Attributes:
+        full_every: most checkpoints that stand on one full, itself counted. 1: fulls only. None: no
+            bound.
+    """
+
+    name = "one_shot"
+    cumulative = True
+
+    def _there(self, tip: Tip, history: BaseHistory) -> int:
+        return len(history)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intermittent(Policy):
+    """As `OneShot`, and a full whenever one costs less than going on without: see `full_pays`.
+
+    Attributes:
+        full_every: most checkpoints that stand on one full, itself counted. 1: fulls only. None: no
+            bound but what pays.
+    """
+
+    name = "intermittent"
+    cumulative = True
+
+    def full_is_due(self, tip: Tip, history: BaseHistory) -> bool:
+        """Whether the next checkpoint is to be a full, with `tip` and all of `history` there."""
+        return super().full_is_due(tip, history) or full_pays(history.base_bytes, history.known)
+
+    def _there(self, tip: Tip, history: BaseHistory) -> int:
+        return len(history)
+
+
+POLICIES: dict[PolicyName, type[Policy]] = {
+    policy.name: policy for policy in (OneShot, Consecutive, Intermittent, Continuous)
+}
+
+
+def as_policy(policy: Policy | PolicyName) -> Policy:
+    """The policy itself; of a name, the policy with its own defaults.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    otherwise = ", or a policy such as recpoint.Consecutive(full_every=16)"
+    return POLICIES[checked_choice("policy", policy, POLICIES, otherwise=otherwise)]()
 
 
 def full_pays(base_bytes: int | None, increments: Sizes) -> bool:

@@ -8,13 +8,13 @@ have cost stays in the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from recpoint.embeddings.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import item_bytes
-from recpoint.format.history import Precision, RuleBits
+from recpoint.format.history import ChosenPrecision, RuleBits
 from recpoint.trainer_plugin.failures import (
     MS_PER_HOUR,
     ExpectedFailures,
@@ -22,7 +22,7 @@ from recpoint.trainer_plugin.failures import (
     failure_rate,
     hours_left,
 )
-from recpoint.trainer_plugin.settings import Bits
+from recpoint.trainer_plugin.settings import Bits, Precision
 
 __all__ = ["Width", "bits_for", "decide", "in_bits", "table_widths"]
 
@@ -48,7 +48,7 @@ def bits_for(expected_milli: int | None) -> RuleBits:
     return _WIDEST
 
 
-def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) -> Precision:
+def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) -> ChosenPrecision:
     """The width of a checkpoint.
 
     Restores expected: those from quantized rows so far, and failure rate x hours left. Once there
@@ -66,7 +66,7 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
         return before
     whole = _expected_of_the_whole(expected, past)
     if whole is not None and 1_000 * past.lossy_restores > whole.milli:
-        return Precision(
+        return ChosenPrecision(
             bits=_WIDEST,
             expected_milli=whole.milli,
             fallen_back=True,
@@ -86,7 +86,7 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
         why = "no failure rate was given, and the job's past is too short to tell one"
         return _unknown(why, most)
     milli = _milli(min(past.lossy_restores + to_come, _MOST_EXPECTED))
-    return Precision(
+    return ChosenPrecision(
         bits=bits_for(milli),
         expected_milli=max(milli, most or 0),
         fallen_back=False,
@@ -127,11 +127,13 @@ def _milli(restores: float) -> int:
     return math.ceil(round(1_000 * restores, 6))
 
 
-def _unknown(reason: str, most_milli: int | None) -> Precision:
-    return Precision(bits=_WIDEST, expected_milli=most_milli, fallen_back=False, reason=reason)
+def _unknown(reason: str, most_milli: int | None) -> ChosenPrecision:
+    return ChosenPrecision(
+        bits=_WIDEST, expected_milli=most_milli, fallen_back=False, reason=reason
+    )
 
 
-def in_bits(width: Width, precision: Precision | None) -> int:
+def in_bits(width: Width, precision: ChosenPrecision | None) -> int:
     """The bits that a table of this width is stored in."""
     if width is not None:
         return width
@@ -140,49 +142,47 @@ def in_bits(width: Width, precision: Precision | None) -> int:
 
 def table_widths(
     tables: Sequence[Table],
-    bits: Bits,
-    table_bits: Mapping[str, Bits],
+    precision: Precision,
     *,
-    exact_up_to: int,
     names: Collection[str] | None = None,
 ) -> dict[str, Width]:
     """`Table.key` -> its width; the dtype's own: stored exactly.
 
     Args:
         tables: that this process stores.
-        bits: of all that `table_bits` does not name.
-        table_bits: table name -> of its rows.
-        exact_up_to: values of a table that is exact unless `table_bits` names it.
+        precision: as it was set.
         names: of the tables of the whole job; None: `tables` are all.
 
     Raises:
-        SettingsError: `table_bits` names a table that there is not, or that is not trained.
+        SettingsError: `Precision.tables` names a table that there is not, or that is not trained.
     """
     known = {table.name: table for table in tables}
-    for name in table_bits:
+    for name in precision.tables:
         if name not in known and names is not None and name in names:
             continue  # another rank's
         if name not in known:
             raise SettingsError(
-                f"table_bits[{name!r}]",
+                f"Precision.tables[{name!r}]",
                 found="no such table",
                 expected=f"one of {sorted(known)!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
         if not known[name].changes:
             raise SettingsError(
-                f"table_bits[{name!r}]",
+                f"Precision.tables[{name!r}]",
                 found="a table that is not trained (requires_grad=False)",
                 expected="a table whose rows change",
-                next_step="take it out of table_bits: it is stored once, in fulls",
+                next_step="take it out of Precision.tables: it is stored once, in fulls",
             )
     widths = {}
     for table in tables:
-        own = table_bits.get(table.name)
+        own = precision.tables.get(table.name)
         # Of the whole table: its pieces, by rows or columns, have one width, however it is cut.
         dim = table.dim if table.columns is None else table.columns.of
-        small = own is None and table.table_rows * dim <= exact_up_to
-        widths[table.key] = _width(table, "lossless" if small else bits if own is None else own)
+        if own is None:
+            small = table.table_rows * dim <= precision.small_table_values
+            own = "lossless" if small else precision.bits
+        widths[table.key] = _width(table, own)
     return widths
 
 

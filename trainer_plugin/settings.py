@@ -1,31 +1,46 @@
-"""Every setting of a checkpointer, checked once when it is built."""
+"""The settings of a checkpointer, grouped by what they are about, each checked when it is built.
+
+Numbers may be numpy's, and are kept as Python's. A default stands here, or in the signature of
+`Checkpointer`, and nowhere else.
+"""
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from recpoint.errors import SettingsError
 from recpoint.format.job import QUANTIZERS, QuantizerName
-from recpoint.format.manifest import MAX_CHAIN_LENGTH
-from recpoint.trainer_plugin.failures import ExpectedFailures, as_float
-from recpoint.trainer_plugin.policy import POLICIES, Policy, PolicyName
+from recpoint.trainer_plugin.failures import ExpectedFailures
+from recpoint.trainer_plugin.policy import Policy
+from recpoint.trainer_plugin.setting_checks import (
+    checked_choice,
+    checked_flag,
+    checked_seconds,
+    checked_whole,
+    instance_of,
+    keep,
+    refused_setting,
+    several,
+)
 
 __all__ = [
     "BIT_WIDTHS",
     "Bits",
     "FixedBits",
     "OnError",
-    "Where",
+    "Options",
+    "Precision",
     "Settings",
+    "Staging",
     "StateBits",
+    "Timeouts",
     "WhenBusy",
-    "ranks_wait",
-    "several",
+    "Where",
+    "as_precision",
+    "as_staging",
 ]
 
 #: What a row can be stored in; "lossless" keeps the bytes.
@@ -41,171 +56,256 @@ STATE_BITS: tuple[StateBits, ...] = ("lossless", 16)
 
 #: Where rows are quantized.
 Where = Literal["auto", "host", "device"]
-QUANTIZE_ON: tuple[Where, ...] = ("auto", "host", "device")
+PLACES: tuple[Where, ...] = ("auto", "host", "device")
 
 OnError = Literal["continue", "raise"]
+ON_ERROR: tuple[OnError, ...] = ("continue", "raise")
 
 WhenBusy = Literal["skip", "wait", "cancel"]
 WHEN_BUSY: tuple[WhenBusy, ...] = ("skip", "wait", "cancel")
 
-_Value = TypeVar("_Value")
-
 _MAX_SLOTS = 1_000
-
-SMALL_TABLE_VALUES = 1 << 14
+_MOST_ROWS = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of one checkpointer. Numbers may be numpy's, and are kept as Python's.
+class Precision:
+    """In how many bits rows and their optimizer state are stored, and how they are rounded.
+
+    Dense layers are exact in any case.
 
     Attributes:
-        interval_batches: batches from one checkpoint to the next; this or `interval_seconds`.
-        interval_seconds: seconds from one checkpoint to the next, kept to a whole batch; "auto":
-            from what a checkpoint is measured to cost and how often the job fails, see `interval`.
-        bits: how rows are stored, for all tables that `table_bits` does not name: "lossless", 8, 4,
-            3 or 2 bits a value; "auto": as few as the restores that the job has to expect allow,
-            see `precision`.
-        table_bits: table name -> how its rows are stored.
-        small_table_values: a table of at most so many values that `table_bits` does not name is
-            stored exactly, whatever `bits` says: 16,384 take 64 KiB as float32, so that fewer bits
-            save next to nothing, and such rows are often those that most samples share. 0: none.
-        failures: how often the job is expected to fail, for "auto"; None: as its past suggests.
+        bits: of all tables that `tables` does not name: "lossless", or 8, 4, 3 or 2 bits a value;
+            "auto": as few as the restores that the job has to expect allow, see
+            `recpoint.ExpectedFailures`.
+        tables: table name -> bits of its rows, as `bits`.
+        small_table_values: a table of at most so many values that `tables` does not name is stored
+            exactly, whatever `bits` says: 16,384 take 64 KiB as float32, so that fewer bits save
+            next to nothing, and such rows are often those that most samples share. 0: none.
         quantizer: how the scale and offset of a row stored in fewer bits are found: "asymmetric"
             (from its least to its greatest value), "symmetric", "greedy" (Check-N-Run's search),
             "refit" (a grid and least squares); "auto": "asymmetric" for 8 bits, for fewer "refit"
             unless "asymmetric" is as good. The agent chooses a search's parameters for each table,
             on a sample of the rows it stores.
-        quantize_on: where rows are quantized: "host": by the agent. "device": by the trainer, where
-            their table lives, in the cut: less to copy, and a longer stall for tables on the CPU;
-            "auto": like "device" for tables on a GPU, like "host" for others. The chunks are the
-            same. Values are staged nevertheless where codes would take more room or the GPU has
-            none to spare, of float64 tables, and, for a quantizer with parameters to choose, where
-            the agent is to choose them: in fulls, until it has told what it chose for this chain,
-            and once the job has come twice as far as then.
-        state_bits: 16: optimizer state of several float32 values a row (Adagrad's sum, Adam's
-            moments) is rounded to bfloat16: non-negative stays non-negative, zero stays zero, each
-            value within 2^-8 of itself. One value a row is exact in any case.
-        policy: what a checkpoint holds. "consecutive": the rows changed since the one before, a
-            restore reads the whole chain. "one_shot": the rows changed since the last full, a
-            restore reads two. "intermittent": as "one_shot", and a full whenever one costs less
-            than going on without (Check-N-Run's predictor). "continuous": as "consecutive", for
-            chains that are consolidated in the background: a full only when that does not keep up.
-        full_every: when a full is written in any case; 1: fulls only. For "consecutive" each
-            n-th checkpoint is one; for "one_shot" and "intermittent" at most n checkpoints stand
-            on one full, itself counted; for "continuous" a restore reads at most n manifests,
-            consolidated ones counted as what they are. None: 16 for "consecutive", 64 for
-            "continuous", else no bound.
-        max_staged_jobs: checkpoints that may wait for the agent; each takes the bytes of a full
-            in the staging area.
-        when_busy: what a checkpoint does that is due while `max_staged_jobs` earlier ones are on
-            their way. "skip": it is left out, and its rows are in the next one. "wait": training
-            waits for the agent, at most `busy_wait_seconds`; then it is left out. "cancel": the
-            agent is asked to drop the earlier one, and the due one is taken, rows of both, at the
-            first batch after that, if that is within `busy_wait_seconds`; training does not wait. A
-            checkpoint taken so is not dropped itself. For `max_staged_jobs=1` only.
+        place: where rows are quantized: "host": by the agent. "device": by the trainer, where their
+            table lives, in the cut: less to copy, and a longer stall for tables on the CPU; "auto":
+            like "device" for tables on a GPU, like "host" for others. The chunks are the same.
+            Values are staged nevertheless where codes would take more room or the GPU has none to
+            spare, of float64 tables, and, for a quantizer with parameters to choose, where the
+            agent is to choose them: in fulls, until it has told what it chose for this chain, and
+            once the job has come twice as far as then.
+        state: bits of optimizer state that has several float32 values a row (Adagrad's sum, Adam's
+            moments). "lossless" keeps the bytes. 16: it is rounded to bfloat16: non-negative stays
+            non-negative, zero stays zero, each value within 2^-8 of itself. One value a row is
+            exact in any case.
+
+    Raises:
+        SettingsError: a value that cannot be; the field is named.
+    """
+
+    bits: Bits = "lossless"
+    tables: Mapping[str, Bits] = field(default_factory=dict)
+    small_table_values: int = 1 << 14
+    quantizer: QuantizerName = "auto"
+    place: Where = "auto"
+    state: StateBits = "lossless"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tables, Mapping):
+            expected = "a mapping from table names to bits"
+            raise refused_setting("Precision.tables", self.tables, expected)
+        most = _MOST_ROWS
+        keep(
+            self,
+            bits=checked_choice("Precision.bits", self.bits, BIT_WIDTHS),
+            tables={  # what was checked is what is used
+                table: checked_choice(f"Precision.tables[{table!r}]", bits, BIT_WIDTHS)
+                for table, bits in self.tables.items()
+            },
+            small_table_values=checked_whole(
+                "Precision.small_table_values", self.small_table_values, 0, most
+            ),
+            quantizer=checked_choice("Precision.quantizer", self.quantizer, QUANTIZERS),
+            place=checked_choice("Precision.place", self.place, PLACES),
+            state=checked_choice("Precision.state", self.state, STATE_BITS),
+        )
+
+
+def as_precision(bits: Precision | Bits) -> Precision:
+    """The precision itself; of a width, the precision that has it, with the other defaults.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    if isinstance(bits, Precision):
+        return bits
+    otherwise = ", or a recpoint.Precision"
+    return Precision(bits=checked_choice("bits", bits, BIT_WIDTHS, otherwise=otherwise))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """Where checkpoints are staged for the agent, how many, and what happens when all wait.
+
+    Attributes:
+        directory: the staging area, on this host; None: $RECPOINT_STAGING, else `recpoint-UID` in
+            /dev/shm, else in the temporary directory: where the agent looks, too.
+        jobs: checkpoints that may wait for the agent; each takes the bytes of a full in the staging
+            area.
+        when_busy: what a checkpoint does that is due while `jobs` earlier ones are on their way.
+            "skip": it is left out, and its rows are in the next one. "wait": training waits for the
+            agent, at most `busy_wait_seconds`; then it is left out. "cancel": the agent is asked to
+            drop the earlier one, and the due one is taken, rows of both, at the first batch after
+            that, if that is within `busy_wait_seconds`; training does not wait. A checkpoint taken
+            so is not dropped itself. For `jobs=1` and trainers of one rank only.
         busy_wait_seconds: see `when_busy`.
-        staging: the staging area; None: as `catalog.staging.staged.default_staging_root` says.
-        on_error: what an error of the checkpoint path does to training: nothing, or stop it.
-        row_local_optimizers: optimizer classes that change no row but those looked up.
-        close_wait_seconds: how long the end of training waits for the agent, also after SIGTERM.
+
+    Raises:
+        SettingsError: a value that cannot be; the field is named.
+    """
+
+    directory: str | Path | None = None
+    jobs: int = 1
+    when_busy: WhenBusy = "skip"
+    busy_wait_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        keep(
+            self,
+            directory=_path("Staging.directory", self.directory),
+            jobs=checked_whole("Staging.jobs", self.jobs, 1, _MAX_SLOTS),
+            when_busy=checked_choice("Staging.when_busy", self.when_busy, WHEN_BUSY),
+            busy_wait_seconds=checked_seconds("Staging.busy_wait_seconds", self.busy_wait_seconds),
+        )
+        if self.when_busy == "cancel" and self.jobs != 1:
+            # Of several, the one at work is what the others stand on.
+            raise refused_setting("Staging.jobs", self.jobs, '1 with when_busy="cancel"')
+
+
+def as_staging(staging: Staging | str | Path | None) -> Staging:
+    """The staging itself; of a path, or of None, the staging that is there.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    if isinstance(staging, Staging):
+        return staging
+    return Staging(directory=_path("staging", staging))
+
+
+def _path(setting: str, value: Any) -> str | Path | None:
+    if not isinstance(value, str | Path | None) or "\0" in str(value):
+        raise refused_setting(setting, value, "the path of a directory")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long a trainer waits for others, in seconds; 0: not at all.
+
+    Attributes:
+        close_seconds: how long the end of training waits for the agent, also after SIGTERM.
         drain_seconds: how long a start waits for the agent to finish what was staged before.
-        ranks_wait_seconds: where several ranks train one model: how long a rank may be behind the
-            others when they agree about a checkpoint or restore one; then training ends with
-            `RankLost`. As long they look, after SIGTERM, for a batch to stop after together.
-        handle_sigterm: take a final checkpoint on SIGTERM.
+        ranks_seconds: where several ranks train one model: how long a rank may be behind the others
+            when they agree about a checkpoint or restore one; then training ends with `RankLost`.
+            As long they look, after SIGTERM, for a batch to stop after together. More than 0, and
+            longer than any wait for the agent.
+
+    Raises:
+        SettingsError: a value that cannot be; the field is named.
+    """
+
+    close_seconds: float = 60.0
+    drain_seconds: float = 30.0
+    ranks_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        keep(
+            self,
+            close_seconds=checked_seconds("Timeouts.close_seconds", self.close_seconds),
+            drain_seconds=checked_seconds("Timeouts.drain_seconds", self.drain_seconds),
+            ranks_seconds=checked_seconds("Timeouts.ranks_seconds", self.ranks_seconds, zero=False),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a checkpointer does besides checkpoints, and what it may rely on.
+
+    Attributes:
+        on_error: what an error of the checkpoint path does to training: "continue": nothing.
+            "raise": the next `step` raises it.
+        handle_sigterm: take a final checkpoint on SIGTERM, and hand the signal on.
+        row_local_optimizers: optimizer classes that change no row but those looked up.
         verify_unmarked_rows: of each table, how many rows drawn at random each cut compares with
             what they, and their row states, were at the cut before: those that nothing has marked
             must be the same. Where one is not, something wrote to the table unnoticed, through
             numpy for instance: it is named in the log and counted in `stats`, and all of the table
             is stored. The stall takes the time to copy and digest so many rows; tables on a GPU
             are waited for. 0: no row is compared.
+
+    Raises:
+        SettingsError: a value that cannot be; the field is named.
     """
 
-    interval_batches: int | None = None
-    interval_seconds: float | Literal["auto"] | None = None
-    bits: Bits = "lossless"
-    table_bits: Mapping[str, Bits] = field(default_factory=dict)
-    small_table_values: int = SMALL_TABLE_VALUES
-    failures: ExpectedFailures | None = None
-    quantizer: QuantizerName = "auto"
-    quantize_on: Where = "auto"
-    state_bits: StateBits = "lossless"
-    policy: PolicyName = "consecutive"
-    full_every: int | None = None
-    max_staged_jobs: int = 1
-    when_busy: WhenBusy = "skip"
-    busy_wait_seconds: float = 60.0
-    staging: str | Path | None = None
     on_error: OnError = "continue"
-    row_local_optimizers: Sequence[type] = ()
-    close_wait_seconds: float = 60.0
-    drain_seconds: float = 30.0
-    ranks_wait_seconds: float = 600.0
     handle_sigterm: bool = True
+    row_local_optimizers: Sequence[type] = ()
     verify_unmarked_rows: int = 0
 
     def __post_init__(self) -> None:
-        self._check_interval()
-        self._one_of("bits", BIT_WIDTHS)
-        if not isinstance(self.table_bits, Mapping):
-            raise _refused("table_bits", self.table_bits, "a mapping from table names to bits")
-        widths = {
-            table: _chosen(f"table_bits[{table!r}]", bits, BIT_WIDTHS)
-            for table, bits in self.table_bits.items()
-        }
-        object.__setattr__(self, "table_bits", widths)
-        self._whole("small_table_values", 0, (1 << 63) - 1)
-        if not isinstance(self.failures, ExpectedFailures | None):
-            raise _refused("failures", self.failures, "a recpoint.ExpectedFailures")
-        self._one_of("quantizer", QUANTIZERS)
-        self._one_of("quantize_on", QUANTIZE_ON)
-        self._one_of("state_bits", STATE_BITS)
-        self._one_of("policy", POLICIES)
-        if self.full_every is not None:
-            self._whole("full_every", 1, MAX_CHAIN_LENGTH)
-        self._whole("max_staged_jobs", 1, _MAX_SLOTS)
-        self._one_of("when_busy", WHEN_BUSY)
-        self._duration("busy_wait_seconds")
-        if self.when_busy == "cancel" and self.max_staged_jobs != 1:
-            # Of several, the one at work is what the others stand on.
-            raise _refused("max_staged_jobs", self.max_staged_jobs, '1 with when_busy="cancel"')
-        self._one_of("on_error", ("continue", "raise"))
-        self._duration("close_wait_seconds")
-        self._duration("drain_seconds")
-        self._duration("ranks_wait_seconds")
-        if self.ranks_wait_seconds == 0:
-            raise _refused("ranks_wait_seconds", 0, "more than 0 seconds")
-        if not isinstance(self.staging, str | Path | None) or "\0" in str(self.staging):
-            raise _refused("staging", self.staging, "the path of a directory")
-        if not isinstance(self.handle_sigterm, bool):
-            raise _refused("handle_sigterm", self.handle_sigterm, "True or False")
-        self._whole("verify_unmarked_rows", 0, (1 << 63) - 1)
-        chosen = tuple(several("row_local_optimizers", self.row_local_optimizers))
-        for optimizer in chosen:
+        row_local = tuple(several("Options.row_local_optimizers", self.row_local_optimizers))
+        for optimizer in row_local:
             if not isinstance(optimizer, type):
-                raise _refused("row_local_optimizers", optimizer, "optimizer classes")
-        object.__setattr__(self, "row_local_optimizers", chosen)  # what was checked is what is used
+                expected = "optimizer classes"
+                raise refused_setting("Options.row_local_optimizers", optimizer, expected)
+        keep(
+            self,
+            on_error=checked_choice("Options.on_error", self.on_error, ON_ERROR),
+            handle_sigterm=checked_flag("Options.handle_sigterm", self.handle_sigterm),
+            row_local_optimizers=row_local,
+            verify_unmarked_rows=checked_whole(
+                "Options.verify_unmarked_rows", self.verify_unmarked_rows, 0, _MOST_ROWS
+            ),
+        )
 
-    @property
-    def chosen_policy(self) -> Policy:
-        """When fulls are written, and what increments hold."""
-        return Policy(name=self.policy, full_every=self.full_every)
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that one checkpointer was set to, for its parts; `Checkpointer` says what each is.
+
+    Raises:
+        SettingsError: a value that cannot be; the parameter of `Checkpointer` is named.
+    """
+
+    interval_batches: int | None
+    interval_seconds: float | Literal["auto"] | None
+    precision: Precision
+    policy: Policy
+    failures: ExpectedFailures | None
+    staging: Staging
+    timeouts: Timeouts
+    options: Options
+
+    def __post_init__(self) -> None:
+        self._check_interval()
+        if self.failures is not None:
+            instance_of("failures", self.failures, ExpectedFailures)
+        instance_of("timeouts", self.timeouts, Timeouts)
+        instance_of("options", self.options, Options)
 
     @property
     def common(self) -> dict[str, Any]:
         """Those that all ranks of a job need to be given alike."""
-        names = (
-            "interval_batches",
-            "interval_seconds",
-            "policy",
-            "full_every",
-            "max_staged_jobs",
-            "when_busy",
-            "ranks_wait_seconds",
-            "handle_sigterm",
-        )
-        return {name: getattr(self, name) for name in names}
+        return {
+            "interval_batches": self.interval_batches,
+            "interval_seconds": self.interval_seconds,
+            "policy": self.policy,
+            "Staging.jobs": self.staging.jobs,
+            "Staging.when_busy": self.staging.when_busy,
+            "Timeouts.ranks_seconds": self.timeouts.ranks_seconds,
+            "Options.handle_sigterm": self.options.handle_sigterm,
+        }
 
     def check_ranks(self, count: int) -> None:
         """Whether they suit a job of so many ranks.
@@ -213,16 +313,18 @@ class Settings:
         Raises:
             SettingsError: they do not.
         """
-        if count > 1 and self.when_busy == "cancel":
-            raise _refused("when_busy", self.when_busy, f'"skip" or "wait" with {count} ranks')
-        longest = max(self.drain_seconds, self.close_wait_seconds)
-        if self.when_busy == "wait":
-            longest = max(longest, self.busy_wait_seconds)
-        if count > 1 and self.ranks_wait_seconds <= longest:
+        staging, timeouts = self.staging, self.timeouts
+        if count > 1 and staging.when_busy == "cancel":
+            expected = f'"skip" or "wait" with {count} ranks'
+            raise refused_setting("Staging.when_busy", staging.when_busy, expected)
+        longest = max(timeouts.drain_seconds, timeouts.close_seconds)
+        if staging.when_busy == "wait":
+            longest = max(longest, staging.busy_wait_seconds)
+        if count > 1 and timeouts.ranks_seconds <= longest:
             # Else a rank that waits for its agent would be taken for one that is gone.
-            raise _refused(
-                "ranks_wait_seconds",
-                self.ranks_wait_seconds,
+            raise refused_setting(
+                "Timeouts.ranks_seconds",
+                timeouts.ranks_seconds,
                 f"more than the longest wait for the agent, {longest:g} s",
             )
 
@@ -236,76 +338,10 @@ class Settings:
                 next_step="set interval_batches=1000, or interval_seconds=300",
             )
         if self.interval_batches is not None:
-            self._whole("interval_batches", 1, 10**12)
-        if self.interval_seconds is not None and self.interval_seconds != "auto":
-            self._duration("interval_seconds", or_auto=True)
-            if self.interval_seconds == 0:
-                raise _refused("interval_seconds", 0, "more than 0 seconds")
-
-    def _whole(self, setting: str, lowest: int, highest: int) -> None:
-        checked = _checked_whole(setting, getattr(self, setting), lowest, highest)
-        object.__setattr__(self, setting, checked)
-
-    def _one_of(self, setting: str, choices: tuple[Any, ...]) -> None:
-        object.__setattr__(self, setting, _chosen(setting, getattr(self, setting), choices))
-
-    def _duration(self, setting: str, *, or_auto: bool = False) -> None:
-        checked = _checked_seconds(setting, getattr(self, setting), or_auto=or_auto)
-        object.__setattr__(self, setting, checked)
-
-
-def ranks_wait(seconds: Any) -> float:
-    """How long ranks wait while it is still being checked whether they were given what can work."""
-    try:
-        checked = _checked_seconds("ranks_wait_seconds", seconds)
-    except SettingsError:
-        checked = 0.0
-    return checked or Settings.ranks_wait_seconds
-
-
-def several(setting: str, values: Iterable[_Value]) -> list[_Value]:
-    """The values of a setting that takes a sequence.
-
-    Raises:
-        SettingsError: it was given something else.
-    """
-    if not isinstance(values, Iterable):
-        raise _refused(setting, values, "a list or tuple")
-    return list(values)
-
-
-def _refused(setting: str, found: Any, expected: str) -> SettingsError:
-    return SettingsError(
-        setting,
-        found=f"{found!r:.200}",
-        expected=expected,
-        next_step=f"change {setting} where the Checkpointer is built",
-    )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _checked_whole(setting: str, value: Any, lowest: int, highest: int) -> int:
-    if not _is_whole(value) or not lowest <= int(value) <= highest:
-        raise _refused(setting, value, f"a whole number, {lowest} to {highest}")
-    return int(value)
-
-
-def _checked_seconds(setting: str, value: Any, *, or_auto: bool = False) -> float:
-    seconds = as_float(value)
-    if seconds is None or not math.isfinite(seconds) or seconds < 0:
-        auto = ', or "auto"' if or_auto else ""
-        raise _refused(setting, value, "a finite number of seconds, 0 or more" + auto)
-    return seconds
-
-
-def _chosen(setting: str, value: Any, choices: tuple[_Value, ...]) -> _Value:
-    """The choice that was given."""
-    # True == 1 and 2.0 == 2: only whole numbers, numpy's too, are choices that are whole numbers.
-    kind = int if _is_whole(value) else type(value)
-    for choice in choices:
-        if kind is type(choice) and value == choice:
-            return choice
-    raise _refused(setting, value, "one of " + ", ".join(repr(choice) for choice in choices))
+            batches = checked_whole("interval_batches", self.interval_batches, 1, 10**12)
+            keep(self, interval_batches=batches)
+        elif self.interval_seconds != "auto":
+            seconds = checked_seconds(
+                "interval_seconds", self.interval_seconds, zero=False, otherwise=', or "auto"'
+            )
+            keep(self, interval_seconds=seconds)

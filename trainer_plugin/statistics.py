@@ -9,7 +9,7 @@ from statistics import median_low
 
 from recpoint.catalog.overview.failure_causes import CAUSES, cause_of
 from recpoint.catalog.overview.histogram import Histogram
-from recpoint.format.history import Precision
+from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Kind
 from recpoint.trainer_plugin.interval import Interval
 
@@ -37,7 +37,7 @@ class Stats:
         cancelled: checkpoints that were dropped for a newer one; their rows are in that.
         failed: checkpoints that came to nothing in another way, in the trainer or in the agent.
         unmarked_rows: rows that a check found changed, and that nothing had marked; see
-            `Settings.verify_unmarked_rows`.
+            `Options.verify_unmarked_rows`.
         stalls_ms: how long training waited for each, the last 1,000.
         lag_batches: batches that would be lost if the host died now.
         lag_seconds: age of the newest committed checkpoint, or of training when there is none.
@@ -61,7 +61,7 @@ class Stats:
     lag_seconds: float
     last_error: str | None
     agent_error: str | None
-    precision: Precision | None
+    precision: ChosenPrecision | None
     interval: Interval | None
 
 
@@ -92,7 +92,7 @@ class Statistics:
         self._interval_began: float | None = None
         self.last_error: str | None = None
         self.agent_error: str | None = None
-        self.precision: Precision | None = None
+        self.precision: ChosenPrecision | None = None
         self.interval: Interval | None = None
         self._stalls_ms: deque[float] = deque(maxlen=_KEPT_STALLS)
         self._persists_seconds: deque[float] = deque(maxlen=_RECENT)

@@ -28,7 +28,7 @@ from recpoint.kernels.bit_packing.widths import packed_width
 from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows_many, quantize_rows
 from recpoint.trainer_plugin.device_drain import spare_bytes
 from recpoint.trainer_plugin.ledger import Pending
-from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.settings import Precision
 
 __all__ = ["CODE_ARRAYS", "Codes", "RowsToCode", "TableQuantizer"]
 
@@ -98,16 +98,16 @@ class TableQuantizer:
 
     Args:
         tables: what this rank stores, in the order in which the job's tables are stored.
-        settings: `quantize_on` and `quantizer`.
+        precision: where rows are quantized, and by which quantizer.
 
     Attributes:
         wanted: whether any table may be quantized here.
     """
 
-    def __init__(self, tables: Sequence[Table | None], settings: Settings) -> None:
+    def __init__(self, tables: Sequence[Table | None], precision: Precision) -> None:
         self._tables = tuple(tables)
-        self._on = settings.quantize_on
-        self._name = settings.quantizer
+        self._on = precision.place
+        self._name = precision.quantizer
         self.wanted = self._on != "host"
         self._learned: tuple[CheckpointRef | None, dict[str, _Learned]] = (None, {})
 

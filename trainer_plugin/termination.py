@@ -34,7 +34,7 @@ class TerminationNotice:
         if threading.current_thread() is not threading.main_thread():
             _log.warning(
                 "SIGTERM takes no final checkpoint: the Checkpointer was started outside the main "
-                "thread. Next: call restore() in the main thread, or handle_sigterm=False"
+                "thread. Next: call restore() in the main thread, or Options(handle_sigterm=False)"
             )
             return
         before = handler_of(signal.SIGTERM)

@@ -19,7 +19,7 @@ from recpoint.trainer_plugin.optimizer_state import OptimizerState
 from recpoint.trainer_plugin.piece_layout import without_pieces
 from recpoint.trainer_plugin.rank_trees import own_part
 from recpoint.trainer_plugin.reader import Divisible, Stateful, refuse_prepared
-from recpoint.trainer_plugin.settings import several
+from recpoint.trainer_plugin.setting_checks import several
 from recpoint.trainer_plugin.table_trainers import Trainers, adopt, lacks
 
 __all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState"]

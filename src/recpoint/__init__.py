@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from recpoint import errors, loggers
@@ -15,16 +16,26 @@ if TYPE_CHECKING:
     from recpoint.trainer_plugin.failures import ExpectedFailures
     from recpoint.trainer_plugin.integrations.lightning import LightningCallback
     from recpoint.trainer_plugin.parts import Seed
+    from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot
     from recpoint.trainer_plugin.resumable_loader import ResumableLoader
+    from recpoint.trainer_plugin.settings import Options, Precision, Staging, Timeouts
 
 __all__ = [
     "Checkpointer",
+    "Consecutive",
+    "Continuous",
     "ExpectedFailures",
     "Follower",
+    "Intermittent",
     "LightningCallback",
+    "OneShot",
+    "Options",
+    "Precision",
     "ResumableLoader",
     "Seed",
+    "Staging",
     "TablePart",
+    "Timeouts",
     "errors",
     "export_metrics",
     "restore_parts",
@@ -32,46 +43,33 @@ __all__ = [
 
 loggers.guard()
 
+#: Where each public name is. The trainer's side imports torch and compiles kernels: the command
+#: line does without it, so that a module is imported when a name of it is asked for.
+_HOMES = {
+    "Checkpointer": "recpoint.trainer_plugin.checkpointer",
+    "Consecutive": "recpoint.trainer_plugin.policy",
+    "Continuous": "recpoint.trainer_plugin.policy",
+    "ExpectedFailures": "recpoint.trainer_plugin.failures",
+    "Follower": "recpoint.serving.follower",
+    "Intermittent": "recpoint.trainer_plugin.policy",
+    "LightningCallback": "recpoint.trainer_plugin.integrations.lightning",
+    "OneShot": "recpoint.trainer_plugin.policy",
+    "Options": "recpoint.trainer_plugin.settings",
+    "Precision": "recpoint.trainer_plugin.settings",
+    "ResumableLoader": "recpoint.trainer_plugin.resumable_loader",
+    "Seed": "recpoint.trainer_plugin.parts",
+    "Staging": "recpoint.trainer_plugin.settings",
+    "TablePart": "recpoint.catalog.restoring.reshard",
+    "Timeouts": "recpoint.trainer_plugin.settings",
+    "export_metrics": "recpoint.dashboards.trainer_metrics",
+    "restore_parts": "recpoint.catalog.restoring.restore_parts",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # The trainer's side imports torch and compiles kernels: the command line does without it.
-    if name == "Checkpointer":
-        from recpoint.trainer_plugin.checkpointer import Checkpointer
-
-        return Checkpointer
-    if name == "ExpectedFailures":
-        from recpoint.trainer_plugin.failures import ExpectedFailures
-
-        return ExpectedFailures
-    if name == "LightningCallback":
-        from recpoint.trainer_plugin.integrations.lightning import LightningCallback
-
-        return LightningCallback
-    if name == "ResumableLoader":
-        from recpoint.trainer_plugin.resumable_loader import ResumableLoader
-
-        return ResumableLoader
-    if name == "Seed":
-        from recpoint.trainer_plugin.parts import Seed
-
-        return Seed
-    if name == "Follower":
-        from recpoint.serving.follower import Follower
-
-        return Follower
-    if name == "export_metrics":
-        from recpoint.dashboards.trainer_metrics import export_metrics
-
-        return export_metrics
-    if name == "TablePart":
-        from recpoint.catalog.restoring.reshard import TablePart
-
-        return TablePart
-    if name == "restore_parts":
-        from recpoint.catalog.restoring.restore_parts import restore_parts
-
-        return restore_parts
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recpoint import kernels
+from recpoint import Staging, Timeouts, kernels
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.runs.run import Run
@@ -156,8 +156,7 @@ def trainer_life(
         run=url,
         interval_batches=_INTERVAL,
         staging=staging,
-        close_wait_seconds=_PATIENCE_SECONDS,
-        drain_seconds=_PATIENCE_SECONDS,
+        timeouts=Timeouts(close_seconds=_PATIENCE_SECONDS, drain_seconds=_PATIENCE_SECONDS),
     )
     with checkpointer:
         checkpointer.restore()
@@ -197,9 +196,8 @@ def cancelling_life(
         reader=reader,
         run=url,
         interval_batches=_INTERVAL,
-        staging=staging,
-        drain_seconds=0.0,
-        when_busy="cancel",
+        staging=Staging(directory=staging, when_busy="cancel"),
+        timeouts=Timeouts(drain_seconds=0.0),
     )
     checkpointer.restore()
     batches = iter(reader)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Options, Timeouts
 from recpoint.errors import SettingsError
 from tests.polling import until
 
@@ -52,8 +52,8 @@ def mesh_life(place: str, job: int, rank: int, ranks: int, division: Division, t
         "run": f"{place}/run",
         "staging": f"{place}/staging",
         "interval_batches": 2,
-        "ranks_wait_seconds": 240.0,
-        "on_error": "raise",
+        "timeouts": Timeouts(ranks_seconds=240.0),
+        "options": Options(on_error="raise"),
     }
     net = _Net()
     if division != "whole":

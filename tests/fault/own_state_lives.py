@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Timeouts
 from recpoint.errors import RecpointError
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.replicas import Replicas
@@ -103,7 +103,7 @@ def own_state_life(place: str, job: int, rank: int, ranks: int, unlike: Unlike, 
             staging=f"{place}/staging",
             schedulers=[slower],
             interval_batches=2,
-            ranks_wait_seconds=240.0,
+            timeouts=Timeouts(ranks_seconds=240.0),
         ) as c:
             report = c.restore()
             found["restored"] = None if report is None else report.restored.step
@@ -164,7 +164,7 @@ def failing_rank(place: str, rank: int, told: str) -> None:
         trained = [p for name, p in net.named_parameters() if wrong != "tables" or "top" in name]
         given: dict[str, Any] = {
             "schedulers": [object()] if wrong == "state" else [],
-            "ranks_wait_seconds": "long" if wrong == "settings" else 1000.0,
+            "timeouts": "long" if wrong == "settings" else Timeouts(ranks_seconds=1000.0),
         }
         try:
             Checkpointer(

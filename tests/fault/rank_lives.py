@@ -35,14 +35,15 @@ from recpoint.errors import IncompatibleModel, NothingToRestore, RankLost, Setti
 from recpoint.trainer_plugin import integrations
 from recpoint.trainer_plugin.cut_seal import Snapshot
 from recpoint.trainer_plugin.handoff import Handoff
-from recpoint.trainer_plugin.policy import FULL, PolicyName
+from recpoint.trainer_plugin.policy import FULL, Consecutive, OneShot, Policy
 from recpoint.trainer_plugin.rank_agreement import CutAgreement, agree_on_cut, agree_on_settings
 from recpoint.trainer_plugin.ranks import Ranks
 from recpoint.trainer_plugin.replicas import NOTHING
-from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.settings import Options, Precision, Settings, Staging, Timeouts
 from tests import row_shards
 from tests.fault.rank_points import announce_protocol, stop_at_step
 from tests.fault.rank_watch import Origin, count_exchanges
+from tests.flat_settings import arguments
 from tests.interposed_store import InterposedStore
 from tests.polling import until
 
@@ -189,13 +190,13 @@ def rank_life(
         "reader": reader,
         "extras": {"origin": origin},
         "interval_batches": 2,
-        "staging": staging,
-        "ranks_wait_seconds": 90.0,
+        "directory": staging,
+        "ranks_seconds": 90.0,
     }
     found: dict[str, Any] = {}
     with (
         _telling(Path(told), found),
-        Checkpointer(model, optimizers, run=url, **(given | (settings or {}))) as c,
+        Checkpointer(model, optimizers, run=url, **arguments(given | (settings or {}))) as c,
     ):
         c._store = reads = InterposedStore(c._store)
         report = c.restore(**(restoring or {}))
@@ -295,10 +296,10 @@ def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
         lambda: cut(6) if rank == 0 else ranks.exchange("the end of training", [1], batches_done=6)
     )
     found["batches"] = refused(lambda: cut(6 + rank))
-    policies: list[PolicyName] = ["consecutive", "one_shot"]
+    policies = [Consecutive(), OneShot()]
     for name, settings in (
-        ("policy", Settings(interval_batches=10, policy=policies[rank])),
-        ("interval", Settings(interval_batches=(rank + 1) * 10)),
+        ("policy", _settings(10, policies[rank])),
+        ("interval", _settings((rank + 1) * 10, policies[0])),
     ):
         found[name] = refused(partial(agree_on_settings, ranks, settings.common))
     with torch.device("meta"):  # in its place: a GPU
@@ -307,6 +308,19 @@ def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
     ranks.close()
     Path(told).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _settings(interval_batches: int, policy: Policy) -> Settings:
+    return Settings(
+        interval_batches=interval_batches,
+        interval_seconds=None,
+        precision=Precision(),
+        policy=policy,
+        failures=None,
+        staging=Staging(),
+        timeouts=Timeouts(),
+        options=Options(),
+    )
 
 
 def _store(meeting: Path, rank: int, ranks: int, hosted: bool | None) -> Store:

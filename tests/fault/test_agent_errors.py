@@ -18,7 +18,7 @@ def test_the_trainer_says_why_its_agent_cannot_store(
 ) -> None:
     place = Place(str(tmp_path / "run"), tmp_path / "staging")
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, close_wait_seconds=0.0)
+    ckpt = checkpointer(training, place, interval_batches=1, close_seconds=0.0)
     ckpt.restore()
     os.rename(place.run, tmp_path / "away")
     with serving(place.staging, {}, log=tmp_path / "agent.log"):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from recpoint import errors
+from recpoint import Consecutive, errors
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.check import check
@@ -35,7 +35,7 @@ def make_run(place: Place) -> States:
     """Fulls at 2 and 6, increments at 4 and 8; the model at each."""
     states: States = {}
     training = simple_training()
-    with place.agent(), checkpointer(training, place, full_every=2) as ckpt:
+    with place.agent(), checkpointer(training, place, policy=Consecutive(full_every=2)) as ckpt:
         ckpt.restore()
         while ckpt.batches_done < 8:
             train(training, ckpt, 2)

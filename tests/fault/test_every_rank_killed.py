@@ -44,7 +44,7 @@ _TORCHRUN_SECONDS = 600.0
 _ONE_NODE = ("--rdzv-endpoint=127.0.0.1:0",)
 
 #: No checkpoint is waited for, so that ranks may wait for each other a short time only.
-_SOON = {"drain_seconds": 5.0, "close_wait_seconds": 5.0, "ranks_wait_seconds": 20.0}
+_SOON = {"drain_seconds": 5.0, "close_seconds": 5.0, "ranks_seconds": 20.0}
 
 
 class Reference(NamedTuple):
@@ -210,7 +210,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, reference: dict[int, Referen
                 kill=step,
                 by=signal.SIGSTOP,
                 hosted=hosted,
-                settings=_SOON | {"max_staged_jobs": 2},
+                settings=_SOON | {"jobs": 2},
             )
         )
         assert lives[rank].exit_code == -signal.SIGKILL  # when all others had ended

@@ -168,7 +168,7 @@ def test_what_another_user_puts_in_the_place_of_slots_while_training_goes_on_is_
 ) -> None:
     place = Place(str(tmp_path / "run"), public)
     training = simple_training()
-    with checkpointer(training, place, close_wait_seconds=0.2, interval_batches=100) as ckpt:
+    with checkpointer(training, place, close_seconds=0.2, interval_batches=100) as ckpt:
         ckpt.restore()
         train(training, ckpt, 1)
         assert ckpt.checkpoint()
@@ -199,7 +199,7 @@ def test_a_directory_of_root_where_everybody_may_write_is_a_staging_area(
 ) -> None:
     place = Place(str(tmp_path / "run"), public)
     training = simple_training()
-    with checkpointer(training, place, close_wait_seconds=0.2, interval_batches=100) as ckpt:
+    with checkpointer(training, place, close_seconds=0.2, interval_batches=100) as ckpt:
         ckpt.restore()
         train(training, ckpt, 2)
         assert ckpt.checkpoint()

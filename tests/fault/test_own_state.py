@@ -128,7 +128,7 @@ def test_what_fails_on_one_rank_at_the_start_ends_all_of_them_at_once(tmp_path: 
         assert life.exitcode == 0
     first, second = (json.loads(path.read_text()) for path in told)
     expected = {
-        "settings": ("SettingsError", "ranks_wait_seconds: found 'long'"),
+        "settings": ("SettingsError", "timeouts: found 'long'"),
         "tables": ("SettingsError", "table 'users': found a weight that requires gradients and is"),
         "state": ("SettingsError", "schedulers[0]: found a object without state_dict"),
         "anything": ("ZeroDivisionError", "no such state"),

@@ -22,7 +22,7 @@ def job(tmp_path: Path) -> RankJob:
 
 
 def test_each_rank_stages_its_part_of_the_same_checkpoints(job: RankJob) -> None:
-    lives = job.train(2, 4, settings={"max_staged_jobs": 3, "close_wait_seconds": 0.0})
+    lives = job.train(2, 4, settings={"jobs": 3, "close_seconds": 0.0})
     assert [life.exit_code for life in lives] == [0, 0]
     assert lives[0].told["state"] == lives[1].told["state"]
     bounds = [life.told["bound"] for life in lives]
@@ -50,7 +50,7 @@ def test_each_rank_stages_its_part_of_the_same_checkpoints(job: RankJob) -> None
     assert 0 < rows <= 4 * BATCH
 
 
-_SOON = {"drain_seconds": 5.0, "close_wait_seconds": 5.0, "ranks_wait_seconds": 20.0}
+_SOON = {"drain_seconds": 5.0, "close_seconds": 5.0, "ranks_seconds": 20.0}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -63,7 +63,7 @@ def test_ranks_that_wait_for_one_that_is_gone_name_it(job: RankJob, rank: int) -
 def test_a_signal_takes_a_final_checkpoint_on_all_ranks_whatever_the_end_waits(
     job: RankJob,
 ) -> None:
-    settings = {"interval_batches": 10**6, "close_wait_seconds": 0.0}
+    settings = {"interval_batches": 10**6, "close_seconds": 0.0}
     lives = job.train(2, 10**6, only=1, terminate_at=3, settings=settings)
     assert [life.exit_code for life in lives] == [-signal.SIGTERM] * 2
     one, other = job.staged_jobs()
@@ -71,7 +71,7 @@ def test_a_signal_takes_a_final_checkpoint_on_all_ranks_whatever_the_end_waits(
 
 
 def test_training_that_outlives_the_signal_is_not_sent_it_again(job: RankJob) -> None:
-    settings = {"interval_batches": 10**6, "close_wait_seconds": 0.0}
+    settings = {"interval_batches": 10**6, "close_seconds": 0.0}
     lives = job.train(2, 12, terminate_at=3, outlive_signals=True, settings=settings)
     assert [life.exit_code for life in lives] == [0, 0]
     assert [life.told["signals"] for life in lives] == [1, 1]

@@ -167,7 +167,7 @@ def test_a_trainer_starts_whichever_of_its_requests_is_refused_once(
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     place = Place(s3_environment.run_url(), tmp_path / "staging")
     training = simple_training()
-    ckpt = checkpointer(training, place, drain_seconds=0, close_wait_seconds=0)
+    ckpt = checkpointer(training, place, drain_seconds=0, close_seconds=0)
     ckpt.restore()
     training.batch()
     ckpt.step()
@@ -178,7 +178,7 @@ def test_a_trainer_starts_whichever_of_its_requests_is_refused_once(
     def start() -> int:
         """Begin a trainer; how many requests that took until it had its generation."""
         proxy.requests.clear()
-        ckpt = checkpointer(simple_training(), place, drain_seconds=0, close_wait_seconds=0)
+        ckpt = checkpointer(simple_training(), place, drain_seconds=0, close_seconds=0)
         report = ckpt.restore()
         requests = len(proxy.requests)
         proxy.plan = []

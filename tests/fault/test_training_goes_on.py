@@ -139,7 +139,7 @@ def test_training_goes_on_while_the_store(
     broken, words = FAULTS[fault]
     training = simple_training()
     with agent(place, s3_environment, proxy.endpoint):
-        ckpt = checkpointer(training, place, close_wait_seconds=120.0)
+        ckpt = checkpointer(training, place, close_seconds=120.0)
         ckpt.restore()
         train(training, ckpt, 2)
         until(lambda: ckpt.stats.committed == 1)
@@ -174,7 +174,7 @@ def test_a_commit_whose_reply_never_comes_is_noticed_as_done(
 ) -> None:
     training = simple_training()
     with agent(place, s3_environment, proxy.endpoint):
-        ckpt = checkpointer(training, place, close_wait_seconds=120.0)
+        ckpt = checkpointer(training, place, close_seconds=120.0)
         ckpt.restore()
         proxy.plan = [Break(match="/manifests/", lose_reply=True, times=1)]
         train_in_time(training, ckpt)
@@ -192,7 +192,7 @@ def test_training_goes_on_while_the_server_is_dead(
     place = Place(own_seaweed.run_url(), tmp_path / "staging")
     training = simple_training()
     with agent(place, own_seaweed, own_seaweed.endpoint):
-        ckpt = checkpointer(training, place, close_wait_seconds=120.0)
+        ckpt = checkpointer(training, place, close_seconds=120.0)
         ckpt.restore()
         train(training, ckpt, 2)
         until(lambda: ckpt.stats.committed == 1)
@@ -214,7 +214,7 @@ def test_training_ends_while_the_store_is_away_and_the_agent_commits_later(
 ) -> None:
     training = simple_training()
     with agent(place, s3_environment, proxy.endpoint):
-        ckpt = checkpointer(training, place, max_staged_jobs=2, close_wait_seconds=1.0)
+        ckpt = checkpointer(training, place, jobs=2, close_seconds=1.0)
         ckpt.restore()
         proxy.plan = [Break(status=503)]
         train(training, ckpt, 3)

@@ -73,7 +73,7 @@ def test_training_is_checkpointed_without_prefect_for_ever(
         )
     log = tmp_path / "agent.log"
     training = simple_training()
-    ckpt = checkpointer(training, place, close_wait_seconds=120.0)
+    ckpt = checkpointer(training, place, close_seconds=120.0)
     ckpt.restore()
     with recpoint_agent(place, environment, log):
         train(training, ckpt, 2)  # the agent is not there yet either, and nobody waits

@@ -22,7 +22,7 @@ TRAIN = """
 import logging, os, sys
 import torch
 from torch import nn
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Staging
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.manual_seed(1)
@@ -45,7 +45,7 @@ optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
 reader = Reader()
 end = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 with Checkpointer(model, optimizer, reader=reader, run=os.environ["RUN"], interval_batches=10,
-                  when_busy="wait") as checkpoints:
+                  staging=Staging(when_busy="wait")) as checkpoints:
     checkpoints.restore()
     for goods in reader:
         if checkpoints.batches_done >= end:

@@ -19,7 +19,7 @@ from torch import Tensor
 from recpoint.format import naming
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import item_bytes
-from recpoint.format.history import History, Precision
+from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.job import Cancel, Job, Outcome, Segment, StagedTable
 from recpoint.format.manifest import (
     ChunkEntry,
@@ -111,7 +111,7 @@ _HISTORIES = {
         trained_ms=3_600_000,
         lossy_restores=1,
         due_batches=20,
-        precision=Precision(
+        precision=ChosenPrecision(
             bits=3,
             expected_milli=2500,
             fallen_back=False,
@@ -122,7 +122,7 @@ _HISTORIES = {
         trained_ms=2**53 - 1,
         lossy_restores=2,
         due_ms=600_000,
-        precision=Precision(bits=8, expected_milli=None, fallen_back=True, reason=""),
+        precision=ChosenPrecision(bits=8, expected_milli=None, fallen_back=True, reason=""),
     ),
 }
 _HISTORIES["consolidated"] = _HISTORIES["increment"]  # of the checkpoint that it is

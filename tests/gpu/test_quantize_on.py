@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Options, Precision
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
@@ -42,9 +42,8 @@ def _trained(folder: Path, table: nn.Embedding, **settings: Any) -> _Stored:
         run=url,
         staging=area,
         interval_batches=10**9,
-        small_table_values=0,
-        handle_sigterm=False,
-        on_error="raise",
+        bits=Precision(small_table_values=0),
+        options=Options(handle_sigterm=False, on_error="raise"),
         **settings,
     )
     ckpt.restore()
@@ -95,7 +94,7 @@ def test_both_restore_to_the_same(
     for where in ("host", "device"):
         table = nn.Embedding.from_pretrained(first.clone().to(device), freeze=False, sparse=True)
         found[where] = _trained(
-            tmp_path / where, table, bits=bits, quantizer=quantizer, quantize_on=where
+            tmp_path / where, table, bits=bits, quantizer=quantizer, place=where
         )
     host, gpu = found["host"], found["device"]
     fixed = quantizer in ("symmetric", "asymmetric") or bits == 8

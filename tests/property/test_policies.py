@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import Tensor, nn
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
@@ -27,7 +28,7 @@ from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.job import Job, Outcome
 from recpoint.format.naming import ManifestName
-from recpoint.trainer_plugin.policy import POLICIES, PolicyName
+from recpoint.trainer_plugin.policy import POLICIES, Policy
 from recpoint.trainer_plugin.settings import WhenBusy
 from tests.training_builder import until
 
@@ -35,11 +36,18 @@ ROWS, DIM = 40, 3
 _Rows = dict[str, list[Tensor]]
 
 _ids = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=6)
+_bounds: list[dict[str, Any]] = [{}, {}, {"full_every": 2}, {"full_every": 3}]
 _policies = st.tuples(
-    st.sampled_from(POLICIES),
-    st.sampled_from([None, None, 2, 3]),  # full_every
+    st.builds(
+        lambda kind, bound: kind(**bound),
+        st.sampled_from([*POLICIES.values()]),
+        st.sampled_from(_bounds),
+    ),
     st.sampled_from([("skip", 1), ("skip", 3), ("cancel", 1), ("wait", 1)]),
 )
+
+
+_Drawn = tuple[Policy, tuple[WhenBusy, int]]
 
 
 class _Reader:
@@ -135,10 +143,8 @@ class Trainings(RuleBasedStateMachine):
 
     # --- lives -----------------------------------------------------------------------------------
 
-    def start(
-        self, policy: tuple[PolicyName, int | None, tuple[WhenBusy, int]], step: int | None
-    ) -> None:
-        name, full_every, (when_busy, slots) = policy
+    def start(self, policy: _Drawn, step: int | None) -> None:
+        chosen, (when_busy, slots) = policy
         torch.manual_seed(self.generation)
         self.model = nn.ModuleDict(
             {name: nn.Embedding(ROWS, DIM, sparse=True) for name in ("a", "b")}
@@ -150,15 +156,16 @@ class Trainings(RuleBasedStateMachine):
             self.adagrad,
             run=self.url,
             reader=self.reader,
-            staging=self.staging,
+            staging=Staging(
+                directory=self.staging,
+                when_busy=when_busy,
+                busy_wait_seconds=0.02 if when_busy == "wait" else 60.0,
+                jobs=slots,
+            ),
             interval_batches=10**6,
-            policy=name,
-            full_every=full_every,
-            when_busy=when_busy,
-            busy_wait_seconds=0.02 if when_busy == "wait" else 60.0,
-            max_staged_jobs=slots,
-            drain_seconds=0.0,
-            handle_sigterm=False,
+            policy=chosen,
+            timeouts=Timeouts(drain_seconds=0.0),
+            options=Options(handle_sigterm=False),
         )
         line = self.run().live_line() if self.generation else []
         report = self.ckpt.restore(step=step)
@@ -173,13 +180,13 @@ class Trainings(RuleBasedStateMachine):
                 assert torch.equal(ours, theirs), (restored, table)
 
     @initialize(policy=_policies)
-    def first_start(self, policy: tuple[PolicyName, int | None, tuple[WhenBusy, int]]) -> None:
+    def first_start(self, policy: _Drawn) -> None:
         self.start(policy, None)
 
     @rule(policy=_policies, back=st.integers(0, 2), drained=st.booleans())
     def restart(
         self,
-        policy: tuple[PolicyName, int | None, tuple[WhenBusy, int]],
+        policy: _Drawn,
         back: int,
         drained: bool,
     ) -> None:

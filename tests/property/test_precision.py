@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.format.history import History, Precision
+from recpoint.format.history import ChosenPrecision, History
 from recpoint.trainer_plugin.failures import ExpectedFailures, Past
 from recpoint.trainer_plugin.precision import decide
 
@@ -18,14 +18,14 @@ trained = st.integers(0, 3_000 * HOUR_MS)
 rates = st.floats(0, 10, allow_subnormal=False)
 hours = st.none() | st.floats(0.01, 5_000)
 widest = st.builds(
-    Precision,
+    ChosenPrecision,
     bits=st.just(8),
     expected_milli=st.none() | st.integers(0, 60_000),
     fallen_back=st.booleans(),
     reason=st.just("before"),
 )
 narrow = st.builds(
-    Precision,
+    ChosenPrecision,
     bits=st.sampled_from((2, 3, 4)),
     expected_milli=st.integers(0, 20_000),
     fallen_back=st.just(False),

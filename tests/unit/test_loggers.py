@@ -106,7 +106,7 @@ def test_training_goes_on(tmp_path: Path, fails: Fails) -> None:
     """Nobody stores its checkpoints, which is said at each that is due."""
     place = Place(str(tmp_path / "run"), tmp_path / "staging")
     training = simple_training()
-    with checkpointer(training, place, close_wait_seconds=0.1, drain_seconds=0.0) as ckpt:
+    with checkpointer(training, place, close_seconds=0.1, drain_seconds=0.0) as ckpt:
         ckpt.restore()
         train(training, ckpt, 8)
         assert ckpt.batches_done == 8

@@ -8,17 +8,20 @@ has read one batch more by then.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.checkpointer import Checkpointer
-from recpoint.trainer_plugin.reader import Stateful
 from recpoint.trainer_plugin.resumable_loader import ResumableLoader
+from recpoint.trainer_plugin.setting_checks import instance_of
+from recpoint.trainer_plugin.settings import Options
 
 try:
     from lightning.pytorch import Callback, LightningModule
@@ -41,7 +44,9 @@ __all__ = ["LightningCallback"]
 _log = logging.getLogger("recpoint")
 
 _EXTRA = "lightning"
-_OWN = ("model", "optimizers", "reader", "schedulers")
+
+#: Parameters of `Checkpointer` that Lightning has the values of.
+_OF_LIGHTNING = ("model", "optimizers", "reader", "schedulers")
 
 
 class LightningCallback(Callback):
@@ -67,39 +72,46 @@ class LightningCallback(Callback):
     what the module holds may be the error.
 
     Args:
-        extras: name -> anything else with a state.
         restore: arguments of `Checkpointer.restore`, such as `{"fresh": True}`.
-        handle_sigterm: take a final checkpoint before the next batch, and hand the signal on.
-        settings: the other arguments of `Checkpointer`: `run`, `interval_batches`, `bits`, ...
+        arguments: those of `Checkpointer`, but for `model`, `optimizers`, `reader` and
+            `schedulers`, which are Lightning's. With `Options.handle_sigterm` the final checkpoint
+            on SIGTERM is taken before the next batch.
 
     Attributes:
         checkpointer: while a fit runs, and after it; None: no fit has begun.
 
     Raises:
         SettingsError: an argument that comes from Lightning here, as optimizers do.
+        TypeError: an argument that `Checkpointer` has not, or none for `run`.
     """
 
-    def __init__(
-        self,
-        *,
-        extras: Mapping[str, Stateful] | None = None,
-        restore: Mapping[str, Any] | None = None,
-        handle_sigterm: bool = True,
-        **settings: Any,
-    ) -> None:
+    __signature__ = inspect.Signature(
+        [
+            *(
+                parameter
+                for name, parameter in inspect.signature(Checkpointer).parameters.items()
+                if name not in _OF_LIGHTNING
+            ),
+            inspect.Parameter("restore", inspect.Parameter.KEYWORD_ONLY, default=None),
+        ]
+    )
+
+    def __init__(self, *, restore: Mapping[str, Any] | None = None, **arguments: Any) -> None:
         super().__init__()
-        for name in _OWN:
-            if name in settings:
+        for name in _OF_LIGHTNING:
+            if name in arguments:
                 raise SettingsError(
                     f"recpoint.LightningCallback({name}=...)",
                     found="a value",
                     expected="none: it is what Lightning has",
                     next_step=f"leave {name} out",
                 )
-        self._extras = {} if extras is None else dict(extras)
+        given = self.__signature__.bind(restore=restore, **arguments)
+        given.apply_defaults()
         self._restore = {} if restore is None else dict(restore)
-        self._handle_sigterm = handle_sigterm
-        self._settings = settings
+        self._extras = dict(given.arguments["extras"] or {})
+        self._options = instance_of("options", given.arguments["options"], Options)
+        self._arguments = arguments
         self.checkpointer: Checkpointer | None = None
         self._position = _Position()
         self._loops: dict[str, Any] | None = None
@@ -126,9 +138,12 @@ class LightningCallback(Callback):
             trainer.optimizers,
             reader=self._position,
             schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
-            extras={**self._extras, _EXTRA: state},
-            handle_sigterm=False,  # Lightning's handler is not there yet; see on_train_start
-            **self._settings,
+            **self._arguments
+            | {
+                "extras": {**self._extras, _EXTRA: state},
+                # Lightning's handler is not there yet; see on_train_start.
+                "options": replace(self._options, handle_sigterm=False),
+            },
         )
         checkpointer.restore(**self._restore)
         self.checkpointer = checkpointer
@@ -157,7 +172,7 @@ class LightningCallback(Callback):
         loader.before_fetch = self._between_batches
         self._position.loader = loader
         self._steps = trainer.global_step
-        if self._handle_sigterm:
+        if self._options.handle_sigterm:
             # Only now is it Lightning's handler that the signal is handed on to.
             self.checkpointer.take_sigterm()
 

@@ -20,6 +20,7 @@ from benchmarks.stored_sizes import (
     form_of,
     stored_parts,
 )
+from recpoint import Consecutive, Continuous, OneShot
 from recpoint.catalog.consolidation import row_moves
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
@@ -29,7 +30,7 @@ from recpoint.catalog.staging.staged import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
-from recpoint.trainer_plugin.policy import Policy, PolicyName
+from recpoint.trainer_plugin.policy import Policy
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import Links, stage
 
@@ -40,18 +41,18 @@ def sizes(since: int | None, to: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "every", "written", "kept"),
+    ("policy", "written", "kept"),
     [
-        ("one_shot", None, [100, 30, 33, 36], [100, 130, 133, 136]),
-        ("consecutive", None, [100, 30, 30, 30], [100, 130, 160, 190]),
-        ("consecutive", 2, [100, 30, 100, 30], [100, 130, 100, 130]),
-        ("one_shot", 1, [100, 100, 100, 100], [100, 100, 100, 100]),
+        (OneShot(), [100, 30, 33, 36], [100, 130, 133, 136]),
+        (Consecutive(), [100, 30, 30, 30], [100, 130, 160, 190]),
+        (Consecutive(full_every=2), [100, 30, 100, 30], [100, 130, 100, 130]),
+        (OneShot(full_every=1), [100, 100, 100, 100], [100, 100, 100, 100]),
     ],
 )
 def test_a_replay_writes_and_keeps_what_the_policy_says(
-    name: PolicyName, every: int | None, written: list[int], kept: list[int]
+    policy: Policy, written: list[int], kept: list[int]
 ) -> None:
-    taken = replay(Policy(name=name, full_every=every), 4, sizes)
+    taken = replay(policy, 4, sizes)
     assert [t.written for t in taken] == written
     assert [t.kept for t in taken] == kept
     assert [t.there for t in taken] == [a + b for a, b in zip([0, *kept], written, strict=False)]
@@ -59,7 +60,7 @@ def test_a_replay_writes_and_keeps_what_the_policy_says(
 
 
 def test_a_merged_chain_is_one_full() -> None:
-    taken = replay(Policy(name="continuous"), 6, sizes, consolidate_every=2)
+    taken = replay(Continuous(), 6, sizes, consolidate_every=2)
     assert [t.written for t in taken] == [100, 30, 30, 30, 30, 30]
     assert [t.kept for t in taken] == [100, 130, 100, 130, 100, 130]
     assert [t.merged for t in taken] == [(0, 0), (0, 0), (160, 100), (0, 0), (160, 100), (0, 0)]

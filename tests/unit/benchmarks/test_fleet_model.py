@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fleet_model import PAPER_FLEET, Costs, Fleet, Rates, costs, dirty_share
-from recpoint.trainer_plugin.policy import Policy
+from recpoint import Consecutive, Continuous
 from recpoint.trainer_plugin.settings import FixedBits
 
 #: 4 ranks on 2 hosts, rows of 64 values and 4 bytes: 260 bytes, and 1,000,000 of them.
@@ -41,7 +41,7 @@ def _costs(bits: FixedBits = 4, **given: Any) -> Costs:
         **{
             "model_bytes": _MODEL_BYTES,
             "bits": bits,
-            "policy": Policy(name="consecutive"),
+            "policy": Consecutive(),
             "minutes": 30,
             "machines": 1,
             "record_bytes": 10_000,
@@ -97,7 +97,7 @@ def test_a_chain() -> None:
 def test_a_chain_that_is_merged() -> None:
     # Each increment at once: a full and an increment are read, and a full is written, 24 times.
     full, increment = 40e6, 260_000 * 40.4
-    found = _costs(4, policy=Policy(name="continuous"), merge_every=1)
+    found = _costs(4, policy=Continuous(), merge_every=1)
     assert found.capacity == pytest.approx(full / 260e6)
     assert found.merge_seconds == pytest.approx(24 * (2 * full + increment) / 25 / 10e6)
 

@@ -96,7 +96,7 @@ def state_of(place: Place) -> str:
 def test_a_trainer_that_closes_has_ended(tmp_path: Path, final: bool) -> None:
     place = Place(str(tmp_path / "run"), tmp_path / "staging")
     training = simple_training()
-    ckpt = checkpointer(training, place, close_wait_seconds=0.0)
+    ckpt = checkpointer(training, place, close_seconds=0.0)
     ckpt.restore()
     assert state_of(place) == "training"
     train(training, ckpt, 1)
@@ -110,7 +110,7 @@ def test_a_trainer_that_an_error_stops_is_lost_until_the_next_one(tmp_path: Path
         ckpt.restore()
         raise ZeroDivisionError
     assert state_of(place) == "lost"
-    with checkpointer(simple_training(), place, close_wait_seconds=0.0) as ckpt:
+    with checkpointer(simple_training(), place, close_seconds=0.0) as ckpt:
         ckpt.restore()
         assert state_of(place) == "training"
     assert state_of(place) == "ended"
@@ -118,7 +118,7 @@ def test_a_trainer_that_an_error_stops_is_lost_until_the_next_one(tmp_path: Path
 
 def test_a_trainer_that_never_had_the_run_says_nothing_of_it(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "run"), tmp_path / "staging")
-    with checkpointer(simple_training(), place, close_wait_seconds=0.0) as ckpt:
+    with checkpointer(simple_training(), place, close_seconds=0.0) as ckpt:
         ckpt.restore()
         second = checkpointer(simple_training(), place)
         with pytest.raises(StagingError):

@@ -14,7 +14,7 @@ import torch
 
 from recpoint.cli import inspect
 from recpoint.dashboards.terminal import quantizer_text
-from recpoint.format.history import History, Precision
+from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.manifest import Quantizer
 from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
@@ -435,7 +435,7 @@ def test_show_tells_how_the_width_was_chosen(recpoint: Invoke, tmp_path: Path) -
     run = new_run(tmp_path / "run")
     generation = run.claim(None).generation
     reason = "8.5 restores expected: 2 from quantized rows so far \x1b[2J"
-    precision = Precision(bits=4, expected_milli=8500, fallen_back=False, reason=reason)
+    precision = ChosenPrecision(bits=4, expected_milli=8500, fallen_back=False, reason=reason)
     history = History(trained_ms=5_400_000, lossy_restores=2, precision=precision)
     for step, given in ((10, history), (20, UNTRAINED)):
         trained = tables(seed=1)

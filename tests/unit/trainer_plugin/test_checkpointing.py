@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Adam
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Consecutive
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
@@ -44,7 +44,10 @@ def staged_jobs(ckpt: Checkpointer, n: int) -> Callable[[], bool]:
 
 def test_interval_kinds_and_what_the_reader_is_told(place: Place) -> None:
     training = simple_training()
-    with place.agent(), checkpointer(training, place, interval_batches=3, full_every=2) as ckpt:
+    with (
+        place.agent(),
+        checkpointer(training, place, interval_batches=3, policy=Consecutive(full_every=2)) as ckpt,
+    ):
         ckpt.restore()
         for batch in range(1, 11):
             train(training, ckpt, 1)
@@ -146,7 +149,7 @@ def test_without_an_agent_checkpoints_are_skipped_and_no_row_is_lost(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, close_wait_seconds=0.0)
+    ckpt = checkpointer(training, place, interval_batches=1, close_seconds=0.0)
     ckpt.restore()
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
@@ -178,7 +181,7 @@ def test_the_final_checkpoint_waits_for_the_slot(place: Place) -> None:
 
 def test_several_jobs_may_wait(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, max_staged_jobs=3)
+    ckpt = checkpointer(training, place, interval_batches=1, jobs=3)
     ckpt.restore()
     train(training, ckpt, 4)
     until(lambda: ckpt.stats.staged == 3)
@@ -353,7 +356,7 @@ def test_the_memory_bound_is_stated_before_training(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, max_staged_jobs=2)
+    ckpt = checkpointer(training, place, jobs=2)
     tables = sum(p.nbytes for p in training.model.parameters())
     assert 2 * tables < ckpt.memory_bound_bytes < 2 * tables + 2 * 40_000
     with caplog.at_level(logging.INFO, logger="recpoint"):
@@ -410,7 +413,7 @@ def test_frozen_tables_are_in_fulls_only(place: Place) -> None:
 def test_quantized_tables_keep_their_state_exact(place: Place) -> None:
     training = simple_training()
     with place.agent():
-        with checkpointer(training, place, bits=8, table_bits={"items": "lossless"}) as ckpt:
+        with checkpointer(training, place, bits=8, tables={"items": "lossless"}) as ckpt:
             ckpt.restore()
             train(training, ckpt, 2)
         second = simple_training(5)
@@ -422,14 +425,14 @@ def test_quantized_tables_keep_their_state_exact(place: Place) -> None:
     assert torch.equal(training.model.top.weight, second.model.top.weight)
 
 
-@pytest.mark.parametrize("state_bits", ["lossless", 16])
+@pytest.mark.parametrize("state", ["lossless", 16])
 def test_optimizer_state_is_exact_unless_it_was_asked_otherwise(
-    place: Place, state_bits: Literal["lossless", 16]
+    place: Place, state: Literal["lossless", 16]
 ) -> None:
     training = simple_training()
     training.optimizers = [Adagrad(training.model.parameters(), lr=0.1)]
     with place.agent():
-        with checkpointer(training, place, state_bits=state_bits) as ckpt:
+        with checkpointer(training, place, state=state) as ckpt:
             ckpt.restore()
             train(training, ckpt, 2)
         second = simple_training(5)
@@ -443,7 +446,7 @@ def test_optimizer_state_is_exact_unless_it_was_asked_otherwise(
         )
         assert (before > 0).any() and torch.equal(before == 0, after == 0)
         assert (after - before).abs().le(2.0**-8 * before).all()
-        assert torch.equal(before, after) == (state_bits == "lossless")
+        assert torch.equal(before, after) == (state == "lossless")
     assert torch.equal(training.model.users.weight, second.model.users.weight)
     top = (t.optimizers[0].state[t.model.top.weight]["sum"] for t in (training, second))
     assert torch.equal(*top)

@@ -29,7 +29,7 @@ def test_an_end_without_new_batches_is_told_too(place: Place) -> None:
 
 def test_without_an_agent_what_is_not_stored_is_told(place: Place) -> None:
     training = simple_training()
-    with checkpointer(training, place, interval_batches=2, close_wait_seconds=0.0) as ckpt:
+    with checkpointer(training, place, interval_batches=2, close_seconds=0.0) as ckpt:
         ckpt.restore()
         train(training, ckpt, 3)
     seen = RunWatch(opened(place)).refresh()

@@ -93,7 +93,7 @@ def train_and_close(place: Place, system: System, *, agent: bool, **settings: An
         training,
         place,
         interval_batches=1,
-        close_wait_seconds=0.5,
+        close_seconds=0.5,
         busy_wait_seconds=0.2,
         **settings,
     )
@@ -123,7 +123,7 @@ def train_and_close(place: Place, system: System, *, agent: bool, **settings: An
     [
         {"agent": True},
         {"agent": True, "when_busy": "cancel"},
-        {"agent": False, "max_staged_jobs": 3},
+        {"agent": False, "jobs": 3},
     ],
     ids=["skips", "cancels", "has no agent"],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recpoint import Timeouts
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.staged import run_directories, staged_jobs
 from recpoint.trainer_plugin.checkpointer import Checkpointer
@@ -36,8 +37,7 @@ def test_generators_are_those_of_training_alone(s3_run_url: str, tmp_path: Path)
             run=s3_run_url,
             interval_batches=100,
             staging=tmp_path,
-            close_wait_seconds=0,
-            drain_seconds=0,
+            timeouts=Timeouts(close_seconds=0, drain_seconds=0),
         )
 
     number = 1

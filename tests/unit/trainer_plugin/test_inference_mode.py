@@ -65,7 +65,7 @@ def test_what_was_made_there_is_refused_by_name(
     assert "outside torch.inference_mode()" in refused.value.next_step
     again = simple_training()
     make(again)
-    with checkpointer(again, place, close_wait_seconds=0.0) as ckpt:
+    with checkpointer(again, place, close_seconds=0.0) as ckpt:
         ckpt.restore()
 
 

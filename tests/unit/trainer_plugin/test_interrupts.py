@@ -294,7 +294,7 @@ def test_a_watchdog_ends_a_state_dict_that_hangs(place: Place) -> None:
 
 def test_a_second_sigterm_does_not_wait_for_the_agent(place: Place) -> None:
     training = simple_training()
-    long = {"interval_batches": 100, "close_wait_seconds": 3_600.0, "handle_sigterm": True}
+    long = {"interval_batches": 100, "close_seconds": 3_600.0, "handle_sigterm": True}
     ckpt = checkpointer(training, place, **long)
 
     class Ended(BaseException):
@@ -361,7 +361,7 @@ def test_close_from_within_a_step_happens_after_it(
 
 def test_ctrl_c_ends_the_wait_for_the_agent_and_nothing_else(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=100, close_wait_seconds=3_600.0)
+    ckpt = checkpointer(training, place, interval_batches=100, close_seconds=3_600.0)
     ckpt.restore()
     training.batch()
     ckpt.step()

@@ -63,7 +63,7 @@ def test_a_file_system_that_does_not_say_who_has_a_lock(
 ) -> None:
     training = simple_training()
     settings: dict[str, Any] = {"when_busy": when_busy, "busy_wait_seconds": 0.3}
-    ckpt = checkpointer(training, place, interval_batches=1, close_wait_seconds=0.3, **settings)
+    ckpt = checkpointer(training, place, interval_batches=1, close_seconds=0.3, **settings)
     with place.agent():
         pass  # there was one before
     ckpt.restore()
@@ -108,7 +108,7 @@ def test_rows_of_all_tables_stay_dirty_where_one_has_no_memory_for_a_cut(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, max_staged_jobs=2)
+    ckpt = checkpointer(training, place, interval_batches=1, jobs=2)
     ckpt.restore()
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
@@ -134,7 +134,7 @@ def test_rows_of_all_tables_stay_dirty_where_one_has_no_memory_for_a_cut(
 def test_a_bitmap_that_cannot_be_used_again(place: Place, fate: str) -> None:
     """As on a GPU for which a kernel cannot be compiled; here no kernel takes the bitmap's form."""
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, max_staged_jobs=2)
+    ckpt = checkpointer(training, place, interval_batches=1, jobs=2)
     ckpt.restore()
     train(training, ckpt, 2)
     until(lambda: ckpt.stats.staged == 2)
@@ -203,10 +203,10 @@ def test_an_outcome_about_tables_that_are_not_there(place: Place) -> None:
     assert_restores(place, training)
 
 
-@pytest.mark.parametrize("quantize_on", ["host", "device"])
-def test_a_method_of_a_later_release_is_left_to_its_agent(place: Place, quantize_on: str) -> None:
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_method_of_a_later_release_is_left_to_its_agent(place: Place, where: str) -> None:
     training = simple_training()
-    settings: dict[str, Any] = {"bits": 4, "quantize_on": quantize_on}
+    settings: dict[str, Any] = {"bits": 4, "place": where}
     ckpt = checkpointer(training, place, interval_batches=4, **settings)
     ckpt.restore()
     train(training, ckpt, 4)
@@ -318,7 +318,7 @@ def test_a_working_directory_that_is_removed_while_training(
     monkeypatch.chdir(scratch)
     monkeypatch.setenv("RECPOINT_STAGING", "../staging")
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, staging=None, close_wait_seconds=0.0)
+    ckpt = checkpointer(training, place, interval_batches=1, staging=None, close_seconds=0.0)
     ckpt.restore()
     scratch.rmdir()
     train(training, ckpt, 3)
@@ -369,7 +369,7 @@ def test_an_error_without_a_text(place: Place) -> None:
 
 def test_a_generator_that_cannot_be_stored(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, close_wait_seconds=0.0)
+    ckpt = checkpointer(training, place, interval_batches=1, close_seconds=0.0)
     ckpt.restore()
     own = np.random.mtrand.get_bit_generator()
     np.random.mtrand.set_bit_generator(np.random.PCG64(1))

@@ -45,7 +45,7 @@ def test_each_optimizer_whose_scheduler_is_left_out_is_named(
 ) -> None:
     training, schedulers = _two_scheduled()
     training.schedulers = schedulers[:1]
-    with checkpointer(training, place, close_wait_seconds=0.0) as ckpt:
+    with checkpointer(training, place, close_seconds=0.0) as ckpt:
         ckpt.restore()
     (warning,) = _warned(caplog, "learning-rate scheduler")
     assert "optimizers[1], a Adam," in warning and "schedulers=[...]" in warning
@@ -64,7 +64,7 @@ def test_a_scheduler_that_is_in_the_checkpoint_is_not_named(
         "extra": {"schedulers": [first], "extras": {"second": second}},
         "held": {"extras": {"both": Schedulers(first, second)}},
     }
-    with checkpointer(training, place, close_wait_seconds=0.0, **cases[how]) as ckpt:
+    with checkpointer(training, place, close_seconds=0.0, **cases[how]) as ckpt:
         ckpt.restore()
     assert not _warned(caplog, "learning-rate scheduler")
 
@@ -84,7 +84,7 @@ def test_what_an_attribute_of_the_users_raises_is_passed_over(given: str, place:
     what: dict[str, Any] = {"schedulers": [thing]}
     if given == "extras":
         what = {"extras": {"it": thing}}
-    with checkpointer(training, place, close_wait_seconds=0.0, **what) as ckpt:
+    with checkpointer(training, place, close_seconds=0.0, **what) as ckpt:
         assert ckpt.restore() is None
 
 

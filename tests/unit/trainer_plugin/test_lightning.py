@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.flat_settings import arguments
+
 pytest.importorskip("lightning.pytorch", reason="needs the extra [lightning]")
 
 from lightning.pytorch import Trainer  # noqa: E402
@@ -20,7 +23,7 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from recpoint import LightningCallback, ResumableLoader  # noqa: E402
+from recpoint import Checkpointer, LightningCallback, ResumableLoader  # noqa: E402
 from recpoint.catalog.runs.run import Run  # noqa: E402
 from recpoint.catalog.stores.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
@@ -56,16 +59,18 @@ pytestmark = pytest.mark.filterwarnings(
 
 def _callback(place: Place, **settings: Any) -> LightningCallback:
     return LightningCallback(
-        **{
-            "run": place.run,
-            "staging": place.staging,
-            "interval_batches": 2,
-            "when_busy": "wait",
-            "close_wait_seconds": 20.0,
-            "drain_seconds": 20.0,
-            "on_error": "raise",
-            **settings,
-        }
+        **arguments(
+            {
+                "run": place.run,
+                "directory": place.staging,
+                "interval_batches": 2,
+                "when_busy": "wait",
+                "close_seconds": 20.0,
+                "drain_seconds": 20.0,
+                "on_error": "raise",
+                **settings,
+            }
+        )
     )
 
 
@@ -290,6 +295,23 @@ def test_a_loader_without_a_position_is_refused(place: Place) -> None:
 def test_what_lightning_has_is_not_asked_for() -> None:
     with pytest.raises(SettingsError, match="optimizers"):
         LightningCallback(run="/nowhere", interval_batches=1, optimizers=[])
+
+
+def test_what_a_checkpointer_has_not_is_refused_before_a_fit() -> None:
+    with pytest.raises(TypeError, match="interval"):
+        LightningCallback(run="/nowhere", interval=1)
+    with pytest.raises(TypeError, match="run"):
+        LightningCallback(interval_batches=1)
+    with pytest.raises(SettingsError, match=r"options: found 'raise'.*recpoint\.Options"):
+        LightningCallback(run="/nowhere", interval_batches=1, options="raise")
+
+
+def test_the_callback_takes_what_the_checkpointer_does() -> None:
+    own = inspect.signature(Checkpointer).parameters
+    taken = dict(inspect.signature(LightningCallback).parameters)
+    assert taken.pop("restore").default is None
+    assert own.keys() - taken.keys() == {"model", "optimizers", "reader", "schedulers"}
+    assert all(own[name] == parameter for name, parameter in taken.items())
 
 
 def test_a_fast_run_for_development_takes_no_checkpoint(place: Place) -> None:

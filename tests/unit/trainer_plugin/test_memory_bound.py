@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Consecutive
 from recpoint.catalog.staging import staged
 from tests.training_builder import (
     DIM,
@@ -65,7 +65,7 @@ def test_state_that_an_optimizer_makes_counts_from_the_step_after(
 ) -> None:
     sparse, make = MAKERS[name]
     training = training_with(make, sparse=sparse)
-    settings: dict[str, Any] = {"reader": None, "max_staged_jobs": SLOTS}
+    settings: dict[str, Any] = {"reader": None, "jobs": SLOTS}
     ckpt = checkpointer(training, place, interval_batches=10**6, **settings)
     with caplog.at_level(logging.INFO, logger="recpoint"):
         ckpt.restore()
@@ -124,7 +124,7 @@ def test_a_slot_has_no_room_for_what_was_large_once(place: Place) -> None:
     training = training_with(partial(SGD, lr=0.1), sparse=True)
     state, seen = training.reader.state_dict, {"seen": b""}
     training.reader.state_dict = lambda: state() | seen  # type: ignore[method-assign]
-    ckpt = checkpointer(training, place, interval_batches=1, full_every=2)
+    ckpt = checkpointer(training, place, interval_batches=1, policy=Consecutive(full_every=2))
     ckpt.restore()
     with place.agent():
         for more in (0, 60_000, 0, 0):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, OneShot
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
@@ -106,7 +106,7 @@ def test_a_state_dict_may_look_rows_up(policy: str, place: Place) -> None:
 
 def test_full_every_starts_anew_for_one_shot(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, policy="one_shot", full_every=3)
+    ckpt = checkpointer(training, place, interval_batches=1, policy=OneShot(full_every=3))
     ckpt.restore()
     for user in range(7):
         step(training, ckpt, place, user)
@@ -248,7 +248,7 @@ def test_a_lost_cumulative_increment_costs_nothing(place: Place) -> None:
 
 def test_a_lost_full_gives_its_rows_back_and_its_predecessor_stands_again(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, policy="one_shot", full_every=3)
+    ckpt = checkpointer(training, place, interval_batches=1, policy=OneShot(full_every=3))
     ckpt.restore()
     for user in (1, 2, 3):
         step(training, ckpt, place, user)
@@ -266,9 +266,7 @@ def test_a_lost_full_gives_its_rows_back_and_its_predecessor_stands_again(place:
 
 def test_increments_on_a_full_that_is_lost(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(
-        training, place, interval_batches=1, policy="one_shot", full_every=2, max_staged_jobs=3
-    )
+    ckpt = checkpointer(training, place, interval_batches=1, policy=OneShot(full_every=2), jobs=3)
     ckpt.restore()
     step(training, ckpt, place, 1)
     step(training, ckpt, place, 2)

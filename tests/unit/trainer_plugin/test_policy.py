@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpoint import Consecutive, Continuous, Intermittent, OneShot
 from recpoint.errors import (
     CommitConflict,
     DigestMismatch,
@@ -53,8 +54,8 @@ def paper_bytes(intervals: int) -> int:
 class Training:
     """Checkpoints 1, 2, 3, … under one policy, each committed before the next is cut."""
 
-    def __init__(self, name: PolicyName, full_every: int | None = None) -> None:
-        self.policy = Policy(name=name, full_every=full_every)
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
         self.tip: Tip | None = None
         self.history: BaseHistory | None = None
         self.sizes: list[int] = []  # of the increments on the newest full
@@ -85,7 +86,7 @@ class Training:
 
 
 def test_intermittent_reproduces_the_curves_of_the_paper() -> None:
-    training = Training("intermittent")
+    training = Training(Intermittent())
     for _ in range(17):
         training.checkpoint()
     # The first full is the start; then seven increments, and the eighth interval takes a full.
@@ -96,7 +97,7 @@ def test_intermittent_reproduces_the_curves_of_the_paper() -> None:
 
 
 def test_consecutive_reproduces_the_capacity_of_the_paper() -> None:
-    training = Training("consecutive", full_every=100)
+    training = Training(Consecutive(full_every=100))
     for _ in range(12):
         training.checkpoint()
     assert training.kinds == ["full"] + ["increment"] * 11
@@ -105,7 +106,7 @@ def test_consecutive_reproduces_the_capacity_of_the_paper() -> None:
 
 
 def test_one_shot_stands_on_its_first_full() -> None:
-    training = Training("one_shot")
+    training = Training(OneShot())
     for _ in range(30):
         training.checkpoint()
     assert training.kinds == ["full"] + ["increment"] * 29
@@ -116,7 +117,7 @@ def test_one_shot_stands_on_its_first_full() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_full_every_n_checkpoints(name: PolicyName, every: int) -> None:
-    training = Training(name, full_every=every)
+    training = Training(POLICIES[name](full_every=every))
     for _ in range(7):
         training.checkpoint()
     fulls = [step for step, kind in enumerate(training.kinds) if kind == "full"]
@@ -124,7 +125,7 @@ def test_full_every_n_checkpoints(name: PolicyName, every: int) -> None:
 
 
 def test_continuous_goes_on_as_long_as_chains_are_consolidated() -> None:
-    training = Training("continuous", full_every=4)
+    training = Training(Continuous(full_every=4))
     training.checkpoint()
     for links in (2, 3, 2, 3, 3, 3):  # consolidated in between, but never down to the full
         training.checkpoint(links_to_read=links)
@@ -135,7 +136,7 @@ def test_continuous_goes_on_as_long_as_chains_are_consolidated() -> None:
 
 
 def test_continuous_counts_what_has_no_outcome_yet() -> None:
-    policy = Policy(name="continuous", full_every=4)
+    policy = Continuous(full_every=4)
     tip = FULL.tip(ref(1), specs(5), before=None, policy=policy)
     history = BaseHistory(ref(1))
     history.stored(ref(1), FULL_BYTES, links_to_read=1)
@@ -182,7 +183,7 @@ def test_the_unknown_ones_may_be_left_out(base: int, increments: list[int], unkn
 
 
 def test_the_predictor_waits_for_outcomes_and_forgets_what_came_to_nothing() -> None:
-    policy = Policy(name="intermittent")
+    policy = Intermittent()
     tip = FULL.tip(ref(1), specs(5), before=None, policy=policy)
     history = BaseHistory(ref(1))
     for step in (2, 3):
@@ -218,7 +219,7 @@ def test_a_full_without_end_of_increments_takes_no_more_memory() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_where_no_increment_can_stand(name: PolicyName) -> None:
-    policy = Policy(name=name, full_every=MAX_CHAIN_LENGTH)
+    policy = POLICIES[name](full_every=MAX_CHAIN_LENGTH)
     tip = FULL.tip(ref(1), specs(5), before=None, policy=policy)
     history = BaseHistory(ref(1), stored_bytes=100)
 

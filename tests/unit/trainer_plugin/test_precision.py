@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from recpoint.embeddings.tables import ModuleTable, Table
 from recpoint.errors import SettingsError
-from recpoint.format.history import Precision
+from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.failures import ExpectedFailures, Past
 from recpoint.trainer_plugin.model_tables import find_tables
@@ -22,14 +22,14 @@ from recpoint.trainer_plugin.precision import (
     in_bits,
     table_widths,
 )
-from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES, Bits
+from recpoint.trainer_plugin.settings import Bits, Precision
 
 HOUR_MS = 3_600_000
 WEEK_MS = 7 * 24 * HOUR_MS
 
 
-def chosen(bits: Any, expected_milli: int | None, *, fallen_back: bool = False) -> Precision:
-    return Precision(
+def chosen(bits: Any, expected_milli: int | None, *, fallen_back: bool = False) -> ChosenPrecision:
+    return ChosenPrecision(
         bits=bits, expected_milli=expected_milli, fallen_back=fallen_back, reason="as before"
     )
 
@@ -195,11 +195,12 @@ def model_tables(shapes: dict[str, tuple[int, int]], *, frozen: str = "") -> tup
     ).tables
 
 
-SMALL, LARGE = (SMALL_TABLE_VALUES // 16, 16), (SMALL_TABLE_VALUES // 16 + 1, 16)
+_SMALL_ROWS = Precision().small_table_values // 16
+SMALL, LARGE = (_SMALL_ROWS, 16), (_SMALL_ROWS + 1, 16)
 
 
 @pytest.mark.parametrize(
-    ("bits", "table_bits", "expected"),
+    ("bits", "named", "expected"),
     [
         ("lossless", {}, {"small": 32, "large": 32, "frozen": 32}),
         (4, {}, {"small": 32, "large": 4, "frozen": 32}),
@@ -212,13 +213,13 @@ SMALL, LARGE = (SMALL_TABLE_VALUES // 16, 16), (SMALL_TABLE_VALUES // 16 + 1, 16
     ],
 )
 def test_which_tables_are_under_the_rule(
-    bits: Bits, table_bits: dict[str, Bits], expected: dict[str, int | None]
+    bits: Bits, named: dict[str, Bits], expected: dict[str, int | None]
 ) -> None:
     tables = model_tables({"small": SMALL, "large": LARGE, "frozen": LARGE}, frozen="frozen")
-    assert table_widths(tables, bits, table_bits, exact_up_to=SMALL_TABLE_VALUES) == expected
-    all_under = table_widths(tables, bits, table_bits, exact_up_to=0)
-    named = {"large": expected["large"], "frozen": 32}
-    assert all_under == named | {"small": in_all(bits, table_bits.get("small"))}
+    assert table_widths(tables, Precision(bits=bits, tables=named)) == expected
+    all_under = table_widths(tables, Precision(bits=bits, tables=named, small_table_values=0))
+    others = {"large": expected["large"], "frozen": 32}
+    assert all_under == others | {"small": in_all(bits, named.get("small"))}
 
 
 def in_all(bits: Bits, own: Bits | None) -> int | None:
@@ -230,7 +231,7 @@ def in_all(bits: Bits, own: Bits | None) -> int | None:
 def test_auto_for_a_table_that_is_not_trained_is_refused() -> None:
     tables = model_tables({"large": LARGE, "frozen": LARGE}, frozen="frozen")
     with pytest.raises(SettingsError, match="not trained"):
-        table_widths(tables, "lossless", {"frozen": "auto"}, exact_up_to=0)
+        table_widths(tables, Precision(tables={"frozen": "auto"}, small_table_values=0))
 
 
 def test_bits_of_a_width() -> None:
@@ -242,7 +243,7 @@ def test_bits_of_a_width() -> None:
 def test_a_half_precision_table_keeps_its_own_width_when_it_is_exact() -> None:
     model = nn.ModuleDict({"t": nn.Embedding(4, 4, dtype=torch.bfloat16)})
     tables = find_tables(model, [SGD(model.parameters(), lr=0.1)]).tables
-    assert table_widths(tables, "auto", {}, exact_up_to=16) == {"t": 16}
+    assert table_widths(tables, Precision(bits="auto", small_table_values=16)) == {"t": 16}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -266,5 +267,5 @@ def test_pieces_by_columns_have_the_width_of_their_table() -> None:
         )
         for first, dim in ((0, 32), (32, 32), (64, 64))
     ]
-    widths = table_widths(pieces, 4, {}, exact_up_to=SMALL_TABLE_VALUES)
+    widths = table_widths(pieces, Precision(bits=4))
     assert [widths[piece.key] for piece in pieces] == [4, 4, 4]

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from recpoint import Checkpointer, ExpectedFailures
+from recpoint import Checkpointer, Consecutive, ExpectedFailures
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
-from recpoint.format.history import MAX_COUNT, History, Precision
+from recpoint.format.history import MAX_COUNT, ChosenPrecision, History
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from recpoint.trainer_plugin.interval import MAX_SECONDS, MIN_SECONDS
-from recpoint.trainer_plugin.settings import SMALL_TABLE_VALUES
+from recpoint.trainer_plugin.settings import Precision
 from tests.training_builder import (
     Place,
     checkpointer,
@@ -72,7 +72,7 @@ def test_restores_beyond_the_estimate_end_in_8_bits_for_good(
     found = []
     for restores in range(5):
         caplog.clear()
-        newest = life(place, table_bits=BOTH, failures=TWO)
+        newest = life(place, tables=BOTH, failures=TWO)
         precision = newest.history.precision
         assert precision is not None and newest.history.lossy_restores == restores
         assert ("asymmetric", precision.bits) in widths(newest, 0)
@@ -85,7 +85,7 @@ def test_restores_beyond_the_estimate_end_in_8_bits_for_good(
     assert trained == sorted(trained)
     # A trainer that is told otherwise later does not go back to fewer bits.
     more = ExpectedFailures(per_node_hour=0, job_hours=100)
-    precision = life(place, table_bits=BOTH, failures=more).history.precision
+    precision = life(place, tables=BOTH, failures=more).history.precision
     assert precision is not None and precision.bits == 8 and precision.fallen_back
 
 
@@ -93,11 +93,11 @@ def test_going_back_to_before_a_fall_back_does_not_undo_it(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     never = ExpectedFailures(per_node_hour=0, job_hours=100)
-    life(place, table_bits=BOTH, failures=never)
-    fallen = life(place, table_bits=BOTH, failures=never).history.precision
+    life(place, tables=BOTH, failures=never)
+    fallen = life(place, tables=BOTH, failures=never).history.precision
     assert fallen is not None and fallen.bits == 8 and fallen.fallen_back
     # One that goes back, and is gone before it has a checkpoint.
-    settings: dict[str, Any] = {"table_bits": BOTH, "failures": TWO}
+    settings: dict[str, Any] = {"tables": BOTH, "failures": TWO}
     with checkpointer(simple_training(), place, **settings) as ckpt:
         ckpt.restore(step=4)
     # To the next one that is the newest of its line; and of what lies beside it, one is damaged.
@@ -119,13 +119,13 @@ def test_going_back_to_before_a_fall_back_does_not_undo_it(
 
 def test_a_fall_back_of_another_job_in_between_is_not_taken_over(place: Place) -> None:
     never = ExpectedFailures(per_node_hour=0, job_hours=100)
-    settings: dict[str, Any] = {"table_bits": BOTH, "failures": TWO}
+    settings: dict[str, Any] = {"tables": BOTH, "failures": TWO}
     life(place, **settings)
     with checkpointer(simple_training(), place) as ckpt:
         ckpt.restore(fresh=True)
         assert ckpt.checkpoint()
-    fallen = life(place, table_bits=BOTH, failures=never).history.precision
-    again = life(place, table_bits=BOTH, failures=never).history.precision
+    fallen = life(place, tables=BOTH, failures=never).history.precision
+    again = life(place, tables=BOTH, failures=never).history.precision
     assert fallen is not None and again is not None and again.fallen_back
     back = life(place, step=4, generation=1, **settings).history.precision
     assert back is not None and not back.fallen_back
@@ -133,8 +133,8 @@ def test_a_fall_back_of_another_job_in_between_is_not_taken_over(place: Place) -
 
 def test_widths_differ_within_a_chain_and_it_restores(place: Place) -> None:
     never = ExpectedFailures(per_node_hour=0, job_hours=100)
-    life(place, table_bits=BOTH, failures=never, full_every=9)
-    life(place, table_bits=BOTH, failures=never, full_every=9)
+    life(place, tables=BOTH, failures=never, policy=Consecutive(full_every=9))
+    life(place, tables=BOTH, failures=never, policy=Consecutive(full_every=9))
     newest, _, _, oldest = manifests(place)
     assert newest.chain_length == 4
     assert widths(oldest, 0) == {("asymmetric", 2)}
@@ -149,7 +149,7 @@ def test_only_restores_from_quantized_rows_count(place: Place) -> None:
     for _ in range(3):
         exact = life(place)
         assert exact.history.lossy_restores == 0 and exact.history.precision is None
-    first = life(place, table_bits=BOTH, failures=TWO)
+    first = life(place, tables=BOTH, failures=TWO)
     assert first.history.lossy_restores == 0
     assert life(place).history.lossy_restores == 1  # lossless again: what was lost stays lost
     with place.agent(), checkpointer(simple_training(), place) as ckpt:
@@ -171,7 +171,7 @@ def test_parts_of_a_quantized_checkpoint_have_lost_what_it_lost(place: Place) ->
 
 def test_without_settings_and_without_a_past_it_is_8_bits(place: Place) -> None:
     for _ in range(2):
-        newest = life(place, table_bits={"users": "auto"})
+        newest = life(place, tables={"users": "auto"})
         precision = newest.history.precision
         assert precision is not None and not precision.fallen_back
         assert (precision.bits, precision.expected_milli) == (8, None)
@@ -184,7 +184,7 @@ def test_without_settings_and_without_a_past_it_is_8_bits(place: Place) -> None:
 def test_small_tables_are_exact_where_nothing_else_was_said(
     place: Place, settings: dict[str, Any]
 ) -> None:
-    newest = life(place, small_table_values=SMALL_TABLE_VALUES, **settings)
+    newest = life(place, small_table_values=Precision().small_table_values, **settings)
     assert newest.history.precision is None  # no table is under the rule
     assert widths(newest, 0) == widths(newest, 1) == {("exact", 32)}
 
@@ -217,14 +217,14 @@ def test_a_large_table_is_under_the_rule_beside_a_small_one(place: Place) -> Non
 
 
 def test_a_past_as_large_as_a_record_can_hold_fails_no_checkpoint(place: Place) -> None:
-    last = Precision(bits=4, expected_milli=MAX_COUNT, fallen_back=False, reason="x" * 500)
+    last = ChosenPrecision(bits=4, expected_milli=MAX_COUNT, fallen_back=False, reason="x" * 500)
     history = History(trained_ms=MAX_COUNT, lossy_restores=MAX_COUNT, precision=last)
     first = life(place, bits=4)
     run = Run.open(open_store(place.run))
     key = MANIFEST_KEY.of(first.step, first.generation)
     run.store.delete(key)
     run.store.put(key, pack_record(first.model_copy(update={"history": history})))
-    newest = life(place, table_bits=BOTH)
+    newest = life(place, tables=BOTH)
     assert newest.history.trained_ms == newest.history.lossy_restores == MAX_COUNT
     assert newest.history.precision is not None and newest.history.precision.bits == 8
 
@@ -234,7 +234,7 @@ def test_clocks_of_hosts_make_no_difference(place: Place, monkeypatch: pytest.Mo
     for offset_years in (0, -50, 200):
         shift = offset_years * 365 * 86_400 * 10**9
         monkeypatch.setattr(time, "time_ns", lambda shift=shift: max(0, real() + shift))
-        history = life(place, table_bits=BOTH).history
+        history = life(place, tables=BOTH).history
         assert history.trained_ms < 600_000
         assert history.precision is not None and history.precision.bits == 8
 
@@ -267,7 +267,7 @@ def test_an_interval_that_follows_from_what_checkpoints_cost(
 
 def test_checkpoints_that_waited_for_one_outage_count_it_once(place: Place) -> None:
     training = simple_training()
-    with checkpointer(training, place, interval_batches=1, max_staged_jobs=3) as ckpt:
+    with checkpointer(training, place, interval_batches=1, jobs=3) as ckpt:
         ckpt.restore()
         began = time.monotonic()
         train(training, ckpt, 3)

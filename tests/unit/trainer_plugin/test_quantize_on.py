@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Consecutive, Options, Precision
 from recpoint.catalog.chunks.chunk_reader import read_chunk
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
@@ -32,7 +32,9 @@ def staged_jobs(ckpt: Checkpointer, n: int) -> Callable[[], bool]:
     return lambda: ckpt.stats.staged == n
 
 
-def one_by_one(place: Place, checkpoints: int, **settings: Any) -> tuple[list[Job], list[Manifest]]:
+def one_by_one(
+    place: Place, checkpoints: int, /, **settings: Any
+) -> tuple[list[Job], list[Manifest]]:
     """Train, and persist each checkpoint before the next is cut."""
     training = simple_training()
     jobs = []
@@ -72,7 +74,7 @@ def test_the_same_is_stored_whoever_quantizes(tmp_path: Path, bits: int, quantiz
     for where in ("host", "device"):
         place = Place(str(tmp_path / where), tmp_path / f"{where}-staging")
         jobs, manifests = one_by_one(
-            place, 3, bits=bits, quantizer=quantizer, quantize_on=where, full_every=2
+            place, 3, bits=bits, quantizer=quantizer, place=where, policy=Consecutive(full_every=2)
         )
         assert [job.kind for job in jobs] == ["full", "increment", "full"]
         for job in jobs:
@@ -90,7 +92,7 @@ def test_the_same_is_stored_also_where_the_method_is_chosen(
     for where in ("host", "device"):
         place = Place(str(tmp_path / where), tmp_path / f"{where}-staging")
         jobs, manifests = one_by_one(
-            place, 6, bits=bits, quantizer=quantizer, quantize_on=where, full_every=5
+            place, 6, bits=bits, quantizer=quantizer, place=where, policy=Consecutive(full_every=5)
         )
         assert any(table.codes for job in jobs for table in job.tables) == (where == "device")
         stored.append([(bodies(place, m), m.quantizers) for m in manifests])
@@ -99,7 +101,7 @@ def test_the_same_is_stored_also_where_the_method_is_chosen(
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_method_is_kept_until_as_much_again_was_trained(place: Place, where: str) -> None:
-    jobs, manifests = one_by_one(place, 9, bits=4, quantize_on=where, full_every=6)
+    jobs, manifests = one_by_one(place, 9, bits=4, place=where, policy=Consecutive(full_every=6))
     assert [job.step for job in jobs] == list(range(2, 20, 2))
     assert [job.kind for job in jobs] == ["full"] + ["increment"] * 5 + ["full"] + ["increment"] * 2
     # Chosen after 2, 4 and 8 batches of the first chain, and for the second one's full.
@@ -113,8 +115,8 @@ def test_a_method_is_kept_until_as_much_again_was_trained(place: Place, where: s
 
 
 def test_after_a_restart_values_are_staged_until_the_agent_has_chosen(place: Place) -> None:
-    one_by_one(place, 1, bits=4, quantize_on="device")
-    jobs, manifests = one_by_one(place, 3, bits=4, quantize_on="device")
+    one_by_one(place, 1, bits=4, place="device")
+    jobs, manifests = one_by_one(place, 3, bits=4, place="device")
     assert [(job.kind, job.step) for job in jobs] == [("increment", step) for step in (4, 6, 8)]
     assert [[table.codes for table in job.tables] for job in jobs] == [
         [False, False],
@@ -126,7 +128,7 @@ def test_after_a_restart_values_are_staged_until_the_agent_has_chosen(place: Pla
 
 @pytest.mark.parametrize("where", ["auto", "host"])
 def test_tables_on_the_cpu_are_left_to_the_agent(place: Place, where: str) -> None:
-    jobs, _ = one_by_one(place, 2, bits=4, quantizer="asymmetric", quantize_on=where)
+    jobs, _ = one_by_one(place, 2, bits=4, quantizer="asymmetric", place=where)
     assert not any(table.codes for job in jobs for table in job.tables)
     assert {job.quantized_by for job in jobs} == {""}
 
@@ -156,12 +158,8 @@ def test_what_cannot_be_quantized_or_not_with_profit_is_staged_as_it_is(place: P
         run=place.run,
         staging=place.staging,
         interval_batches=1,
-        bits=4,
-        small_table_values=0,
-        quantizer="asymmetric",
-        quantize_on="device",
-        handle_sigterm=False,
-        on_error="raise",
+        bits=Precision(bits=4, small_table_values=0, quantizer="asymmetric", place="device"),
+        options=Options(handle_sigterm=False, on_error="raise"),
     )
     ckpt.restore()
     for ids in (torch.arange(0), torch.tensor([1, 3, 6, 20, 21, 22])):
@@ -196,7 +194,7 @@ def test_row_states_go_with_the_codes(tmp_path: Path) -> None:
         training = simple_training()
         training.model.users.sparse = True
         training.optimizers = [Adagrad(training.model.parameters(), lr=0.1)]
-        settings: dict[str, Any] = {"bits": 8, "quantize_on": where, "interval_batches": 1}
+        settings: dict[str, Any] = {"bits": 8, "place": where, "interval_batches": 1}
         with place.agent(), checkpointer(training, place, **settings) as ckpt:
             ckpt.restore()
             for number in range(1, 4):
@@ -219,7 +217,7 @@ def test_a_cut_that_fails_after_quantizing_loses_no_row(
     training = simple_training()
     with (
         place.agent(),
-        checkpointer(training, place, interval_batches=1, bits=8, quantize_on="device") as ckpt,
+        checkpointer(training, place, interval_batches=1, bits=8, place="device") as ckpt,
     ):
         ckpt.restore()
         train(training, ckpt, 1)

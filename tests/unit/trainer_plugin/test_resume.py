@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Consecutive, Options
 from recpoint.embeddings.optimizer_rows import FullyDirtyTables
 from tests.training_builder import (
     Batches,
@@ -109,8 +109,8 @@ def checkpointer(training: Training, place: Place, **settings: Any) -> Checkpoin
         staging=place.staging,
         reader=training.reader,
         schedulers=training.schedulers,
-        row_local_optimizers=(RowWiseAdagrad,),
-        **{"interval_batches": 3, "full_every": 3, **settings},
+        options=Options(row_local_optimizers=(RowWiseAdagrad,)),
+        **{"interval_batches": 3, "policy": Consecutive(full_every=3), **settings},
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Options
 from recpoint.catalog.chunks.chunk_reader import read_chunk
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
@@ -103,8 +103,7 @@ def test_a_checkpoint_holds_rows_of_its_own_and_of_others(place: Place, dtype: t
         staging=place.staging,
         interval_batches=10**6,
         bits=4,
-        on_error="raise",
-        handle_sigterm=False,
+        options=Options(on_error="raise", handle_sigterm=False),
     )
     ckpt.restore()
     tables = (model.large, model.small, model.never)
@@ -159,7 +158,7 @@ def test_a_slot_has_room_for_every_sample(place: Place) -> None:
         run=place.run,
         staging=place.staging,
         interval_batches=10**6,
-        handle_sigterm=False,
+        options=Options(handle_sigterm=False),
     )
     ckpt.restore()
     bound = ckpt.memory_bound_bytes

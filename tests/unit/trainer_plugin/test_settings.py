@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import pickle
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,25 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from recpoint import Checkpointer, ExpectedFailures
+import recpoint
+from recpoint import (
+    Checkpointer,
+    Consecutive,
+    Continuous,
+    ExpectedFailures,
+    Intermittent,
+    OneShot,
+    Options,
+    Precision,
+    Staging,
+    Timeouts,
+)
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import MAX_CHAIN_LENGTH
-from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.policy import as_policy
+from recpoint.trainer_plugin.settings import Settings, as_precision, as_staging
 from tests.polling import until
 from tests.training_builder import (
     Batches,
@@ -48,7 +64,6 @@ from tests.training_builder import (
         ("interval_batches", np.bool_(True)),
         ("interval_batches", np.float64(2.0)),
         ("interval_batches", np.int64(0)),
-        ("full_every", np.uint64(2**64 - 1)),
         ("interval_batches", "auto"),
         ("bits", 5),
         ("bits", "Auto"),
@@ -56,66 +71,126 @@ from tests.training_builder import (
         ("bits", 1),
         ("bits", True),
         ("bits", 4.0),
-        ("small_table_values", -1),
-        ("small_table_values", True),
-        ("table_bits", {"users": 7}),
-        ("table_bits", {"users": np.int64(7)}),
-        ("table_bits", {"users": np.bool_(True)}),
-        ("table_bits", ["users"]),
-        ("table_bits", {"users": "automatic"}),
-        ("failures", 0.1),
-        ("failures", {"per_node_hour": 0.1}),
-        ("state_bits", 8),
-        ("state_bits", 16.0),
-        ("state_bits", "16"),
-        ("quantizer", "kmeans"),
-        ("quantizer", None),
-        ("quantizer", {"users": "greedy"}),
+        ("bits", {"users": 4}),
         ("policy", "incremental"),
         ("policy", None),
-        ("quantize_on", "gpu"),
-        ("quantize_on", True),
-        ("full_every", 0),
-        ("full_every", MAX_CHAIN_LENGTH + 1),
-        ("full_every", 2.0),
-        ("max_staged_jobs", 0),
-        ("on_error", "ignore"),
-        ("close_wait_seconds", -1),
-        ("drain_seconds", None),
-        ("ranks_wait_seconds", 0),
-        ("row_local_optimizers", ("SGD",)),
-        ("verify_unmarked_rows", -1),
-        ("verify_unmarked_rows", True),
-        ("verify_unmarked_rows", 0.5),
+        ("policy", Consecutive),
+        ("failures", 0.1),
+        ("failures", {"per_node_hour": 0.1}),
+        ("staging", 5),
+        ("staging", "a\0b"),
+        ("timeouts", 60.0),
+        ("timeouts", None),
+        ("options", {"on_error": "raise"}),
+        ("options", None),
     ],
 )
-def test_setting_is_refused_by_name(setting: str, value: Any) -> None:
-    interval: dict[str, Any] = {} if setting.startswith("interval") else {"interval_batches": 10}
+def test_a_parameter_is_refused_by_name(setting: str, value: Any, place: Place) -> None:
+    model = Recommender()
+    interval: dict[str, Any] = {"interval_batches": None} if setting == "interval_seconds" else {}
     with pytest.raises(SettingsError) as caught:
-        Settings(**interval, **{setting: value})
-    assert setting in caught.value.subject
+        build(place, model, SGD(model.parameters(), lr=0.1), **interval, **{setting: value})
+    assert caught.value.subject == setting
+    assert caught.value.found == f"{value!r:.200}" and caught.value.expected
+    assert "recpoint.Checkpointer" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "value"),
+    [
+        (Precision, "bits", 5),
+        (Precision, "bits", True),
+        (Precision, "small_table_values", -1),
+        (Precision, "small_table_values", True),
+        (Precision, "tables", {"users": 7}),
+        (Precision, "tables", {"users": np.int64(7)}),
+        (Precision, "tables", {"users": np.bool_(True)}),
+        (Precision, "tables", ["users"]),
+        (Precision, "tables", {"users": "automatic"}),
+        (Precision, "state", 8),
+        (Precision, "state", 16.0),
+        (Precision, "state", "16"),
+        (Precision, "quantizer", "kmeans"),
+        (Precision, "quantizer", None),
+        (Precision, "quantizer", {"users": "greedy"}),
+        (Precision, "place", "gpu"),
+        (Precision, "place", True),
+        (Consecutive, "full_every", 0),
+        (Consecutive, "full_every", None),
+        (Consecutive, "full_every", np.uint64(2**64 - 1)),
+        (Continuous, "full_every", MAX_CHAIN_LENGTH + 1),
+        (Continuous, "full_every", None),
+        (OneShot, "full_every", 2.0),
+        (Intermittent, "full_every", True),
+        (Staging, "directory", 5),
+        (Staging, "directory", "a\0b"),
+        (Staging, "jobs", 0),
+        (Staging, "jobs", 1001),
+        (Staging, "when_busy", "block"),
+        (Staging, "busy_wait_seconds", float("inf")),
+        (Timeouts, "close_seconds", -1),
+        (Timeouts, "drain_seconds", None),
+        (Timeouts, "ranks_seconds", 0),
+        (Options, "on_error", "ignore"),
+        (Options, "handle_sigterm", "no"),
+        (Options, "row_local_optimizers", ("SGD",)),
+        (Options, "row_local_optimizers", SGD),
+        (Options, "verify_unmarked_rows", -1),
+        (Options, "verify_unmarked_rows", True),
+        (Options, "verify_unmarked_rows", 0.5),
+    ],
+)
+def test_a_field_is_refused_by_name(kind: type, setting: str, value: Any) -> None:
+    with pytest.raises(SettingsError) as caught:
+        kind(**{setting: value})
+    error = caught.value
+    assert error.subject.startswith(f"{kind.__name__}.{setting}")
+    assert error.found and error.expected and f"recpoint.{kind.__name__}" in error.next_step
+    assert getattr(recpoint, kind.__name__) is kind
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Precision, Consecutive, Continuous, OneShot, Intermittent, Staging, Timeouts, Options],
+)
+def test_settings_are_frozen_and_told_field_by_field(kind: type) -> None:
+    made = kind()
+    for field in dataclasses.fields(kind):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field.name, None)
+        assert f"\n        {field.name}: " in (inspect.getdoc(kind) or "").replace("\n", "\n    ")
+    with pytest.raises(TypeError):
+        kind(1)
+    assert pickle.loads(pickle.dumps(made)) == made == kind()
+
+
+def test_a_checkpointer_takes_fourteen_parameters_each_described() -> None:
+    parameters = inspect.signature(Checkpointer).parameters
+    assert len(parameters) <= 14
+    for name in parameters:
+        assert f"\n    {name}: " in (inspect.getdoc(Checkpointer) or ""), name
 
 
 @pytest.mark.parametrize(
     ("given", "subject"),
     [
-        ({}, "failures"),
-        ({"nodes": 2}, "failures.nodes"),
-        ({"nodes": 2, "job_hours": 5}, "failures.nodes"),
-        ({"nodes": 0, "per_node_hour": 0.1}, "failures.nodes"),
-        ({"nodes": 1.0, "per_node_hour": 0.1}, "failures.nodes"),
-        ({"nodes": True, "per_node_hour": 0.1}, "failures.nodes"),
-        ({"per_node_hour": -0.1}, "failures.per_node_hour"),
-        ({"per_node_hour": float("nan")}, "failures.per_node_hour"),
-        ({"per_node_hour": float("inf")}, "failures.per_node_hour"),
-        ({"per_node_hour": 1e7}, "failures.per_node_hour"),
-        ({"per_node_hour": "0.1"}, "failures.per_node_hour"),
-        ({"per_node_hour": True}, "failures.per_node_hour"),
-        ({"per_node_hour": 10**400}, "failures.per_node_hour"),
-        ({"nodes": np.bool_(True), "per_node_hour": 0.1}, "failures.nodes"),
-        ({"job_hours": 0}, "failures.job_hours"),
-        ({"job_hours": -1.0}, "failures.job_hours"),
-        ({"job_hours": float("nan")}, "failures.job_hours"),
+        ({}, "ExpectedFailures"),
+        ({"nodes": 2}, "ExpectedFailures.nodes"),
+        ({"nodes": 2, "job_hours": 5}, "ExpectedFailures.nodes"),
+        ({"nodes": 0, "per_node_hour": 0.1}, "ExpectedFailures.nodes"),
+        ({"nodes": 1.0, "per_node_hour": 0.1}, "ExpectedFailures.nodes"),
+        ({"nodes": True, "per_node_hour": 0.1}, "ExpectedFailures.nodes"),
+        ({"per_node_hour": -0.1}, "ExpectedFailures.per_node_hour"),
+        ({"per_node_hour": float("nan")}, "ExpectedFailures.per_node_hour"),
+        ({"per_node_hour": float("inf")}, "ExpectedFailures.per_node_hour"),
+        ({"per_node_hour": 1e7}, "ExpectedFailures.per_node_hour"),
+        ({"per_node_hour": "0.1"}, "ExpectedFailures.per_node_hour"),
+        ({"per_node_hour": True}, "ExpectedFailures.per_node_hour"),
+        ({"per_node_hour": 10**400}, "ExpectedFailures.per_node_hour"),
+        ({"nodes": np.bool_(True), "per_node_hour": 0.1}, "ExpectedFailures.nodes"),
+        ({"job_hours": 0}, "ExpectedFailures.job_hours"),
+        ({"job_hours": -1.0}, "ExpectedFailures.job_hours"),
+        ({"job_hours": float("nan")}, "ExpectedFailures.job_hours"),
     ],
 )
 def test_failures_that_cannot_be(given: dict[str, Any], subject: str) -> None:
@@ -132,34 +207,51 @@ def test_failures_that_cannot_be(given: dict[str, Any], subject: str) -> None:
         ("interval_seconds", np.float32(0.5), 0.5),
         ("interval_seconds", np.int32(300), 300.0),
         ("interval_seconds", Fraction(1, 2), 0.5),
-        ("full_every", np.int64(4), 4),
-        ("max_staged_jobs", np.int16(2), 2),
-        ("small_table_values", np.int64(0), 0),
-        ("bits", np.int64(8), 8),
-        ("bits", np.uint8(2), 2),
-        ("state_bits", np.int32(16), 16),
-        ("busy_wait_seconds", np.float64(2.5), 2.5),
-        ("close_wait_seconds", np.float16(2.5), 2.5),
-        ("drain_seconds", np.int8(3), 3.0),
-        ("ranks_wait_seconds", 7, 7.0),
     ],
 )
-def test_numbers_are_kept_as_pythons(setting: str, value: Any, kept: float) -> None:
-    interval: dict[str, Any] = {} if setting.startswith("interval") else {"interval_batches": 10}
-    settings = Settings(**interval, **{setting: value})
-    found = getattr(settings, setting)
+def test_an_interval_is_kept_as_pythons(setting: str, value: Any, kept: float) -> None:
+    interval = {"interval_batches": None, "interval_seconds": None, setting: value}
+    common = settings(**interval).common
+    assert type(common[setting]) is type(kept) and common[setting] == kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "value", "kept"),
+    [
+        (Consecutive, "full_every", np.int64(4), 4),
+        (OneShot, "full_every", np.int8(4), 4),
+        (Staging, "jobs", np.int16(2), 2),
+        (Precision, "small_table_values", np.int64(0), 0),
+        (Precision, "bits", np.int64(8), 8),
+        (Precision, "bits", np.uint8(2), 2),
+        (Precision, "state", np.int32(16), 16),
+        (Staging, "busy_wait_seconds", np.float64(2.5), 2.5),
+        (Timeouts, "close_seconds", np.float16(2.5), 2.5),
+        (Timeouts, "drain_seconds", np.int8(3), 3.0),
+        (Timeouts, "ranks_seconds", 7, 7.0),
+        (Options, "verify_unmarked_rows", np.int64(7), 7),
+    ],
+)
+def test_numbers_are_kept_as_pythons(kind: type, setting: str, value: Any, kept: float) -> None:
+    found = getattr(kind(**{setting: value}), setting)
     assert type(found) is type(kept) and found == kept
-    if setting in settings.common:
-        assert type(settings.common[setting]) is type(kept)
 
 
 def test_widths_of_tables_are_kept_as_pythons() -> None:
     given = {"users": np.int64(4), "items": "auto", "ads": 2}
-    settings = Settings(interval_batches=10, table_bits=given)  # type: ignore[arg-type]
-    assert settings.table_bits == {"users": 4, "items": "auto", "ads": 2}
-    assert {type(bits) for bits in settings.table_bits.values()} == {int, str}
+    precision = Precision(tables=given)  # type: ignore[arg-type]
+    assert precision.tables == {"users": 4, "items": "auto", "ads": 2}
+    assert {type(bits) for bits in precision.tables.values()} == {int, str}
     given["users"] = 7  # what was checked is what is used
-    assert settings.table_bits["users"] == 4
+    assert precision.tables["users"] == 4
+
+
+def test_a_name_a_width_and_a_path_are_short_for_what_they_stand_for() -> None:
+    assert as_policy("continuous") == Continuous() and as_policy(OneShot()) == OneShot()
+    assert as_precision(np.int64(4)) == Precision(bits=4)  # type: ignore[arg-type]
+    assert as_precision(Precision(bits="auto")) == Precision(bits="auto")
+    assert as_staging("/here") == Staging(directory="/here") and as_staging(None) == Staging()
+    assert as_staging(Staging(jobs=2)) == Staging(jobs=2)
 
 
 def test_numbers_of_failures_are_kept_as_pythons() -> None:
@@ -173,7 +265,8 @@ def test_numbers_of_failures_are_kept_as_pythons() -> None:
 
 def test_numpys_numbers_train_and_are_stored(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=np.int64(2), full_every=np.int64(2))
+    two: Any = np.int64(2)
+    ckpt = checkpointer(training, place, interval_batches=two, policy=Consecutive(full_every=two))
     with place.agent(), ckpt:
         ckpt.restore()
         for _ in range(3):
@@ -185,9 +278,53 @@ def test_numpys_numbers_train_and_are_stored(place: Place) -> None:
 
 
 @pytest.mark.parametrize("interval", [{}, {"interval_batches": 1, "interval_seconds": 1.0}])
-def test_exactly_one_interval(interval: dict[str, Any]) -> None:
+def test_exactly_one_interval(interval: dict[str, Any], place: Place) -> None:
+    model = Recommender()
+    given = {"interval_batches": None, **interval}
     with pytest.raises(SettingsError, match="exactly one"):
-        Settings(**interval)
+        build(place, model, SGD(model.parameters(), lr=0.1), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "subject"),
+    [
+        ({"staging": Staging(when_busy="cancel")}, 2, "Staging.when_busy"),
+        ({"timeouts": Timeouts(ranks_seconds=60)}, 2, "Timeouts.ranks_seconds"),
+        ({"timeouts": Timeouts(drain_seconds=600)}, 2, "Timeouts.ranks_seconds"),
+        (
+            {"staging": Staging(when_busy="wait", busy_wait_seconds=600)},
+            2,
+            "Timeouts.ranks_seconds",
+        ),
+        ({"staging": Staging(busy_wait_seconds=600)}, 2, None),  # nothing waits for so long
+        ({"staging": Staging(when_busy="cancel")}, 1, None),
+        ({"timeouts": Timeouts(ranks_seconds=60)}, 1, None),
+    ],
+)
+def test_what_suits_no_job_of_several_ranks(
+    given: dict[str, Any], ranks: int, subject: str | None
+) -> None:
+    try:
+        settings(**given).check_ranks(ranks)
+    except SettingsError as error:
+        assert error.subject == subject
+    else:
+        assert subject is None
+
+
+def settings(**given: Any) -> Settings:
+    """Those of a Checkpointer to which nothing but `given` was given."""
+    usual = {
+        "interval_batches": None if given.get("interval_seconds") else 10,
+        "interval_seconds": None,
+        "precision": Precision(),
+        "policy": Consecutive(),
+        "failures": None,
+        "staging": Staging(),
+        "timeouts": Timeouts(),
+        "options": Options(),
+    }
+    return Settings(**usual | given)
 
 
 def build(place: Place, model: nn.Module, optimizers: Any, **settings: Any) -> Checkpointer:
@@ -268,9 +405,9 @@ def test_table_bits_of_no_table_or_of_a_frozen_one(place: Place) -> None:
     model.items.weight.requires_grad_(False)
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with pytest.raises(SettingsError, match="no such table"):
-        build(place, model, optimizer, table_bits={"user": 4})
+        build(place, model, optimizer, bits=Precision(tables={"user": 4}))
     with pytest.raises(SettingsError, match="not trained"):
-        build(place, model, optimizer, table_bits={"items": 4})
+        build(place, model, optimizer, bits=Precision(tables={"items": 4}))
 
 
 @pytest.mark.parametrize(
@@ -352,8 +489,7 @@ def test_state_that_cannot_be_stored_is_named_before_training(place: Place) -> N
     [
         ("interval_batches", 0, "interval_batches"),
         ("bits", 5, "bits"),
-        ("table_bits", {"users": 5}, "table_bits['users']"),
-        ("table_bits", ["users"], "table_bits"),
+        ("bits", Precision(tables={"ads": 8}), "Precision.tables['ads']"),
         ("run", "carrier-pigeon://x/y", "run URL 'carrier-pigeon://x/y'"),
         ("run", "s3:///prefix", "run URL 's3:///prefix'"),
         ("run", None, "run URL"),
@@ -370,10 +506,8 @@ def test_state_that_cannot_be_stored_is_named_before_training(place: Place) -> N
         ("schedulers", None, "schedulers"),
         ("extras", ["scaler"], "extras"),
         ("extras", {5: Batches(1)}, "extras"),
-        ("row_local_optimizers", SGD, "row_local_optimizers"),
         ("staging", 5, "staging"),
         ("staging", "a\0b", "staging"),
-        ("handle_sigterm", "no", "handle_sigterm"),
     ],
 )
 def test_a_checkpointer_that_cannot_work_is_not_built(

@@ -122,7 +122,7 @@ def test_the_last_checkpoint_is_staged_before_the_signal_goes_on(place: Place) -
     before = signal.signal(signal.SIGTERM, look)
     try:
         training = simple_training()
-        ckpt = checkpointer(training, place, close_wait_seconds=0, handle_sigterm=True)
+        ckpt = checkpointer(training, place, close_seconds=0, handle_sigterm=True)
         ckpt.restore()
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: ckpt._end._notice.requested)
@@ -319,7 +319,7 @@ def test_taken_twice_the_signal_goes_on_to_the_handler_before(place: Place) -> N
     before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
     try:
         training = simple_training()
-        ckpt = checkpointer(training, place, close_wait_seconds=0, handle_sigterm=True)
+        ckpt = checkpointer(training, place, close_seconds=0, handle_sigterm=True)
         ckpt.restore()
         ckpt.take_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)

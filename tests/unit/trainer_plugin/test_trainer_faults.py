@@ -365,7 +365,7 @@ def test_with_on_error_raise_a_thread_that_cannot_be_started_is_raised(place: Pl
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_during_a_cut_and_cannot_be_started(place: Place) -> None:
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, max_staged_jobs=2)
+    ckpt = checkpointer(training, place, interval_batches=1, jobs=2)
     ckpt.restore()
     (thread,) = background_threads()
     at_work, to_die = threading.Event(), threading.Event()

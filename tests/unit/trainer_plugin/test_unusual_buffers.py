@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, Options, Timeouts
 from recpoint.errors import IncompatibleModel
 from tests.training_builder import Place
 
@@ -39,8 +39,8 @@ def life(place: Place, buffer: Tensor, batches: int, **restoring: Any) -> tuple[
             run=place.run,
             staging=place.staging,
             interval_batches=2,
-            close_wait_seconds=120.0,
-            handle_sigterm=False,
+            timeouts=Timeouts(close_seconds=120.0),
+            options=Options(handle_sigterm=False),
         ) as ckpt,
     ):
         report = ckpt.restore(**restoring)
@@ -104,9 +104,8 @@ def test_row_states_of_booleans_whatever_their_bytes(place: Place) -> None:
             run=place.run,
             staging=place.staging,
             interval_batches=2,
-            row_local_optimizers=(Touched,),
-            close_wait_seconds=120.0,
-            handle_sigterm=False,
+            options=Options(row_local_optimizers=(Touched,), handle_sigterm=False),
+            timeouts=Timeouts(close_seconds=120.0),
         )
         return table, optimizer, ckpt
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from recpoint import Consecutive
 from recpoint.catalog.records.validations import verdicts
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
@@ -44,11 +45,11 @@ def sgd(training: Training) -> list[torch.optim.Optimizer]:
     ("optimizers", "settings"),
     [
         (adagrad, {}),
-        (adagrad, {"bits": 2, "state_bits": 16}),
+        (adagrad, {"bits": 2, "state": 16}),
         (adagrad, {"bits": 4, "quantizer": "greedy"}),
-        (adagrad, {"bits": 3, "table_bits": {"items": 8}, "quantizer": "symmetric"}),
-        (adam, {"bits": 8, "state_bits": 16}),
-        (sgd, {"bits": 4, "full_every": 2}),
+        (adagrad, {"bits": 3, "tables": {"items": 8}, "quantizer": "symmetric"}),
+        (adam, {"bits": 8, "state": 16}),
+        (sgd, {"bits": 4, "policy": Consecutive(full_every=2)}),
     ],
 )
 def test_every_checkpoint_of_a_training_is_valid(

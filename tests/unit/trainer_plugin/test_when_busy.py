@@ -19,7 +19,7 @@ from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.policy import POLICIES
-from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.settings import Staging
 from tests.persisted import store_groups
 from tests.training_builder import Place, Training, checkpointer, simple_training, train, until
 
@@ -283,5 +283,5 @@ def test_a_new_trainer_withdraws_what_the_last_one_cancelled(place: Place) -> No
 
 
 def test_cancelling_is_for_one_staged_job() -> None:
-    with pytest.raises(SettingsError, match="max_staged_jobs"):
-        Settings(interval_batches=1, when_busy="cancel", max_staged_jobs=2)
+    with pytest.raises(SettingsError, match=r"Staging\.jobs"):
+        Staging(when_busy="cancel", jobs=2)

@@ -1,0 +1,34 @@
+"""Builds the arguments of a Checkpointer from settings by the names of their fields alone."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from recpoint.trainer_plugin.settings import Options, Precision, Staging, Timeouts
+
+_KINDS: dict[str, type] = {
+    "bits": Precision,
+    "staging": Staging,
+    "timeouts": Timeouts,
+    "options": Options,
+}
+_PARAMETERS = {field.name: name for name, kind in _KINDS.items() for field in fields(kind)}
+
+
+def arguments(flat: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a Checkpointer.
+
+    Args:
+        flat: arguments of a Checkpointer, and fields of what it takes as objects: `jobs` and
+            `directory` for its `staging`, `on_error` for its `options`. A test states a field alone
+            so, and leaves the others of the same object to what its builder says.
+    """
+    found: dict[str, Any] = {}
+    objects: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        if name in _PARAMETERS:
+            objects.setdefault(_PARAMETERS[name], {})[name] = value
+        else:
+            found[name] = value
+    return found | {name: _KINDS[name](**given) for name, given in objects.items()}
