@@ -40,6 +40,7 @@ from recpoint.trainer_plugin.settings import (
     as_precision,
     as_staging,
 )
+from recpoint.trainer_plugin.start_log import announce_start
 from recpoint.trainer_plugin.statistics import Statistics, Stats
 from recpoint.trainer_plugin.wanted_start import Wanted
 
@@ -92,7 +93,8 @@ class Checkpointer:
         staging: the staging area's directory; None: where the agent looks by default; or a
             `Staging`, with how many checkpoints wait there and what happens when they do.
         timeouts: how long training waits for the agent and for other ranks.
-        options: what an error does, SIGTERM, and what is assumed and checked of optimizers.
+        options: what an error does, SIGTERM, what is told of a start, and what is assumed and
+            checked of optimizers.
 
     Attributes:
         batches_done: batches whose updates the model holds.
@@ -318,6 +320,8 @@ class Checkpointer:
         self._state.warn_of_batches(start.batches_done)
         self._pace = Pace(self._reader, pipeline)
         self._pace.restart(start.batches_done)
+        if self._settings.options.announce and self._ranks.rank == 0:
+            announce_start(run.url, start.report, resumed=start.resumed, left=start.left)
 
     def take_sigterm(self) -> None:
         """Take SIGTERM from now on, as `restore` does unless `Options.handle_sigterm` is False.

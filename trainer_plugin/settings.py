@@ -243,6 +243,8 @@ class Options:
             numpy for instance: it is named in the log and counted in `stats`, and all of the table
             is stored. The stall takes the time to copy and digest so many rows; tables on a GPU
             are waited for. 0: no row is compared.
+        announce: print one line to stderr when a run begins, is restored or goes back; of several
+            ranks rank 0 does. The log (logger "recpoint") says more.
 
     Raises:
         SettingsError: a value that cannot be; the field is named.
@@ -252,6 +254,7 @@ class Options:
     handle_sigterm: bool = True
     row_local_optimizers: Sequence[type] = ()
     verify_unmarked_rows: int = 0
+    announce: bool = True
 
     def __post_init__(self) -> None:
         row_local = tuple(several("Options.row_local_optimizers", self.row_local_optimizers))
@@ -267,6 +270,7 @@ class Options:
             verify_unmarked_rows=checked_whole(
                 "Options.verify_unmarked_rows", self.verify_unmarked_rows, 0, _MOST_ROWS
             ),
+            announce=checked_flag("Options.announce", self.announce),
         )
 
 

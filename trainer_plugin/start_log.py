@@ -1,8 +1,9 @@
-"""What the log says of a start: what was restored, without what, and what is left behind."""
+"""Tells people of a start: what was restored, without what, and what is left behind."""
 
 from __future__ import annotations
 
 import logging
+import sys
 
 from recpoint.catalog.restoring.restore import RestoreReport
 from recpoint.catalog.runs.run import Run
@@ -10,7 +11,7 @@ from recpoint.catalog.runs.superseded import left_by_going_back
 from recpoint.errors import RecpointError
 from recpoint.format.records import GenerationRecord
 
-__all__ = ["tell_left", "tell_restored"]
+__all__ = ["announce_start", "tell_left", "tell_restored"]
 
 _log = logging.getLogger("recpoint")
 
@@ -26,12 +27,42 @@ def tell_restored(run: Run, report: RestoreReport) -> None:
         _log.warning("restored without %s: %s", key, error)
 
 
-def tell_left(run: Run, record: GenerationRecord) -> None:
-    """Log what going back leaves behind: in a script that always does, each restart does it."""
+def announce_start(run_url: str, report: RestoreReport | None, *, resumed: bool, left: int) -> None:
+    """Print one line to stderr, which people see without any logging set up.
+
+    Args:
+        run_url: of the run.
+        report: of what was restored; None: nothing was.
+        resumed: whether training goes on where that checkpoint was cut.
+        left: how many checkpoints are left behind, where training goes back.
+    """
+    if report is None:
+        line = f"{run_url} begins: nothing is restored"
+    elif not resumed:
+        line = f"{run_url} begins with parts of {report.restored}"
+    elif left:
+        line = f"{run_url} goes back to {report.restored}: {left} checkpoint(s) are left behind"
+    else:
+        line = f"{run_url} is restored: {report.restored}"
+    if sys.stderr is None:
+        return
+    try:
+        print(f"recpoint: {line}", file=sys.stderr, flush=True)
+    except Exception as error:
+        # It is closed, or nobody reads it, or it is the user's own: training can begin.
+        _log.warning("a line could not be printed to stderr: %s", error)
+
+
+def tell_left(run: Run, record: GenerationRecord) -> int:
+    """Log what going back leaves behind: in a script that always does, each restart does it.
+
+    Returns:
+        How many checkpoints are left behind.
+    """
     try:
         left = left_by_going_back(run, record)
     except RecpointError:  # from a line that is damaged, a person has named a way on
-        return
+        return 0
     if left:
         _log.warning(
             "%d checkpoint(s) that counted, up to %s, are left behind for %s. Next: take the step "
@@ -40,3 +71,4 @@ def tell_left(run: Run, record: GenerationRecord) -> None:
             left[0],
             record.restored,
         )
+    return len(left)

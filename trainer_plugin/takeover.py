@@ -60,6 +60,7 @@ class Start:
         changed: `Table.key` -> rows that differ from the tip, a dirty bitmap; not given: none.
         report: of the restore, when there was one.
         resumed: whether training goes on where it was, random generators included.
+        left: how many checkpoints are left behind, where training goes back; rank 0 knows.
         past: what the state has been through.
         token: of the generation's record.
     """
@@ -72,6 +73,7 @@ class Start:
     changed: Mapping[str, Tensor] = field(default_factory=dict)
     report: RestoreReport | None = None
     resumed: bool = False
+    left: int = 0
     past: Past = Past()
 
 
@@ -270,8 +272,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
                 run, target.manifest, report, policy, record.generation
             )
     tell_restored(run, report)
-    if wanted.step is not None and job.ranks.rank == 0:
-        tell_left(run, record)
+    left = tell_left(run, record) if wanted.step is not None and job.ranks.rank == 0 else 0
     restarts = run.restarts(record.generation)
     # Ranks store one checkpoint in one width: what one of them can read of the store counts.
     decided = job.ranks.first(left_behind(run, record) if job.ranks.rank == 0 else None)
@@ -288,6 +289,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
         changed=target.changed,
         report=report,
         resumed=True,
+        left=left,
         past=with_left_behind(past, decided),
     )
 

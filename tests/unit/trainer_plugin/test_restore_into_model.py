@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,6 +316,42 @@ def test_going_on_from_one_that_did_not_count_says_what_it_leaves(
         assert report is not None and report.restored.step == 5
     (said,) = [message for message in caplog.messages if "left behind" in message]
     assert "1 checkpoint(s) that counted, up to step 2 (generation 2), are left behind" in said
+
+
+def test_one_line_on_stderr_says_how_training_begins(
+    place: Place, trained: Training, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(announce: bool = True, **restoring: Any) -> str:
+        capsys.readouterr()
+        with checkpointer(simple_training(9), place, announce=announce) as ckpt:
+            ckpt.restore(**restoring)
+            return capsys.readouterr().err
+
+    url = place.run
+    assert re.fullmatch(rf"recpoint: {url} is restored: step 5 \(.*\)\n", said())
+    assert said(announce=False) == ""
+    back = said(step=4)
+    assert re.fullmatch(
+        rf"recpoint: {url} goes back to step 4 \(.*\): 1 checkpoint\(s\) are left behind\n", back
+    )
+    parts = said(partial={"tables": ["users"]})
+    assert re.fullmatch(rf"recpoint: {url} begins with parts of step 4 \(.*\)\n", parts)
+    assert said(fresh=True) == f"recpoint: {url} begins: nothing is restored\n"
+
+
+def test_a_stderr_that_cannot_be_written_to_ends_no_start(
+    place: Place,
+    trained: Training,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gone = io.StringIO()
+    gone.close()
+    for stream in (gone, None):
+        monkeypatch.setattr("sys.stderr", stream)
+        with checkpointer(simple_training(9), place) as ckpt:
+            assert ckpt.restore() is not None
+    assert "could not be printed to stderr" in caplog.text
 
 
 def test_what_is_read_is_under_a_lease(place: Place, trained: Training) -> None:
