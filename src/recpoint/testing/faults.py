@@ -6,7 +6,7 @@ import builtins
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from recpoint.catalog.stores.store import ObjectInfo, Store
 from recpoint.errors import (
@@ -15,13 +15,14 @@ from recpoint.errors import (
     StoreUnavailable,
 )
 
-__all__ = ["READS", "WRITES", "Fault", "FaultStore", "Operation"]
+__all__ = ["OPERATIONS", "READS", "WRITES", "Fault", "FaultStore", "Operation"]
 
 Operation = Literal[
     "get", "get_range", "put", "create", "list", "size", "delete",
     "list_unfinished", "delete_unfinished", "probe",
 ]  # fmt: skip
 
+OPERATIONS: frozenset[Operation] = frozenset(get_args(Operation))
 READS: frozenset[Operation] = frozenset({"get", "get_range"})
 WRITES: frozenset[Operation] = frozenset({"put", "create", "delete", "delete_unfinished"})
 
@@ -33,20 +34,24 @@ class Fault:
     Attributes:
         kind: `flip`: one bit of what is read is another; `short`: a read loses its second half,
             silently; `fail`: `error` is raised and nothing is done; `lost_reply`: it is done, and
-            then StoreUnavailable is raised.
+            then StoreUnavailable is raised; `break_off`: a listing tells its first half, and then
+            raises StoreUnavailable.
         on: the operations it strikes.
         key_contains: strikes only keys with this in them.
         after: so many matching calls go well first.
         times: then so many are struck; None: all of them, for ever.
         error: of the kind `fail`.
+        once_each: strikes every call once: it goes well when the same thread makes it again.
+            `after` and `times` say nothing then.
     """
 
-    kind: Literal["flip", "short", "fail", "lost_reply"]
+    kind: Literal["flip", "short", "fail", "lost_reply", "break_off"]
     on: frozenset[Operation]
     key_contains: str = ""
     after: int = 0
     times: int | None = 1
     error: type[StoreError] = StoreUnavailable
+    once_each: bool = False
 
     @classmethod
     def flip(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
@@ -75,9 +80,22 @@ class Fault:
         """So many writes work, then none, for ever."""
         return cls(kind="fail", on=WRITES, after=writes, times=None, error=error)
 
+    @classmethod
+    def once_for_each_call(
+        cls,
+        *,
+        on: frozenset[Operation] = OPERATIONS,
+        kind: Literal["fail", "lost_reply", "break_off"] = "fail",
+        error: type[StoreError] = StoreUnavailable,
+    ) -> Fault:
+        """Nothing works at the first try, and everything at the second."""
+        return cls(kind=kind, on=on, error=error, once_each=True)
+
 
 class FaultStore(Store):
     """`store`, with the faults of `plan`; several that match one call strike together.
+
+    In another process, which gets it as a pickle, the plan begins anew.
 
     Attributes:
         calls: (operation, key) of every call so far, in order.
@@ -88,6 +106,9 @@ class FaultStore(Store):
         self.calls: builtins.list[tuple[Operation, str]] = []
         self._store = store
         self._plan = [(fault, _Count()) for fault in plan]
+
+    def __repr__(self) -> str:
+        return f"FaultStore({self._store!r})"
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
         """See `Store.get`."""
@@ -113,8 +134,10 @@ class FaultStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`."""
-        self._begin("list", prefix)
-        return self._store.list(prefix)
+        faults = self._begin("list", prefix)
+        listing = self._store.list(prefix)
+        broken = any(fault.kind == "break_off" for fault in faults)
+        return self._broken_off(builtins.list(listing), prefix) if broken else listing
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
@@ -149,7 +172,9 @@ class FaultStore(Store):
         striking = [
             fault
             for fault, count in self._plan
-            if operation in fault.on and fault.key_contains in key and count.strikes(fault)
+            if operation in fault.on
+            and fault.key_contains in key
+            and count.strikes(fault, operation, key)
         ]
         for fault in striking:
             if fault.kind == "fail":
@@ -159,6 +184,10 @@ class FaultStore(Store):
     def _end(self, key: str, faults: Sequence[Fault]) -> None:
         if any(fault.kind == "lost_reply" for fault in faults):
             raise self._error(StoreUnavailable, key, "a reply that was lost on purpose")
+
+    def _broken_off(self, infos: builtins.list[ObjectInfo], prefix: str) -> Iterator[ObjectInfo]:
+        yield from infos[: len(infos) // 2]
+        raise self._error(StoreUnavailable, prefix, "a listing that breaks off on purpose")
 
     def _error(self, kind: type[StoreError], key: str, found: str) -> StoreError:
         return kind(
@@ -175,9 +204,17 @@ class _Count:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._matched = 0
+        self._struck: set[tuple[int, Operation, str]] = set()
 
-    def strikes(self, fault: Fault) -> bool:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_Count, ())
+
+    def strikes(self, fault: Fault, operation: Operation, key: str) -> bool:
         with self._lock:
+            if fault.once_each:
+                call = (threading.get_ident(), operation, key)
+                self._struck ^= {call}
+                return call in self._struck
             self._matched += 1
             past = self._matched - fault.after
         return past > 0 and (fault.times is None or past <= fault.times)
