@@ -25,9 +25,9 @@ class S3Timeouts:
     listing makes one such call for every thousand objects.
 
     An answer of 403 or 409 ends a call at once, unless `refused_seconds` is more than 0: for so
-    long the call is made again. Somebody who waits at a terminal with a wrong key wants to hear of
-    it; a trainer that starts must not end for one such answer of a server that has just restarted.
-    `put` is never made again for it: where a reader may not write its lease, it goes on without.
+    long a `RetryingStore` makes the call again, whatever it is but `put`. Somebody who waits at a
+    terminal with a wrong key wants to hear of it; a trainer that starts must not end for one such
+    answer of a server that has just restarted.
 
     Raises:
         SettingsError: one of them is not a positive, finite number; `refused_seconds` may be 0.

@@ -2,17 +2,15 @@
 
 The requests go through a client that `catalog.stores.store` makes; no SDK is imported here. They
 are made one by one, rather than by the SDK's file operations, which read without checking lengths,
-leave uploads behind, and retry on top of the client's own retries.
+leave uploads behind, and retry on top of the client's own retries. The client sends a request again
+that got no answer, or one that may pass; only a body that breaks off is asked for again here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import builtins
-import logging
-import random
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
@@ -45,16 +43,6 @@ _PART_BYTES = 32 * _MIB
 _MAX_PARTS = 10_000
 _IN_FLIGHT = 4  # ranges or parts of one object at once
 _FIRST_PAUSE_SECONDS = 0.2
-#: Between two tries of a call that was refused; the growing one ends here.
-_LONGEST_PAUSE_SECONDS = 4.0
-
-#: What a server that has just restarted, or that other writers keep busy, answers now and then.
-_REFUSED = (403, 409)
-
-#: Not the process's generator: this also runs inside seeded training.
-_jitter = random.Random()
-
-_LOG = logging.getLogger("recpoint")
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})\Z")
 _UPLOAD = "?uploadId="  # between key and upload in the names of unfinished uploads
@@ -104,7 +92,7 @@ class S3Store(Store):
     def put(self, key: str, data: bytes) -> None:
         """See `Store.put`."""
         durable.step(f"put {key}")
-        self._write(key, data, {}, refused_seconds=0.0)
+        self._write(key, data, {})
         durable.step(f"stored {key}")
 
     def create(self, key: str, data: bytes | memoryview) -> None:
@@ -166,14 +154,7 @@ class S3Store(Store):
         """See `Store.probe`."""
         probe_create_only(self)
 
-    def _write(
-        self,
-        key: str,
-        data: bytes | memoryview,
-        condition: Mapping[str, str],
-        *,
-        refused_seconds: float | None = None,
-    ) -> None:
+    def _write(self, key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> None:
         name = self._prefix + check_key(key)
         body = memoryview(data)
 
@@ -184,7 +165,7 @@ class S3Store(Store):
             else:
                 await self._send_parts(key, body, condition)
 
-        self._run("writing", key, send, len(body), refused_seconds=refused_seconds)
+        self._run("writing", key, send, len(body))
 
     async def _send_parts(self, key: str, body: memoryview, condition: Mapping[str, str]) -> None:
         name = self._prefix + key
@@ -359,47 +340,20 @@ class S3Store(Store):
     async def _call(self, method: str, **arguments: object) -> Mapping[str, Any]:
         return await self._client.get().call(method, **arguments)
 
-    def _run(
-        self,
-        doing: str,
-        key: str,
-        request: Request[_Result],
-        size_bytes: int = 0,
-        *,
-        refused_seconds: float | None = None,
-    ) -> _Result:
-        """What `request` returns; where it is refused, it is made again.
-
-        A create-only write may be made again too: one that was refused and arrived all the same is
-        met by the next try as an object that exists, as after an answer that got lost.
+    def _run(self, doing: str, key: str, request: Request[_Result], size_bytes: int = 0) -> _Result:
+        """What `request` returns.
 
         Args:
             doing: for the error.
             key: the object, or empty.
             request: makes one or several requests.
             size_bytes: that it moves.
-            refused_seconds: how long it is made again; None: as the store's time-outs say.
         """
-        client, where = self._client.get(), self._where(key)
-        if refused_seconds is None:
-            refused_seconds = self._timeouts.refused_seconds
-        until: float | None = None
-        pause_seconds = _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                return client.run(request, seconds=self._timeouts.limit_seconds(size_bytes))
-            except S3Failure as failure:
-                error = self._error(failure, doing, where, client.endpoint)
-                now = time.monotonic()
-                if failure.status not in _REFUSED or refused_seconds == 0:
-                    raise error from failure
-                if until is None:
-                    until = now + refused_seconds
-                    _LOG.warning("tried again for %.0f s: %s", refused_seconds, error)
-                if now + pause_seconds > until:
-                    raise error from failure
-            time.sleep(pause_seconds * _jitter.uniform(0.5, 1.0))
-            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        client = self._client.get()
+        try:
+            return client.run(request, seconds=self._timeouts.limit_seconds(size_bytes))
+        except S3Failure as failure:
+            raise self._error(failure, doing, self._where(key), client.endpoint) from failure
 
     def _error(self, failure: S3Failure, doing: str, where: str, endpoint: str) -> StoreError:
         if not failure.status:

@@ -20,6 +20,7 @@ from recpoint.catalog.stores import durable
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.catalog.stores.per_process import PerProcess
+from recpoint.catalog.stores.retrying_store import Retries, RetryingStore
 from recpoint.catalog.stores.run_url import RunUrl, parse_run_url
 from recpoint.catalog.stores.s3_client import Request, S3Failure
 from recpoint.catalog.stores.s3_settings import S3Timeouts, client_settings
@@ -70,13 +71,16 @@ def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
     if parsed.scheme not in ("s3", "s3a"):
         return _FsspecStore(parsed)
     timeouts = timeouts or S3Timeouts()
-    return S3Store(
+    store = S3Store(
         url=parsed.url,
         bucket=parsed.bucket,
         prefix=parsed.path + "/" if parsed.path else "",
         timeouts=timeouts,
         client=PerProcess(partial(_S3Client, parsed, timeouts)),
     )
+    if timeouts.refused_seconds == 0:
+        return store
+    return RetryingStore(store, Retries.of_refusals(timeouts.refused_seconds))
 
 
 def _file_system_class(parsed: RunUrl) -> Any:

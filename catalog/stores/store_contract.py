@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +53,15 @@ class Store(ABC):
     - An object is visible whole or not at all, also when the writer dies in the middle.
     - `create` never replaces an object; of many concurrent creates of one key one wins.
     - Errors are those of `recpoint.errors.StoreError`; `retryable` says what a later call may
-      heal. Calls retry what can heal themselves, a few times, and always end: no call takes longer
-      than its time-outs allow.
+      heal. Every call ends: none takes longer than the store's time-outs allow.
+    - A store makes a request again only as a client of its protocol does, a few times. An S3 store
+      does so after a time-out, a reset, a 429, a 5xx and a body that breaks off. A local store does
+      not.
+    - Whoever wants more puts a `RetryingStore` around the store, and writes no loop. The creates of
+      records have one, and so has the store of a trainer that starts. Agents, flows, followers and
+      dashboards have none: they come again at their next turn.
+    - Only failures are tried again. ObjectNotFound and ObjectExists are answers, and stay what they
+      are; ObjectExists may be about an object that an earlier try has made.
     - Keys are relative, `/`-separated, of printable ASCII without blanks and backslashes, without
       empty, `.`, `..` or `.tmp-…` parts; others are a ValueError. No key may be the directory of
       another (`a` and `a/b`): a local store cannot hold both.
@@ -66,7 +73,7 @@ class Store(ABC):
 
     #: Mode of a file that is made in `scratch_directory`, before the umask: a model is restored
     #: there, which is nobody else's business in a directory that everybody can list.
-    scratch_mode: ClassVar[int] = 0o600
+    scratch_mode: int = 0o600
 
     @abstractmethod
     def get(self, key: str, *, max_bytes: int) -> bytes:

@@ -37,6 +37,7 @@ _IMPOSSIBLE = {errno.EINVAL, errno.ENAMETOOLONG, errno.EFBIG, errno.EBADF}
 _DENIED_CODES = {"ExpiredToken", "InvalidToken", "RequestTimeTooSkewed", "InvalidAccessKeyId"}
 _FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
 _THROTTLED_CODES = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+_REFUSED = (403, 409)
 # The bytes or the request did not arrive as they were sent: another try may.
 _DAMAGED_CODES = {
     "BadDigest",
@@ -176,6 +177,14 @@ def for_answer(
         doing: what was tried.
         bucket: the bucket's name.
     """
+    error = _for_status(where, status, code, message, doing, bucket)
+    error.refused = status in _REFUSED
+    return error
+
+
+def _for_status(
+    where: str, status: int, code: str, message: str, doing: str, bucket: str
+) -> StoreError:
     found = f"{status or 'an error'} {code}: {message} (while {doing})"
     if code == "NoSuchBucket":
         return StoreError(

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Generic, Literal, ParamSpec, TypeVar
 
+from recpoint.catalog.stores.retrying_store import Retries, RetryingStore
 from recpoint.catalog.stores.store_contract import ObjectInfo, Store
-from recpoint.errors import (
-    FormatError,
-    ObjectExists,
-    ObjectNotFound,
-    StoreThrottled,
-    StoreUnavailable,
-)
+from recpoint.errors import FormatError
 from recpoint.format.record_kinds import RecordKind
 from recpoint.format.records import StoredRecord, pack_record
 
-__all__ = ["Created", "Records", "create_or_read", "parsed_twice", "read_checked"]
+__all__ = ["Created", "Records", "parsed_twice", "read_checked"]
 
 _Read = TypeVar("_Read")
 _Parsed = TypeVar("_Parsed")
@@ -30,12 +23,9 @@ RecordT = TypeVar("RecordT", bound=StoredRecord)
 #: this process wrote them and its answer got lost; `other`: another record was there.
 Created = Literal["created", "same", "other"]
 
-_TRIES = 5
-_FIRST_WAIT_SECONDS = 0.05
-_WAIT_FACTOR = 2.5
-
-#: Not the process's generator: this also runs inside seeded training.
-_jitter = random.Random()
+#: What it takes to know whether a record was created. A store that is away costs a second, and what
+#: its own retries take.
+_CREATING = Retries()
 
 
 class Records(Generic[P, NameT, RecordT]):
@@ -104,7 +94,8 @@ class Records(Generic[P, NameT, RecordT]):
     def create_packed(self, data: bytes, *name: P.args, **named: P.kwargs) -> Created:
         """As `create`, of a record in its envelope."""
         key = self._kind.keys.of(*name, **named)
-        there = create_or_read(self._store, key, data, max_bytes=self._kind.max_bytes)
+        store = RetryingStore(self._store, _CREATING)
+        there = store.create_or_read(key, data, max_bytes=self._kind.max_bytes)
         return "created" if there is None else "same" if there == data else "other"
 
     def put(self, record: RecordT, *name: P.args, **named: P.kwargs) -> None:
@@ -153,44 +144,3 @@ def parsed_twice(read: Callable[[], _Read], parse: Callable[[_Read], _Parsed]) -
     except FormatError:
         pass  # and with it the first bytes go, before the second ones come
     return parse(read())
-
-
-def create_or_read(store: Store, key: str, data: bytes, *, max_bytes: int) -> bytes | None:
-    """Write the object if there is none; otherwise say what is there.
-
-    Safe to call from any number of processes: of all of them one creates the object, and those
-    whose answer was lost recognise their own bytes in what comes back.
-
-    Returns:
-        None when this call created the object and was told so; else the bytes under `key`, which
-        may be the ones that this very call wrote.
-
-    Raises:
-        StoreError: it is still unknown after several tries, or the store refuses.
-        MalformedObject: what is there is larger than `max_bytes`.
-    """
-    wait_seconds = _FIRST_WAIT_SECONDS
-    for remaining in reversed(range(_TRIES)):
-        try:
-            store.create(key, data)
-        except ObjectExists:
-            pass
-        except (StoreThrottled, StoreUnavailable):
-            # Ambiguous: the object may be there now, or arrive later. Only a read tells, and a
-            # later arrival is found by the next try, which then meets ObjectExists.
-            if not remaining:
-                raise
-        else:
-            return None
-        try:
-            return store.get(key, max_bytes=max_bytes)
-        except ObjectNotFound:
-            # Nothing there (or removed since): the same bytes may be written again.
-            if not remaining:
-                raise
-        except (StoreThrottled, StoreUnavailable):
-            if not remaining:
-                raise
-        time.sleep(wait_seconds * _jitter.uniform(0.5, 1.5))
-        wait_seconds *= _WAIT_FACTOR
-    raise AssertionError("unreachable: the last try returns or raises")

@@ -101,7 +101,14 @@ class NonFiniteValue(RecpointError, ValueError):
 
 
 class StoreError(RecpointError):
-    """The store did not do what was asked."""
+    """The store did not do what was asked.
+
+    Attributes:
+        refused: the store has answered 403 or 409. One that has just restarted, or that other
+            writers keep busy, does so now and then; no copy that was pickled knows it.
+    """
+
+    refused = False
 
 
 class ObjectNotFound(StoreError):

@@ -5,7 +5,9 @@
         def store(self) -> Store:
             return MyStore(...)  # empty
 
-A fresh, empty store is wanted for each test.
+A fresh, empty store is wanted for each test. The suite also holds for a `RetryingStore` around a
+store of which each call fails once (`Fault.once_for_each_call`), and asks each store for a part of
+that.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from multiprocessing.connection import Connection
 import pytest
 
 from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.stores.retrying_store import Retries, RetryingStore
 from recpoint.catalog.stores.store import Store
 from recpoint.errors import MalformedObject, ObjectExists, ObjectNotFound, StoreError
+from recpoint.testing.faults import OPERATIONS, Fault, FaultStore
 
 __all__ = ["StoreSuite"]
 
@@ -302,6 +306,46 @@ class StoreSuite:
         assert copy.url == store.url
         assert copy.get("k", max_bytes=9) == b"1"
         assert store.url.isprintable() and store.url in repr(store)
+
+    def test_retries_heal_what_fails_once(self, store: Store) -> None:
+        """Each call once before it reaches the store; listings in their middle."""
+        faulty = FaultStore(
+            store,
+            [
+                Fault.once_for_each_call(on=OPERATIONS - {"list"}),
+                Fault.once_for_each_call(on=frozenset({"list"}), kind="break_off"),
+            ],
+        )
+        retried = RetryingStore(faulty, Retries(first_pause_seconds=0.001))
+        retried.probe()
+        retried.create("a/1", b"one")
+        for key in ("a/1", "a/2", "b"):
+            retried.put(key, key.encode())
+        with pytest.raises(ObjectExists):
+            retried.create("a/2", b"other")
+        assert [info.key for info in retried.list()] == ["a/1", "a/2", "b"]
+        assert [info.key for info in retried.list("a")] == ["a/1", "a/2"]
+        assert retried.get("a/2", max_bytes=9) == b"a/2"
+        assert retried.get_range("a/2", start=1, end=3) == b"/2"
+        assert retried.size("a/2") == 3
+        retried.delete("a/2")
+        with pytest.raises(ObjectNotFound):
+            retried.get("a/2", max_bytes=9)
+        assert list(retried.list_unfinished()) == []
+
+    def test_a_lost_answer_is_told_from_another_writer(self, store: Store) -> None:
+        """Who creates and hears nothing is told that there is an object, and finds its own bytes.
+
+        So is who comes later, and finds another's.
+        """
+        faulty = FaultStore(store, [Fault.lost_reply(key_contains=key) for key in ("k1", "k2")])
+        retried = RetryingStore(faulty, Retries(first_pause_seconds=0.001))
+        with pytest.raises(ObjectExists, match="k1"):
+            retried.create("k1", b"mine")
+        assert retried.get("k1", max_bytes=9) == b"mine"
+        assert retried.create_or_read("k2", b"mine", max_bytes=9) == b"mine"
+        assert retried.create_or_read("k2", b"other", max_bytes=9) == b"mine"
+        assert retried.create_or_read("k3", b"mine", max_bytes=9) is None
 
     def other_instance(self, store: Store) -> Store:
         """Another instance on the same objects."""
