@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.soak_training import Training
 from recpoint.catalog.restoring.restore import restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ObjectNotFound, RecpointError, StoreError
@@ -52,7 +53,7 @@ def restored_digest(run: Run, name: ManifestName) -> str:
             extras={},
         )
         target = ModelTarget(tables, state, since_full=False)
-        restore(run, target, step=name.step, generation=name[1])
+        restore(run, target, Selection.of(name))
         return training.digest()
 
 

@@ -10,6 +10,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field
 
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
 from recpoint.tasks.artifact_key import artifact_key
@@ -61,6 +62,7 @@ async def publish(
         Completed; its message says whether anything changed.
 
     Raises:
+        SettingsError: see `Selection`.
         NothingToRestore: there is no such checkpoint.
         RetentionRefused: a validation speaks against it, another is held, or it is being deleted.
         RecpointError: it does not restore, or the store cannot be read.
@@ -68,9 +70,7 @@ async def publish(
     held = step is not None if hold is None else hold
     done = await publish_checkpoint(
         run_url,
-        step,
-        generation,
-        validated_only=which == "validated",
+        Selection(step=step, generation=generation, validated_only=which == "validated"),
         held=held,
         release=release,
         force=force,

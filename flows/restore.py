@@ -20,6 +20,7 @@ from prefect.states import Completed
 
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.restoring.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
 from recpoint.catalog.restoring.shards import damaged_checkpoint, summary
 from recpoint.catalog.runs.chain import DAMAGE
@@ -90,9 +91,15 @@ async def restore(
         Completed; its message says what was restored, and what was skipped.
 
     Raises:
-        SettingsError: something else is in the target.
+        SettingsError: something else is in the target; or see `Selection`.
         RecpointError: of `catalog.restoring.shards.restore_shards`, which says what is left then.
     """
+    selection = Selection(
+        step=step,
+        generation=generation,
+        validated_only=validated_only,
+        validated_within=validated_within,
+    )
     # The tags of a task are names of concurrency limits, which the server would be asked for.
     with TagsContext(current_tags=set()):
         lease = ExitStack()
@@ -101,15 +108,7 @@ async def restore(
         )
         try:
             plan, done, outcome = await _restore(
-                run_url,
-                target,
-                step,
-                generation,
-                validated_only,
-                validated_within,
-                shard_bytes,
-                parts_at_once,
-                leased=held is not None,
+                run_url, target, selection, shard_bytes, parts_at_once, leased=held is not None
             )
         finally:
             await asyncio.to_thread(lease.close)
@@ -126,10 +125,7 @@ async def restore(
 async def _restore(
     run_url: str,
     target: str,
-    step: int | None,
-    generation: int | None,
-    validated_only: bool,
-    validated_within: int | None,
+    selection: Selection,
     shard_bytes: int,
     at_once: int,
     *,
@@ -140,16 +136,7 @@ async def _restore(
     instead_of: ShardPlan | None = None
     while True:
         plan, there = await plan_restore(
-            run_url,
-            target,
-            step,
-            generation,
-            validated_only,
-            validated_within,
-            damaged,
-            shard_bytes,
-            instead_of,
-            leased,
+            run_url, target, selection, damaged, shard_bytes, instead_of, leased
         )
         if there:
             return plan, plan.report, "already"
@@ -161,7 +148,7 @@ async def _restore(
                 at_once,
             )
         except DAMAGE as error:
-            found = partial(damaged_checkpoint, run_url=run_url, named=step is not None)
+            found = partial(damaged_checkpoint, run_url=run_url, named=selection.named)
             damaged |= await asyncio.to_thread(found, open_store(target), plan, error)
             _LOG.warning("skipped %s: %s", plan.name, error)
             instead_of = plan  # its files are progress until there is another one

@@ -10,10 +10,9 @@ from prefect.cache_policies import NO_CACHE
 
 from recpoint.catalog.records import publications
 from recpoint.catalog.records.publications import choose
+from recpoint.catalog.restoring.selection import Selection, candidates
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
-from recpoint.errors import NothingToRestore
-from recpoint.format.naming import ManifestName
 from recpoint.format.retention_records import Publication
 from recpoint.tasks.persist_task import RETRIES, may_heal
 
@@ -40,26 +39,20 @@ class PublishOutcome(NamedTuple):
 )
 async def publish_checkpoint(
     run_url: str,
-    step: int | None,
-    generation: int | None,
+    selection: Selection,
     *,
-    validated_only: bool,
     held: bool,
     release: bool,
     force: bool,
     why: str,
 ) -> PublishOutcome:
     """Publish the checkpoint that is named, or the newest good one; safe to run again."""
-    return await asyncio.to_thread(
-        _publish, run_url, step, generation, validated_only, held, release, force, why
-    )
+    return await asyncio.to_thread(_publish, run_url, selection, held, release, force, why)
 
 
 def _publish(
     run_url: str,
-    step: int | None,
-    generation: int | None,
-    validated_only: bool,
+    selection: Selection,
     held: bool,
     release: bool,
     force: bool,
@@ -67,26 +60,11 @@ def _publish(
 ) -> PublishOutcome:
     run = Run.open(open_store(run_url))
     before = publications.newest_publication(run)
-    if step is None and before is not None and before.held and not release:
+    if not selection.named and before is not None and before.held and not release:
         return PublishOutcome(run.id, before, False, before, publications.doubt_about(run, before))
-    name = _name(run, step, generation, validated_only=validated_only)
+    if selection.named:
+        name = candidates(run, selection)[0]
+    else:
+        name = choose(run, validated_only=selection.validated_only)
     done = publications.publish(run, name, held=held, release=release, force=force, why=why)
     return PublishOutcome(run.id, done.record, done.created, before, done.doubt)
-
-
-def _name(
-    run: Run, step: int | None, generation: int | None, *, validated_only: bool
-) -> ManifestName:
-    if step is None:
-        return choose(run, validated_only=validated_only)
-    if generation is not None:
-        return ManifestName(step, generation)
-    for name in run.live_line():
-        if name.step == step:
-            return name
-    raise NothingToRestore(
-        f"{run.url}, step {step}",
-        found="no checkpoint of this step on the live line",
-        expected="the checkpoint to publish",
-        next_step=f"recpoint list {run.url}",
-    )

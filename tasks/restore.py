@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.restoring.shard_place import (
     check_place,
     finish_shards,
@@ -49,10 +50,7 @@ def _task_name() -> str:
 async def plan_restore(
     run_url: str,
     target_url: str,
-    step: int | None,
-    generation: int | None,
-    validated_only: bool,
-    validated_within: int | None,
+    selection: Selection,
     damaged: Mapping[ManifestName, str],
     shard_bytes: int,
     instead_of: ShardPlan | None = None,
@@ -66,10 +64,7 @@ async def plan_restore(
     def plan() -> tuple[ShardPlan, bool]:
         made = plan_shards(
             open_run(run_url),
-            step=step,
-            generation=generation,
-            validated_only=validated_only,
-            validated_within=validated_within,
+            selection,
             damaged=damaged,
             leased=leased,
             shard_bytes=shard_bytes,

@@ -7,6 +7,7 @@ import torch
 from recpoint.catalog.consolidation.consolidate import Consolidated, consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.chain import resolve_chain
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import record, validate
@@ -109,7 +110,7 @@ def restored(run: Run, manifest: Manifest) -> tuple[MemoryTarget, RestoreReport]
     """The checkpoint, and how it was restored."""
     target = MemoryTarget()
     step, generation = name_of(manifest)
-    return target, restore(run, target, step=step, generation=generation, threads=2)
+    return target, restore(run, target, Selection(step=step, generation=generation), threads=2)
 
 
 def require_same(one: MemoryTarget, other: MemoryTarget) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from recpoint import Follower
 from recpoint.catalog.records import validations
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.validation import ValidationRecord
@@ -50,7 +51,7 @@ class Trainer:
         )
         self.made.append(publish(self.run, checkpoint))
         target = MemoryTarget()
-        restore(self.run, target, step=step, generation=self.generation)
+        restore(self.run, target, Selection(step=step, generation=self.generation))
         self.at[step] = [target.tables[table.name].values for table in self.tables]
         return self.made[-1]
 

@@ -13,6 +13,7 @@ from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.records import leases
 from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
@@ -113,7 +114,7 @@ def consolidated(run: Run, step: int) -> None:
 def values(run: Run, step: int) -> list[torch.Tensor]:
     """Values and row states of every table, as they are restored."""
     target = MemoryTarget()
-    restore(run, target, step=step)
+    restore(run, target, Selection(step=step))
     tables = [target.tables[name] for name in sorted(target.tables)]
     parts = [part for table in tables for part in (table.values, *table.row_states)]
     return [part for part in parts if part is not None]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restoring.restore import RestoreReport
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.run_url import naming_errors
 from recpoint.embeddings.marks import Tracker
@@ -223,9 +224,15 @@ class Checkpointer:
         if self._pipeline is not None or self._closed or self._is_busy:
             raise _misuse("restore()", "a second call", "one call before training")
         _refuse_inference_mode("restore()")
-        wanted = Wanted(step, generation, fresh, partial, seed, validated_only, validated_within)
         with naming_errors(self._store.url):
-            wanted = wanted.checked()
+            selection = Selection(
+                step=step,
+                generation=generation,
+                validated_only=validated_only,
+                validated_within=validated_within,
+            )
+            wanted = Wanted(selection, fresh, partial, seed)
+            wanted.check()
             self._state.refuse_inference()  # states may have come to be since then
             self._state.warn_of_schedulers()
             report = self._whole(lambda hold: self._restore(wanted, hold))

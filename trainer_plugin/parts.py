@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.errors import SettingsError
 
 __all__ = ["OptimizerStates", "Parts", "Seed", "near", "parts_of", "resolve_dense"]
@@ -54,7 +55,7 @@ class Seed:
         validated_within: pass over them if one that was validated is at most so many batches older.
 
     Raises:
-        SettingsError: nothing is named, or it is named in another way.
+        SettingsError: nothing is named, or it is named in another way; or see `Selection`.
     """
 
     url: str
@@ -67,6 +68,7 @@ class Seed:
     validated_within: int | None = None
 
     def __post_init__(self) -> None:
+        _ = self.selection  # which refuses what cannot be
         if self.optimizer_states not in ("drop", "carry"):
             raise SettingsError(
                 "Seed(optimizer_states=...)",
@@ -81,6 +83,16 @@ class Seed:
                 expected='names, or {"name here": "name there"}, in one of the two or both',
                 next_step=_NEXT,
             )
+
+    @property
+    def selection(self) -> Selection:
+        """Which checkpoint of the other run."""
+        return Selection(
+            step=self.step,
+            generation=self.generation,
+            validated_only=self.validated_only,
+            validated_within=self.validated_within,
+        )
 
     @property
     def parts(self) -> Parts:

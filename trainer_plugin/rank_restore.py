@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple, Protocol
 
 from recpoint.catalog.records.validations import Doubts
-from recpoint.catalog.restoring.restore import candidates
 from recpoint.catalog.restoring.restore_order import RestoreOrder
+from recpoint.catalog.restoring.selection import Selection, candidates
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
 from recpoint.errors import (
@@ -77,11 +77,8 @@ def restore_together(
     ranks: Ranks,
     run: Run,
     restore_one: RestoreOne,
+    selection: Selection,
     *,
-    step: int | None,
-    generation: int | None,
-    validated_only: bool,
-    validated_within: int | None,
     above: int = 0,
 ) -> GenerationRecord:
     """Restore on all ranks what rank 0 finds to be the newest that is good on all, and claim.
@@ -90,9 +87,7 @@ def restore_together(
         ranks: of the job, several.
         run: the run.
         restore_one: restores a checkpoint into this rank.
-        step: this one and no other.
-        generation: with `step`: also one that is not on the live line.
-        validated_only, validated_within: see `catalog.restoring.restore.restore`.
+        selection: see `catalog.restoring.restore.restore`.
         above: see `Run.claim`.
 
     Returns:
@@ -107,14 +102,15 @@ def restore_together(
         return _follow(ranks, restore_one)
 
     def restore_newest(before: int | None) -> CheckpointRef | None:
-        if step is None:
+        doubts: Doubts | None = None
+        if selection.named:
+            names = candidates(run, selection, before=before)
+        else:
             names = line_to_go_on(run, before=before)
             if not names:
                 return None
-        else:
-            names = candidates(run, step, generation, before)
-        doubts = Doubts(run, validated_only=validated_only) if step is None else None
-        order = RestoreOrder(names, doubts, validated_within=validated_within)
+            doubts = Doubts(run, validated_only=selection.validated_only)
+        order = RestoreOrder(names, doubts, selection)
         for name in order:
             ranks.first(_Order("restore", name=name))
             found = _restore(ranks, restore_one, name)
@@ -123,11 +119,11 @@ def restore_together(
                     _log.warning("not restored on any rank: %s: %s", one, why)
                 return found
             order.damaged(name, found)
-        raise order.nothing_good(run, expected="one checkpoint that is good on all ranks")
+        raise order.nothing_good(run, good="good on all ranks")
 
-    if step is None:
-        return _leading(ranks, lambda: run.claim_from_newest(restore_newest, above=above))
-    return _leading(ranks, lambda: run.claim(restore_newest(None), above=above))
+    if selection.named:
+        return _leading(ranks, lambda: run.claim(restore_newest(None), above=above))
+    return _leading(ranks, lambda: run.claim_from_newest(restore_newest, above=above))
 
 
 def _leading(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationRecord:

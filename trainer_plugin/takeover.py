@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.restoring.restore import RestoreReport, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
 from recpoint.catalog.stores.run_url import naming_errors
@@ -197,7 +198,7 @@ def start(
         SettingsError: several ranks are to start with parts of a checkpoint.
         RankLost: a rank did not answer, or failed.
     """
-    tables, state = job.tables, job.state
+    tables, state, selection = job.tables, job.state, wanted.selection
     if job.ranks.several and (wanted.partial is not None or wanted.seed is not None):
         raise SettingsError(
             "restore(partial=...)" if wanted.partial is not None else "restore(seed=...)",
@@ -209,55 +210,38 @@ def start(
         # Also when the run has checkpoints: they are superseded.
         return begun(claim_together(job.ranks, lambda: run.claim(None, above=job.staged)))
     if wanted.partial is not None:
-        if wanted.step is None:
+        if not selection.named:
             line_to_go_on(run, partial=True)
         target = PartialTarget(tables, state, parts_of(wanted.partial))
         with reading(run, purpose="restore") as lease:
-            report = restore(
-                run,
-                target,
-                step=wanted.step,
-                generation=wanted.generation,
-                validated_only=wanted.validated_only,
-                validated_within=wanted.validated_within,
-                leased=lease is not None,
-            )
+            report = restore(run, target, selection, leased=lease is not None)
         tell_restored(run, report)
         return _begun_with(target, report, run.claim(None, above=job.staged).generation)
-    started = _start_restored(run, job, policy, wanted)
+    started = _start_restored(run, job, policy, selection)
     if started.resumed or wanted.seed is None:
         return started
     return _start_seeded(tables, state, wanted.seed, started.generation)
 
 
-def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start:
-    """Restore the newest checkpoint, or that of `step`, and go on from it.
+def _start_restored(run: Run, job: Job, policy: Policy, selection: Selection) -> Start:
+    """Restore the checkpoint that is selected, and go on from it.
 
     With nothing to restore, training starts from nothing. With checkpoints that are all damaged,
     all superseded, or none of them validated with `validated_only`, it does not: nobody should
     train for days before noticing.
 
     Raises:
-        NothingToRestore: `step` is not there, every checkpoint is damaged, or none counts.
+        NothingToRestore: the step is not there, every checkpoint is damaged, or none counts.
         IncompatibleModel: it does not fit; the model is untouched.
         StoreError: the store cannot be read or written.
     """
     # At least until the claim: from then on what was restored is the newest of the live line, and
     # stays.
     with reading(run, purpose="restore") if job.ranks.rank == 0 else nullcontext() as lease:
-        model = _ModelRestore(run, job, policy, wanted, leased=lease is not None)
+        model = _ModelRestore(run, job, policy, selection, leased=lease is not None)
         if job.ranks.several:
-            record = restore_together(
-                job.ranks,
-                run,
-                model.restore,
-                step=wanted.step,
-                generation=wanted.generation,
-                validated_only=wanted.validated_only,
-                validated_within=wanted.validated_within,
-                above=job.staged,
-            )
-        elif wanted.step is None:
+            record = restore_together(job.ranks, run, model.restore, selection, above=job.staged)
+        elif not selection.named:
             record = run.claim_from_newest(model.restore, above=job.staged)
         else:
             record = run.claim(model.restore(None), above=job.staged)
@@ -272,7 +256,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, wanted: Wanted) -> Start
                 run, target.manifest, report, policy, record.generation
             )
     tell_restored(run, report)
-    left = tell_left(run, record) if wanted.step is not None and job.ranks.rank == 0 else 0
+    left = tell_left(run, record) if selection.named and job.ranks.rank == 0 else 0
     restarts = run.restarts(record.generation)
     # Ranks store one checkpoint in one width: what one of them can read of the store counts.
     decided = job.ranks.first(left_behind(run, record) if job.ranks.rank == 0 else None)
@@ -302,8 +286,10 @@ class _ModelRestore:
             it is as it was.
     """
 
-    def __init__(self, run: Run, job: Job, policy: Policy, wanted: Wanted, *, leased: bool) -> None:
-        self._run, self._job, self._policy, self._wanted = run, job, policy, wanted
+    def __init__(
+        self, run: Run, job: Job, policy: Policy, selection: Selection, *, leased: bool
+    ) -> None:
+        self._run, self._job, self._policy, self._selection = run, job, policy, selection
         self._leased = leased
         self.holds: tuple[ModelTarget, RestoreReport, dict[str, Any]] | None = None
 
@@ -312,27 +298,16 @@ class _ModelRestore:
 
         Args:
             before: leave out this generation and later ones; None: none.
-            name: of the one to restore; None: the newest, or that of the step that is wanted.
+            name: of the one to restore; None: the one that is selected.
         """
-        run, wanted = self._run, self._wanted
-        if name is None and wanted.step is None and not line_to_go_on(run, before=before):
+        run, selection = self._run, self._selection
+        if name is None and not selection.named and not line_to_go_on(run, before=before):
             return None
         target = self._job.target(since_full=self._policy.cumulative)
         if name is None:
-            report = restore(
-                run,
-                target,
-                step=wanted.step,
-                generation=wanted.generation,
-                before=before,
-                validated_only=wanted.validated_only,
-                validated_within=wanted.validated_within,
-                leased=self._leased,
-            )
+            report = restore(run, target, selection, before=before, leased=self._leased)
         else:
-            report = restore(
-                run, target, step=name.step, generation=name.generation, leased=self._leased
-            )
+            report = restore(run, target, Selection.of(name), leased=self._leased)
         self.holds = target, report, rng_state.capture()
         return report.restored
 
@@ -390,15 +365,7 @@ def _start_seeded(
     with naming_errors(store.url):  # the source, not the run that begins
         source = Run.open(store)
     with reading(source, purpose="restore") as lease:
-        report = restore(
-            source,
-            target,
-            step=seed.step,
-            generation=seed.generation,
-            validated_only=seed.validated_only,
-            validated_within=seed.validated_within,
-            leased=lease is not None,
-        )
+        report = restore(source, target, seed.selection, leased=lease is not None)
     tell_restored(source, report)
     return _begun_with(target, report, generation)
 

@@ -17,6 +17,7 @@ from recpoint.catalog.restoring.restore_target import (
     StateCheckingTarget,
     TableTarget,
 )
+from recpoint.catalog.restoring.selection import NEWEST, Selection, candidates
 from recpoint.catalog.runs.chain import Chain, PassedOver, read_with_chain
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import manifests_gone, superseded_alone, superseded_text
@@ -42,7 +43,6 @@ __all__ = [
     "StateCheckingTarget",
     "TablePart",
     "TableTarget",
-    "candidates",
     "restore",
 ]
 
@@ -80,12 +80,9 @@ class RestoreReport:
 def restore(
     run: Run,
     target: RestoreTarget,
+    selection: Selection = NEWEST,
     *,
-    step: int | None = None,
-    generation: int | None = None,
     before: int | None = None,
-    validated_only: bool = False,
-    validated_within: int | None = None,
     damaged: Mapping[ManifestName, str] | None = None,
     leased: bool = False,
     threads: int = 4,
@@ -96,8 +93,8 @@ def restore(
     One whose validation has failed, or that needs one whose validation has, counts as damaged: it
     is restored if it is named. One that was never validated is as good as one that was: all bytes
     that are read are compared with their digests anyway, and training that was committed would be
-    lost, unless `validated_within` says how much of it may be. The report says which of the two
-    was restored, and what was left for it.
+    lost, unless `selection` says how much of it may be. The report says which of the two was
+    restored, and what was left for it.
 
     Rows are decoded once: a row that a newer checkpoint of the chain has brought is passed over in
     the older ones.
@@ -109,15 +106,10 @@ def restore(
     Args:
         run: the run.
         target: where everything goes. After an error its tables may hold anything.
-        step: this checkpoint and no other.
-        generation: with `step`: also one that is not on the live line.
+        selection: which one. What its `validated_within` costs is up to so many batches of each
+            start, so it must be less than a life between two failures brings: where each is
+            shorter, and nothing newer is validated meanwhile, all go on from the same checkpoint.
         before: leave out this generation and later ones (`Run.claim_from_newest`).
-        validated_only: pass over checkpoints that were not validated either.
-        validated_within: without a step: restore the newest validated checkpoint before newer ones
-            that nobody has validated, if it is at most so many batches older than the newest that
-            nothing speaks against; else that one. The cost is up to so many batches of each start,
-            so it must be less than a life between two failures brings: where each is shorter, and
-            nothing newer is validated meanwhile, all go on from the same checkpoint.
         damaged: without a step: checkpoints to skip, which the caller has found so, and how.
         leased: the caller holds a lease of everything: what a retention is deleting just as it
             comes is waited for, and passed over or refused, so that what is restored stays. Costs
@@ -126,7 +118,7 @@ def restore(
         on_progress: called with bytes read so far and bytes to read, from this thread.
 
     Raises:
-        SettingsError: `threads` or `validated_within` cannot be.
+        SettingsError: `threads` cannot be.
         NothingToRestore: no checkpoint, or none that is good; it says what was wrong with each.
         IncompatibleModel: the newest good one does not fit the target. Older ones are not tried.
         UnsupportedVersion: the newest was written by a later release. Older ones are not tried.
@@ -138,14 +130,10 @@ def restore(
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
     with naming_errors(run.url):
         going = Going.look(run, leased=leased)  # before a manifest is read
-        names = candidates(run, step, generation, before)
-        doubts = Doubts(run, validated_only=validated_only) if step is None and names else None
-        order = RestoreOrder(
-            names,
-            doubts,
-            validated_within=validated_within,
-            damaged=damaged if step is None else None,
-        )
+        names = candidates(run, selection, before=before)
+        ask = not selection.named and names
+        doubts = Doubts(run, validated_only=selection.validated_only) if ask else None
+        order = RestoreOrder(names, doubts, selection, damaged=None if selection.named else damaged)
         return _restore_first(run, target, order, names, doubts, going, threads, on_progress)
 
 
@@ -195,7 +183,7 @@ def _restore_first(
             seconds=time.monotonic() - started,
         )
     if order.skipped:
-        raise order.nothing_good(run, expected="one checkpoint whose chain is good")
+        raise order.nothing_good(run, good="with a chain that is good")
     superseded = superseded_alone(run)
     if not superseded and (gone := manifests_gone(run)):
         raise gone
@@ -211,31 +199,3 @@ def _restore_first(
 
 def _quantized(chain: Chain) -> bool:
     return any(c.scheme == "asymmetric" for m in chain.manifests for c in m.chunks)
-
-
-def candidates(
-    run: Run, step: int | None, generation: int | None, before: int | None
-) -> list[ManifestName]:
-    """What to try, in this order; see `restore` for arguments and errors."""
-    if step is None:
-        if generation is not None:
-            raise SettingsError(
-                "generation", found="no step with it", expected="both", next_step="name the step"
-            )
-        return run.live_line(before=before)
-    if generation is not None:
-        # A person names it: whether it is on the live line does not matter (format §5), nor
-        # whether the lineage can be followed at all.
-        return [ManifestName(step, generation)]
-    live = [name for name in run.live_line(before=before) if name.step == step]
-    if live:
-        return live
-    others = [name for name in reversed(run.manifest_names()) if name.step == step]
-    raise NothingToRestore(
-        f"{run.url}, step {step}",
-        found=f"superseded only: {', '.join(map(str, others))}" if others else "no checkpoint",
-        expected="a checkpoint of this step on the live line",
-        next_step=f"name its generation too: step {step}, generation {others[0].generation}"
-        if others
-        else f"recpoint list {run.url} --all",
-    )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 from recpoint.catalog.records.validations import Doubts
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
-from recpoint.errors import NothingToRestore, SettingsError
+from recpoint.errors import NothingToRestore
 from recpoint.format.naming import ManifestName
 
-__all__ = ["RestoreOrder", "check_validated_within", "Skipped", "skipped_lines", "skipped_text"]
+__all__ = ["RestoreOrder", "Skipped", "skipped_lines", "skipped_text"]
 
 _MOST_REASONS = 6
 _MOST_CHARACTERS = 400
@@ -48,24 +48,6 @@ def skipped_text(skipped: Iterable[Skipped]) -> str:
     return "; ".join(skipped_lines(skipped))
 
 
-def check_validated_within(batches: object) -> int | None:
-    """Within how many batches a restore prefers what was validated; None: it does not.
-
-    Raises:
-        SettingsError: it is no whole number, or less than 0.
-    """
-    if batches is None:
-        return None
-    if isinstance(batches, Integral) and not isinstance(batches, bool) and int(batches) >= 0:
-        return int(batches)
-    raise SettingsError(
-        "validated_within",
-        found=f"{batches!r:.80}",
-        expected="a whole number of batches, 0 or more; or None",
-        next_step="name how many batches may be trained once more for a validated checkpoint",
-    )
-
-
 class RestoreOrder:
     """Checkpoints to try, one after another, until one is good on whoever restores.
 
@@ -77,22 +59,19 @@ class RestoreOrder:
     Args:
         names: newest first.
         doubts: what validations say; None: it does not matter, since a person named the checkpoint.
-        validated_within: see above; None: the newest goes first, validated or not.
+        selection: what was asked for; its `validated_within` is meant above.
         damaged: those that were found so before, and how.
-
-    Raises:
-        SettingsError: see `check_validated_within`.
     """
 
     def __init__(
         self,
         names: Sequence[ManifestName],
         doubts: Doubts | None,
+        selection: Selection,
         *,
-        validated_within: int | None = None,
         damaged: Mapping[ManifestName, str] | None = None,
     ) -> None:
-        self._within = check_validated_within(validated_within)
+        self._selection = selection
         self._left = list(names)
         self._doubts = doubts
         self._known_damaged = damaged or {}
@@ -136,11 +115,12 @@ class RestoreOrder:
             return self._known_damaged[newer]
         if doubt is not None:
             return f"{doubt}{_NAMED}"
-        return f"not validated; {name} is, within {self._within} batches of the newest"
+        within = self._selection.validated_within
+        return f"not validated; {name} is, within {within} batches of the newest"
 
     def _validated_near(self, newest: ManifestName) -> ManifestName | None:
         """The newest validated one that is near enough; None: there is none, or nobody asks."""
-        doubts, within = self._doubts, self._within
+        doubts, within = self._doubts, self._selection.validated_within
         if doubts is None or within is None:
             return None
         for name in self._left:
@@ -163,8 +143,8 @@ class RestoreOrder:
         self._unvalidated |= self._doubts.against(name) is None
         self._skipped.append(Skipped(name, f"{doubt}{_NAMED}"))
 
-    def nothing_good(self, run: Run, *, expected: str) -> NothingToRestore:
-        """The error when nothing is left; something was skipped."""
+    def nothing_good(self, run: Run, *, good: str) -> NothingToRestore:
+        """The error when nothing is left; something was skipped. `good`: what none of them was."""
         if self._unvalidated:
             next_step = f"recpoint validate {run.url}"
         elif self._damaged:
@@ -173,5 +153,8 @@ class RestoreOrder:
             step = self._skipped[0].name.step
             next_step = f"recpoint validate {run.url} --step {step} says what is wrong"
         return NothingToRestore(
-            run.url, found=skipped_text(self.skipped), expected=expected, next_step=next_step
+            run.url,
+            found=skipped_text(self.skipped),
+            expected=f"{self._selection.in_words}, {good}",
+            next_step=next_step,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.restoring.reshard import PartsTarget, TablePart
 from recpoint.catalog.restoring.restore import RestoreReport, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 
@@ -34,22 +35,26 @@ def restore_parts(
     Args:
         url: of the run.
         parts: any number, of any tables.
-        step, generation, validated_only, validated_within, on_progress: as for
-            `catalog.restoring.restore.restore`.
+        step, generation, validated_only, validated_within: see `Selection`.
+        on_progress: as for `catalog.restoring.restore.restore`.
 
     Raises:
+        SettingsError: see `Selection`.
         IncompatibleModel: a part is none of the checkpoint; nothing has been written.
         RecpointError: as for `catalog.restoring.restore.restore`.
     """
+    selection = Selection(
+        step=step,
+        generation=generation,
+        validated_only=validated_only,
+        validated_within=validated_within,
+    )
     run = Run.open(open_store(url))
     with reading(run, purpose="restore") as lease:
         return restore(
             run,
             PartsTarget(parts),
-            step=step,
-            generation=generation,
-            validated_only=validated_only,
-            validated_within=validated_within,
+            selection,
             leased=lease is not None,
             on_progress=on_progress,
         )

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from recpoint.catalog.chunks.logical_tables import LogicalTable, logical_tables
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.restoring.restored_model import weight_name
+from recpoint.catalog.restoring.selection import NEWEST, Selection
 from recpoint.catalog.restoring.state_tensors import state_tensors
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import SettingsError
@@ -147,11 +148,8 @@ class ShardPlan:
 
 def plan_shards(
     run: Run,
+    selection: Selection = NEWEST,
     *,
-    step: int | None = None,
-    generation: int | None = None,
-    validated_only: bool = False,
-    validated_within: int | None = None,
     damaged: Mapping[ManifestName, str] | None = None,
     leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -164,8 +162,7 @@ def plan_shards(
 
     Args:
         run: the run.
-        step, generation, validated_only, validated_within, damaged, leased: as for
-            `catalog.restoring.restore.restore`.
+        selection, damaged, leased: as for `catalog.restoring.restore.restore`.
         shard_bytes: of a file that has more than one table.
 
     Raises:
@@ -173,16 +170,7 @@ def plan_shards(
         RecpointError: as for `catalog.restoring.restore.restore`; no row has been read yet.
     """
     target = MemoryTarget(())
-    report = restore(
-        run,
-        target,
-        step=step,
-        generation=generation,
-        validated_only=validated_only,
-        validated_within=validated_within,
-        damaged=damaged,
-        leased=leased,
-    )
+    report = restore(run, target, selection, damaged=damaged, leased=leased)
     assert target.manifest is not None  # as of every target that was restored into
     units = [_of_table(table) for table in logical_tables(target.manifest.tables).values()]
     named = {tensor.name for unit in units for tensor in unit}

@@ -24,6 +24,7 @@ from torch import Tensor
 from recpoint.catalog.restoring.reshard import PartsTarget, TablePart
 from recpoint.catalog.restoring.restore import RestoreReport, restore
 from recpoint.catalog.restoring.restore_target import StateWanted
+from recpoint.catalog.restoring.selection import NEWEST, Selection
 from recpoint.catalog.restoring.shard_place import (
     check_place,
     finish_shards,
@@ -51,11 +52,8 @@ __all__ = ["damaged_checkpoint", "restore_shards", "summary", "write_shard"]
 def restore_shards(
     run: Run,
     into: Store,
+    selection: Selection = NEWEST,
     *,
-    step: int | None = None,
-    generation: int | None = None,
-    validated_only: bool = False,
-    validated_within: int | None = None,
     leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -69,8 +67,7 @@ def restore_shards(
     Args:
         run: the run.
         into: where the files go; others there are left alone.
-        step, generation, validated_only, validated_within, leased: as for
-            `catalog.restoring.restore.restore`.
+        selection, leased: as for `catalog.restoring.restore.restore`.
         shard_bytes: as for `plan_shards`.
         on_progress: called with bytes written so far and bytes to write.
 
@@ -84,16 +81,7 @@ def restore_shards(
     damaged: dict[ManifestName, str] = {}
     instead_of: ShardPlan | None = None
     while True:
-        plan = plan_shards(
-            run,
-            step=step,
-            generation=generation,
-            validated_only=validated_only,
-            validated_within=validated_within,
-            damaged=damaged,
-            leased=leased,
-            shard_bytes=shard_bytes,
-        )
+        plan = plan_shards(run, selection, damaged=damaged, leased=leased, shard_bytes=shard_bytes)
         if instead_of is not None:
             take_back(into, instead_of)
         reports: list[RestoreReport] = []
@@ -109,7 +97,7 @@ def restore_shards(
                     on_progress(done_bytes, plan.size_bytes)
             except DAMAGE as error:
                 damaged |= damaged_checkpoint(
-                    into, plan, error, run_url=run.url, named=step is not None
+                    into, plan, error, run_url=run.url, named=selection.named
                 )
                 instead_of = plan  # its files are progress until there is another one
                 continue
@@ -170,13 +158,7 @@ def write_shard(
     with _mapped(into, shard.file, len(header) + shard.size_bytes) as (path, mapped):
         mapped[: len(header)] = np.frombuffer(header, np.uint8)
         target = _ShardTarget(shard, torch.from_numpy(mapped[len(header) :]))
-        report = restore(
-            run,
-            target,
-            step=plan.name.step,
-            generation=plan.name.generation,
-            on_progress=on_progress,
-        )
+        report = restore(run, target, Selection.of(plan.name), on_progress=on_progress)
         with _translated(path):
             mapped.flush()
             durable.fsync_file(path)

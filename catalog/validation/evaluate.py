@@ -10,6 +10,7 @@ from typing import Any
 
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.restoring.restored_model import model_tensors
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import EvaluationFailed, SettingsError
@@ -64,14 +65,7 @@ def evaluate(
         RecpointError: as for `restore`.
     """
     target = MemoryTarget()
-    restore(
-        run,
-        target,
-        step=name.step,
-        generation=name.generation,
-        leased=leased,
-        on_progress=on_progress,
-    )
+    restore(run, target, Selection.of(name), leased=leased, on_progress=on_progress)
     try:
         given = function(model_tensors(target))
     except Exception as error:

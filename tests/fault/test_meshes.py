@@ -10,6 +10,7 @@ from typing import Any
 from recpoint.catalog.restoring.memory_target import MemoryTarget
 from recpoint.catalog.restoring.restore import restore
 from recpoint.catalog.restoring.restored_model import model_tensors
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from tests.fault.mesh_lives import Division, digest, mesh_life
@@ -55,7 +56,7 @@ def test_replicas_of_a_divided_model_store_each_piece_once(tmp_path: Path) -> No
     stored = []
     for job, digests in enumerate(ended):
         target = MemoryTarget()
-        restore(run, target, step=2 * job + 2)
+        restore(run, target, Selection(step=2 * job + 2))
         tensors = model_tensors(target)
         assert {name: digest(tensor) for name, tensor in tensors.items()}.items() <= digests.items()
         stored.append(dense_elements(target.state))

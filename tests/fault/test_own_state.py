@@ -10,6 +10,7 @@ import pytest
 
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.restoring.restored_model import dense_tensors, extra_states
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from tests.fault.own_state_lives import Unlike, exhausted_rank, failing_rank, own_state_life
@@ -52,7 +53,7 @@ def test_what_a_rank_has_of_its_own_comes_back_to_it(tmp_path: Path) -> None:
     assert [one["begun"] for one in more] == [*ended, ended[0]]
     # So has a process of which there is one.
     target = MemoryTarget()
-    restore(Run.open(open_store(str(tmp_path / "run"))), target, step=4)
+    restore(Run.open(open_store(str(tmp_path / "run"))), target, Selection(step=4))
     assert dense_tensors(target.state)["norm.running_mean"].tolist() == ended[0]["mean"]
     assert extra_states(target.state) == {"scaled": {"scale": ended[0]["scale"]}}
     assert all(one["failed"][0] == 0 for one in (*before, *again, *more))

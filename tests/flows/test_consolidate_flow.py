@@ -12,6 +12,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.sorting import FlowRunSort
 
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.chain import resolve_chain
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import Store
@@ -49,7 +50,7 @@ def chain(run: Run) -> list[Manifest]:
 
 def restored(run: Run, *, step: int | None = None) -> tuple[MemoryTarget, int]:
     target = MemoryTarget()
-    report = restore(run, target, step=step)
+    report = restore(run, target, Selection(step=step))
     return target, report.chain_length
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from recpoint.catalog.records import going
 from recpoint.catalog.records.announcement import announce
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.restoring.shard_plan import INDEX
 from recpoint.catalog.restoring.shards import restore_shards
 from recpoint.catalog.runs.run import Run
@@ -42,7 +43,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def bare(run: Run, directory: Path, *, step: int | None = None) -> dict[str, bytes]:
     """What the same restore writes without Prefect."""
-    restore_shards(run, open_store(str(directory)), step=step, shard_bytes=1)
+    restore_shards(run, open_store(str(directory)), Selection(step=step), shard_bytes=1)
     return files(directory)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recpoint import Follower
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
@@ -111,7 +112,7 @@ def restored(world: World) -> None:
     """Note what each new checkpoint restores to, before anything is deleted."""
     manifest = world.line[-1][0]
     target = MemoryTarget()
-    restore(world.run, target, step=manifest.step, generation=manifest.generation)
+    restore(world.run, target, Selection(step=manifest.step, generation=manifest.generation))
     name = ManifestName(manifest.step, manifest.generation)
     world.at[name] = [target.tables[table].values for table in ("items", "users")]
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.agent_lock import AgentLock
@@ -131,7 +132,7 @@ class Trainings(RuleBasedStateMachine):
 
     def check(self, name: ManifestName) -> None:
         target = MemoryTarget()
-        restore(self.run(), target, step=name.step, generation=name.generation)
+        restore(self.run(), target, Selection.of(name))
         for table, (values, sums) in self.truth[name].items():
             assert torch.equal(target.tables[table].values, values), (name, table)
             (stored,) = target.tables[table].row_states

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.restoring.restore_order import Skipped, skipped_lines
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
@@ -63,6 +64,12 @@ def restore_to_file(
     from recpoint.catalog.stores.local_store import LocalStore
     from recpoint.cli import export
 
+    selection = Selection(
+        step=step,
+        generation=generation,
+        validated_only=validated,
+        validated_within=validated_within,
+    )
     in_shards = export.is_for_shards(to, table=table, force=force)
     if not in_shards:
         write = export.writer(to, table=table)
@@ -87,10 +94,7 @@ def restore_to_file(
         )
         with reading(run, purpose="restore") as lease:
             report = restoring(
-                step=step,
-                generation=generation,
-                validated_only=validated,
-                validated_within=validated_within,
+                selection,
                 leased=lease is not None,
                 on_progress=lambda done, total: progress.update(task, completed=done, total=total),
             )

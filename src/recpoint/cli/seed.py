@@ -9,6 +9,7 @@ import typer
 
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.restoring.restore_order import skipped_lines
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
@@ -50,11 +51,11 @@ def plan_seed(
     from recpoint.catalog.restoring.restore import MemoryTarget, restore
 
     _require_known(optimizer_states)
+    selection = Selection(step=step, generation=generation)
     target = MemoryTarget([])
     run = open_run(url)
     with reading(run, purpose="restore") as lease:
-        leased = lease is not None
-        report = restore(run, target, step=step, generation=generation, leased=leased)
+        report = restore(run, target, selection, leased=lease is not None)
     assert target.manifest is not None  # it was restored
     named = _tables(table or [], logical_tables(target.manifest.tables))
     seed = _seed(url, named, dense or [], optimizer_states, step, generation)

@@ -15,6 +15,7 @@ from recpoint.catalog.records import going, leases
 from recpoint.catalog.restoring.reshard import TablePart
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.restoring.restore_parts import restore_parts
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.restoring.shards import restore_shards
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.runs.run import Run
@@ -42,7 +43,7 @@ def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(run: Run, step: int | None = None) -> ManifestName:
     """What a trainer does that starts: it restores a checkpoint, and goes on from it."""
     with leases.reading(run, purpose="restore") as lease:
-        report = restore(run, MemoryTarget(), step=step, leased=lease is not None)
+        report = restore(run, MemoryTarget(), Selection(step=step), leased=lease is not None)
         run.claim(report.restored)
     return ManifestName(report.restored.step, report.restored.generation)
 
@@ -122,7 +123,7 @@ def test_files_and_validations_say_that_it_is_gone(run: Run, tmp_path: Path) -> 
 
     def into_files(there: Run) -> None:
         with leases.reading(there, purpose="restore") as lease:
-            restore_shards(there, files, step=10, leased=lease is not None)
+            restore_shards(there, files, Selection(step=10), leased=lease is not None)
 
     _, reader = in_the_window(other, 10, into_files)
     with pytest.raises(ObjectNotFound, match=named(run, 10)):
@@ -178,7 +179,7 @@ def test_half_an_hour_later_nobody_deletes_under_that_announcement(
 def test_without_a_lease_nothing_is_looked_at(run: Run) -> None:
     killed(run)
     store = InterposedStore(run.store)
-    restore(Run.open(store), MemoryTarget(), step=10)
+    restore(Run.open(store), MemoryTarget(), Selection(step=10))
     assert ("get", DELETION_KEY) not in store.calls
 
 
@@ -281,7 +282,7 @@ def test_parts_of_what_goes_are_refused(run: Run, monkeypatch: pytest.MonkeyPatc
     killed(run)
     monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
     whole = MemoryTarget()
-    restore(run, whole, step=20)
+    restore(run, whole, Selection(step=20))
     name, table = next(iter(whole.tables.items()))
     part = TablePart(table=name, values=torch.zeros_like(table.values))
     with pytest.raises(RetentionRefused, match="it is being deleted"):

@@ -14,6 +14,7 @@ from recpoint.catalog.overview.run_watch import RunWatch
 from recpoint.catalog.persist.persist import classify, persist_job
 from recpoint.catalog.records import publications
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
 from recpoint.catalog.retention.retention_rules import RetentionPolicy
 from recpoint.catalog.runs.commit import commit
@@ -74,7 +75,7 @@ def test_the_branch_that_was_left_does_not_come_back(run: Run) -> None:
     assert "recpoint relink URL 2" in caught.value.next_step
     with pytest.raises(GenerationRecordLost, match=LOST):
         restore(run, MemoryTarget())
-    assert restore(run, MemoryTarget(), step=4, generation=2).restored.step == 4
+    assert restore(run, MemoryTarget(), Selection(step=4, generation=2)).restored.step == 4
     # What was there before that generation is known as ever.
     assert run.live_line(before=2) == [(5, 1), (2, 1), (1, 1)]
 

@@ -9,6 +9,7 @@ import pytest
 
 from recpoint.catalog.records import leases
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
@@ -41,7 +42,7 @@ def deleting(run: Run, come: Callable[[], object]) -> PruneResult:
 def test_what_a_trainer_was_told_to_restore_and_goes_on_from_stays(run: Run) -> None:
     def start() -> None:
         with leases.reading(run, purpose="restore"):
-            run.claim(restore(run, MemoryTarget(), step=10).restored)
+            run.claim(restore(run, MemoryTarget(), Selection(step=10)).restored)
 
     assert deleting(run, start).deleted == (named(run, 30), named(run, 20))
     assert run.live_line() == [ManifestName(10, 1)]

@@ -11,6 +11,7 @@ import torch
 
 from recpoint.catalog.records import leases, pins
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.retention.plan_record import leave_plan
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.retention.prune_plan import plan_prune
@@ -83,7 +84,7 @@ def test_marked_first_deleted_later(store: Store) -> None:
     assert check(run, level="full").ok
     # A marked checkpoint counts and restores as before.
     assert steps(run) == [10, 20, 30, 40, 50] == [n.step for n in reversed(run.live_line())]
-    assert restore(run, MemoryTarget(), step=30).restored.step == 30
+    assert restore(run, MemoryTarget(), Selection(step=30)).restored.step == 30
 
     plan = planned(run)
     assert plan.mark == () and plan.delete == tuple(named(run, step) for step in (30, 20, 10))

@@ -13,6 +13,7 @@ from recpoint.catalog.chunks.chunk_reader import StoredRows
 from recpoint.catalog.restoring import chain_rows
 from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
 from recpoint.catalog.restoring.row_placement import place
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.errors import (
@@ -287,25 +288,27 @@ class TestChoice:
         publish(run, build(run, tables(), step=5, generation=1))
         publish(run, build(run, tables(seed=1), step=9, generation=1))
         target = MemoryTarget()
-        assert restore(run, target, step=5).restored.step == 5
+        assert restore(run, target, Selection(step=5)).restored.step == 5
         assert_same(target, tables())
 
     def test_a_superseded_step_only_by_its_generation(self, run: Run) -> None:
         publish(run, build(run, tables(), step=5, generation=1))
         run.claim(None)
         with pytest.raises(NothingToRestore) as caught:
-            restore(run, MemoryTarget(), step=5)
+            restore(run, MemoryTarget(), Selection(step=5))
         assert "step 5 (generation 1)" in caught.value.found
-        assert restore(run, MemoryTarget(), step=5, generation=1).restored.generation == 1
+        assert (
+            restore(run, MemoryTarget(), Selection(step=5, generation=1)).restored.generation == 1
+        )
 
     def test_a_step_that_never_was(self, run: Run) -> None:
         publish(run, build(run, tables(), step=5, generation=1))
         with pytest.raises(NothingToRestore, match="step 6"):
-            restore(run, MemoryTarget(), step=6)
+            restore(run, MemoryTarget(), Selection(step=6))
 
     def test_a_generation_needs_a_step(self, run: Run) -> None:
         with pytest.raises(SettingsError, match="generation"):
-            restore(run, MemoryTarget(), generation=1)
+            restore(run, MemoryTarget(), Selection(generation=1))
 
     def test_no_threads(self, run: Run) -> None:
         with pytest.raises(SettingsError, match="threads"):
@@ -316,7 +319,9 @@ class TestChoice:
         run.store.delete(GENERATION_KEY.of(1))
         run.store.put(GENERATION_KEY.of(2), b"damaged")
         fresh = Run.open(run.store)
-        assert restore(fresh, MemoryTarget(), step=5, generation=1).restored == manifest.ref
+        assert (
+            restore(fresh, MemoryTarget(), Selection(step=5, generation=1)).restored == manifest.ref
+        )
 
     def test_the_line_before_a_claim(self, run: Run) -> None:
         old = publish(run, build(run, tables(), step=5, generation=1))
@@ -391,7 +396,7 @@ class TestTargets:
         assert dirty_bitmap.collect(changed, rows=40).tolist() == [1, 5, 8, *runs]
         assert (report.full, report.full_stored_bytes) == (full.ref, full.stored_bytes)
         dirty_bitmap.clear(changed)
-        restore(run, GivenTarget(target, None), step=6)
+        restore(run, GivenTarget(target, None), Selection(step=6))
         assert dirty_bitmap.count(changed) == 0
 
     def test_only_the_tables_wanted_are_read(self, run: Run) -> None:

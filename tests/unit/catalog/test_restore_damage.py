@@ -12,6 +12,7 @@ import torch
 from recpoint.catalog.chunks.chunk_reader import read_chunk
 from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
 from recpoint.catalog.restoring.restore_target import RowSink
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import (
     DigestMismatch,
@@ -120,7 +121,7 @@ def test_a_named_checkpoint_with_a_damaged_chunk_is_an_error(
     entry = next(entry for entry in links[4].chunks if entry.content == content)
     damage(run, entry.key)
     with pytest.raises(kind) as caught:
-        restore(run, MemoryTarget(), step=21)
+        restore(run, MemoryTarget(), Selection(step=21))
     assert entry.key in caught.value.subject
     assert type(caught.value) is kind
 
@@ -146,7 +147,7 @@ def test_the_newest_good_checkpoint_is_restored_instead(
     assert all(skipped.error.startswith(kind.__name__) for skipped in report.skipped)
     # Nothing of the damaged chain is left in the tables.
     expected = MemoryTarget()
-    restore(run, expected, step=restored)
+    restore(run, expected, Selection(step=restored))
     for name, table in expected.tables.items():
         assert torch.equal(target.tables[name].values, table.values)
 
@@ -175,7 +176,7 @@ def test_a_manifest_that_names_a_chunk_of_generation_zero_is_passed_over(
 def test_a_missing_link_is_passed_over(run: Run, links: list[Manifest]) -> None:
     remove(run, MANIFEST_KEY.of(20, 1))
     with pytest.raises(MissingLink):
-        restore(run, MemoryTarget(), step=21)
+        restore(run, MemoryTarget(), Selection(step=21))
     report = restore(run, MemoryTarget())
     assert report.restored.step == 12
     assert [skipped.name.step for skipped in report.skipped] == [21]
@@ -259,7 +260,7 @@ class TestMalformed:
         entry = row_chunk(ours)
         self.replace(run, ours, entry, theirs.chunks[entry.key])
         with pytest.raises(ForeignObject) as caught:
-            restore(run, MemoryTarget(), step=10)
+            restore(run, MemoryTarget(), Selection(step=10))
         assert caught.value.subject == entry.key
 
     @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ class TestMalformed:
         data = self.rebuilt(run, manifest, entry, torch.tensor(rows))
         self.replace(run, manifest, entry, data, first_row=rows[0], last_row=rows[-1])
         with pytest.raises(MalformedObject, match="a row of table 'items' in two chunks"):
-            restore(run, MemoryTarget(), step=step)
+            restore(run, MemoryTarget(), Selection(step=step))
 
     @pytest.mark.parametrize("end", ["first_row", "last_row"])
     def test_other_rows_than_the_manifest_says(
@@ -289,7 +290,7 @@ class TestMalformed:
         claimed = {"first_row": 0, "last_row": 8}[end]
         self.replace(run, links[1], entry, data, **{end: claimed})
         with pytest.raises(MalformedObject, match="rows from 1 to 7") as caught:
-            restore(run, MemoryTarget(), step=11)
+            restore(run, MemoryTarget(), Selection(step=11))
         assert caught.value.subject == entry.key
 
     def test_two_ranges_that_overlap(self, run: Run) -> None:
@@ -302,7 +303,7 @@ class TestMalformed:
         data = build_chunk(meta, list(chunk.sections.values()))
         self.replace(run, manifest, second, data, first_row=15, last_row=30)
         with pytest.raises(MalformedObject, match="in two chunks"):
-            restore(run, MemoryTarget(), step=10)
+            restore(run, MemoryTarget(), Selection(step=10))
 
     def test_a_row_set_that_does_not_decode(self, run: Run, links: list[Manifest]) -> None:
         manifest = links[1]
@@ -312,7 +313,7 @@ class TestMalformed:
         sections.append(Section("row_set", "U8", (9,), b"no frame."))
         self.replace(run, manifest, entry, build_chunk(chunk.meta, sections))
         with pytest.raises(MalformedObject, match="row set") as caught:
-            restore(run, MemoryTarget(), step=11)
+            restore(run, MemoryTarget(), Selection(step=11))
         assert caught.value.subject == entry.key
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -332,7 +333,7 @@ class TestMalformed:
             sections[parameter] = tensor_section(parameter, stored)
         self.replace(run, manifest, entry, build_chunk(chunk.meta, list(sections.values())))
         with pytest.raises(MalformedObject, match=f"a {name} that is not finite") as caught:
-            restore(run, MemoryTarget(), step=10)
+            restore(run, MemoryTarget(), Selection(step=10))
         assert caught.value.subject == entry.key
 
     def test_more_rows_than_the_bytes_can_hold(self, run: Run) -> None:
@@ -348,7 +349,7 @@ class TestMalformed:
         new = Manifest.model_validate(manifest.model_dump() | {"tables": specs, "chunks": chunks})
         run.store.put(MANIFEST_KEY.of(10, 1), pack_record(new))
         with pytest.raises(MalformedObject, match=f"for {huge} rows"):
-            restore(run, MemoryTarget(), step=10)
+            restore(run, MemoryTarget(), Selection(step=10))
 
     def test_a_rank_without_a_state(self, run: Run) -> None:
         checkpoint = build(run, tables(), step=10, generation=1, ranks=2)
@@ -360,7 +361,7 @@ class TestMalformed:
         manifest = checkpoint.manifest.model_copy(update={"chunks": tuple(chunks)})
         publish(run, type(checkpoint)(manifest=manifest, chunks=checkpoint.chunks))
         with pytest.raises(MalformedObject, match="rank 1"):
-            restore(run, MemoryTarget(), step=10)
+            restore(run, MemoryTarget(), Selection(step=10))
 
     def test_a_state_with_a_piece_missing(self, run: Run) -> None:
         state = {"large": torch.arange(100.0)}
@@ -370,4 +371,4 @@ class TestMalformed:
         manifest = checkpoint.manifest.model_copy(update={"chunks": tuple(chunks)})
         publish(run, type(checkpoint)(manifest=manifest, chunks=checkpoint.chunks))
         with pytest.raises(MalformedObject, match="pieces missing"):
-            restore(run, MemoryTarget(), step=10)
+            restore(run, MemoryTarget(), Selection(step=10))

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.restoring.shard_place import finish_shards, take_back
 from recpoint.catalog.restoring.shard_plan import INDEX, plan_shards
 from recpoint.catalog.restoring.shards import restore_shards, write_shard
@@ -147,7 +148,7 @@ def test_into_a_store_that_is_no_directory(
     require_same(by_index(fetched), in_one_file(run, tmp_path / "one.safetensors"))
     assert restore_shards(run, into, shard_bytes=1).restored.step == 3  # it is there
     with pytest.raises(SettingsError, match=INDEX):
-        restore_shards(run, into, shard_bytes=1, step=2)
+        restore_shards(run, into, Selection(step=2), shard_bytes=1)
 
 
 def test_nobody_else_can_read_what_is_made_here_for_a_store_elsewhere(
@@ -185,7 +186,7 @@ def test_damage_falls_back_and_leaves_nothing_of_it(
     assert name.step == 3 and "DigestMismatch" in error
     require_same(by_index(into), in_one_file(run, tmp_path / "one.safetensors", "--step", "2"))
     with pytest.raises(Exception, match=last.key):
-        restore_shards(run, open_store(str(tmp_path / "other")), shard_bytes=1, step=3)
+        restore_shards(run, open_store(str(tmp_path / "other")), Selection(step=3), shard_bytes=1)
     assert not (tmp_path / "other" / INDEX).exists()
 
 
@@ -205,7 +206,7 @@ def test_what_was_begun_is_finished_and_nothing_is_mixed(
     os.utime(younger, (time.time() - 86_300,) * 2)
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(SettingsError, match="of another checkpoint"):
-        restore_shards(run, into, shard_bytes=1, step=2)
+        restore_shards(run, into, Selection(step=2), shard_bytes=1)
     with pytest.raises(SettingsError, match="of this checkpoint, in files of another size"):
         restore_shards(run, into, shard_bytes=1 << 30)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
@@ -236,7 +237,9 @@ def test_a_killed_restore_of_a_run_that_trains_is_gone_on_with_by_name(
     said = str(refused.value)
     assert "of another checkpoint, step 3 (generation 1)" in said and "step 4" in said, said
     assert "go on with that one: --step 3 --generation 1 (step=3, generation=1 in Python" in said
-    assert restore_shards(run, into, shard_bytes=1, step=3, generation=1).restored.step == 3
+    assert (
+        restore_shards(run, into, Selection(step=3, generation=1), shard_bytes=1).restored.step == 3
+    )
     assert left(tmp_path / "out")[plan.shards[1].file] == written
     require_same(
         by_index(tmp_path / "out"),
@@ -346,7 +349,7 @@ def test_files_that_count_are_never_taken_back(
     before = left(out)
     damage_rows(run, made[2])
     with pytest.raises(RestoreError) as refused:
-        restore_shards(run, into, step=step, shard_bytes=1)
+        restore_shards(run, into, Selection(step=step), shard_bytes=1)
     said = str(refused.value)
     assert f"{INDEX} and 4 of the 5 files of step 3 (generation 1)" in said, said
     assert f"without {plan.shards[1].file}," in said and "DigestMismatch" in said, said
@@ -469,6 +472,7 @@ _PROGRAM = """
 import json, sys, threading
 from recpoint import kernels
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.restoring.shards import restore_shards
 from recpoint.catalog.stores.store import open_store
 
@@ -478,7 +482,7 @@ def anonymous_bytes():
 
 kernels.warm_up()
 run = Run.open(open_store(sys.argv[1]))
-restore_shards(run, open_store(sys.argv[2] + "/small"), step=1)
+restore_shards(run, open_store(sys.argv[2] + "/small"), Selection(step=1))
 idle = peak = anonymous_bytes()
 done = threading.Event()
 
@@ -489,7 +493,7 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-restore_shards(run, open_store(sys.argv[2] + "/large"), step=2)
+restore_shards(run, open_store(sys.argv[2] + "/large"), Selection(step=2))
 done.set()
 watcher.join()
 print(json.dumps((peak - idle) / 1e6))

@@ -20,6 +20,7 @@ from recpoint.catalog.records.validations import (
 )
 from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.restoring.restore_order import Skipped, skipped_text
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.representations import Representations
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import ForeignObject, NothingToRestore, SettingsError, StoreUnavailable
@@ -157,7 +158,7 @@ def remove(run: Run, manifest: Manifest) -> None:
 
 
 def restored(run: Run, *, validated_only: bool = False) -> RestoreReport:
-    return restore(run, MemoryTarget(), validated_only=validated_only)
+    return restore(run, MemoryTarget(), Selection(validated_only=validated_only))
 
 
 def test_without_validations_the_newest_is_restored(run: Run) -> None:
@@ -177,7 +178,7 @@ def test_a_newer_one_that_was_never_validated_is_restored_and_the_report_says_so
     known = restored(run).validation
     assert known is not None and known.in_words == "validated (sample)"
     say(run, 21, "sample", "failed")
-    known = restore(run, MemoryTarget(), step=21).validation
+    known = restore(run, MemoryTarget(), Selection(step=21)).validation
     assert known is not None and known.in_words == "validation 3 found wrong or damaged rows"
     report = restored(run)
     assert report.restored.step == 20 and report.validation == ("passed", "full", 1)
@@ -192,7 +193,7 @@ def test_one_that_failed_is_passed_over_with_its_reason(run: Run, result: Valida
     (skipped,) = report.skipped
     assert skipped.name == (21, 1) and skipped.error.startswith("validation 1 found ")
     assert "if its step is named" in skipped.error
-    assert restore(run, MemoryTarget(), step=21).restored.step == 21
+    assert restore(run, MemoryTarget(), Selection(step=21)).restored.step == 21
     say(run, 21, "sample", "passed")
     assert restored(run).restored.step == 21
 
@@ -249,7 +250,7 @@ class TestValidatedWithin:
         say(run, 12, "sample", "passed")
         say(run, 10, "full", "passed")
         for within, expected in ((None, 21), (0, 21), (8, 21), (9, 12), (100, 12)):
-            report = restore(run, MemoryTarget(), validated_within=within)
+            report = restore(run, MemoryTarget(), Selection(validated_within=within))
             assert report.restored.step == expected, within
         assert [skipped.name.step for skipped in report.skipped] == [21, 20]
         assert {skipped.error for skipped in report.skipped} == {
@@ -257,15 +258,18 @@ class TestValidatedWithin:
         }
         assert report.validation is not None and report.validation.passed("sample")
         nine: Any = np.int64(9)
-        assert restore(run, MemoryTarget(), validated_within=nine).restored.step == 12
+        assert restore(run, MemoryTarget(), Selection(validated_within=nine)).restored.step == 12
         say(run, 21, "sample", "passed")
-        report = restore(run, MemoryTarget(), validated_within=100)
+        report = restore(run, MemoryTarget(), Selection(validated_within=100))
         assert (report.restored.step, report.skipped) == (21, ())
 
     def test_with_nothing_validated_or_a_step_it_changes_nothing(self, run: Run) -> None:
-        assert restore(run, MemoryTarget(), validated_within=100).restored.step == 21
+        assert restore(run, MemoryTarget(), Selection(validated_within=100)).restored.step == 21
         say(run, 12, "sample", "passed")
-        assert restore(run, MemoryTarget(), step=20, validated_within=100).restored.step == 20
+        assert (
+            restore(run, MemoryTarget(), Selection(step=20, validated_within=100)).restored.step
+            == 20
+        )
 
     def test_the_same_holds_among_what_damage_leaves(
         self, run: Run, built: tuple[Run, list[Manifest]]
@@ -273,37 +277,37 @@ class TestValidatedWithin:
         say(run, 12, "sample", "passed")
         say(run, 10, "sample", "passed")
         remove(run, built[1][4])  # 21: 12 is near to 20, and was too far from 21
-        report = restore(run, MemoryTarget(), validated_within=8)
+        report = restore(run, MemoryTarget(), Selection(validated_within=8))
         assert report.restored.step == 12
         errors = {skipped.name.step: skipped.error for skipped in report.skipped}
         assert "ObjectNotFound" in errors[21] and errors[20].startswith("not validated; step 12")
         remove(run, built[1][2])  # 12 as well: 10 is too far from 20
-        report = restore(run, MemoryTarget(), validated_within=8)
+        report = restore(run, MemoryTarget(), Selection(validated_within=8))
         assert report.restored.step == 20
         assert "ObjectNotFound" in report.skipped[0].error
-        report = restore(run, MemoryTarget(), validated_within=10)
+        report = restore(run, MemoryTarget(), Selection(validated_within=10))
         assert report.restored.step == 10
         assert [skipped.name.step for skipped in report.skipped] == [21, 20, 12, 11]
         found = {ManifestName(20, 1): "as the caller found"}
-        report = restore(run, MemoryTarget(), validated_within=1, damaged=found)
+        report = restore(run, MemoryTarget(), Selection(validated_within=1), damaged=found)
         assert report.restored.step == 10
         assert report.skipped[1].error == "as the caller found"
 
     def test_what_failed_is_no_newest_to_count_from(self, run: Run) -> None:
         say(run, 12, "sample", "passed")
         say(run, 20, "sample", "failed")  # and with it 21
-        report = restore(run, MemoryTarget(), validated_within=0)
+        report = restore(run, MemoryTarget(), Selection(validated_within=0))
         assert report.restored.step == 12
         assert all("validation 1" in skipped.error for skipped in report.skipped)
         say(run, 21, "full", "passed")
         say(run, 21, "full", "stateless")
         say(run, 21, "full", "passed")
-        assert restore(run, MemoryTarget(), validated_within=9).restored.step == 21
+        assert restore(run, MemoryTarget(), Selection(validated_within=9)).restored.step == 21
 
     @pytest.mark.parametrize("wrong", [-1, 1.5, True, "9"])
     def test_what_is_no_number_of_batches_is_refused(self, run: Run, wrong: Any) -> None:
         with pytest.raises(SettingsError, match="validated_within"):
-            restore(run, MemoryTarget(), validated_within=wrong)
+            restore(run, MemoryTarget(), Selection(validated_within=wrong))
 
 
 def test_reasons_that_are_equal_are_told_once_and_the_next_step_helps(run: Run) -> None:

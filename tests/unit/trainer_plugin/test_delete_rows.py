@@ -7,6 +7,7 @@ import torch
 
 from recpoint import Follower
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.catalog.validation.validate import validate
@@ -40,7 +41,7 @@ def adagrad() -> Training:
 
 def restored(place: Place, step: int) -> tuple[torch.Tensor, ...]:
     target = MemoryTarget(["users"])
-    restore(Run.open(open_store(place.run)), target, step=step)
+    restore(Run.open(open_store(place.run)), target, Selection(step=step))
     table = target.tables["users"]
     states = [state for state in table.row_states if state is not None]
     assert states

@@ -10,6 +10,7 @@ from recpoint import Seed
 from recpoint.catalog.records import going, leases
 from recpoint.catalog.records.announcement import announce
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import NothingToRestore, RetentionRefused
@@ -71,7 +72,7 @@ def test_ranks_together_pass_over_what_goes(tmp_path: Path, step: int | None) ->
     def restore_one(before: int | None, name: ManifestName | None = None) -> CheckpointRef | None:
         assert name is not None
         to = MemoryTarget()
-        return restore(run, to, step=name.step, generation=name.generation, leased=True).restored
+        return restore(run, to, Selection.of(name), leased=True).restored
 
     def claim() -> CheckpointRef | None:
         with leases.reading(run, purpose="restore"):
@@ -79,10 +80,7 @@ def test_ranks_together_pass_over_what_goes(tmp_path: Path, step: int | None) ->
                 Ranks(),
                 run,
                 restore_one,
-                step=step,
-                generation=None,
-                validated_only=False,
-                validated_within=None,
+                Selection(step=step),
             ).restored
 
     if step is None:
