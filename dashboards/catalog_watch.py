@@ -96,7 +96,9 @@ class CatalogWatch:
         self._refresh_seconds = refresh_seconds
         self._watched: dict[str, _Watched] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="catalog-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep_looking_up, name="catalog-watch", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -121,7 +123,7 @@ class CatalogWatch:
         watched = self._watched.get(run)
         return dict.fromkeys(CAUSES, 0) if watched is None else dict(watched.failures)
 
-    def _keep(self) -> None:
+    def _keep_looking_up(self) -> None:
         while not self._stop.wait(min(_POLL_SECONDS, self._refresh_seconds)):
             try:
                 there = set(self._runs())

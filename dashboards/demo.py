@@ -147,7 +147,7 @@ class _Demo:
         self.children.append(trainer)
         return trainer
 
-    def look(self) -> None:
+    def read_committed(self) -> None:
         """See what is committed; not at every poll, since on S3 it is a request."""
         if time.monotonic() - self.looked < _LOOK_SECONDS:
             return
@@ -167,7 +167,7 @@ class _Demo:
         while not until():
             for child in self.children:
                 child.check()
-            self.look()
+            self.read_committed()
             self.progress.show(trainers, self.committed)
             if time.monotonic() > deadline:
                 raise ChildFailed(

@@ -63,14 +63,14 @@ class DemoProgress:
     def waiting_for_prefect(self) -> None:
         """The agent is starting its server, or has found one."""
         self._bars.update(self._prefect, note="starting")
-        self._say("starting the agent, and a local Prefect server unless there is one")
+        self._print_line("starting the agent, and a local Prefect server unless there is one")
 
     def prefect_is_up(self, url: str) -> None:
         """It answers."""
         self._bars.update(self._prefect, total=1, completed=1, note="up")
-        self._say(f"Prefect is up: {url}")
+        self._print_line(f"Prefect is up: {url}")
         together = f" on {self._ranks} ranks under torchrun" if self._ranks > 1 else ""
-        self._say(
+        self._print_line(
             f"training twice{together}, {self._steps} batches each; one of the two is checkpointed "
             f"every {self._interval} batches, and killed on the way"
         )
@@ -96,10 +96,10 @@ class DemoProgress:
         self._bars.stop_task(self._tasks["killed"])
         who = "the trainer" if self._ranks == 1 else f"rank {self._ranks - 1} of {self._ranks}"
         again = "it" if self._ranks == 1 else "all ranks"
-        self._say(
+        self._print_line(
             f"killed {who} with SIGKILL at step {step}, {committed} checkpoints committed; "
             f"starting {again} again, with another seed"
         )
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)

@@ -125,7 +125,7 @@ class WatchedRun:
         """Look no more; does not wait for a look that is going on."""
         self._stop.set()
 
-    def look(self) -> Seen:
+    def refresh(self) -> Seen:
         """Look once, here and now."""
         before = self.seen
         version = before.version + 1
@@ -176,7 +176,7 @@ class WatchedRun:
     def _run(self) -> None:
         while not self._stop.is_set():
             began = time.monotonic()
-            self.look()
+            self.refresh()
             self._stop.wait(self._pause(time.monotonic() - began))
 
 

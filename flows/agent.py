@@ -159,19 +159,19 @@ class Agent:
             which=consolidate,
             triggers=consolidate_when,
             prefect_url=lambda: gate.api_url,
-            tell=self._tell,
+            tell=self._write_status,
         )
         self._sweeps = BackgroundSweep(
             staging,
             every_seconds=sweep_every,
             prefect_url=lambda: gate.api_url,
-            tell=self._tell,
+            tell=self._write_status,
         )
         self._jobs = AgentJobs(
             self._queue,
             self._persist,
             ends=lambda: self._ends,
-            tell=self._tell,
+            tell=self._write_status,
             committed=self._background.committed,
         )
 
@@ -216,21 +216,21 @@ class Agent:
         self._background.start(run_dirs)
         self._sweeps.start()
         _LOG.info("serving %s", self._staging)
-        told = 0.0
+        written_at = 0.0
         try:
             while not self._ends:
-                busy = self._look() or self._working()
+                busy = self._begin_due_runs() or self._working()
                 self._background.give_way(busy)
                 self._sweeps.give_way(busy)
                 if once and not busy and self._is_drained():
                     break
-                if time.monotonic() - told >= _STATUS_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - written_at >= _STATUS_SECONDS:
+                    written_at = time.monotonic()
                     if not self._keep_turn():
                         self.stop()
                         break
                     for run_dir in list(self._runs):
-                        self._tell(run_dir)
+                        self._write_status(run_dir)
                     free_ended_slots(self._runs)
                     self._freed.give_back(self._tries())
                     if self._gate.api_url is not None:
@@ -245,7 +245,7 @@ class Agent:
             free_ended_slots(self._runs)
         return self._queue.left(all_must_be_known=once and not self.was_stopped)
 
-    def _look(self) -> bool:
+    def _begin_due_runs(self) -> bool:
         """Start a thread for each run that has something to do and nobody who does it.
 
         Returns:
@@ -281,7 +281,7 @@ class Agent:
         except (RuntimeError, MemoryError) as error:
             self._places.release()
             postpone(state, error, job_log(str(job_file)))
-            self._tell(run_dir)
+            self._write_status(run_dir)
             return
         state.thread = thread
 
@@ -290,7 +290,7 @@ class Agent:
             self._jobs.serve_run(run_dir, state)
         finally:
             self._places.release()
-        self._tell(run_dir)
+        self._write_status(run_dir)
 
     def _is_drained(self) -> bool:
         return not self._queue.has_untried(self._runs) and self._background.idle
@@ -315,9 +315,9 @@ class Agent:
         for run_dir, state in self._runs.items():
             if state.works:
                 _LOG.warning("%s: %s stays staged", run_dir.name, state.job)
-            self._tell(run_dir)
+            self._write_status(run_dir)
 
-    def _tell(self, run_dir: Path) -> None:
+    def _write_status(self, run_dir: Path) -> None:
         state = self._runs.get(run_dir)
         if state is None:
             return

@@ -29,10 +29,12 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
         yield
         return
 
-    def told(number: int, frame: FrameType | None) -> None:
+    def call_stop(number: int, frame: FrameType | None) -> None:
         stop()
 
-    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, call_stop) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:

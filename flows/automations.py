@@ -23,7 +23,12 @@ from prefect.settings import PREFECT_API_URL
 
 from recpoint.catalog.overview.overview import INTERVALS_OF_SILENCE
 from recpoint.errors import SettingsError
-from recpoint.flows.notifications import kept_actions, notification, require_block_name, told
+from recpoint.flows.notifications import (
+    kept_actions,
+    notification,
+    recipients_text,
+    require_block_name,
+)
 from recpoint.flows.prefect_server import ui_url
 from recpoint.flows.publish_automation import Publishes, publishing
 from recpoint.flows.silence_automation import (
@@ -38,7 +43,7 @@ from recpoint.flows.silence_automation import (
 )
 from recpoint.tasks.events import EVENT_PREFIX, RESOURCE_PREFIX, TAG, CheckpointEvent
 
-__all__ = ["AlertSettings", "Applied", "Found", "apply", "automations", "find", "remove"]
+__all__ = ["AlertSettings", "Applied", "Found", "apply", "automations", "find_ours", "remove_ours"]
 
 #: Every automation of ours begins with it.
 _PREFIX = "recpoint: "
@@ -215,7 +220,7 @@ def apply(settings: AlertSettings) -> list[Applied]:
         done = [_apply_alert(client, one, there, keep=chosen is None) for one in alerts]
         if settings.publish is not None:
             wanted = publishing(client, settings.publish, name=_PUBLISH)
-            done.append(Applied(_PUBLISH, _see_to(client, wanted, there.get(_PUBLISH))))
+            done.append(Applied(_PUBLISH, _create_or_update(client, wanted, there.get(_PUBLISH))))
         elif _PUBLISH in there:
             done.append(Applied(_PUBLISH, "kept"))
     return done
@@ -238,8 +243,10 @@ def _apply_alert(
         kept.append("notification")
     if before is not None and seconds is not None and seconds == _waits_seconds(before):
         kept.append("time")
-    result = _see_to(client, wanted, before)
-    return Applied(wanted.name, result, seconds, told(client, wanted.actions), tuple(kept))
+    result = _create_or_update(client, wanted, before)
+    return Applied(
+        wanted.name, result, seconds, recipients_text(client, wanted.actions), tuple(kept)
+    )
 
 
 def _resolved(
@@ -271,7 +278,7 @@ def _waits_seconds(one: AutomationCore) -> float | None:
     return one.trigger.within.total_seconds()
 
 
-def _see_to(
+def _create_or_update(
     client: SyncPrefectClient, wanted: AutomationCore, before: Automation | None
 ) -> Literal["created", "updated", "kept"]:
     if before is None:
@@ -298,30 +305,30 @@ def _see_to(
     return "updated"
 
 
-def find() -> list[Found]:
+def find_ours() -> list[Found]:
     """The automations of ours that the server has, by name.
 
     Raises:
         SettingsError: there is no API, or it does not answer.
     """
     with _client() as client:
-        return sorted(Found(one.name, one.enabled, one.description) for one in _ours(client))
+        return sorted(Found(one.name, one.enabled, one.description) for one in _read_ours(client))
 
 
-def remove() -> list[str]:
-    """Remove what `find` finds; the names.
+def remove_ours() -> list[str]:
+    """Remove what `find_ours` finds; the names.
 
     Raises:
         SettingsError: there is no API, or it does not answer.
     """
     with _client() as client:
-        ours = _ours(client)
+        ours = _read_ours(client)
         for one in ours:
             client.delete_automation(one.id)
     return sorted(one.name for one in ours)
 
 
-def _ours(client: SyncPrefectClient) -> list[Automation]:
+def _read_ours(client: SyncPrefectClient) -> list[Automation]:
     """All that are ours, those first that were changed last."""
     ours: list[Automation] = []
     offset, newest = 0, AutomationSort.UPDATED_DESC
@@ -334,7 +341,7 @@ def _ours(client: SyncPrefectClient) -> list[Automation]:
 def _newest_of_each_name(client: SyncPrefectClient) -> dict[str, Automation]:
     """Those that are ours; of several with one name the others are removed."""
     newest: dict[str, Automation] = {}
-    for one in _ours(client):
+    for one in _read_ours(client):
         if newest.setdefault(one.name, one) is not one:
             client.delete_automation(one.id)
     return newest

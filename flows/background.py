@@ -93,7 +93,9 @@ class BackgroundConsolidation:
         self._may_be_stopped = False  # a process that is stopped too early outlives a dead agent
         self._paused = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="consolidate", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep_consolidating, name="consolidate", daemon=True
+        )
 
     def start(self, run_dirs: list[Path]) -> None:
         """Begin, with the runs that an earlier agent had in its care."""
@@ -184,7 +186,7 @@ class BackgroundConsolidation:
         ]
         return min(due, key=lambda pair: pair[0], default=(0, None))[1]
 
-    def _keep(self) -> None:
+    def _keep_consolidating(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             with self._lock:
                 run_dir = None if self._paused else self._next()

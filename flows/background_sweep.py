@@ -102,7 +102,7 @@ class BackgroundSweep:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="sweep", daemon=True)
+        self._thread = threading.Thread(target=self._keep_sweeping, name="sweep", daemon=True)
 
     def start(self) -> None:
         """Begin to look."""
@@ -138,7 +138,7 @@ class BackgroundSweep:
 
     # --- the thread ----------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _keep_sweeping(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             try:
                 run_dirs = staged.run_directories(self._staging)
@@ -153,13 +153,13 @@ class BackgroundSweep:
                 if self._stop.is_set():
                     return
                 try:
-                    self._look(run_dir)
+                    self._sweep_if_due(run_dir)
                 except Exception as error:  # likewise
                     self._failed(run_dir, f"{type(error).__name__}: {error}")
                     if not isinstance(error, RecpointError | OSError):
                         _LOG.exception("%s: not foreseen", run_dir.name)
 
-    def _look(self, run_dir: Path) -> None:
+    def _sweep_if_due(self, run_dir: Path) -> None:
         swept = self._runs.setdefault(run_dir, _Swept())
         if time.monotonic() < swept.retry_at:
             return

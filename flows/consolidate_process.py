@@ -84,7 +84,7 @@ def _consolidate(run_url: str, triggers: ConsolidationTriggers) -> str:
         run,
         lambda avoid: choose_consolidation(run, name, triggers=triggers, avoid=avoid),
         only_if_it_pays=True,
-        on_plan=_say,
+        on_plan=_log_plan,
     )
     around = passed_over_words(plan)
     if done is None:
@@ -93,7 +93,7 @@ def _consolidate(run_url: str, triggers: ConsolidationTriggers) -> str:
     return f"{done.outcome}: {done.key}, {wrote}{around}"
 
 
-def _say(plan: ConsolidationPlan) -> None:
+def _log_plan(plan: ConsolidationPlan) -> None:
     _LOG.info("%s, without Prefect: %s%s", plan.target.key, plan.reason, passed_over_words(plan))
 
 

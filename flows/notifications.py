@@ -11,7 +11,7 @@ from prefect.exceptions import ObjectNotFound
 
 from recpoint.errors import SettingsError
 
-__all__ = ["NOBODY", "kept_actions", "notification", "require_block_name", "told"]
+__all__ = ["NOBODY", "kept_actions", "notification", "require_block_name", "recipients_text"]
 
 #: In place of a block's name: an alert is only to be seen in Prefect's event feed.
 NOBODY: Final = "none"
@@ -65,7 +65,7 @@ def kept_actions(actions: Iterable[ActionTypes]) -> list[ActionTypes]:
     return [one for one in actions if not isinstance(one, ChangeFlowRunState)] or [DoNothing()]
 
 
-def told(client: SyncPrefectClient, actions: Iterable[ActionTypes]) -> str:
+def recipients_text(client: SyncPrefectClient, actions: Iterable[ActionTypes]) -> str:
     """In words: the names of blocks, what else is done, or `nobody`."""
     words = []
     for action in kept_actions(actions):

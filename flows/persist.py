@@ -65,7 +65,7 @@ class _Begun(NamedTuple):
     @classmethod
     def of(cls, job: PersistJob) -> _Begun:
         begin = _beginners.submit
-        return cls(job, begin(job.verify), begin(job.look), begin(_prepare_first, job))
+        return cls(job, begin(job.verify), begin(job.find_done), begin(_prepare_first, job))
 
     def end(self) -> None:
         """Wait until nothing of it is at work: whoever takes the job up now writes the same."""
@@ -101,7 +101,7 @@ class _Tasks:
         self._running: set[asyncio.Task[Any] | None] = set()
         self._ended = False
 
-    def look(self) -> Found:
+    def find_done(self) -> Found:
         # Whatever comes next may write, or remove, what is being prepared.
         wait([self._begun.prepared])
         return self._begun.looked.result()

@@ -62,7 +62,7 @@ class PrefectGate:
         self._closed_until = 0.0
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="prefect-gate", daemon=True)
+        self._thread = threading.Thread(target=self._watch_server, name="prefect-gate", daemon=True)
 
     @property
     def ui_url(self) -> str | None:
@@ -115,21 +115,21 @@ class PrefectGate:
             self._closed_until = time.monotonic() + pause
         _LOG.warning("going on without Prefect for %.0f s or more: %s", pause, why)
 
-    def _keep(self) -> None:
+    def _watch_server(self) -> None:
         while not self._stop.is_set():
             try:
-                self._look()
+                self._check_server()
             except Exception as error:
                 # For instance a home directory that is full or read-only: no UI, but no harm. Nor
                 # does what nobody foresaw end this thread: the gate would stay as it is for ever.
                 self.failed(f"{type(error).__name__}: {error}")
             self._stop.wait(_LOOK_SECONDS)
 
-    def _look(self) -> None:
+    def _check_server(self) -> None:
         if time.monotonic() < self._closed_until:
             return
         if self._url is None or self._own_server:
-            self._find()
+            self._find_server()
         if time.monotonic() < self._closed_until:
             return
         if self._url is not None and prefect_server.is_healthy(self._url, timeout_seconds=2.0):
@@ -148,7 +148,7 @@ class PrefectGate:
                 )
             self._open = False
 
-    def _find(self) -> None:
+    def _find_server(self) -> None:
         if self._url is None:
             url = prefect_server.configured_url()
             if url is not None:

@@ -43,7 +43,7 @@ def expect_end(run_dir: Path, job: Job) -> None:
     """
     there = _expected(run_dir)
     if there is None or (there.run_id, there.run_url) != (job.run, job.run_url):
-        _keep(run_dir, _Expected(job.run, job.run_url))
+        _write_expected(run_dir, _Expected(job.run, job.run_url))
 
 
 def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
@@ -78,7 +78,7 @@ def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
             from recpoint.tasks.events import emit
 
             emit("ended", expected.run_id, expected.run_url)
-            _keep(run_dir, expected._replace(told_ms=note.at_ms))
+            _write_expected(run_dir, expected._replace(told_ms=note.at_ms))
         state.end_told_ms = note.at_ms
 
 
@@ -102,7 +102,7 @@ def _expected(run_dir: Path) -> _Expected | None:
     return _Expected(run_id, run_url, told_ms if type(told_ms) is int else None)
 
 
-def _keep(run_dir: Path, expected: _Expected) -> None:
+def _write_expected(run_dir: Path, expected: _Expected) -> None:
     """Replace what was kept; whole at every moment, but not made durable: it is for people."""
     document: dict[str, object] = {"run": expected.run_id, "run_url": expected.run_url}
     if expected.told_ms is not None:

@@ -28,7 +28,7 @@ from recpoint.serving.standing import Standing, Standings
 from recpoint.serving.status import Status
 from recpoint.serving.updater import DAMAGE, OnProgress, Updater
 from recpoint.serving.version import Version
-from recpoint.serving.wanted import CHANNELS, Channel, Wanted, find_pinned, look
+from recpoint.serving.wanted import CHANNELS, Channel, Wanted, find_pinned, find_wanted
 
 __all__ = ["Follower"]
 
@@ -277,7 +277,7 @@ class Follower:
 
     def _poll(self, on_progress: OnProgress | None) -> bool:
         run, updater = self._opened()
-        self._look(run, updater)
+        self._note_wanted(run, updater)
         pinned = self._pinned
         if pinned is None:
             return self._follow_channel(run, updater, on_progress)
@@ -288,7 +288,7 @@ class Follower:
         self._move(run, updater, name, self._wanted_from(run, name), on_progress)
         return True
 
-    def _look(self, run: Run, updater: Updater) -> None:
+    def _note_wanted(self, run: Run, updater: Updater) -> None:
         served = _served(updater)
         wanted = self._wanted_from(run, served)
         self._looked_at = time.monotonic()
@@ -296,7 +296,7 @@ class Follower:
         self._standings.note(served, wanted, run, updater)
 
     def _wanted_from(self, run: Run, served: ManifestName | None) -> Wanted:
-        wanted = look(run, self._channel, served)
+        wanted = find_wanted(run, self._channel, served)
         if self._pinned is not None and served is not None and self._channel != "published":
             return wanted.after(served)
         return wanted

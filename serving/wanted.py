@@ -15,7 +15,7 @@ from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound
 from recpoint.format.naming import ManifestName
 from recpoint.format.record_kinds import PUBLICATION
 
-__all__ = ["CHANNELS", "Channel", "Wanted", "find_pinned", "look"]
+__all__ = ["CHANNELS", "Channel", "Wanted", "find_pinned", "find_wanted"]
 
 _log = logging.getLogger("recpoint.serving")
 
@@ -51,7 +51,7 @@ class Wanted:
         return replace(self, names=[name for name in self.names if name > served])
 
 
-def look(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
+def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
     """What a follower that serves `served` is to move to.
 
     A checkpoint that retention has deleted goes on being served; one that is no longer on the live

@@ -20,7 +20,7 @@ class Appearances:
         self._first_seen: float | None = None
         self._last_began = 0.0
 
-    def note(self, keys: set[str], began: float) -> None:
+    def note_listing(self, keys: set[str], began: float) -> None:
         """A look that began then, on the monotonic clock, has found these keys and no others."""
         now = time.monotonic()
         if self._first_seen is None:

@@ -232,7 +232,7 @@ class Troubles:
                 when_ms=one.rejected_ms,
                 next_step="see the agent's log; the trainer stages its rows again",
             )
-            for record in self._rejections.look()
+            for record in self._rejections.refresh()
             for one in record.newest
             if one.error_type != CheckpointCancelled.__name__  # as its trainer wished
         ]

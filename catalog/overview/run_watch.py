@@ -149,7 +149,7 @@ class RunWatch:
             lag=lag,
             restore=None if safe is None else restore_estimate(safe.chain, speed),
             totals=totals(facts),
-            plan=self._troubles.plan.look(),
+            plan=self._troubles.plan.refresh(),
             expiring=expiring,
             failures=self._troubles.failures(listing.live, listing.verdicts, facts),
         )
@@ -173,7 +173,7 @@ class RunWatch:
         forms += [form for merged in consolidated.values() for form in merged]
         by_name = by_checkpoint(forms)
         numbers = sorted(n for n in map(GENERATION_KEY.parse, generations) if n is not None)
-        self._appearances.note({*generations, *manifests}, began)
+        self._appearances.note_listing({*generations, *manifests}, began)
         live = self.run.line_of(numbers, by_name)
         self._troubles.lost = self.run.lost_generations(
             (name.generation for name in by_name), listed=numbers

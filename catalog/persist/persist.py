@@ -204,7 +204,7 @@ class PersistJob:
             )
         return run
 
-    def look(self) -> Found:
+    def find_done(self) -> Found:
         """What is done of the job; the first step.
 
         Raises:
@@ -412,7 +412,7 @@ class Steps(Protocol):
     over. `verify` and the `upload` of groups are called from threads of their own.
     """
 
-    def look(self) -> Found:
+    def find_done(self) -> Found:
         """The first step."""
 
     def verify(self) -> object:
@@ -473,7 +473,7 @@ def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
     """
     steps = job if steps is None else steps
     try:
-        stored, there = steps.look()
+        stored, there = steps.find_done()
         if there is None:
             if not stored:
                 _store_groups(job, steps)

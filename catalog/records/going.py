@@ -46,7 +46,7 @@ class Going:
         self._until: float | None = None
 
     @classmethod
-    def look(cls, run: Run, *, leased: bool) -> Self:
+    def read(cls, run: Run, *, leased: bool) -> Self:
         """Read the announcement; never an error, since a restore goes before what it protects.
 
         To be called after the lease was written, and before a manifest is read: what is not named

@@ -18,7 +18,7 @@ from recpoint.format.record_kinds import LEASE
 from recpoint.format.records import CheckpointRef
 from recpoint.format.retention_records import MAX_LEASE_SECONDS, Lease
 
-__all__ = ["Held", "HeldLease", "adopt", "look", "reading"]
+__all__ = ["Held", "HeldLease", "adopt", "read_leases", "reading"]
 
 _LOG = logging.getLogger("recpoint.leases")
 
@@ -165,7 +165,7 @@ class Held(NamedTuple):
     modified_ms: int
 
 
-def look(run: Run, clocks: Clocks) -> list[Held]:
+def read_leases(run: Run, clocks: Clocks) -> list[Held]:
     """All leases of a run, dead ones too."""
     held = []
     for owner, info in run.records(LEASE).listed():

@@ -129,7 +129,7 @@ def restore(
     if threads < 1:
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
     with naming_errors(run.url):
-        going = Going.look(run, leased=leased)  # before a manifest is read
+        going = Going.read(run, leased=leased)  # before a manifest is read
         names = candidates(run, selection, before=before)
         ask = not selection.named and names
         doubts = Doubts(run, validated_only=selection.validated_only) if ask else None

@@ -50,7 +50,7 @@ def leave_plan(run: Run, made: PrunePlan) -> None:
         delete=count["delete"],
         manifests=tuple(
             PlannedManifest(manifest=row.key, action=row.action, reason=row.reason[:1024])
-            for row in _told(rows)
+            for row in _newest_rows(rows)
         ),
         host=socket.gethostname()[:255],
         pid=os.getpid(),
@@ -79,7 +79,7 @@ class PlanWatch:
         self._plan: Plan | None = None
         self.error: FormatError | None = None
 
-    def look(self) -> Plan | None:
+    def refresh(self) -> Plan | None:
         """The plan that is there; None: there is none, or it cannot be read.
 
         Raises:
@@ -100,19 +100,19 @@ class PlanWatch:
         return self._plan
 
 
-def _told(rows: list[PruneRow]) -> list[PruneRow]:
+def _newest_rows(rows: list[PruneRow]) -> list[PruneRow]:
     """The newest, in their order: not only those that go, nor only those that stay."""
     going = [row for row in rows if row.action != "keep"]
     kept = len(rows) - len(going)
     most_going = max(MAX_PLANNED - kept, MAX_PLANNED // 2)
     left = {True: most_going, False: MAX_PLANNED - min(len(going), most_going)}
-    told = []
+    newest = []
     for row in rows:
         goes = row.action != "keep"
         if left[goes] > 0:
             left[goes] -= 1
-            told.append(row)
-    return told
+            newest.append(row)
+    return newest
 
 
 def _rules(policy: RetentionPolicy) -> PlannedRules:

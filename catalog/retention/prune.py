@@ -146,7 +146,7 @@ def _expired_still(run: Run, made: PrunePlan) -> list[str]:
     """Of the leases that had expired, those that nobody has renewed since."""
     if not made.expired_leases:
         return []
-    there = leases.look(run, Clocks.read(run.store))
+    there = leases.read_leases(run, Clocks.read(run.store))
     return [lease.key for lease in there if not lease.alive and lease.key in made.expired_leases]
 
 
@@ -239,7 +239,7 @@ def _look_and_delete(
     """
     before = len(deleted)
     while True:
-        seen = _look(run, mine, spared)
+        seen = _find_doomed(run, mine, spared)
         if seen is None:
             _leave(mine)
             return None
@@ -291,12 +291,12 @@ class _Seen(NamedTuple):
     present: _Present
 
 
-def _look(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen | None:
+def _find_doomed(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen | None:
     """Which of the announced manifests nothing needs (format T4); None: nothing may go now."""
     announced = mine.manifests
     facts = gather(run)
     # After the manifests, which take long to read: who comes meanwhile is seen.
-    held = leases.look(run, Clocks.read(run.store))
+    held = leases.read_leases(run, Clocks.read(run.store))
     alive = [lease for lease in held if lease.alive]
     if any(lease.covers is None for lease in alive):
         return None

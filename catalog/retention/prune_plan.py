@@ -131,7 +131,7 @@ def plan_prune(
         clocks = Clocks.read(run.store if ask_store else None)
     except StoreFull as error:
         store_full, clocks = error, Clocks.read()
-    held = leases.look(run, clocks)
+    held = leases.read_leases(run, clocks)
     alive = [lease for lease in held if lease.alive]
     metrics = [rule.metric for rule in policy.best_by]
     facts = gather(run, metrics=metrics, leases=alive, on_step=on_step)

@@ -98,7 +98,7 @@ def _followed(run: Run) -> Iterator[str]:
         return
     for part in run.records(PART).names():
         stored.discard(part.checkpoint)
-    for of_rank in RejectionWatch(run).look():
+    for of_rank in RejectionWatch(run).refresh():
         refs = [one.checkpoint for one in of_rank.newest]
         stored.difference_update(AttemptName(ref.step, ref.generation, ref.attempt) for ref in refs)
         if of_rank.count > len(refs) and all(ref.generation >= generation for ref in refs):

@@ -74,7 +74,7 @@ class RejectionWatch:
         self._seen: dict[ObjectInfo, Rejections | FormatError] = {}
         self.damaged: tuple[FormatError, ...] = ()
 
-    def look(self) -> list[Rejections]:
+    def refresh(self) -> list[Rejections]:
         """What is there now, of each rank.
 
         Raises:

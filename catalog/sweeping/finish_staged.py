@@ -139,7 +139,7 @@ def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
 
 def _foresee(run: Run, opened: PersistJob, coming: Collection[CheckpointRef]) -> tuple[int, ...]:
     """Ranks that a job would wait for; raises what would reject or delay it."""
-    job, (stored, committed) = opened.job, opened.look()
+    job, (stored, committed) = opened.job, opened.find_done()
     if committed is not None:
         return ()
     if not stored:

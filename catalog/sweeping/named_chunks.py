@@ -53,7 +53,7 @@ class NamedChunks:
         self.unreadable: list[str] = []
         self.lost = LostManifests(pins=self._pins)
 
-    def look(self, on_step: OnStep = unwatched) -> None:
+    def read_new_manifests(self, on_step: OnStep = unwatched) -> None:
         """Read the manifests that have appeared since the last look."""
         self.unreadable.clear()
         there = self._run.representations()

@@ -183,7 +183,7 @@ def plan_sweep(
                 case NamedCheckpoint() | ValidationName() as about:  # a metric, or a validation
                     said.append((info, ManifestName(about.step, about.generation)))
     named = NamedChunks(run, spare_newest=spare_newest, pins=pins)
-    named.look(on_step)
+    named.read_new_manifests(on_step)
     there = run.representations()
     for info, of in said:
         if of in there or named.unreadable or named.lost.why_needed(of):
@@ -306,7 +306,7 @@ def _still_doomed(
     prefix = attempt_prefix(*attempt)
     there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
     parts = [info for _, info in run.records(PART).listed(*attempt)]
-    named.look()
+    named.read_new_manifests()
     infos = parts + [info for info in there if info.key not in named.chunks]
     if there and not infos:
         return infos, "a manifest names it now"

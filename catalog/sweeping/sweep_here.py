@@ -86,7 +86,7 @@ def sweep_here(
         raise run_is_gone(error, run_dir) from None
     # Before anything is finished: what was staged is a sign of who the newest trainer is.
     knows = knows_what_is_staged(run, run_dir)
-    work = _work(run, run_dir, dry_run, on_step)
+    work = _staged_work(run, run_dir, dry_run, on_step)
     slots = free_slots(
         run_dir,
         ended=has_ended(run, run_dir),
@@ -122,7 +122,7 @@ def swept_words(swept: SweptHere) -> str:
     return "; ".join(said)
 
 
-def _work(run: Run, run_dir: Path, dry_run: bool, on_step: OnStep) -> StagedWork:
+def _staged_work(run: Run, run_dir: Path, dry_run: bool, on_step: OnStep) -> StagedWork:
     if not run_dir.is_dir():
         return StagedWork()
     # Persisting imports torch, which takes longer than to say that nothing is staged here.

@@ -103,13 +103,13 @@ def validate(
         raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
     started_ms = now_ms()
     looks: list[ChainValidation] = []
-    going = Going.look(run, leased=leased)  # before a manifest is read
+    going = Going.read(run, leased=leased)  # before a manifest is read
 
     def read(chain: Chain) -> ChainValidation:
         going.require_staying(chain)
         look = ChainValidation(run, name, chain, level, on_progress)
         looks.append(look)
-        look.look(threads)
+        look.validate(threads)
         if look.damage is not None and not look.rows_are_wrong:
             raise look.damage  # another representation may do without what is damaged
         return look
@@ -143,7 +143,7 @@ def _look_at_original(
     try:
         chain = resolve_chain(run, name, original=True)
         original = ChainValidation(run, name, chain, "full", on_progress)
-        original.look(threads)
+        original.validate(threads)
     except UnsupportedVersion:
         raise
     except DAMAGE as error:

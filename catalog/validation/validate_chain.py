@@ -123,7 +123,7 @@ class ChainValidation:
         """Whether rows that are there, all of them, are not those that should be."""
         return not self._rows_damaged and not self._rows_passed
 
-    def look(self, threads: int) -> None:
+    def validate(self, threads: int) -> None:
         """All that the level asks for; what is broken ends what depends on it.
 
         State that is missing ends nothing of the rows: what they are has to be known all the same.
@@ -231,7 +231,7 @@ class ChainValidation:
                 [of_link.get(table) for of_link in samples],
                 whole=self._level == "full",
             )
-            for unequal in rows.look(pool, self._account):
+            for unequal in rows.find_unequal(pool, self._account):
                 if isinstance(unequal, Unequal):
                     self._unequal(spec.name, unequal)
                 else:

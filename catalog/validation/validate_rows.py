@@ -83,7 +83,7 @@ class RowValidation:
         self.worst = 0.0
         self.digests: TableDigests | None = None
 
-    def look(
+    def find_unequal(
         self, pool: ChunkPool, on_chunk: Callable[[ChunkEntry], None]
     ) -> Iterator[Unequal | FormatError | ObjectNotFound]:
         """Read every chunk of the table, and tell what is wrong.

@@ -136,11 +136,11 @@ def test_a_staging_area_that_cannot_be_read_is_told_of_once_until_it_can(
         staging.rename(away)
         staging.write_text("no directory")
         for _ in range(5):
-            agent._look()
+            agent._begin_due_runs()
         assert caplog.text.count("cannot look into") == times
         staging.unlink()
         away.rename(staging)
-        agent._look()
+        agent._begin_due_runs()
     (job,) = stage_chain(run, staging, count=1)
     assert agent.serve(once=True) == 0 and outcome_of(job) == "committed"
 
@@ -149,10 +149,10 @@ def test_a_run_that_was_quiet_for_long_is_served_within_seconds(run: Run, tmp_pa
     staging = tmp_path / "staging"
     staged.run_directory(staging, run.url).mkdir(parents=True)
     agent = Agent(staging, gate=PrefectGate(enabled=False), consolidate="off")
-    assert agent._look() is False
+    assert agent._begin_due_runs() is False
     (state,) = agent._runs.values()
     state.jobs_seen -= 3600
-    assert agent._look() is False and not state.is_to_be_looked_at()
+    assert agent._begin_due_runs() is False and not state.is_to_be_looked_at()
     (job,) = stage_chain(run, staging, count=1)
     serving = threading.Thread(target=agent.serve)
     serving.start()

@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import SettingsError
-from recpoint.flows.automations import AlertSettings, apply, automations, find, remove
+from recpoint.flows.automations import AlertSettings, apply, automations, find_ours, remove_ours
 from recpoint.format.history import History
 from recpoint.tasks.events import emit
 from tests.catalog_builder import new_run, tables
@@ -58,7 +58,7 @@ def test_a_block_is_told_and_what_a_person_changed_stays() -> None:
     assert {name: one.id for name, one in after.items()} == {k: v.id for k, v in before.items()}
     silence = after["recpoint: no commit"]
     assert not silence.enabled and isinstance(silence.actions[0], SendNotification)
-    assert [one.enabled for one in find()] == [True, True, False, True]
+    assert [one.enabled for one in find_ours()] == [True, True, False, True]
 
     with get_client(sync_client=True) as client:
         client.create_automation(other)
@@ -68,7 +68,7 @@ def test_a_block_is_told_and_what_a_person_changed_stays() -> None:
         assert len(client.read_automations()) == 1 + len(after)
     apply(AlertSettings(notify="none"))
     assert all(isinstance(one.actions[-1], DoNothing) for one in there().values())
-    assert len(remove()) == 4 and there().keys() == {"somebody else's"}
+    assert len(remove_ours()) == 4 and there().keys() == {"somebody else's"}
     with get_client(sync_client=True) as client:
         client.delete_automation(there()["somebody else's"].id)
 
@@ -173,7 +173,7 @@ def test_what_is_not_given_again_stays_as_it_is(tmp_path: Path) -> None:
     for block, told in ((other, other), ("none", "nobody")):
         new = {name: ("updated", seconds, told) for name, (_, seconds, _) in kept.items()}
         assert applied("--notify", block) == {**new, "publish": ("kept", None, None)}
-    remove()
+    remove_ours()
 
 
 def longest_silence(run: Run) -> float:
@@ -223,7 +223,7 @@ def alarms_of_named_runs(place: Path, interval: float) -> tuple[Run, set[str]]:
         of_run + quiet.id: 3 * interval,
         of_run + silent.id: 3 * interval,
     }
-    assert silent.url in next(x.description for x in find() if x.name == of_run + silent.id)
+    assert silent.url in next(x.description for x in find_ours() if x.name == of_run + silent.id)
 
     # An automation counts from the first event that the server has seen after it was made.
     told: list[float] = []
@@ -244,5 +244,5 @@ def alarms_of_named_runs(place: Path, interval: float) -> tuple[Run, set[str]]:
     names = until(fired, longest_pause=SERVER_SECONDS, seconds=PATIENCE_SECONDS + 3 * interval)
     assert time.monotonic() - began > 3 * interval and len(told) > 1
     assert not names & {"recpoint: no commit", of_run + slow.id}
-    assert len(remove()) == 7 and not there()
+    assert len(remove_ours()) == 7 and not there()
     return quiet, names

@@ -125,7 +125,7 @@ def _words(
 @command
 def list_automations(json_output: JsonOption = False) -> Result:
     """The alerts that the server has."""
-    found = _flows("list").find()
+    found = _flows("list").find_ours()
     return Result(
         {"automations": [one._asdict() for one in found]},
         *(
@@ -139,7 +139,7 @@ def list_automations(json_output: JsonOption = False) -> Result:
 @command
 def remove_automations(json_output: JsonOption = False) -> Result:
     """Remove them."""
-    removed = _flows("remove").remove()
+    removed = _flows("remove").remove_ours()
     return Result({"removed": removed}, *(terminal.shown(f"removed: {name}") for name in removed))
 
 

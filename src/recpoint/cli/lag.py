@@ -53,9 +53,9 @@ def lag(
     if watch is not None:
         with Live(console=output_console(), auto_refresh=False) as live:
             while True:
-                live.update(lag_table(lags.look()), refresh=True)
+                live.update(lag_table(lags.refresh()), refresh=True)
                 time.sleep(watch)
-    found = lags.look()
+    found = lags.refresh()
     code = max(
         exit_code(one.found) if isinstance(one.found, RecpointError) else int(one.above)
         for one in found
@@ -71,7 +71,7 @@ class _Lags:
         self._max_seconds = max_seconds
         self._watches: dict[str, RunWatch] = {}
 
-    def look(self) -> list[RunLag]:
+    def refresh(self) -> list[RunLag]:
         return [self._one(url) for url in self._urls]
 
     def _one(self, url: str) -> RunLag:

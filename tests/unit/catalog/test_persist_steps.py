@@ -40,9 +40,9 @@ class Watched:
             self.most_at_once = max(self.most_at_once, len(self._unfinished))
         self._before(self.seen[-1])
 
-    def look(self) -> Found:
-        self._note("look")
-        return self.job.look()
+    def find_done(self) -> Found:
+        self._note("find_done")
+        return self.job.find_done()
 
     def verify(self) -> None:
         self._before("verify")
@@ -95,7 +95,7 @@ def test_each_step_of_each_group_is_run_once_and_two_groups_at_most_are_at_work(
     for group, expected in zip(job.groups, of_groups, strict=True):
         found = [one for one in steps.seen if one.endswith(f" {group.index}")]
         assert found == [f"{step} {group.index}" for step in expected]
-    assert (steps.seen[0], steps.seen[-1]) == ("look", "commit")
+    assert (steps.seen[0], steps.seen[-1]) == ("find_done", "commit")
     assert len(steps.seen) == 2 + sum(map(len, of_groups))
     assert steps.most_at_once == 2
     total = sum(group.staged_bytes for group in job.groups)

@@ -366,7 +366,7 @@ class TestLeases:
     def test_one_that_was_not_renewed_in_time_is_removed(self, run: Run) -> None:
         lease = leases.HeldLease(run, purpose="restore", ttl_seconds=60)
         retain(run)
-        (found,) = leases.look(run, Clocks.read(run.store))
+        (found,) = leases.read_leases(run, Clocks.read(run.store))
         rewrite_lease(run, found, Stamp(written_ms=now_ms() - 61_000, boot=None, boot_ms=0))
         assert planned(run).held  # the store says that it is young
         age_file(run, found.key, 61)
@@ -383,12 +383,12 @@ class TestLeases:
 
     def test_one_from_the_future_is_given_a_stamp_that_ends(self, run: Run) -> None:
         leases.HeldLease(run, purpose="restore", ttl_seconds=60)
-        (found,) = leases.look(run, Clocks.read())
+        (found,) = leases.read_leases(run, Clocks.read())
         rewrite_lease(run, found, Stamp(written_ms=now_ms() + 10**9, boot=None, boot_ms=0))
         plan = planned(run)
         assert plan.held and len(plan.adopt) == 1
         execute(run, plan)
-        (adopted,) = leases.look(run, Clocks.read())
+        (adopted,) = leases.read_leases(run, Clocks.read())
         assert adopted.lease is not None and adopted.lease.stamp.written_ms <= now_ms()
         assert planned(run).held and planned(run).adopt == ()
 
@@ -407,12 +407,12 @@ class TestLeases:
         """Honoured like one that cannot be read, not for what it says, nor for as long."""
         lease = leases.HeldLease(run, purpose="restore", covers=[], ttl_seconds=3600)
         lease.renew()
-        (found,) = leases.look(run, Clocks.read())
+        (found,) = leases.read_leases(run, Clocks.read())
         assert found.lease is not None and found.covers == ()
         run.store.put(
             found.key, pack_record(found.lease.model_copy(update={wrong: secrets.token_hex(16)}))
         )
-        (foreign,) = leases.look(run, Clocks.read())
+        (foreign,) = leases.read_leases(run, Clocks.read())
         assert foreign.alive and foreign.covers is None and foreign.lease is None
         assert foreign.who.startswith("unreadable: the record of leases/")
         retain(run)
@@ -423,7 +423,7 @@ class TestLeases:
     def test_a_bit_that_flips_on_the_way_makes_no_lease_unreadable(self, run: Run) -> None:
         leases.HeldLease(run, purpose="restore", covers=[])
         store = FaultStore(run.store, [Fault.flip(key_contains="leases/")])
-        (found,) = leases.look(Run.open(store), Clocks.read())
+        (found,) = leases.read_leases(Run.open(store), Clocks.read())
         assert found.lease is not None and found.covers == ()
 
     def test_who_may_not_write_reads_without(self, run: Run) -> None:
@@ -443,7 +443,7 @@ class TestLeases:
             leases.reading(run, purpose="restore") as lease,
         ):
             assert lease is None
-            assert leases.look(run, Clocks.read()) == []
+            assert leases.read_leases(run, Clocks.read()) == []
             raise LookupError("of the reader's own")
         assert raised.value.__context__ is None
 
@@ -457,7 +457,7 @@ class TestLeases:
                     raise unavailable(key)  # a renewal that fails is tried again
 
         def written_ms() -> int:
-            (found,) = leases.look(run, Clocks.read())
+            (found,) = leases.read_leases(run, Clocks.read())
             assert found.lease is not None
             return found.lease.stamp.written_ms
 
@@ -465,7 +465,7 @@ class TestLeases:
         with leases.reading(Run.open(store), purpose="restore", renew_seconds=0.01):
             began_ms = written_ms()
             until(lambda: written_ms() > began_ms and len(puts) > 3)
-        assert leases.look(run, Clocks.read()) == []
+        assert leases.read_leases(run, Clocks.read()) == []
         threads = {thread.name for thread in threading.enumerate()}
         assert "recpoint-lease" not in threads  # or it could write it again
 

@@ -71,7 +71,7 @@ def test_what_a_trainer_wished_dropped_is_no_failure(run: Run, tmp_path: Path) -
     job_file = stage(run, tmp_path / "s", tables(), step=1, generation=1)
     cancel.write_mark(job_file.parent.parent, staged.read_job(job_file).ref, 0)
     assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
-    assert RejectionWatch(run).look() == []
+    assert RejectionWatch(run).refresh() == []
 
 
 def test_a_store_that_takes_no_word_of_it_keeps_no_answer_from_the_trainer(
@@ -81,7 +81,7 @@ def test_a_store_that_takes_no_word_of_it_keeps_no_answer_from_the_trainer(
     store = FaultStore(run.store, [fault])
     job_file = damaged_job(run, tmp_path / "s", 1)
     assert persist.persist_job(job_file, store=store).result == "rejected"
-    assert not job_file.exists() and RejectionWatch(run).look() == []
+    assert not job_file.exists() and RejectionWatch(run).refresh() == []
 
 
 def test_the_newest_of_each_rank_are_kept_and_each_is_told_once(run: Run) -> None:
@@ -90,13 +90,13 @@ def test_the_newest_of_each_rank_are_kept_and_each_is_told_once(run: Run) -> Non
         leave_rejection(run, 0, rejection(step))  # an agent that was killed answers it again
     leave_rejection(run, 3, rejection(1))
     watch = RejectionWatch(run)
-    first, other = sorted(watch.look(), key=lambda one: one.rank)
+    first, other = sorted(watch.refresh(), key=lambda one: one.rank)
     assert first.count == MAX_REJECTIONS + 5 and len(first.newest) == MAX_REJECTIONS
     assert [one.checkpoint.step for one in first.newest[:2]] == [24, 23]
     assert (other.rank, other.count) == (3, 1)
     failures = [one for one in RunWatch(run).refresh().failures if one.kind == "rejected"]
     assert len(failures) == 20 and failures[0].when_ms == 1024
-    assert watch.look() == [first, other] or watch.look() == [other, first]
+    assert watch.refresh() == [first, other] or watch.refresh() == [other, first]
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_the_longest_record_is_read(run: Run) -> None:
     longest = [rejection(step, "\x01" * 1024) for step in range(MAX_REJECTIONS)]
     for one in longest:
         leave_rejection(run, 0, one)
-    assert len(RejectionWatch(run).look()[0].newest) == MAX_REJECTIONS
+    assert len(RejectionWatch(run).refresh()[0].newest) == MAX_REJECTIONS

@@ -174,12 +174,12 @@ def test_rows_have_a_cell_for_each_heading() -> None:
 def test_what_stands_for_a_run_is_the_worst_of_it(tmp_path: Path) -> None:
     run = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=3.0)
     assert run.seen.standing == "reading"
-    assert run.look().standing == "no answer"
+    assert run.refresh().standing == "no answer"
     first = run.seen.failing_since
-    assert run.look().failing_since == first and run.seen.version == 2
+    assert run.refresh().failing_since == first and run.seen.version == 2
     assert run_texts.run_row(run, 0)[0] == "NO ANSWER"
     new_run(tmp_path / "run")
-    assert run.look().standing == "starting" and run.seen.error is None
+    assert run.refresh().standing == "starting" and run.seen.error is None
     assert len(run_texts.run_row(run, 0)) == len(run_texts.RUN_HEADINGS)
     alarm = Alarm("no_commit", "late", "look")
     run.seen = replace(run.seen, alarms=(alarm, alarm))
@@ -192,9 +192,9 @@ def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> 
     there = new_run(tmp_path / "run")
     publish(there, build(there, tables(), step=5, generation=there.claim(None).generation))
     watched = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
-    assert watched.look().standing == "fine"
+    assert watched.refresh().standing == "fine"
     (tmp_path / "run" / GENERATION_KEY.of(1)).unlink()
-    assert watched.look().standing == "alarm"
+    assert watched.refresh().standing == "alarm"
     assert run_texts.run_row(watched, 0)[0] == "ALARM"
     (said,) = run_texts.alarm_texts(watched.seen, 0.0)
     assert (
@@ -202,8 +202,9 @@ def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> 
         and f"recpoint relink {tmp_path / 'run'} 1" in said
     )
     fresh = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
-    assert fresh.look().standing == "alarm" and "1 of 1 run needs a look" in run_texts.summary_text(
-        [fresh]
+    assert (
+        fresh.refresh().standing == "alarm"
+        and "1 of 1 run needs a look" in run_texts.summary_text([fresh])
     )
 
 
@@ -211,7 +212,7 @@ def test_so_is_a_run_that_has_lost_what_makes_it_one(tmp_path: Path) -> None:
     new_run(tmp_path / "run").claim(None)
     (tmp_path / "run" / "run.json").unlink()
     watched = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
-    assert watched.look().standing == "alarm"
+    assert watched.refresh().standing == "alarm"
     (said,) = run_texts.alarm_texts(watched.seen, 0.0)
     assert f"recpoint bring-back {tmp_path / 'run'}" in said
 
@@ -221,7 +222,7 @@ def test_a_run_that_another_takes_the_place_of_is_that_one(tmp_path: Path) -> No
     for _ in range(2):
         there = new_run(tmp_path / "run")
         there.claim(None)
-        seen = run.look()
+        seen = run.refresh()
         assert seen.overview is not None and seen.overview.run == there.id
         shutil.rmtree(tmp_path / "run")
 
@@ -229,15 +230,15 @@ def test_a_run_that_another_takes_the_place_of_is_that_one(tmp_path: Path) -> No
 def test_an_error_that_nobody_expected_is_no_answer(tmp_path: Path) -> None:
     there = new_run(tmp_path / "run")
     run = WatchedRun(there.url, interval_seconds=1.0, intervals=3.0)
-    assert run.look().standing == "starting"
+    assert run.refresh().standing == "starting"
 
     def before(call: str, key: str) -> None:
         raise MemoryError("no room for a listing")
 
     run._watch = RunWatch(Run(InterposedStore(there.store, before=before), there.record))
-    assert run.look().standing == "no answer"
+    assert run.refresh().standing == "no answer"
     assert "no room for a listing" in " ".join(run_texts.alarm_texts(run.seen, 0.0))
-    assert run.look().standing == "starting"  # the thread has lived on
+    assert run.refresh().standing == "starting"  # the thread has lived on
 
 
 def test_a_look_that_does_not_come_back_is_no_answer(
@@ -270,7 +271,7 @@ def test_a_look_that_does_not_come_back_is_no_answer(
 def test_a_credential_in_a_url_is_not_shown() -> None:
     (run,) = WatchedRuns(["s3://key:secret@bucket/run"] * 2, interval_seconds=1, intervals=3).runs
     row = " ".join(run_texts.run_row(run, 0))
-    run.look()
+    run.refresh()
     row += " ".join(run_texts.run_row(run, 0)) + " ".join(run_texts.alarm_texts(run.seen, 0.0))
     assert "secret" not in row and "key:" not in row and "NO ANSWER" in row
 

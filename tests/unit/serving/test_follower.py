@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recpoint import Follower
-from recpoint.catalog.records.leases import look as leases
+from recpoint.catalog.records.leases import read_leases
 from recpoint.catalog.stores.elapsed import Clocks
 from recpoint.errors import (
     IncompatibleModel,
@@ -214,13 +214,13 @@ def test_the_lease_is_there_while_reading_and_gone_after(
     get = follower._store.get
 
     def watched(key: str, *, max_bytes: int) -> bytes:
-        seen.extend(held.who for held in leases(trainer.run, Clocks.read()))
+        seen.extend(held.who for held in read_leases(trainer.run, Clocks.read()))
         return get(key, max_bytes=max_bytes)
 
     monkeypatch.setattr(follower._store, "get", watched)
     follower.poll()
     assert any(who.startswith("follow by process") for who in seen)
-    assert leases(trainer.run, Clocks.read()) == []
+    assert read_leases(trainer.run, Clocks.read()) == []
 
 
 @pytest.mark.parametrize("quantized", [False, True])
