@@ -388,7 +388,7 @@ class Tracker:
         self.all_rows = True
         self.surprise = self.surprise or why
 
-    def look(self, row_states: Sequence[Tensor]) -> None:
+    def notice_changes(self, row_states: Sequence[Tensor]) -> None:
         """Notice what was changed outside the steps until now, as `take` does."""
         self._check_version()
         self.follow_row_states(row_states)

@@ -36,16 +36,16 @@ class AgreedEnd:
 
     @property
     def is_due(self) -> bool:
-        """Whether this process is to end; `come` says at which batch."""
+        """Whether this process is to end; `end_if_last` says at which batch."""
         # Once: a handler of the user's may let training go on.
         return not self._over and (self._notice.requested or self._ranks.announced)
 
     @property
     def is_done(self) -> bool:
-        """Whether `come` has done everything, and nobody has handed the signal on yet."""
+        """Whether `end_if_last` has done everything, and nobody has handed the signal on yet."""
         return self._over and not self._notice.redelivered
 
-    def come(self, batches_done: int, finish: Callable[[int], None]) -> None:
+    def end_if_last(self, batches_done: int, finish: Callable[[int], None]) -> None:
         """The process is to end: do it after this batch, if it is the one that all ranks stop at.
 
         Args:

@@ -81,12 +81,12 @@ class BaseHistory:
                 self._settled_links = links_to_read
         elif ref in self._others:
             self._others[ref] = (stored_bytes, links_to_read)
-            self._settle()
+            self._fold_outcomes()
 
     def lost(self, ref: CheckpointRef) -> None:
         """An increment that waited for its outcome came to nothing."""
         self._others.pop(ref, None)
-        self._settle()
+        self._fold_outcomes()
 
     @property
     def known(self) -> Sizes:
@@ -110,7 +110,7 @@ class BaseHistory:
             after += 1
         return self._settled_links + after
 
-    def _settle(self) -> None:
+    def _fold_outcomes(self) -> None:
         for ref, outcome in list(self._others.items()):
             if outcome is None:
                 return

@@ -375,7 +375,7 @@ class Checkpointer:
         self._memory.follow()
         pace.step(self.batches_done)
         if self._end.is_due:
-            self._end.come(self.batches_done, pipeline.finish)
+            self._end.end_if_last(self.batches_done, pipeline.finish)
         pipeline.outcomes.raise_noted()
 
     def checkpoint(self) -> bool:
@@ -431,7 +431,7 @@ class Checkpointer:
             here = held_ids(one, ids)
             states = list(self._state.optimizers.row_states(one).tensors.values())
             with held():
-                tracker.look(states)  # the mark below would count for other changes, too
+                tracker.notice_changes(states)  # the mark below would count for other changes, too
                 zero_rows(one, states, here)
                 tracker.mark(here)
 

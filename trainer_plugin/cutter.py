@@ -123,12 +123,12 @@ class Cutter:
         self.unmarked = UnmarkedRows(settings.options.verify_unmarked_rows)
         self._has_large_state = False  # besides tables; at the last cut
 
-    def settle(self) -> None:
+    def prepare_tables(self) -> None:
         """Move large tables, and the row states that are there, to large pages: before training.
 
         Lookups gain from it too. States that optimizers create later stay where they are.
         """
-        tables = self._live.look(None)
+        tables = self._live.tables(None)
         for live in tables:
             if live.table is not None:
                 huge_pages.advise([live.weight, *live.row_states])
@@ -136,10 +136,10 @@ class Cutter:
         self.unmarked.check(tables, self._trackers)
         self._quantizer.prepare(self._widths)
 
-    def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
+    def remember_quantizers(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
         """A checkpoint is stored: this is what its tables were quantized with."""
         own = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
-        self._quantizer.learn(stored, own)
+        self._quantizer.remember(stored, own)
 
     def size_bytes(self) -> int:
         """Bytes that a full of the state as it is now takes in a slot.
@@ -152,7 +152,7 @@ class Cutter:
         """
         with rng_state.untouched():  # of an extra that draws: a life more would draw others
             tree, tensors = state_tree.flatten(self._state.capture_fixed())
-        tables = self._live.look(None)
+        tables = self._live.tables(None)
         parts = [self._part(live, len(live.held)) for live in tables]
         sample_bytes = self._sampler.size_bytes(
             [live.spec for live in tables], [live.held for live in tables]
@@ -166,7 +166,7 @@ class Cutter:
         for tracker in self._trackers.values():
             tracker.follow_weight()
         self._watch.follow_groups()
-        tables = self._live.look(tip)
+        tables = self._live.tables(tip)
         self._follow_row_states(tables)
         self.unmarked.check(tables, self._trackers)
         specs = [live.spec for live in tables]

@@ -129,7 +129,7 @@ class Handoff:
                 expected="a thread that lives as long as training",
                 next_step="see the log; the next checkpoint holds these rows too",
             )
-            self._settle(lost, error)
+            self._note_staged(lost, error)
         self._thread = None
         thread = threading.Thread(target=self._run_thread, name="recpoint", daemon=True)
         try:
@@ -153,7 +153,7 @@ class Handoff:
             left = list(self._queue)
             self._queue.clear()
         for snapshot in left:
-            self._settle(snapshot, self.broken)
+            self._note_staged(snapshot, self.broken)
 
     def has_events(self) -> bool:
         """Whether `events` would return something; costs no lock."""
@@ -209,9 +209,9 @@ class Handoff:
             # This thread must outlive whatever the disk, the driver or a library raises; the error
             # is not lost: it is counted and logged by the training thread, its rows come back.
             failure = error
-        self._settle(snapshot, failure)
+        self._note_staged(snapshot, failure)
 
-    def _settle(self, snapshot: Snapshot, failure: Exception | None) -> None:
+    def _note_staged(self, snapshot: Snapshot, failure: Exception | None) -> None:
         ref = snapshot.ref
         # A failure after the rename, of the last fsync for instance: the agent may have the job
         # already, so its slot must not be written again before the agent has answered.

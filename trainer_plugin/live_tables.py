@@ -51,7 +51,7 @@ class LiveTables:
         self._optimizers = optimizers
         self._specs: dict[str, tuple[object, TableSpec]] = {}
 
-    def look(self, tip: Tip | None) -> tuple[LiveTable, ...]:
+    def tables(self, tip: Tip | None) -> tuple[LiveTable, ...]:
         """All of them, as they are now.
 
         Args:

@@ -97,12 +97,12 @@ class MemoryBound:
         """A checkpoint has taken so much of its slot: with state that nobody announces."""
         self._grow(self._jobs * slot_bytes)
 
-    def hear(self, told: Sequence[int]) -> None:
+    def note_bounds(self, bounds: Sequence[int]) -> None:
         """What the ranks of the job say that theirs is, in their order."""
         if self._ranks.several:
-            total = sum(told[rank] for rank in self.host.ranks)
+            total = sum(bounds[rank] for rank in self.host.ranks)
             self.host = self.host._replace(bound_bytes=total)
-            self._tell()
+            self._log_bound()
 
     def _measured(self) -> int:
         # First: what cannot be measured is not tried again after each step.
@@ -119,9 +119,9 @@ class MemoryBound:
             self.own_bytes = measured  # never less: slots do not shrink
             self.host = self.host._replace(bound_bytes=self.host.bound_bytes + more)
             if not self._ranks.several:
-                self._tell()
+                self._log_bound()
 
-    def _tell(self) -> None:
+    def _log_bound(self) -> None:
         if self.host.bound_bytes - self._told_bytes <= self._told_bytes // _NEWS:
             return
         self._told_bytes = self.host.bound_bytes

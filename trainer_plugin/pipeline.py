@@ -148,7 +148,7 @@ class Pipeline:
 
     def prepare(self) -> None:
         """What no stall is to pay for: pages of the tables, a reserved slot, the thread."""
-        self._cutter.settle()
+        self._cutter.prepare_tables()
         try:
             self._area.free_slot(set()).reserve(self._cutter.size_bytes())
         except StagingError as error:
@@ -325,7 +325,7 @@ class Pipeline:
                 bound_bytes=self._memory.own_bytes,
                 step=batches_done,
             )
-            self._memory.hear(bounds)
+            self._memory.note_bounds(bounds)
             if failed and failure is None:
                 failure = incomplete(batches_done, failed, self._ranks.count)
         except BaseException:

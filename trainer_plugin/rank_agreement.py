@@ -98,7 +98,7 @@ def agree_on_cut(
     name = -1 if tip is None else _attempt(tip.ref)
     heard = ranks.exchange(
         "a checkpoint",
-        [link is not None, increment, name, again, cuts, *sketch.integers, *_told(lost)],
+        [link is not None, increment, name, again, cuts, *sketch.integers, *_padded_attempts(lost)],
         batches_done=step,
     )
     cut = all(said[0] for said in heard)
@@ -114,11 +114,11 @@ def agree_on_cut(
 
 def agree_on_lost(ranks: Ranks, lost: Sequence[CheckpointRef], *, step: int) -> Lost:
     """Before the last cut, as `agree_on_cut` does before each. Collective."""
-    heard = ranks.exchange("lost checkpoints", _told(lost), batches_done=step)
+    heard = ranks.exchange("lost checkpoints", _padded_attempts(lost), batches_done=step)
     return Lost(one for said in heard for one in said)
 
 
-def _told(lost: Sequence[CheckpointRef]) -> list[int]:
+def _padded_attempts(lost: Sequence[CheckpointRef]) -> list[int]:
     return [*map(_attempt, lost), *(-1,) * LOST_AT_ONCE][:LOST_AT_ONCE]
 
 

@@ -263,7 +263,7 @@ class Ranks:
         """From now on know when any rank has announced that it is to end."""
         if self._group is None or self._watch is not None:
             return
-        watch = threading.Thread(target=self._look, name="recpoint-ranks", daemon=True)
+        watch = threading.Thread(target=self._watch_for_end, name="recpoint-ranks", daemon=True)
         watch.start()
         self._watch = watch
         self._process = os.getpid()
@@ -281,7 +281,7 @@ class Ranks:
             self._watch.join(_ROLL_CALL_SECONDS)  # it may wait for a store that hangs
             self._watch = None
 
-    def _look(self) -> None:
+    def _watch_for_end(self) -> None:
         while not self._ended.wait(_POLL_SECONDS):
             try:
                 if self._store.check(["end"]):

@@ -119,7 +119,7 @@ class Statistics:
         """A checkpoint came to nothing."""
         self.failed += 1
         self.failures[cause_of(error)] += 1
-        self.last_error = _told(error)
+        self.last_error = _error_text(error)
 
     def safe(
         self,
@@ -198,7 +198,7 @@ class Statistics:
         )
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
     except Exception as broken:  # its class may be a user's, as that of a reader's error

@@ -126,7 +126,7 @@ class TableQuantizer:
                 if method is not None and self.may(table, bits):
                     _compile(table, bits, method)
 
-    def learn(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
+    def remember(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
         """Remember what a checkpoint was quantized with, for its chain.
 
         Args:

@@ -152,7 +152,7 @@ class UnknownOptimizers:
     def take_trained(self) -> set[int]:
         """ids of the parameters that unknown optimizers have trained since the last call."""
         for optimizer, inner in self._begun:  # those that have raised, or were interrupted
-            self._settle(optimizer(), inner)
+            self._judge_step(optimizer(), inner)
         self._begun.clear()
         self._looked.clear()  # the model may have come to other parameters, and some are gone
         taken, self._trained = self._trained, set()
@@ -195,11 +195,11 @@ class UnknownOptimizers:
         # From the end: a step that calls that of its base class has begun twice.
         for position in range(len(self._begun) - 1, -1, -1):
             if self._begun[position].optimizer() is optimizer:
-                self._settle(optimizer, self._begun[position].inner)
+                self._judge_step(optimizer, self._begun[position].inner)
                 del self._begun[position]  # last: one that is interrupted is looked at later
                 return
 
-    def _settle(self, optimizer: Optimizer | None, inner: set[int]) -> None:
+    def _judge_step(self, optimizer: Optimizer | None, inner: set[int]) -> None:
         """A step is over, within which the known optimizers in `inner` have stepped."""
         if optimizer is None:
             return  # it is gone, and with it what it kept
@@ -207,23 +207,25 @@ class UnknownOptimizers:
             form = _form(optimizer)
             looked = self._looked.get(id(optimizer))
             if looked is None or looked.optimizer() is not optimizer or looked.form != form:
-                looked = _Looked(weakref.ref(optimizer), form, self._look(optimizer))
+                looked = _Looked(weakref.ref(optimizer), form, self._trained_at_a_loss(optimizer))
                 self._looked[id(optimizer)] = looked
             if looked.held:
-                self._judge(optimizer, looked.held, inner)
+                self._note_lost(optimizer, looked.held, inner)
         except Exception as error:
             if came_from_handler(error):
                 raise
             # Its attributes are a user's, and may raise whatever they like. What it trains is not
             # known then, which has a safe form.
             what = f"what cannot be found out ({type(error).__name__}: {error})"
-            self._note(optimizer, [what], self._known)
+            self._note_optimizer(optimizer, [what], self._known)
 
-    def _note(self, optimizer: Optimizer, names: list[str], idle: Collection[int]) -> None:
+    def _note_optimizer(
+        self, optimizer: Optimizer, names: list[str], idle: Collection[int]
+    ) -> None:
         kind = type(optimizer).__name__
         self._found[id(optimizer)] = _Found(weakref.ref(optimizer), kind, names, set(idle))
 
-    def _look(self, optimizer: Optimizer) -> tuple[_Held, ...]:
+    def _trained_at_a_loss(self, optimizer: Optimizer) -> tuple[_Held, ...]:
         """The parameters of the model that it may train at a loss."""
         names = {key: repr(name) for key, name in parameter_names(self._model).items()}
         tables = {id(table.weight): f"table {table.name!r}" for table in self._tables}
@@ -247,7 +249,7 @@ class UnknownOptimizers:
                     held.append(_Held(names[id(parameter)], parameter, group, tuple(its)))
         return tuple(held)
 
-    def _judge(self, optimizer: Optimizer, held: Sequence[_Held], inner: set[int]) -> None:
+    def _note_lost(self, optimizer: Optimizer, held: Sequence[_Held], inner: set[int]) -> None:
         """Note what it trains at a loss."""
         lost = [
             one
@@ -259,16 +261,16 @@ class UnknownOptimizers:
             tables = {id(table.weight) for table in self._tables}
             lost.sort(key=lambda one: (id(one.parameter) not in tables, one.name))
             idle = {id(holder) for one in lost for holder in one.holders}
-            self._note(optimizer, [one.name for one in lost], idle)
+            self._note_optimizer(optimizer, [one.name for one in lost], idle)
 
 
 def _hook(
-    this: weakref.ref[UnknownOptimizers], look: Callable[[UnknownOptimizers, Optimizer], None]
+    this: weakref.ref[UnknownOptimizers], judge: Callable[[UnknownOptimizers, Optimizer], None]
 ) -> Callable[..., None]:
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         found = this()
         if found is not None:
-            look(found, optimizer)
+            judge(found, optimizer)
 
     return hook
 

@@ -76,7 +76,9 @@ class UnmarkedRows:
             if live.table is None:
                 continue
             tracker, kept = trackers[live.key], self._kept.get(live.key)
-            tracker.look(live.row_states)  # what torch has counted is noticed without this
+            tracker.notice_changes(
+                live.row_states
+            )  # what torch has counted is noticed without this
             if kept is not None and kept.form == _form(live) and not tracker.all_rows:
                 self._compare(live, tracker, kept)
             # From the system, so that no generator of the training moves.

@@ -44,7 +44,7 @@ def test_a_write_that_torch_does_not_count_is_found(
         optimizer.zero_grad()
         table(torch.tensor([row], device=device)).pow(2).sum().backward()
         optimizer.step()
-        unmarked.check(live.look(None), trackers)
+        unmarked.check(live.tables(None), trackers)
         taken = trackers["table"].take()
         trackers["table"].release(taken)
         return taken.all_rows
