@@ -7,7 +7,7 @@ what it costs follows what is new, and not how long the run has been going.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,7 +47,8 @@ from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, ManifestName
+from recpoint.format.naming import ManifestName
+from recpoint.format.record_kinds import GENERATION, MANIFEST
 
 __all__ = ["NEWEST", "RunWatch"]
 
@@ -74,8 +75,8 @@ class _Safe:
 class _Listing(NamedTuple):
     """What a refresh has listed, and on which clocks."""
 
-    manifests: Mapping[str, ObjectInfo]
-    generations: Mapping[str, ObjectInfo]
+    manifests: Mapping[ManifestName, ObjectInfo]  # of checkpoints' own, no consolidated ones
+    generations: Mapping[int, ObjectInfo]
     forms: Mapping[ManifestName, Sequence[Representation]]
     live: Sequence[ManifestName]
     verdicts: Mapping[ManifestName, Verdict]
@@ -94,11 +95,11 @@ class RunWatch:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._read: dict[tuple[str, int, int], ManifestFigures] = {}
-        self._whole: dict[str, Manifest] = {}
+        self._whole: dict[Representation, Manifest] = {}
         self._safe: _Safe | None = None
         self._signature: object = None
-        self._manifests_before: Mapping[str, ObjectInfo] = {}
-        self._generations: Mapping[str, ObjectInfo] = {}
+        self._manifests_before: Mapping[ManifestName, ObjectInfo] = {}
+        self._generations: Mapping[int, ObjectInfo] = {}
         self._troubles = Troubles(run)
         self._appearances = Appearances()
 
@@ -159,21 +160,21 @@ class RunWatch:
     def _list(self) -> _Listing:
         began = time.monotonic()
         # Generations first, own manifests before consolidated ones (format §6.3 R3).
-        generations = _by_key(self.run.store.list(GENERATION_KEY.prefix), GENERATION_KEY.parse)
+        generations = dict(self.run.records(GENERATION).listed())
         if not generations:
             # A local directory that is gone lists as empty: a run that is away is not a new one.
             Run.open(self.run.store)
-        if any(generations.get(key) != info for key, info in self._generations.items()):
+        if any(generations.get(number) != info for number, info in self._generations.items()):
             self.run = Run(self.run.store, self.run.record)  # it keeps records that it has read
         self._generations = generations
-        manifests = _by_key(self.run.store.list(MANIFEST_KEY.prefix), MANIFEST_KEY.parse)
-        own = (MANIFEST_KEY.parse(key) for key in manifests)
-        forms = [Representation(ManifestName(*name)) for name in own if name is not None]
+        manifests = dict(self.run.records(MANIFEST).listed())
+        forms = [Representation(name) for name in manifests]
         consolidated = self.run.consolidated()
         forms += [form for merged in consolidated.values() for form in merged]
         by_name = by_checkpoint(forms)
-        numbers = sorted(n for n in map(GENERATION_KEY.parse, generations) if n is not None)
-        self._appearances.note_listing({*generations, *manifests}, began)
+        numbers = sorted(generations)
+        keys = {info.key for info in (*generations.values(), *manifests.values())}
+        self._appearances.note_listing(keys, began)
         live = self.run.line_of(numbers, by_name)
         self._troubles.lost = self.run.lost_generations(
             (name.generation for name in by_name), listed=numbers
@@ -191,7 +192,7 @@ class RunWatch:
     def _checkpoints(self, listing: _Listing) -> list[tuple[ManifestName, ManifestFigures]]:
         """Of the newest of the live line, newest first; only what is new is read."""
         wanted = [self._preferred(listing, name) for name in listing.live[:NEWEST]]
-        fresh: dict[str, Manifest] = {}
+        fresh: dict[Representation, Manifest] = {}
 
         def read(at: int) -> ManifestFigures | None:
             form, identity = wanted[at]
@@ -205,7 +206,7 @@ class RunWatch:
             except FormatError as error:
                 return unreadable(error)
             if at < _KEPT_WHOLE:
-                fresh[form.key] = manifest
+                fresh[form] = manifest
             return kept(manifest)
 
         with ThreadPoolExecutor(max_workers=_READERS) as readers:
@@ -223,7 +224,7 @@ class RunWatch:
         own = Representation(name)
         forms = listing.forms[name]
         form = own if own in forms else forms[0]
-        info = listing.manifests.get(form.key)
+        info = listing.manifests.get(name)
         return form, (form.key, info.size_bytes if info else 0, info.modified_ms if info else 0)
 
     def _safe_one(self, listing: _Listing) -> _Safe | None:
@@ -235,7 +236,7 @@ class RunWatch:
         signature = (listing.manifests, listing.forms, listing.live, listing.verdicts)
         live = listing.live
         if signature == self._signature and self._safe and live and self._safe.name == live[0]:
-            self._whole = {key: self._whole[key] for key in _chain_keys(self._safe.chain)}
+            self._whole = {form: self._whole[form] for form in _chain_forms(self._safe.chain)}
             return self._safe
         self._forget_changed(listing)
         self._safe = None
@@ -254,29 +255,26 @@ class RunWatch:
         self._whole = (
             {}
             if safe is None
-            else {
-                key: self._manifest(Representation.of(link))
-                for key, link in zip(_chain_keys(safe.chain), safe.chain.manifests, strict=True)
-            }
+            else {form: self._manifest(form) for form in _chain_forms(safe.chain)}
         )
         self._signature = signature
         return safe
 
     def _forget_changed(self, listing: _Listing) -> None:
         """Forget whole manifests that are gone, or are not those that were read."""
-        there = {form.key for forms in listing.forms.values() for form in forms}
-        before = self._manifests_before
+        before, now = self._manifests_before, listing.manifests
         self._whole = {
-            key: manifest
-            for key, manifest in self._whole.items()
-            if key in there and before.get(key) in (None, listing.manifests.get(key))
+            form: manifest
+            for form, manifest in self._whole.items()
+            if form in listing.forms.get(form.name, ())
+            and (form.form != "own" or before.get(form.name) in (None, now.get(form.name)))
         }
         self._manifests_before = listing.manifests
 
     def _manifest(self, form: Representation) -> Manifest:
-        known = self._whole.get(form.key)
+        known = self._whole.get(form)
         if known is None:
-            known = self._whole[form.key] = self.run.read_manifest(form)
+            known = self._whole[form] = self.run.read_manifest(form)
         return known
 
     # --- figures -------------------------------------------------------------------------------
@@ -315,17 +313,16 @@ class RunWatch:
         )
 
     def _generation(self, listing: _Listing) -> Generation | None:
-        numbers = [n for n in map(GENERATION_KEY.parse, listing.generations) if n is not None]
-        if not numbers:
+        if not listing.generations:
             return None
-        newest = max(numbers)
+        newest = max(listing.generations)
         record = self.run.generation(newest)
         return Generation(
             number=newest,
             host=record.host,
             pid=record.pid,
             created_ms=record.created_ms,
-            age=self._appearances.age(listing.generations[GENERATION_KEY.of(newest)]),
+            age=self._appearances.age(listing.generations[newest]),
             restored_step=None if record.restored is None else record.restored.step,
         )
 
@@ -355,7 +352,7 @@ class RunWatch:
             age = generation.age
             return lag_of(None, age.seconds, pace(facts), age.clock, interval)
         newest = safe.chain.newest
-        info = listing.manifests.get(Representation(safe.name).key)
+        info = listing.manifests.get(safe.name)
         if info is None:  # consolidated, and its own manifest let go of
             store_seconds = time.time() - newest.committed_ms / 1000
             age, note = Age.of(store_seconds=store_seconds, least=0.0, most=None), ""
@@ -373,9 +370,5 @@ class RunWatch:
         return lag_of(seconds, at_risk, pace(facts), age.clock, interval, note)
 
 
-def _by_key(infos: Iterable[ObjectInfo], parse: Callable[[str], object]) -> dict[str, ObjectInfo]:
-    return {info.key: info for info in infos if parse(info.key) is not None}
-
-
-def _chain_keys(chain: Chain) -> list[str]:
-    return [Representation.of(link).key for link in chain.manifests]
+def _chain_forms(chain: Chain) -> list[Representation]:
+    return [Representation.of(link) for link in chain.manifests]
