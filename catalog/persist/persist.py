@@ -11,7 +11,6 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
@@ -26,6 +25,7 @@ from recpoint.catalog.persist.ranks import (
     own_part,
     ranks_missing,
     remove_parts,
+    stored_fields,
     write_part,
 )
 from recpoint.catalog.persist.spool import empty_spool
@@ -348,32 +348,12 @@ class PersistJob:
             raise chunks_missing(self.job.ref, missing)
 
     def _manifest(self, entries: list[ChunkEntry]) -> Manifest:
-        job, quantization = self.job, quantization_of(self.staged, self.groups)
+        quantization = quantization_of(self.staged, self.groups)
         return Manifest(
-            run=job.run,
-            step=job.step,
-            generation=job.generation,
-            attempt=job.attempt,
-            kind=job.kind,
-            base=job.base,
-            parent=job.parent,
-            chain_length=job.chain_length,
-            policy=job.policy,
+            **stored_fields(self.job, entries, quantization),
             stands_for=None,
-            ranks=job.ranks,
-            tables=tuple(table.spec for table in job.tables),
-            chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
-            quantizers=quantization.quantizers,
-            quantized_by=quantization.implementation,
-            state_bits=16 if any(table.rounds_states for table in job.tables) else None,
-            snapshot_ms=job.snapshot_ms,
-            staged_ms=job.staged_ms,
+            tables=tuple(table.spec for table in self.job.tables),
             committed_ms=now_ms(),
-            stall_us=job.stall_us,
-            dirty_rows=job.dirty_rows,
-            full_bytes=job.full_bytes,
-            history=job.history,
-            writer=f"recpoint {version('recpoint')}",
         )
 
     def finish(self, there: Committed) -> Outcome:

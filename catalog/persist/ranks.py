@@ -53,11 +53,36 @@ __all__ = [
     "ranks_missing",
     "ranks_text",
     "remove_parts",
+    "stored_fields",
     "write_part",
 ]
 
 #: Of all parts of a checkpoint, as they are stored: each repeats the tables.
 MAX_PARTS_BYTES: Final = 4 * MAX_RECORD_BYTES
+
+
+#: What a job, the parts of all its ranks and their manifest say alike.
+_ALIKE: Final = (
+    "run", "step", "generation", "attempt", "ranks", "kind", "base", "parent", "chain_length",
+    "policy",
+)  # fmt: skip
+#: What a job says of this rank alone, and its part or a manifest of one rank repeats.
+_OF_ONE_RANK: Final = (
+    "snapshot_ms", "staged_ms", "stall_us", "dirty_rows", "full_bytes", "history",
+)  # fmt: skip
+
+
+def stored_fields(
+    job: Job, entries: list[ChunkEntry], quantization: Quantization
+) -> dict[str, Any]:
+    """Fields that a manifest of one rank and the part of one of several have in common."""
+    return {field: getattr(job, field) for field in (*_ALIKE, *_OF_ONE_RANK)} | {
+        "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
+        "quantizers": quantization.quantizers,
+        "quantized_by": quantization.implementation,
+        "state_bits": 16 if any(table.rounds_states for table in job.tables) else None,
+        "writer": f"recpoint {version('recpoint')}",
+    }
 
 
 def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
@@ -223,35 +248,14 @@ def ranks_missing(job: Job, ranks: Collection[int]) -> RanksMissing:
 
 
 def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> RankPart:
-    rounded = any(table.rounds_states for table in job.tables)
     return RankPart(
-        run=job.run,
-        step=job.step,
-        generation=job.generation,
-        attempt=job.attempt,
+        **stored_fields(job, entries, quantization),
         rank=job.rank,
-        ranks=job.ranks,
-        kind=job.kind,
-        base=job.base,
-        parent=job.parent,
-        chain_length=job.chain_length,
-        policy=job.policy,
         tables=tuple(
             Shard(spec=table.spec, first_row=table.first_row, rows=table.shard_rows)
             for table in job.tables
         ),
-        chunks=tuple(sorted(entries, key=lambda entry: entry.key)),
-        quantizers=quantization.quantizers,
-        quantized_by=quantization.implementation,
-        state_bits=16 if rounded else None,
-        snapshot_ms=job.snapshot_ms,
-        staged_ms=job.staged_ms,
         written_ms=now_ms(),
-        stall_us=job.stall_us,
-        dirty_rows=job.dirty_rows,
-        full_bytes=job.full_bytes,
-        history=job.history,
-        writer=f"recpoint {version('recpoint')}",
     )
 
 
@@ -281,11 +285,6 @@ def _identity(ref: CheckpointRef) -> tuple[int, int, str]:
 # --- from the parts of all ranks to one manifest (P3): no reading, no writing ---------------------
 
 
-#: What all parts have to say alike.
-_ALIKE: Final = (
-    "run", "step", "generation", "attempt", "ranks", "kind", "base", "parent", "chain_length",
-    "policy",
-)  # fmt: skip
 _MOST_TEXT: Final = 255
 
 
