@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from recpoint.catalog.overview.overview import RunOverview, alarms
+from recpoint.dashboards.run_texts import duration_text
 from recpoint.dashboards.terminal import plain_table, shown, verdict_text
 from recpoint.errors import RecpointError
 
-__all__ = ["RunLag", "lag_table", "seconds_text"]
+__all__ = ["RunLag", "lag_table"]
 
 
 class RunLag(NamedTuple):
@@ -43,15 +44,6 @@ def lag_table(runs: Sequence[RunLag]) -> Table:
     return table
 
 
-def seconds_text(seconds: float | None) -> str:
-    """A duration as people say it; empty for None."""
-    if seconds is None:
-        return ""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _cells(run: RunLag, seen: RunOverview) -> list[Text | str]:
     lag, newest, restore = seen.lag, seen.newest, seen.restore
     batches = lag.at_risk_batches
@@ -62,9 +54,9 @@ def _cells(run: RunLag, seen: RunOverview) -> list[Text | str]:
     return [
         shown(state),
         "none" if newest is None else str(newest.step),
-        Text(seconds_text(lag.at_risk_seconds), style="red" if run.above else ""),
+        Text(duration_text(lag.at_risk_seconds), style="red" if run.above else ""),
         "" if batches is None else f"{batches} batches",
-        seconds_text(lag.interval_seconds),
+        "" if lag.interval_seconds is None else duration_text(lag.interval_seconds),
         "" if restore is None else str(restore.manifests_to_read),
         "" if newest is None else f"{newest.stall_seconds * 1000:.1f} ms",
         Text("never") if validated is None else verdict_text(validated.verdict),
