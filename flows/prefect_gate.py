@@ -83,13 +83,6 @@ class PrefectGate:
         """Stop looking. A server that was started goes on running."""
         self._stop.set()
 
-    def wait_until_open(self, seconds: float) -> bool:
-        """Wait until Prefect can be used; whether it can."""
-        deadline = time.monotonic() + seconds
-        while not self._open and time.monotonic() < deadline and not self._stop.is_set():
-            self._stop.wait(0.05)
-        return self._open
-
     def persist_flow(self) -> Callable[[PersistJob], Any] | None:
         """What calls the flow `persist`, if it can be called now; takes a second at most."""
         if not self._open or self._url is None:
