@@ -104,7 +104,8 @@ def candidates(run: Run, selection: Selection, *, before: int | None = None) -> 
         f"{run.url}, {selection.in_words}",
         found=f"superseded only: {', '.join(map(str, others))}" if others else "no checkpoint",
         expected="a checkpoint of this step on the live line",
-        next_step=f"name its generation too: step {step}, generation {others[0].generation}"
+        next_step=f"name its generation too: step {step}, generation {others[0].generation} "
+        f"(--generation {others[0].generation})"
         if others
         else f"recpoint list {run.url} --all",
     )

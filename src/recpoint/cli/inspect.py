@@ -13,6 +13,7 @@ from rich.console import RenderableType
 
 from recpoint.catalog.records.pins import pinned
 from recpoint.catalog.records.validations import records_of, verdict, verdicts
+from recpoint.catalog.restoring.selection import Selection, candidates
 from recpoint.catalog.retention.marks import marked
 from recpoint.catalog.runs.chain import Chain, resolve_chain
 from recpoint.catalog.runs.lineage import Representation
@@ -34,7 +35,6 @@ from recpoint.dashboards.terminal import Listed
 from recpoint.errors import (
     ChainError,
     FormatError,
-    NothingToRestore,
     ObjectNotFound,
     RecpointError,
 )
@@ -228,18 +228,7 @@ def _members(chain: Chain | None) -> list[Manifest]:
 
 def find_checkpoint(run: Run, step: int, generation: int | None) -> ManifestName:
     """The checkpoint of the live line at `step`, or the one that is named in full."""
-    if generation is not None:
-        return ManifestName(step, generation)
-    there = [name for name in run.manifest_names() if name.step == step]
-    live = [name for name in run.live_line() if name.step == step]
-    if live:
-        return live[0]
-    raise NothingToRestore(
-        f"{run.url}, step {step}",
-        found=f"superseded only: {', '.join(map(str, there))}" if there else "no checkpoint",
-        expected="a checkpoint of this step on the live line",
-        next_step="name it with --generation" if there else f"recpoint list {run.url}",
-    )
+    return candidates(run, Selection(step=step, generation=generation))[0]
 
 
 @command
