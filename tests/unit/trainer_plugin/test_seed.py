@@ -207,6 +207,9 @@ def test_a_seed_names_something(place: Place) -> None:
             Seed("s3://b/x", **wrong)
     with pytest.raises(SettingsError, match="optimizer_states"):
         Seed("s3://b/x", tables=["a"], optimizer_states="keep")  # type: ignore[arg-type]
+    for field, unselectable in (("step", -1), ("generation", 1), ("validated_within", -1)):
+        with pytest.raises(SettingsError, match=f"^{field}: "):
+            Seed("s3://b/x", tables=["a"], **{field: unselectable})  # type: ignore[arg-type]
     seed = Seed("s3://b/x", tables=["a"])
     others: list[Any] = [{"step": 3}, {"fresh": True}, {"partial": {"tables": ["a"]}}]
     for wrong in others:
