@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,6 +15,7 @@ from recpoint.catalog.restoring.restore import RestoreReport, restore
 from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import line_to_go_on
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.run_url import naming_errors
 from recpoint.catalog.stores.store import S3Timeouts, open_store
 from recpoint.catalog.stores.store_contract import Store
@@ -42,8 +42,6 @@ from recpoint.trainer_plugin.wanted_start import Wanted
 __all__ = ["Job", "Start", "open_run", "start", "store_of", "take_area"]
 
 _log = logging.getLogger("recpoint")
-
-_READERS = 8
 
 #: A start tries again when the store refuses a call. Later calls through this store do so too.
 _TIMEOUTS: Final = S3Timeouts(refused_seconds=30.0)
@@ -348,8 +346,8 @@ def _chain_to_go_on(
             return None  # it is missed in the figures, and nowhere else
 
     # Several at a time: with one_shot there may be thousands, and training waits.
-    with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        for manifest in readers.map(read, since):
+    with ReadScheduler.of_records() as reads:
+        for manifest in reads.results(since, read):
             if manifest is not None and manifest.links.base == tip.base:
                 history.cut(manifest.ref)
                 history.stored(manifest.ref, manifest.stored_bytes, links_to_read=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import check_entry, check_stored
 from recpoint.catalog.runs.chain import Chain
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.manifest import ChunkEntry, Manifest
@@ -47,8 +47,8 @@ def look_at_stored(store: Store, chain: Chain) -> Iterator[Missing]:
     sizes: dict[str, int] = {}
     refused: dict[str, ObjectNotFound] = {}
     # A listing each, and most of it waiting: a long chain's are made several at a time.
-    with ChunkPool(min(_LISTINGS, len(prefixes) or 1)) as pool:
-        for prefix, listing in pool.in_order(sorted(prefixes), lambda one: list(store.list(one))):
+    with ReadScheduler(min(_LISTINGS, len(prefixes) or 1)) as reads:
+        for prefix, listing in reads.in_order(sorted(prefixes), lambda one: list(store.list(one))):
             try:
                 sizes.update((info.key, info.size_bytes) for info in listing.result())
             except ObjectNotFound as error:

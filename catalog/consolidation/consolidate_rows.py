@@ -9,7 +9,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import check_entry
 from recpoint.catalog.chunks.row_coverage import RowCoverage
 from recpoint.catalog.chunks.seen_rows import SeenIds, SeenRows, sections_of
@@ -22,6 +21,7 @@ from recpoint.catalog.consolidation.consolidate_upload import Uploads
 from recpoint.catalog.consolidation.row_moves import ChunkBuilder, MovedRows, read_moved
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.errors import MalformedObject
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import attempt_prefix
@@ -58,11 +58,11 @@ def merge_part(
     sources = read_sources(run, plan, tables=part.tables)
     prefix = attempt_prefix(*plan.target.name, plan.attempt)
     with (
-        ChunkPool(_READERS, read_ahead=_READ_AHEAD) as pool,
+        ReadScheduler(_READERS, read_ahead=_READ_AHEAD) as reads,
         Uploads(run.store, prefix) as uploads,
     ):
         for table in part.tables:
-            merging = _TableMerge(run, plan, sources, table, pool, uploads, on_read)
+            merging = _TableMerge(run, plan, sources, table, reads, uploads, on_read)
             merging.run()
         return uploads.finish()
 
@@ -76,7 +76,7 @@ class _TableMerge:
         plan: ConsolidationPlan,
         sources: list[Manifest],
         table: int,
-        pool: ChunkPool,
+        reads: ReadScheduler,
         uploads: Uploads,
         on_read: Callable[[int], None] | None,
     ) -> None:
@@ -88,7 +88,7 @@ class _TableMerge:
             for manifest in reversed(sources)
             if (entries := [entry for entry in manifest.chunks if entry.table == table])
         ]
-        self._pool = pool
+        self._reads = reads
         self._builder = ChunkBuilder(sources[-1], plan.attempt, table, uploads.put)
         self._on_read = on_read
 
@@ -109,7 +109,7 @@ class _TableMerge:
             counts = [min(entry.row_count or 0, len(section)) for entry in wanted]
             coverage = RowCoverage(rows=len(section), row_counts=counts)
             read = partial(read_moved, self._store, manifest)
-            for entry, outcome in self._pool.in_order(wanted, read):
+            for entry, outcome in self._reads.in_order(wanted, read):
                 moved = outcome.result()
                 if self._on_read is not None:
                     self._on_read(entry.bytes)

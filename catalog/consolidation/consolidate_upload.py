@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
 import crc32c
 
+from recpoint.catalog.stores.io_scheduler import WriteBudget, WriteScheduler
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import MalformedObject, ObjectNotFound, StoreUnavailable
 from recpoint.format.chunk import Chunk, build_chunk
@@ -18,7 +18,7 @@ from recpoint.format.naming import parse_chunk_name, sample_chunk_key, state_chu
 __all__ = ["Uploads", "moved_chunk"]
 
 #: Chunks on their way at once; each is in memory, and in the store's client once or twice more.
-_UPLOADS: Final = 2
+_MERGE_UPLOADS: Final = 2
 
 
 class Uploads:
@@ -39,8 +39,7 @@ class Uploads:
         self._prefix = prefix
         self._trust = trust
         self._there: dict[str, int] | None = None
-        self._pool = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="recpoint-merge")
-        self._under_way: deque[Future[None]] = deque()
+        self._writes = WriteScheduler(WriteBudget(_MERGE_UPLOADS))
         self._entries: list[ChunkEntry] = []
 
     def __enter__(self) -> Self:
@@ -52,7 +51,7 @@ class Uploads:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._writes.__exit__(kind, error, traceback)
 
     def put(self, entry: ChunkEntry, data: bytes) -> None:
         """Write a chunk; returns while it is under way, and raises what went wrong with another."""
@@ -64,14 +63,12 @@ class Uploads:
                 infos = self._store.list(self._prefix)
                 self._there = {info.key: info.size_bytes for info in infos}
             return
-        while len(self._under_way) >= _UPLOADS:
-            self._under_way.popleft().result()
-        self._under_way.append(self._pool.submit(self._write, entry, data))
+        room = self._writes.reserve(len(data))
+        self._writes.begin(room, partial(self._write, entry, data))
 
     def finish(self) -> tuple[ChunkEntry, ...]:
         """Wait until all are durable; what was put, in order."""
-        while self._under_way:
-            self._under_way.popleft().result()
+        self._writes.finish()
         return tuple(self._entries)
 
     def _write(self, entry: ChunkEntry, data: bytes) -> None:

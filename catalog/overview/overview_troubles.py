@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringManifest, Failure
@@ -17,6 +16,7 @@ from recpoint.catalog.runs.lineage import next_step_of_lost
 from recpoint.catalog.runs.rejections import RejectionWatch
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import read_end
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import CheckpointCancelled, FormatError, ObjectNotFound, RecpointError
@@ -32,8 +32,6 @@ from recpoint.format.record_kinds import MARK, PART, VALIDATION
 from recpoint.format.validation import ValidationRecord
 
 __all__ = ["Troubles"]
-
-_READERS = 8
 
 #: So many of each kind are told of, the newest.
 _TOLD = 20
@@ -78,8 +76,8 @@ class Troubles:
         marks = dict(self._run.records(MARK).listed())
         there = {manifest: (info.key, info.modified_ms) for manifest, info in marks.items()}
         new = [one for one, mark in there.items() if mark not in self._reasons][:_MARKS_EACH]
-        with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            read = zip(new, readers.map(self._reason, new), strict=True)
+        with ReadScheduler.of_records() as reads:
+            read = zip(new, reads.results(new, self._reason), strict=True)
             known = self._reasons | {there[manifest]: reason for manifest, reason in read}
         self._reasons = {mark: known[mark] for mark in there.values() if mark in known}
         return tuple(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ from recpoint.catalog.runs.lineage import Representation, by_checkpoint
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.run_end import read_end
 from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
@@ -57,8 +57,6 @@ NEWEST = 500
 
 #: So many checkpoints are tried before it is said that none restores.
 _TRIED = 50
-
-_READERS = 8
 
 #: Manifests of one refresh that are kept for the chain, which needs them whole.
 _KEPT_WHOLE = 64
@@ -209,8 +207,8 @@ class RunWatch:
                 fresh[form] = manifest
             return kept(manifest)
 
-        with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            found = list(readers.map(read, range(len(wanted))))
+        with ReadScheduler.of_records() as reads:
+            found = list(reads.results(range(len(wanted)), read))
         self._read = {
             identity: one for (_, identity), one in zip(wanted, found, strict=True) if one
         }

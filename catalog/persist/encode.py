@@ -10,7 +10,7 @@ import base64
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ from recpoint.catalog.staging.staged_job import (
     values_name,
 )
 from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.io_scheduler import WriteBudget, WriteScheduler
 from recpoint.catalog.stores.store import Store
 from recpoint.errors import DigestMismatch, MalformedObject
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
@@ -62,7 +63,7 @@ from recpoint.format.manifest import ChunkEntry, Scheme
 from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
 from recpoint.kernels import row_set
 
-__all__ = ["UPLOADS_AT_ONCE", "encode_group", "encoded_entries", "upload_group"]
+__all__ = ["encode_group", "encoded_entries", "upload_group"]
 
 #: Which rows of a block are no codes, and which of the codes have parameters of four bytes.
 _FORMS = ("exact", "wide")
@@ -403,9 +404,7 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
 
 #: Uploads at once in this process, over all groups and runs: each holds a chunk in memory, and the
 #: store's client another copy or two of it.
-UPLOADS_AT_ONCE = 4
-
-_slots = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
+_PERSIST_UPLOADS = WriteBudget(4)
 
 
 def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
@@ -426,19 +425,11 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
     marker = result_path(staged, group.index, "uploaded")
     done = _uploaded(marker, staged)
     left = [chunk for chunk in chunks if chunk["entry"]["key"] not in done]
-    stop, unnoted = threading.Event(), threading.Event()
+    unnoted = threading.Event()
     lock = threading.Lock()
 
     def upload(chunk: dict[str, Any]) -> None:
-        # After one failure the others would only make the caller wait for the same answer.
-        with _slots:
-            if stop.is_set():
-                return
-            try:
-                store.put(chunk["entry"]["key"], _chunk_bytes(chunk))
-            except BaseException:
-                stop.set()
-                raise
+        store.put(chunk["entry"]["key"], _chunk_bytes(chunk))
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with lock, open(open_in_spool(marker, flags), "a", encoding="ascii") as file:
@@ -449,10 +440,11 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
             # once more.
             unnoted.set()
 
-    with ThreadPoolExecutor(UPLOADS_AT_ONCE, thread_name_prefix="upload") as pool:
-        uploads = [pool.submit(upload, chunk) for chunk in left]
-    for failed in uploads:
-        failed.result()
+    # After one failure the others would only make the caller wait for the same answer.
+    with WriteScheduler(_PERSIST_UPLOADS) as writes:
+        for chunk in left:
+            writes.begin(writes.reserve(chunk["entry"]["bytes"]), partial(upload, chunk))
+        writes.finish()
     if not unnoted.is_set():  # else a later try reads them again
         for name in ("quantized", "encoded"):
             result_path(staged, group.index, name).with_suffix(".bin").unlink(missing_ok=True)

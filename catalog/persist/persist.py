@@ -7,17 +7,15 @@ each step of the object as a task.
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from pydantic import ValidationError
 
 from recpoint.catalog.persist.encode import encode_group, encoded_entries, upload_group
-from recpoint.catalog.persist.plan import Group, plan_groups
+from recpoint.catalog.persist.plan import GROUP_BYTES, Group, plan_groups
 from recpoint.catalog.persist.quantize import Choice, quantization_of, quantize_group
 from recpoint.catalog.persist.ranks import (
     commit_parts,
@@ -38,6 +36,7 @@ from recpoint.catalog.staging.staged import finish, read_job
 from recpoint.catalog.staging.staged_job import StagedJob, open_slot
 from recpoint.catalog.stores.chunks_there import chunks_missing, not_there
 from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.stores.io_scheduler import ReadScheduler, WriteBudget, WriteScheduler
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
 from recpoint.errors import (
@@ -468,29 +467,25 @@ def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
 def _store_groups(job: PersistJob, steps: Steps) -> None:
     total = sum(group.staged_bytes for group in job.groups)
     done = 0
-    uploads: deque[tuple[Group, Future[object]]] = deque()
 
-    def wait_for_the_first() -> None:
+    def advance(staged_bytes: int) -> None:
         nonlocal done
-        group, upload = uploads.popleft()
-        upload.result()
-        done += group.staged_bytes
+        done += staged_bytes
         steps.advanced(done, total)
 
-    with ThreadPoolExecutor(_GROUPS_IN_FLIGHT + 1, thread_name_prefix="persist") as pool:
+    budget = WriteBudget(_GROUPS_IN_FLIGHT, budget_bytes=_GROUPS_IN_FLIGHT * GROUP_BYTES)
+    with ReadScheduler(1) as reads, WriteScheduler(budget, on_written=advance) as writes:
         # Beside the groups: reading everything once more first would delay the first upload.
-        verified = pool.submit(steps.verify)
+        verified = reads.begin(steps.verify)
         for group in job.groups:
-            if len(uploads) >= _GROUPS_IN_FLIGHT:
-                wait_for_the_first()
+            room = writes.reserve(group.staged_bytes)
             if verified.done():
                 verified.result()  # of what is damaged nothing more need be stored
             if group.quantized:
                 steps.quantize(group)
             steps.encode(group)
-            uploads.append((group, pool.submit(steps.upload, group)))
-        while uploads:
-            wait_for_the_first()
+            writes.begin(room, partial(steps.upload, group))
+        writes.finish()
         verified.result()
 
 

@@ -6,12 +6,12 @@ Such a validation passes, so that its key does not tell: its record does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from recpoint.catalog.records.validations import newest_of_bytes
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
@@ -20,8 +20,6 @@ from recpoint.format.record_kinds import VALIDATION
 from recpoint.format.validation import PASSED_OVER, ValidationRecord
 
 __all__ = ["KnownDamage"]
-
-_READERS = 8
 
 
 class _Told(NamedTuple):
@@ -101,5 +99,5 @@ def _read(run: Run, names: Sequence[ValidationName]) -> Iterator[ValidationRecor
         except (FormatError, ObjectNotFound):
             return None
 
-    with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        yield from readers.map(read, names)
+    with ReadScheduler.of_records() as reads:
+        yield from reads.results(names, read)

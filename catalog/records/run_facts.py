@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from recpoint.catalog.records.known_damage import KnownDamage
 from recpoint.catalog.records.leases import Held
@@ -14,14 +13,13 @@ from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.representations import Opinion, RunFacts, StoredManifest
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 
 __all__ = ["OnStep", "gather", "leased_by", "unwatched"]
-
-_READERS = 8
 
 #: Called with what is being done, how many of it are done, and how many there are.
 OnStep = Callable[[str, int, int], None]
@@ -73,8 +71,8 @@ def gather(
         except FormatError:
             return form.key
 
-    with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        for number, found in enumerate(readers.map(read, forms), 1):
+    with ReadScheduler.of_records() as reads:
+        for number, found in enumerate(reads.results(forms, read), 1):
             on_step("reading manifests", number, len(forms))
             if isinstance(found, str):
                 unreadable.append(found)

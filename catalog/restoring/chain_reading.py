@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from recpoint.catalog.chunks.chunk_pool import SMALL_BYTES, ChunkPool
 from recpoint.catalog.chunks.chunk_reader import read_rows
 from recpoint.catalog.chunks.read_buffers import ReadBuffers
 from recpoint.catalog.chunks.stored_objects import look_at_stored
-from recpoint.catalog.restoring.chain_rows import TableRows
+from recpoint.catalog.restoring.chain_rows import TableRows, WantedChunk
 from recpoint.catalog.restoring.restore_target import (
     RestoreTarget,
     StateCheckingTarget,
@@ -19,6 +18,11 @@ from recpoint.catalog.restoring.restore_target import (
 from recpoint.catalog.restoring.state_reading import StateReading
 from recpoint.catalog.runs.chain import Chain
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import (
+    READ_SMALL_BYTES,
+    WHOLE_CHUNK_BYTES,
+    ReadScheduler,
+)
 from recpoint.errors import FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import ChunkEntry
 
@@ -63,10 +67,10 @@ class ChainReading:
             IncompatibleModel: it does not fit the target; nothing has been written.
             StoreError: the store cannot be read.
         """
-        with ChunkPool(threads) as pool:
-            self._restore(target, pool)
+        with ReadScheduler(threads) as reads:
+            self._restore(target, reads)
 
-    def _restore(self, target: RestoreTarget, pool: ChunkPool) -> None:
+    def _restore(self, target: RestoreTarget, reads: ReadScheduler) -> None:
         newest = self._chain.newest
         self._check_stored()
         targets = tuple(target.begin(newest))
@@ -78,12 +82,12 @@ class ChainReading:
         ]
         self._bytes_to_read = sum(table.bytes for table in self._tables)
         # The state first: when it is damaged, no table has been touched yet.
-        states = StateReading(self._store, newest, pool, self._account, self._expect)
+        states = StateReading(self._store, newest, reads, self._account, self._expect)
         state = states.for_target(target)
         if isinstance(target, StateCheckingTarget):
             target.check_state(newest, state)
         with torch.no_grad():
-            self._write_rows(pool, self._tables)
+            self._write_rows(reads, self._tables)
         target.finish(newest, state)
 
     def _check_stored(self) -> None:
@@ -96,19 +100,19 @@ class ChainReading:
                 if entry.key in self._damaged:
                     raise self._damaged[entry.key]
 
-    def _write_rows(self, pool: ChunkPool, tables: Sequence[TableRows]) -> None:
+    def _write_rows(self, reads: ReadScheduler, tables: Sequence[TableRows]) -> None:
         """Read and check in threads, decode here: from the newest checkpoint to the full."""
         chunks = (chunk for table in tables for chunk in table.chunks())
         buffers = ReadBuffers()
-        for chunk, outcome in pool.in_order(
+        for chunk, outcome in reads.in_order(
             chunks,
             lambda chunk: read_rows(
                 self._store,
                 chunk.manifest,
                 chunk.entry,
-                buffers=buffers if chunk.entry.bytes > SMALL_BYTES else None,
+                buffers=buffers if chunk.entry.bytes > READ_SMALL_BYTES else None,
             ),
-            is_small=lambda chunk: chunk.is_needed and chunk.memory_bytes <= SMALL_BYTES,
+            size_bytes=_budgeted_bytes,
         ):
             if chunk.table.leaves_out(chunk):  # as was not known when it was to be read
                 self._show_progress()
@@ -134,3 +138,11 @@ class ChainReading:
         if self._on_progress is not None:
             left_out = sum(table.left_out_bytes for table in self._tables)
             self._on_progress(self.bytes_read, self._bytes_to_read - left_out)
+
+
+def _budgeted_bytes(chunk: WantedChunk) -> int:
+    """What a chunk counts as. One that may prove not to be needed is no small one: few are read."""
+    size_bytes = chunk.memory_bytes
+    if chunk.is_needed and size_bytes <= READ_SMALL_BYTES:
+        return size_bytes
+    return max(chunk.entry.bytes, WHOLE_CHUNK_BYTES)

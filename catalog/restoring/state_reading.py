@@ -12,11 +12,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import read_chunk
 from recpoint.catalog.chunks.dense_shards import check_shards, dense_shards
 from recpoint.catalog.restoring.restore_target import RestoreTarget, StateChoosingTarget
 from recpoint.catalog.runs.lineage import Representation
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import Section, section_tensor
@@ -32,7 +32,7 @@ _TENSOR: Final = re.compile(r"tensor\.(0|[1-9][0-9]{0,8})(?:\.(0|[1-9][0-9]{0,8}
 def read_state(
     store: Store,
     manifest: Manifest,
-    pool: ChunkPool,
+    reads: ReadScheduler,
     on_chunk: Callable[[ChunkEntry], None],
 ) -> dict[int, object]:
     """The state tree of every rank, in new memory.
@@ -43,7 +43,7 @@ def read_state(
         ObjectNotFound: a chunk is missing.
         StoreError: a chunk could not be read.
     """
-    reading = StateReading(store, manifest, pool, on_chunk)
+    reading = StateReading(store, manifest, reads, on_chunk)
     return _checked(reading.whole(range(manifest.ranks)))
 
 
@@ -53,7 +53,7 @@ class StateReading:
     Args:
         store: where it is.
         manifest: of the checkpoint.
-        pool: reads chunks.
+        reads: reads chunks.
         on_chunk: called for each that has been read.
         on_wanted: called with bytes that are going to be read, before they are.
     """
@@ -62,11 +62,11 @@ class StateReading:
         self,
         store: Store,
         manifest: Manifest,
-        pool: ChunkPool,
+        reads: ReadScheduler,
         on_chunk: Callable[[ChunkEntry], None],
         on_wanted: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
-        self._store, self._manifest, self._pool = store, manifest, pool
+        self._store, self._manifest, self._reads = store, manifest, reads
         self._on_chunk, self._on_wanted = on_chunk, on_wanted
         self._entries: dict[int, list[ChunkEntry]] = {rank: [] for rank in range(manifest.ranks)}
         for entry in sorted(manifest.chunks, key=lambda entry: entry.key):
@@ -121,7 +121,7 @@ class StateReading:
         self, entries: Collection[ChunkEntry], sections: Mapping[int, dict[str, Section]]
     ) -> None:
         self._on_wanted(sum(entry.bytes for entry in entries))
-        chunks = self._pool.in_order(
+        chunks = self._reads.in_order(
             entries, lambda entry: read_chunk(self._store, self._manifest, entry)
         )
         for entry, outcome in chunks:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from recpoint.catalog.retention.retention import Decision
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import Clocks
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.record_kinds import MARK
 from recpoint.format.retention_records import Mark
 
 __all__ = ["Marks", "marked"]
-
-_READERS = 8
 
 
 def marked(run: Run) -> set[str]:
@@ -36,8 +34,8 @@ class Marks:
         self._clocks = clocks
         self._infos: dict[str, ObjectInfo] = {}
         self._infos.update(run.records(MARK).listed())
-        with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            read = readers.map(partial(_read_mark, run), self._infos)
+        with ReadScheduler.of_records() as reads:
+            read = reads.results(self._infos, partial(_read_mark, run))
             self._marks = dict(zip(self._infos, read, strict=True))
 
     @property

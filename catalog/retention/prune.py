@@ -6,8 +6,8 @@ The steps are those of format §6.6; what is kept is decided by `catalog.retenti
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 from recpoint.catalog.records import leases
@@ -26,6 +26,7 @@ from recpoint.catalog.retention.retention import Decision, deletion_order, neede
 from recpoint.catalog.runs.representations import Representations, StoredManifest
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.elapsed import Clocks, stamp_now
+from recpoint.catalog.stores.io_scheduler import WriteBudget, WriteScheduler
 from recpoint.catalog.sweeping.sweep import SweepResult, plan_sweep
 from recpoint.catalog.sweeping.sweep import execute as execute_sweep
 from recpoint.errors import RetentionRefused, StoreFull
@@ -342,6 +343,7 @@ def _leave(mine: Announcement) -> None:
 
 def _delete_all(run: Run, keys: list[str]) -> None:
     """Delete objects in any order, several at once."""
-    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        for _ in pool.map(run.store.delete, keys):
-            pass
+    with WriteScheduler(WriteBudget(_AT_ONCE)) as writes:
+        for key in keys:
+            writes.begin(writes.reserve(0), partial(run.store.delete, key))
+        writes.finish()

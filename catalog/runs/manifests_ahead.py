@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 
 __all__ = ["ManifestsAhead"]
 
-_READERS = 8
 #: A chain of so few manifests is read as fast without.
 _WORTH_IT = 4
 
@@ -44,8 +45,9 @@ class ManifestsAhead:
         self._line = line
         self._there = there
         self._avoid = avoid
-        self._coming: dict[Representation, Future[Manifest]] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self._left: set[Representation] | None = None
+        self._coming: Iterator[tuple[Representation, Future[Manifest]]] = iter(())
+        self._closing = ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -56,19 +58,21 @@ class ManifestsAhead:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._closing.close()
 
     def read(self, representation: Representation) -> Manifest:
         """One manifest; errors as of `Run.read_manifest`, when it is asked for and not before."""
-        coming = self._coming.pop(representation, None)
-        if coming is not None:
-            return coming.result()
+        if self._left and representation in self._left:
+            for guess, coming in self._coming:
+                self._left.remove(guess)
+                if guess == representation:
+                    return coming.result()
         found = self._run.read_manifest(representation)
-        if self._pool is None and self._line and found.chain_length >= _WORTH_IT:
-            self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-manifest")
-            for guess in self._guesses(found):
-                self._coming[guess] = self._pool.submit(self._run.read_manifest, guess)
+        if self._left is None and self._line and found.chain_length >= _WORTH_IT:
+            guesses = list(self._guesses(found))
+            self._left = set(guesses)
+            reads = self._closing.enter_context(ReadScheduler.of_records())
+            self._coming = reads.in_order(guesses, self._run.read_manifest)
         return found
 
     def _guesses(self, found: Manifest) -> Iterator[Representation]:

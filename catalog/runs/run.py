@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Self, TypeVar
 
 from recpoint.catalog.runs.lineage import (
@@ -18,6 +17,7 @@ from recpoint.catalog.runs.lineage import (
 )
 from recpoint.catalog.runs.run_record import create_run_record, read_run_record
 from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.catalog.stores.stored_records import Records
 from recpoint.errors import (
@@ -50,7 +50,6 @@ NameT = TypeVar("NameT")
 RecordT = TypeVar("RecordT", bound=StoredRecord)
 
 _CLAIM_TRIES = 100
-_READERS = 8
 
 
 class Run:
@@ -147,8 +146,8 @@ class Run:
                 return error
 
         wanted = list(numbers)
-        with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            return dict(zip(wanted, readers.map(read, wanted), strict=True))
+        with ReadScheduler.of_records() as reads:
+            return dict(zip(wanted, reads.results(wanted, read), strict=True))
 
     # --- manifests -----------------------------------------------------------------------------
 

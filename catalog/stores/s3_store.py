@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
 from recpoint.catalog.stores import durable
+from recpoint.catalog.stores.io_scheduler import requests_at_once
 from recpoint.catalog.stores.per_process import PerProcess
 from recpoint.catalog.stores.s3_client import Request, S3Client, S3Failure
 from recpoint.catalog.stores.s3_settings import S3Timeouts
@@ -183,9 +184,12 @@ class S3Store(Store):
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
-            parts = await _all(
-                partial(send_part, number, start)
-                for number, start in enumerate(range(0, len(body), part_bytes), 1)
+            parts = await requests_at_once(
+                (
+                    partial(send_part, number, start)
+                    for number, start in enumerate(range(0, len(body), part_bytes), 1)
+                ),
+                at_once=_IN_FLIGHT,
             )
             await self._call(
                 "complete_multipart_upload",
@@ -239,9 +243,12 @@ class S3Store(Store):
             raise too_short(where, found_bytes=found_bytes, expected_bytes=end - start)
 
         async def other_ranges() -> builtins.list[tuple[bytes, int, str]]:
-            return await _all(
-                partial(self._range, key, at, min(at + _RANGE_BYTES, end), etag=etag)
-                for at in range(start + len(first), end, _RANGE_BYTES)
+            return await requests_at_once(
+                (
+                    partial(self._range, key, at, min(at + _RANGE_BYTES, end), etag=etag)
+                    for at in range(start + len(first), end, _RANGE_BYTES)
+                ),
+                at_once=_IN_FLIGHT,
             )
 
         if len(first) == end - start:
@@ -373,22 +380,3 @@ class S3Store(Store):
 
 def _info(key: str, size_bytes: int, modified: datetime) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=size_bytes, modified_ms=int(modified.timestamp() * 1000))
-
-
-async def _all(
-    requests: Iterable[Request[_Result]],
-) -> list[_Result]:
-    """Results of all, a few at once; none goes on after a failure or a cancellation."""
-    turn = asyncio.Semaphore(_IN_FLIGHT)
-
-    async def in_turn(request: Request[_Result]) -> _Result:
-        async with turn:
-            return await request()
-
-    tasks = [asyncio.ensure_future(in_turn(request)) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

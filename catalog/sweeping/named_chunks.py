@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from recpoint.catalog.records.run_facts import OnStep, unwatched
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.lost_manifests import Link, LostManifests
 from recpoint.catalog.runs.manifests_gone import why_gone
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import ObjectInfo
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.naming import PART_KEY, AttemptName, ManifestName, parse_chunk_key
 
 __all__ = ["NamedChunks"]
-
-_READERS = 8
 
 
 class NamedChunks:
@@ -60,8 +58,8 @@ class NamedChunks:
         self._newest = max(self._run.generation_numbers(), default=0)
         self._newest_steps = {name.generation: name.step for name in sorted(there)}
         left = [one for forms in there.values() for one in forms if one not in self._links]
-        with ThreadPoolExecutor(max_workers=_READERS) as readers:
-            found = zip(left, readers.map(self._read, left), strict=True)
+        with ReadScheduler.of_records() as reads:
+            found = zip(left, reads.results(left, self._read), strict=True)
             for number, (one, read) in enumerate(found, 1):
                 on_step("looking for orphans", number, len(left))
                 if read is None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import (
     check_entry,
     check_stored,
@@ -24,6 +23,7 @@ from recpoint.catalog.runs.lost_manifests import Link, LostManifests
 from recpoint.catalog.runs.manifests_gone import why_gone
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import superseded_alone, superseded_text
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.validation.check_graph import Damage, RepresentationGraph
 from recpoint.catalog.validation.sampled_rows import decode_samples
 from recpoint.errors import (
@@ -126,8 +126,8 @@ def check(
     checking.look_at_records(on_step)
     checking.look_at_objects()
     if level == "full":
-        with ChunkPool(threads) as pool:
-            checking.look_at_bytes(pool, on_progress)
+        with ReadScheduler(threads) as reads:
+            checking.look_at_bytes(reads, on_progress)
     return checking.report(level)
 
 
@@ -308,7 +308,7 @@ class _Checking:
     # --- bytes ---------------------------------------------------------------------------------
 
     def look_at_bytes(
-        self, pool: ChunkPool, on_progress: Callable[[int, int], None] | None = None
+        self, reads: ReadScheduler, on_progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Read, verify and decode every chunk of every chain, and the records beside them."""
         self._on_progress = on_progress
@@ -316,23 +316,25 @@ class _Checking:
             entry.bytes for _, manifest in self._graph.sound() for entry in manifest.chunks
         )
         for one, manifest in self._graph.sound():
-            self._look_at_rows(pool, one, manifest)
+            self._look_at_rows(reads, one, manifest)
             try:
-                read_state(self._run.store, manifest, pool, self._account)
+                read_state(self._run.store, manifest, reads, self._account)
             except DAMAGE as error:
                 # Stores name an object by its URL, a parser by its key: the same finding.
                 subjects = (
                     entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
                 )
                 self._damaged_part(one, next(subjects, error.subject), error, of_state=True)
-            self._look_at_samples(pool, one, manifest)
-        self._look_at_side_records(pool)
+            self._look_at_samples(reads, one, manifest)
+        self._look_at_side_records(reads)
 
-    def _look_at_samples(self, pool: ChunkPool, one: Representation, manifest: Manifest) -> None:
+    def _look_at_samples(
+        self, reads: ReadScheduler, one: Representation, manifest: Manifest
+    ) -> None:
         """The rows that validations compare with: a warning each, since no restore reads them."""
         entries = [entry for entry in manifest.chunks if entry.content == "sample"]
         sound: list[tuple[ChunkEntry, dict[str, Section]]] = []
-        for entry, outcome in pool.in_order(
+        for entry, outcome in reads.in_order(
             entries, lambda entry: read_chunk(self._run.store, manifest, entry)
         ):
             try:
@@ -345,12 +347,12 @@ class _Checking:
         except FormatError as error:
             self._add_once("warning", error.subject, str(error))
 
-    def _look_at_side_records(self, pool: ChunkPool) -> None:
+    def _look_at_side_records(self, reads: ReadScheduler) -> None:
         """Pins, validations and the like: a warning each, since no restore needs them."""
         if self._step is not None:
             return  # as with what no manifest names: the other checkpoints are not looked at
         keys = [key for key in self._sizes if kind_of(key) in SIDE_KINDS]
-        for key, outcome in pool.in_order(keys, self._defect_of):
+        for key, outcome in reads.in_order(keys, self._defect_of):
             error = outcome.result()
             if error is not None:
                 self._add_once("warning", key, str(error))
@@ -367,7 +369,7 @@ class _Checking:
             pass
         return None
 
-    def _look_at_rows(self, pool: ChunkPool, one: Representation, manifest: Manifest) -> None:
+    def _look_at_rows(self, reads: ReadScheduler, one: Representation, manifest: Manifest) -> None:
         by_table: dict[int, list[ChunkEntry]] = {}
         for entry in manifest.chunks:
             if entry.table is not None:
@@ -377,7 +379,7 @@ class _Checking:
             counts = [entry.row_count or 0 for entry in entries]
             coverage = RowCoverage(rows=spec.rows, row_counts=counts)
             good = True
-            for entry, outcome in pool.in_order(
+            for entry, outcome in reads.in_order(
                 entries, lambda entry: read_rows(self._run.store, manifest, entry)
             ):
                 try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.stored_objects import look_at_stored
 from recpoint.catalog.records.validations import records_of
 from recpoint.catalog.restoring.state_reading import read_state
 from recpoint.catalog.runs.chain import Chain, PassedOver
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.validation.sampled_rows import Sampled, read_samples
 from recpoint.catalog.validation.validate_rows import RowValidation, Unequal
 from recpoint.errors import (
@@ -132,12 +132,12 @@ class ChainValidation:
             UnsupportedVersion: something was written by a later release.
             StoreError: the store cannot be read.
         """
-        with ChunkPool(threads) as pool:
+        with ReadScheduler(threads) as reads:
             self._look_at_stored()
             if self._rows_damaged:
                 self.reached = "metadata"
             elif self._level != "metadata":
-                self._look_at_bytes(pool)
+                self._look_at_bytes(reads)
         if self._level == "full" and self._rows_passed:
             self._compare_with_earlier()
 
@@ -187,7 +187,7 @@ class ChainValidation:
             content = missing.entry.content
             self._damaged(missing.error, f"{content} chunk", results.get(content, "passed"))
 
-    def _look_at_bytes(self, pool: ChunkPool) -> None:
+    def _look_at_bytes(self, reads: ReadScheduler) -> None:
         newest = self._chain.newest
         self._bytes_to_read = sum(
             entry.bytes
@@ -195,14 +195,14 @@ class ChainValidation:
             for entry in link.chunks
             if entry.content != "state" or link is newest
         )
-        samples = [self._samples(pool, link) for link in self._links]
+        samples = [self._samples(reads, link) for link in self._links]
         try:
-            read_state(self._run.store, newest, pool, self._account)
+            read_state(self._run.store, newest, reads, self._account)
         except DAMAGE as error:
             self._damaged(error, "state chunk", "stateless")
-        self._look_at_rows(pool, samples)
+        self._look_at_rows(reads, samples)
 
-    def _samples(self, pool: ChunkPool, link: Manifest) -> dict[int, Sampled]:
+    def _samples(self, reads: ReadScheduler, link: Manifest) -> dict[int, Sampled]:
         if link.stands_for is not None and not any(e.content == "sample" for e in link.chunks):
             # What was recorded of the checkpoint is with its own manifest, as long as there is one.
             try:
@@ -212,7 +212,7 @@ class ChainValidation:
             if link.ref != self.ref:
                 return {}
         try:
-            samples = read_samples(self._run.store, link, pool)
+            samples = read_samples(self._run.store, link, reads)
         except DAMAGE as error:
             self._damaged(error, "sample chunk", "passed")
             return {}
@@ -221,7 +221,7 @@ class ChainValidation:
                 self._account(entry)
         return samples
 
-    def _look_at_rows(self, pool: ChunkPool, samples: Sequence[Mapping[int, Sampled]]) -> None:
+    def _look_at_rows(self, reads: ReadScheduler, samples: Sequence[Mapping[int, Sampled]]) -> None:
         digests: list[TableDigests] = []
         for table, spec in enumerate(self._chain.newest.tables):
             rows = RowValidation(
@@ -231,7 +231,7 @@ class ChainValidation:
                 [of_link.get(table) for of_link in samples],
                 whole=self._level == "full",
             )
-            for unequal in rows.find_unequal(pool, self._account):
+            for unequal in rows.find_unequal(reads, self._account):
                 if isinstance(unequal, Unequal):
                     self._unequal(spec.name, unequal)
                 else:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import StoredRows, read_rows
 from recpoint.catalog.chunks.row_coverage import RowCoverage
 from recpoint.catalog.chunks.seen_rows import SeenRows
 from recpoint.catalog.runs.lineage import Representation
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.store_contract import Store
 from recpoint.catalog.validation.row_comparison import DecodedRows, ExactRows, compare
 from recpoint.catalog.validation.sampled_rows import Sampled
@@ -84,7 +84,7 @@ class RowValidation:
         self.digests: TableDigests | None = None
 
     def find_unequal(
-        self, pool: ChunkPool, on_chunk: Callable[[ChunkEntry], None]
+        self, reads: ReadScheduler, on_chunk: Callable[[ChunkEntry], None]
     ) -> Iterator[Unequal | FormatError | ObjectNotFound]:
         """Read every chunk of the table, and tell what is wrong.
 
@@ -93,7 +93,7 @@ class RowValidation:
         """
         good = True
         for number in range(len(self._links)):
-            for found in self._look_at_link(pool, number, on_chunk):
+            for found in self._look_at_link(reads, number, on_chunk):
                 good = False
                 yield found
         if self._whole and good:
@@ -109,7 +109,7 @@ class RowValidation:
 
     def _look_at_link(
         self,
-        pool: ChunkPool,
+        reads: ReadScheduler,
         number: int,
         on_chunk: Callable[[ChunkEntry], None],
     ) -> Iterator[Unequal | FormatError | ObjectNotFound]:
@@ -119,7 +119,7 @@ class RowValidation:
         coverage = RowCoverage(rows=self._spec.rows, row_counts=counts)
         own = _OwnDigests(len(self._spec.row_states))
         good = True
-        for entry, outcome in pool.in_order(entries, lambda entry: self._read(link, entry)):
+        for entry, outcome in reads.in_order(entries, lambda entry: self._read(link, entry)):
             try:
                 read = outcome.result()
             except (FormatError, ObjectNotFound) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +18,7 @@ from recpoint.catalog.runs.chain import Chain, resolve_chain
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.runs.superseded import manifests_gone, superseded_text
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.stores.run_url import naming_run
 from recpoint.catalog.stores.store import open_store
 from recpoint.cli import documents
@@ -54,7 +54,6 @@ __all__ = [
     "show",
 ]
 
-_READERS = 8
 _NONE_YET = "no checkpoint yet"
 
 UrlArgument = Annotated[
@@ -99,8 +98,8 @@ def list_checkpoints(
         unknown = error
     counts = set(live)
     names = sorted(forms, reverse=True) if everything else live
-    with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        manifests = list(readers.map(lambda name: _manifest(run, name), names))
+    with ReadScheduler.of_records() as reads:
+        manifests = list(reads.results(names, lambda name: _manifest(run, name)))
     pins, doomed, known = pinned(run), marked(run), verdicts(run)
     entries = [
         Listed(

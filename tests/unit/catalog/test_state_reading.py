@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.restoring.state_reading import StateReading
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.format.manifest import ChunkEntry, Manifest
 from tests.catalog_builder import build, publish, tables
 
@@ -27,8 +27,8 @@ def read_briefly(
     """What is under "reader", and which chunks that took."""
     read: list[ChunkEntry] = []
     expected: list[int] = []
-    with ChunkPool(2) as pool:
-        reading = StateReading(run.store, manifest, pool, read.append, expected.append)
+    with ReadScheduler(2) as reads:
+        reading = StateReading(run.store, manifest, reads, read.append, expected.append)
         found: dict[int, Any] = reading.briefly(ranks, ("reader",))
     assert sum(expected) == sum(entry.bytes for entry in read)
     return found, [f"{entry.rank}-{int(entry.key[-18:-12])}" for entry in read]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
 from recpoint.catalog.persist import persist
 from recpoint.catalog.records.pins import read_metrics, record_metric
 from recpoint.catalog.records.validations import records_of, verdicts
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.sweeping.sweep import execute, plan_sweep
 from recpoint.catalog.validation.check import check
 from recpoint.catalog.validation.sampled_rows import read_samples
@@ -61,8 +61,8 @@ SAID = ("validations/", "metrics/")
 def change_unsampled_code(run: Run, manifest: Manifest) -> None:
     """Change a row so that neither a sample nor a digest of the trainer shows it."""
     entry = chunk_of(manifest, "rows", 0)
-    with ChunkPool(1) as pool:
-        sampled = read_samples(run.store, manifest, pool)[0].ids
+    with ReadScheduler(1) as reads:
+        sampled = read_samples(run.store, manifest, reads)[0].ids
     rows = read_rows(run.store, manifest, entry).rows
     assert isinstance(rows, torch.Tensor)
     row = int((~torch.isin(rows, sampled)).nonzero()[0])

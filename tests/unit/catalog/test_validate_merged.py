@@ -9,13 +9,13 @@ import crc32c
 import pytest
 import torch
 
-from recpoint.catalog.chunks.chunk_pool import ChunkPool
 from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
+from recpoint.catalog.stores.io_scheduler import ReadScheduler
 from recpoint.catalog.validation.sampled_rows import read_samples
 from recpoint.catalog.validation.validate import record
 from recpoint.format.chunk import Section, build_chunk
@@ -60,8 +60,8 @@ def test_a_consolidated_chain_is_compared_with_the_same_sample(
 
 def wrong_row_of_a_link(run: Run, manifests: list[Manifest]) -> None:
     """A code of 20 that is wrong in a row of its own sample, and that only 20 can tell."""
-    with ChunkPool(1) as pool:
-        own, newest = (read_samples(run.store, manifests[at], pool)[0].ids for at in (1, 2))
+    with ReadScheduler(1) as reads:
+        own, newest = (read_samples(run.store, manifests[at], reads)[0].ids for at in (1, 2))
     entry = chunk_of(manifests[1], "rows", 0)
     replaced = read_rows(run.store, manifests[2], chunk_of(manifests[2], "rows", 0)).rows
     rows = read_rows(run.store, manifests[1], entry).rows
@@ -215,8 +215,8 @@ def rewrite_merged(run: Run, change: Callable[[bytearray, int], bytearray]) -> N
 def test_a_row_that_a_consolidation_got_wrong_and_no_sample_has(
     run: Run, manifests: list[Manifest]
 ) -> None:
-    with ChunkPool(1) as pool:
-        sampled = set(read_samples(run.store, manifests[2], pool)[1].ids.tolist())
+    with ReadScheduler(1) as reads:
+        sampled = set(read_samples(run.store, manifests[2], reads)[1].ids.tolist())
     row = next(row for row in range(1000) if row not in sampled)
 
     def change(values: bytearray, each: int) -> bytearray:
