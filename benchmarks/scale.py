@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from recpoint import Consecutive, Continuous, Intermittent
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging.staged import read_job
+from recpoint.catalog.stores.io_scheduler import WriteBudget, WriteScheduler
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import row_chunk_key
@@ -245,8 +246,10 @@ def _upload(report: Report, url: str, rows: int, rounds: int) -> float:
     for turn in range(rounds):
         start = perf_counter()
         keys = [f"probe/{turn:016x}{number:016x}" for number in range(_IN_FLIGHT)]
-        with ThreadPoolExecutor(_IN_FLIGHT) as uploads:
-            list(uploads.map(store.put, keys, [data] * _IN_FLIGHT))
+        with WriteScheduler(WriteBudget(_IN_FLIGHT)) as uploads:
+            for key in keys:
+                uploads.begin(uploads.reserve(len(data)), partial(store.put, key, data))
+            uploads.finish()
         seconds.append(perf_counter() - start)
     return _IN_FLIGHT * len(data) / report.timed(f"upload of {_IN_FLIGHT} chunks", seconds)
 
