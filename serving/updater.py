@@ -8,6 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.restoring.chain_reading import ChainReading
 from recpoint.catalog.runs.chain import PassedOver, blamed
 from recpoint.catalog.runs.lineage import Representation
@@ -168,7 +169,7 @@ class Updater:
         if route.start != "full":
             standby.catch_up(self._copies.active)
         loading = Loading(standby, route.chain, self._tables, coded=self._coded)
-        reading = ChainReading(self._run, route.chain, {}, on_progress)
+        reading = ChainReading(StoreChunks(self._run.store), route.chain, {}, on_progress)
         standby.behind = ALL  # until it is known which rows were written
         try:
             reading.run(loading, self._threads)

@@ -10,6 +10,7 @@ import crc32c
 import torch
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.persist import persist
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.validation.validate import Validation, validate
@@ -93,7 +94,7 @@ def rewrite(run: Run, entry: ChunkEntry, change: Callable[[dict[str, Section]], 
     """Store a chunk with other contents, and a manifest whose length and digest are right."""
     step = int(entry.key.split("/")[1][:12])
     manifest = run.manifest(step, 1)
-    meta, sections = read_chunk(run.store, manifest, entry)
+    meta, sections = read_chunk(StoreChunks(run.store), manifest, entry)
     sections = {
         name: section._replace(data=bytearray(section.data_view))
         for name, section in sections.items()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recpoint.catalog.chunks.chunk_source import ChunkSource
 from recpoint.catalog.chunks.read_buffers import ReadBuffers
-from recpoint.catalog.stores.store_contract import Store
-from recpoint.catalog.stores.stored_records import parsed_twice, read_checked
+from recpoint.catalog.stores.stored_records import parsed_twice
 from recpoint.errors import DigestMismatch, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
 from recpoint.format.dtypes import array_bytes, item_bytes
@@ -158,12 +158,16 @@ def check_stored(manifest: Manifest, entry: ChunkEntry, sizes: Mapping[str, int]
 
 
 def read_chunk(
-    store: Store, manifest: Manifest, entry: ChunkEntry, *, buffers: ReadBuffers | None = None
+    source: ChunkSource,
+    manifest: Manifest,
+    entry: ChunkEntry,
+    *,
+    buffers: ReadBuffers | None = None,
 ) -> Chunk:
     """Read one chunk and check its length, digest, header and origin.
 
     Args:
-        store: where it is.
+        source: where it is.
         manifest: the checkpoint that names it.
         entry: the chunk.
         buffers: whose memory it may be in as long as the chunk lives; None: memory of its own.
@@ -177,20 +181,22 @@ def read_chunk(
     def parse(data: bytes | memoryview) -> Chunk:
         return parse_chunk(data, key=entry.key, entry=entry, manifest=manifest)
 
-    if buffers is None:
-        return read_checked(store, entry.key, max_bytes=entry.bytes, parse=parse)
-    lend = buffers.lend
-    return parsed_twice(lambda: store.get_lent(entry.key, max_bytes=entry.bytes, lend=lend), parse)
+    lend = None if buffers is None else buffers.lend
+    return parsed_twice(lambda: source.read(entry.key, max_bytes=entry.bytes, lend=lend), parse)
 
 
 def read_rows(
-    store: Store, manifest: Manifest, entry: ChunkEntry, *, buffers: ReadBuffers | None = None
+    source: ChunkSource,
+    manifest: Manifest,
+    entry: ChunkEntry,
+    *,
+    buffers: ReadBuffers | None = None,
 ) -> StoredRows:
     """Read one row chunk and check all of it; `row_placement.place` decodes what is wanted.
 
     Arguments and errors as for `read_chunk`.
     """
-    chunk = read_chunk(store, manifest, entry, buffers=buffers)
+    chunk = read_chunk(source, manifest, entry, buffers=buffers)
     if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")
     spec = manifest.tables[entry.table]

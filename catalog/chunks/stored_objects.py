@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from recpoint.catalog.chunks.chunk_reader import check_entry, check_stored
+from recpoint.catalog.chunks.chunk_source import ChunkSource
 from recpoint.catalog.runs.chain import Chain
 from recpoint.catalog.stores.io_scheduler import ReadScheduler
-from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import FormatError, ObjectNotFound
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import parse_chunk_key
@@ -36,11 +36,11 @@ def _needed(chain: Chain) -> list[tuple[Manifest, ChunkEntry]]:
     ]
 
 
-def look_at_stored(store: Store, chain: Chain) -> Iterator[Missing]:
+def look_at_stored(source: ChunkSource, chain: Chain) -> Iterator[Missing]:
     """Find missing and truncated objects by listing, without reading one.
 
     Raises:
-        StoreError: the store cannot be listed.
+        StoreError: the source cannot tell now.
     """
     chunks = _needed(chain)
     prefixes = {_prefix_of(entry) for _, entry in chunks if parse_chunk_key(entry.key)}
@@ -48,9 +48,9 @@ def look_at_stored(store: Store, chain: Chain) -> Iterator[Missing]:
     refused: dict[str, ObjectNotFound] = {}
     # A listing each, and most of it waiting: a long chain's are made several at a time.
     with ReadScheduler(min(_LISTINGS, len(prefixes) or 1)) as reads:
-        for prefix, listing in reads.in_order(sorted(prefixes), lambda one: list(store.list(one))):
+        for prefix, listing in reads.in_order(sorted(prefixes), source.sizes):
             try:
-                sizes.update((info.key, info.size_bytes) for info in listing.result())
+                sizes.update(listing.result())
             except ObjectNotFound as error:
                 refused[prefix] = error
     for manifest, entry in chunks:
@@ -61,14 +61,14 @@ def look_at_stored(store: Store, chain: Chain) -> Iterator[Missing]:
             yield Missing(entry, refused.get(_prefix_of(entry), error))
 
 
-def why_missing(store: Store, entry: ChunkEntry) -> ObjectNotFound | None:
-    """The store's own reason why the chunks beside `entry` cannot be listed; None: it has none.
+def why_missing(source: ChunkSource, entry: ChunkEntry) -> ObjectNotFound | None:
+    """The source's own reason why the chunks beside `entry` cannot be listed; None: it has none.
 
     Raises:
-        StoreError: the store cannot be listed.
+        StoreError: the source cannot tell now.
     """
     try:
-        any(store.list(_prefix_of(entry)))
+        source.sizes(_prefix_of(entry))
     except ObjectNotFound as error:
         return error
     return None

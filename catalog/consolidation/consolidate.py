@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from recpoint.catalog.chunks.chunk_reader import check_stored, read_chunk
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, read_sources, writer
 from recpoint.catalog.consolidation.consolidate_rows import merge_part
 from recpoint.catalog.consolidation.consolidate_upload import Uploads, moved_chunk
@@ -173,7 +174,7 @@ def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[Ch
             if entry.content == "rows":
                 continue
             try:
-                chunk = read_chunk(run.store, newest, entry)
+                chunk = read_chunk(StoreChunks(run.store), newest, entry)
             except (FormatError, ObjectNotFound):
                 if entry.content == "sample":
                     continue  # no restore needs it (format §3.6)

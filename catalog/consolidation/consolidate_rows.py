@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import check_entry
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.chunks.row_coverage import RowCoverage
 from recpoint.catalog.chunks.seen_rows import SeenIds, SeenRows, sections_of
 from recpoint.catalog.consolidation.consolidate_plan import (
@@ -80,7 +81,7 @@ class _TableMerge:
         uploads: Uploads,
         on_read: Callable[[int], None] | None,
     ) -> None:
-        self._store = run.store
+        self._chunks = StoreChunks(run.store)
         self._spec = sources[-1].tables[table]
         self._target = plan.target
         self._links = [
@@ -108,7 +109,7 @@ class _TableMerge:
             wanted = [entry for entry in entries if _may_be_in(entry, section)]
             counts = [min(entry.row_count or 0, len(section)) for entry in wanted]
             coverage = RowCoverage(rows=len(section), row_counts=counts)
-            read = partial(read_moved, self._store, manifest)
+            read = partial(read_moved, self._chunks, manifest)
             for entry, outcome in self._reads.in_order(wanted, read):
                 moved = outcome.result()
                 if self._on_read is not None:

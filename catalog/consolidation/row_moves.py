@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk, row_ids, row_parameter
+from recpoint.catalog.chunks.chunk_source import ChunkSource
 from recpoint.catalog.persist.plan import CHUNK_BYTES
-from recpoint.catalog.stores.store_contract import Store
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, section_tensor
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
@@ -74,9 +74,9 @@ class MovedRows:
     parts: dict[str, Tensor]
 
 
-def read_moved(store: Store, manifest: Manifest, entry: ChunkEntry) -> MovedRows:
+def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> MovedRows:
     """Read one row chunk and check all of it; errors as for `chunk_reader.read_chunk`."""
-    chunk = read_chunk(store, manifest, entry)
+    chunk = read_chunk(source, manifest, entry)
     if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")
     spec, sections = manifest.tables[entry.table], chunk.sections

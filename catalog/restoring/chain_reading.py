@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from recpoint.catalog.chunks.chunk_reader import read_rows
+from recpoint.catalog.chunks.chunk_source import ChunkSource
 from recpoint.catalog.chunks.read_buffers import ReadBuffers
 from recpoint.catalog.chunks.stored_objects import look_at_stored
 from recpoint.catalog.restoring.chain_rows import TableRows, WantedChunk
@@ -17,7 +18,6 @@ from recpoint.catalog.restoring.restore_target import (
 )
 from recpoint.catalog.restoring.state_reading import StateReading
 from recpoint.catalog.runs.chain import Chain
-from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.io_scheduler import (
     READ_SMALL_BYTES,
     WHOLE_CHUNK_BYTES,
@@ -33,7 +33,7 @@ class ChainReading:
     """One chain on its way into a target: all that it names, or what follows a known version.
 
     Args:
-        run: the run.
+        source: where its chunks are.
         chain: what is read. Its first manifest is a full, or an increment whose parent is what the
             target holds already, in every row.
         damaged: errors of chunks by key, known from other chains of the run and added to.
@@ -45,12 +45,12 @@ class ChainReading:
 
     def __init__(
         self,
-        run: Run,
+        source: ChunkSource,
         chain: Chain,
         damaged: dict[str, RecpointError],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._store = run.store
+        self._source = source
         self._chain = chain
         self._damaged = damaged  # what is known of chunks that other chains of the run share
         self._on_progress = on_progress
@@ -65,7 +65,7 @@ class ChainReading:
         Raises:
             FormatError, ObjectNotFound: a chunk is damaged or missing; its key is the subject.
             IncompatibleModel: it does not fit the target; nothing has been written.
-            StoreError: the store cannot be read.
+            StoreError: the source cannot be read.
         """
         with ReadScheduler(threads) as reads:
             self._restore(target, reads)
@@ -82,7 +82,7 @@ class ChainReading:
         ]
         self._bytes_to_read = sum(table.bytes for table in self._tables)
         # The state first: when it is damaged, no table has been touched yet.
-        states = StateReading(self._store, newest, reads, self._account, self._expect)
+        states = StateReading(self._source, newest, reads, self._account, self._expect)
         state = states.for_target(target)
         if isinstance(target, StateCheckingTarget):
             target.check_state(newest, state)
@@ -92,7 +92,7 @@ class ChainReading:
 
     def _check_stored(self) -> None:
         """Find missing and truncated objects before anything is read or written."""
-        for missing in look_at_stored(self._store, self._chain):
+        for missing in look_at_stored(self._source, self._chain):
             if missing.entry.content != "sample":  # which nothing that is restored needs
                 raise missing.error
         for manifest in self._chain.manifests:
@@ -107,7 +107,7 @@ class ChainReading:
         for chunk, outcome in reads.in_order(
             chunks,
             lambda chunk: read_rows(
-                self._store,
+                self._source,
                 chunk.manifest,
                 chunk.entry,
                 buffers=buffers if chunk.entry.bytes > READ_SMALL_BYTES else None,

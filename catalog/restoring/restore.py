@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from recpoint.catalog.chunks.chunk_source import ChunkSource, StoreChunks
 from recpoint.catalog.records.going import Going
 from recpoint.catalog.records.validations import Doubts, Verdict, verdict_of
 from recpoint.catalog.restoring.chain_reading import ChainReading
@@ -87,6 +88,7 @@ def restore(
     leased: bool = False,
     threads: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
+    source: ChunkSource | None = None,
 ) -> RestoreReport:
     """Restore the newest good checkpoint of the live line, or the one that is named.
 
@@ -116,6 +118,7 @@ def restore(
             the read of one small record.
         threads: chunks read at once, not counting those of up to 2 MiB.
         on_progress: called with bytes read so far and bytes to read, from this thread.
+        source: where chunks are read from; None: the run's store, from which records come always.
 
     Raises:
         SettingsError: `threads` cannot be.
@@ -134,11 +137,15 @@ def restore(
         ask = not selection.named and names
         doubts = Doubts(run, validated_only=selection.validated_only) if ask else None
         order = RestoreOrder(names, doubts, selection, damaged=None if selection.named else damaged)
-        return _restore_first(run, target, order, names, doubts, going, threads, on_progress)
+        source = StoreChunks(run.store) if source is None else source
+        return _restore_first(
+            run, source, target, order, names, doubts, going, threads, on_progress
+        )
 
 
 def _restore_first(
     run: Run,
+    source: ChunkSource,
     target: RestoreTarget,
     order: RestoreOrder,
     names: Sequence[ManifestName],
@@ -153,7 +160,7 @@ def _restore_first(
 
     def read(chain: Chain) -> ChainReading:
         going.require_staying(chain)
-        reading = ChainReading(run, chain, damaged_chunks, on_progress)
+        reading = ChainReading(source, chain, damaged_chunks, on_progress)
         reading.run(target, threads)
         return reading
 

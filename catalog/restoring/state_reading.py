@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.chunk_source import ChunkSource
 from recpoint.catalog.chunks.dense_shards import check_shards, dense_shards
 from recpoint.catalog.restoring.restore_target import RestoreTarget, StateChoosingTarget
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.stores.io_scheduler import ReadScheduler
-from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import Section, section_tensor
 from recpoint.format.manifest import ChunkEntry, Manifest
@@ -30,7 +30,7 @@ _TENSOR: Final = re.compile(r"tensor\.(0|[1-9][0-9]{0,8})(?:\.(0|[1-9][0-9]{0,8}
 
 
 def read_state(
-    store: Store,
+    source: ChunkSource,
     manifest: Manifest,
     reads: ReadScheduler,
     on_chunk: Callable[[ChunkEntry], None],
@@ -43,7 +43,7 @@ def read_state(
         ObjectNotFound: a chunk is missing.
         StoreError: a chunk could not be read.
     """
-    reading = StateReading(store, manifest, reads, on_chunk)
+    reading = StateReading(source, manifest, reads, on_chunk)
     return _checked(reading.whole(range(manifest.ranks)))
 
 
@@ -51,7 +51,7 @@ class StateReading:
     """Reads state trees of one checkpoint.
 
     Args:
-        store: where it is.
+        source: where it is.
         manifest: of the checkpoint.
         reads: reads chunks.
         on_chunk: called for each that has been read.
@@ -60,13 +60,13 @@ class StateReading:
 
     def __init__(
         self,
-        store: Store,
+        source: ChunkSource,
         manifest: Manifest,
         reads: ReadScheduler,
         on_chunk: Callable[[ChunkEntry], None],
         on_wanted: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
-        self._store, self._manifest, self._reads = store, manifest, reads
+        self._source, self._manifest, self._reads = source, manifest, reads
         self._on_chunk, self._on_wanted = on_chunk, on_wanted
         self._entries: dict[int, list[ChunkEntry]] = {rank: [] for rank in range(manifest.ranks)}
         for entry in sorted(manifest.chunks, key=lambda entry: entry.key):
@@ -122,7 +122,7 @@ class StateReading:
     ) -> None:
         self._on_wanted(sum(entry.bytes for entry in entries))
         chunks = self._reads.in_order(
-            entries, lambda entry: read_chunk(self._store, self._manifest, entry)
+            entries, lambda entry: read_chunk(self._source, self._manifest, entry)
         )
         for entry, outcome in chunks:
             chunk = outcome.result()

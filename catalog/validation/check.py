@@ -12,6 +12,7 @@ from recpoint.catalog.chunks.chunk_reader import (
     read_chunk,
     read_rows,
 )
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.chunks.row_coverage import RowCoverage
 from recpoint.catalog.chunks.stored_objects import why_missing
 from recpoint.catalog.persist.ranks import ranks_text
@@ -136,6 +137,7 @@ class _Checking:
 
     def __init__(self, run: Run, step: int | None) -> None:
         self._run = run
+        self._source = StoreChunks(run.store)
         self._step = step
         self._findings: list[Finding] = []
         self._damage: dict[str, tuple[Representation, str, bool]] = {}
@@ -248,7 +250,7 @@ class _Checking:
             return error
         directory = entry.key.rpartition("/")[0]
         if directory not in self._unlisted:
-            self._unlisted[directory] = why_missing(self._run.store, entry)
+            self._unlisted[directory] = why_missing(self._source, entry)
         return self._unlisted[directory] or error
 
     def _look_at_the_rest(self) -> None:
@@ -318,7 +320,7 @@ class _Checking:
         for one, manifest in self._graph.sound():
             self._look_at_rows(reads, one, manifest)
             try:
-                read_state(self._run.store, manifest, reads, self._account)
+                read_state(self._source, manifest, reads, self._account)
             except DAMAGE as error:
                 # Stores name an object by its URL, a parser by its key: the same finding.
                 subjects = (
@@ -335,7 +337,7 @@ class _Checking:
         entries = [entry for entry in manifest.chunks if entry.content == "sample"]
         sound: list[tuple[ChunkEntry, dict[str, Section]]] = []
         for entry, outcome in reads.in_order(
-            entries, lambda entry: read_chunk(self._run.store, manifest, entry)
+            entries, lambda entry: read_chunk(self._source, manifest, entry)
         ):
             try:
                 sound.append((entry, outcome.result().sections))
@@ -380,7 +382,7 @@ class _Checking:
             coverage = RowCoverage(rows=spec.rows, row_counts=counts)
             good = True
             for entry, outcome in reads.in_order(
-                entries, lambda entry: read_rows(self._run.store, manifest, entry)
+                entries, lambda entry: read_rows(self._source, manifest, entry)
             ):
                 try:
                     coverage.add(outcome.result().rows)

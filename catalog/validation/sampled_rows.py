@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.chunk_source import ChunkSource
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.stores.io_scheduler import ReadScheduler
-from recpoint.catalog.stores.store_contract import Store
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import Section, section_tensor
 from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
@@ -39,7 +39,9 @@ class Sampled:
     digests: tuple[int, ...] | None
 
 
-def read_samples(store: Store, manifest: Manifest, reads: ReadScheduler) -> dict[int, Sampled]:
+def read_samples(
+    source: ChunkSource, manifest: Manifest, reads: ReadScheduler
+) -> dict[int, Sampled]:
     """The samples of a checkpoint by the index of their table; tables may have none.
 
     Raises:
@@ -48,7 +50,7 @@ def read_samples(store: Store, manifest: Manifest, reads: ReadScheduler) -> dict
         StoreError: one could not be read.
     """
     entries = [entry for entry in manifest.chunks if entry.content == "sample"]
-    read = reads.in_order(entries, lambda entry: read_chunk(store, manifest, entry))
+    read = reads.in_order(entries, lambda entry: read_chunk(source, manifest, entry))
     return decode_samples(manifest, ((entry, outcome.result().sections) for entry, outcome in read))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.chunks.stored_objects import look_at_stored
 from recpoint.catalog.records.validations import records_of
 from recpoint.catalog.restoring.state_reading import read_state
@@ -92,6 +93,7 @@ class ChainValidation:
     ) -> None:
         newest_first = tuple(reversed(chain.manifests))
         self._run = run
+        self._source = StoreChunks(run.store)
         self._name = name
         self._chain = chain
         self._level = level
@@ -183,7 +185,7 @@ class ChainValidation:
 
     def _look_at_stored(self) -> None:
         results: dict[str, ValidationResult] = {"rows": "failed", "state": "stateless"}
-        for missing in look_at_stored(self._run.store, self._chain):
+        for missing in look_at_stored(self._source, self._chain):
             content = missing.entry.content
             self._damaged(missing.error, f"{content} chunk", results.get(content, "passed"))
 
@@ -197,7 +199,7 @@ class ChainValidation:
         )
         samples = [self._samples(reads, link) for link in self._links]
         try:
-            read_state(self._run.store, newest, reads, self._account)
+            read_state(self._source, newest, reads, self._account)
         except DAMAGE as error:
             self._damaged(error, "state chunk", "stateless")
         self._look_at_rows(reads, samples)
@@ -212,7 +214,7 @@ class ChainValidation:
             if link.ref != self.ref:
                 return {}
         try:
-            samples = read_samples(self._run.store, link, reads)
+            samples = read_samples(self._source, link, reads)
         except DAMAGE as error:
             self._damaged(error, "sample chunk", "passed")
             return {}
@@ -225,7 +227,7 @@ class ChainValidation:
         digests: list[TableDigests] = []
         for table, spec in enumerate(self._chain.newest.tables):
             rows = RowValidation(
-                self._run.store,
+                self._source,
                 self._links,
                 table,
                 [of_link.get(table) for of_link in samples],

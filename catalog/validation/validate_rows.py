@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import StoredRows, read_rows
+from recpoint.catalog.chunks.chunk_source import ChunkSource
 from recpoint.catalog.chunks.row_coverage import RowCoverage
 from recpoint.catalog.chunks.seen_rows import SeenRows
 from recpoint.catalog.runs.lineage import Representation
 from recpoint.catalog.stores.io_scheduler import ReadScheduler
-from recpoint.catalog.stores.store_contract import Store
 from recpoint.catalog.validation.row_comparison import DecodedRows, ExactRows, compare
 from recpoint.catalog.validation.sampled_rows import Sampled
 from recpoint.errors import FormatError, MalformedObject, ObjectNotFound
@@ -46,7 +46,7 @@ class RowValidation:
     """One table of one checkpoint.
 
     Args:
-        store: where the chunks are.
+        source: where the chunks are.
         links: the manifests to look at, newest first.
         table: index of the table in each of them.
         samples: of each link, what its trainer recorded of the table.
@@ -60,14 +60,14 @@ class RowValidation:
 
     def __init__(
         self,
-        store: Store,
+        source: ChunkSource,
         links: Sequence[Manifest],
         table: int,
         samples: Sequence[Sampled | None],
         *,
         whole: bool,
     ) -> None:
-        self._store = store
+        self._source = source
         self._links = links
         self._table = table
         self._spec = links[0].tables[table]
@@ -148,7 +148,7 @@ class RowValidation:
             yield from own.compare(sampled.digests, [s.name for s in self._spec.row_states], where)
 
     def _read(self, link: Manifest, entry: ChunkEntry) -> _Read:
-        stored = read_rows(self._store, link, entry)
+        stored = read_rows(self._source, link, entry)
         try:
             return _Read(stored.rows, _decoded(stored, self._spec, link, entry))
         except ValueError as error:

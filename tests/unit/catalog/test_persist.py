@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.chunks.row_state import to_bfloat16
 from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.persist.quantize import _sample, choose_quantizer
@@ -66,7 +67,7 @@ def parameters_of(run: Run, step: int) -> dict[str, int]:
     rows = {"F16": 0, "F32": 0}
     for entry in manifest.chunks:
         if entry.scheme == "asymmetric":
-            scale = read_chunk(run.store, manifest, entry).sections["scale"]
+            scale = read_chunk(StoreChunks(run.store), manifest, entry).sections["scale"]
             rows[scale.dtype] += entry.row_count or 0
     return rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,10 @@ from recpoint.catalog.restoring.selection import Selection
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.local_store import LocalStore
 from recpoint.errors import (
+    DigestMismatch,
     IncompatibleModel,
     NothingToRestore,
+    ObjectNotFound,
     SettingsError,
     StoreUnavailable,
     UnsupportedVersion,
@@ -99,6 +101,65 @@ def test_later_increments_overwrite_earlier_rows(run: Run, threads: int) -> None
     assert report.chain_length == 4
     assert_same(target, trained)
     assert target.state == {0: {"step": 13}}
+
+
+class HeldChunks:
+    """Chunks in the memory of a process, as a peer would have them; notes what is read."""
+
+    def __init__(self, held: dict[str, bytes]) -> None:
+        self.held = held
+        self.read_keys: list[str] = []
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        return {key: len(data) for key, data in self.held.items() if key.startswith(prefix)}
+
+    def read(
+        self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview] | None = None
+    ) -> bytes:
+        assert len(self.held[key]) <= max_bytes
+        self.read_keys.append(key)
+        return self.held[key]
+
+
+@pytest.fixture
+def elsewhere(run: Run) -> tuple[HeldChunks, list[Table]]:
+    """The chunks of a full and an increment, which the store does not have any more."""
+    trained = tables(rows=100)
+    full = publish(run, build(run, trained, step=10, generation=1, rows_per_chunk=30))
+    trained[0].train(ids(3, 70), torch.Generator().manual_seed(1))
+    second = build(run, trained, step=11, generation=1, parent=full, dirty=[ids(3, 70), ids()])
+    newest = publish(run, second)
+    held = {}
+    for entry in (*full.chunks, *newest.chunks):
+        held[entry.key] = run.store.get(entry.key, max_bytes=entry.bytes)
+        run.store.delete(entry.key)
+    return HeldChunks(held), trained
+
+
+def test_chunks_may_come_from_elsewhere_than_the_store(
+    run: Run, elsewhere: tuple[HeldChunks, list[Table]]
+) -> None:
+    source, trained = elsewhere
+    target = MemoryTarget()
+    report = restore(run, target, source=source)
+    assert report.chain_length == 2 and len(source.read_keys) == report.chunks_read
+    assert_same(target, trained)
+    with pytest.raises(NothingToRestore, match="no object"):
+        restore(run, MemoryTarget())
+
+
+def test_what_comes_from_elsewhere_is_checked_as_well(
+    run: Run, elsewhere: tuple[HeldChunks, list[Table]]
+) -> None:
+    source, _ = elsewhere
+    key = max(source.held)
+    source.held[key] = source.held[key][:-1] + bytes([source.held[key][-1] ^ 1])
+    with pytest.raises(DigestMismatch, match=key):
+        restore(run, MemoryTarget(), step=11, source=source)
+    assert source.read_keys.count(key) == 2
+    del source.held[key]
+    with pytest.raises(ObjectNotFound, match=key):
+        restore(run, MemoryTarget(), step=11, source=source)
 
 
 def test_each_row_is_decoded_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
 from recpoint.catalog.restoring.restore_target import RowSink
 from recpoint.catalog.restoring.selection import Selection
@@ -241,7 +242,7 @@ class TestMalformed:
 
     def rebuilt(self, run: Run, manifest: Manifest, entry: ChunkEntry, rows: torch.Tensor) -> bytes:
         """The chunk with other row ids."""
-        chunk = read_chunk(run.store, manifest, entry)
+        chunk = read_chunk(StoreChunks(run.store), manifest, entry)
         coded = row_set.encode(rows)
         assert coded.payload is not None
         sections = [section for section in chunk.sections.values() if section.name != "row_set"]
@@ -296,7 +297,7 @@ class TestMalformed:
     def test_two_ranges_that_overlap(self, run: Run) -> None:
         manifest = publish(run, build(run, tables(), step=10, generation=1))
         second = [entry for entry in manifest.chunks if entry.table == 0][1]
-        chunk = read_chunk(run.store, manifest, second)
+        chunk = read_chunk(StoreChunks(run.store), manifest, second)
         meta = type(chunk.meta).model_validate(
             chunk.meta.model_dump() | {"row_set": {"coding": "range", "first": 15}}
         )
@@ -308,7 +309,7 @@ class TestMalformed:
     def test_a_row_set_that_does_not_decode(self, run: Run, links: list[Manifest]) -> None:
         manifest = links[1]
         entry = row_chunk(manifest)
-        chunk = read_chunk(run.store, manifest, entry)
+        chunk = read_chunk(StoreChunks(run.store), manifest, entry)
         sections = [section for section in chunk.sections.values() if section.name != "row_set"]
         sections.append(Section("row_set", "U8", (9,), b"no frame."))
         self.replace(run, manifest, entry, build_chunk(chunk.meta, sections))
@@ -324,7 +325,7 @@ class TestMalformed:
     ) -> None:
         manifest = publish(run, build(run, tables(bits=4), step=10, generation=1))
         entry = row_chunk(manifest)
-        chunk = read_chunk(run.store, manifest, entry)
+        chunk = read_chunk(StoreChunks(run.store), manifest, entry)
         sections = dict(chunk.sections)
         for parameter in ("scale", "offset"):
             stored = section_tensor(sections[parameter]).to(dtype).clone()

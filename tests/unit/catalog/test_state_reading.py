@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.restoring.state_reading import StateReading
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.io_scheduler import ReadScheduler
@@ -28,7 +29,9 @@ def read_briefly(
     read: list[ChunkEntry] = []
     expected: list[int] = []
     with ReadScheduler(2) as reads:
-        reading = StateReading(run.store, manifest, reads, read.append, expected.append)
+        reading = StateReading(
+            StoreChunks(run.store), manifest, reads, read.append, expected.append
+        )
         found: dict[int, Any] = reading.briefly(ranks, ("reader",))
     assert sum(expected) == sum(entry.bytes for entry in read)
     return found, [f"{entry.rank}-{int(entry.key[-18:-12])}" for entry in read]

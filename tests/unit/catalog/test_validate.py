@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.persist import persist
 from recpoint.catalog.records.pins import read_metrics, record_metric
 from recpoint.catalog.records.validations import records_of, verdicts
@@ -62,8 +63,8 @@ def change_unsampled_code(run: Run, manifest: Manifest) -> None:
     """Change a row so that neither a sample nor a digest of the trainer shows it."""
     entry = chunk_of(manifest, "rows", 0)
     with ReadScheduler(1) as reads:
-        sampled = read_samples(run.store, manifest, reads)[0].ids
-    rows = read_rows(run.store, manifest, entry).rows
+        sampled = read_samples(StoreChunks(run.store), manifest, reads)[0].ids
+    rows = read_rows(StoreChunks(run.store), manifest, entry).rows
     assert isinstance(rows, torch.Tensor)
     row = int((~torch.isin(rows, sampled)).nonzero()[0])
 
@@ -298,7 +299,7 @@ def test_a_rounded_row_state_that_is_off_by_one(run: Run, manifests: list[Manife
 def test_an_increment_with_the_rows_of_another_step(run: Run, manifests: list[Manifest]) -> None:
     """Right bytes in the wrong place: the rows of a link, stored with the codes of the full."""
     older, newer = (chunk_of(manifest, "rows", 2) for manifest in manifests[:2])
-    _, sections = read_chunk(run.store, manifests[0], older)
+    _, sections = read_chunk(StoreChunks(run.store), manifests[0], older)
     stale = {name: bytes(section.data_view) for name, section in sections.items()}
 
     def change(into: dict[str, Section]) -> None:

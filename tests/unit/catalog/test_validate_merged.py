@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.consolidation.consolidate import consolidate
 from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
 from recpoint.catalog.persist import persist
@@ -61,10 +62,14 @@ def test_a_consolidated_chain_is_compared_with_the_same_sample(
 def wrong_row_of_a_link(run: Run, manifests: list[Manifest]) -> None:
     """A code of 20 that is wrong in a row of its own sample, and that only 20 can tell."""
     with ReadScheduler(1) as reads:
-        own, newest = (read_samples(run.store, manifests[at], reads)[0].ids for at in (1, 2))
+        own, newest = (
+            read_samples(StoreChunks(run.store), manifests[at], reads)[0].ids for at in (1, 2)
+        )
     entry = chunk_of(manifests[1], "rows", 0)
-    replaced = read_rows(run.store, manifests[2], chunk_of(manifests[2], "rows", 0)).rows
-    rows = read_rows(run.store, manifests[1], entry).rows
+    replaced = read_rows(
+        StoreChunks(run.store), manifests[2], chunk_of(manifests[2], "rows", 0)
+    ).rows
+    rows = read_rows(StoreChunks(run.store), manifests[1], entry).rows
     assert isinstance(rows, torch.Tensor) and isinstance(replaced, torch.Tensor)
     only = torch.isin(rows, own) & ~torch.isin(rows, newest) & ~torch.isin(rows, replaced)
     row = int(only.nonzero()[0])
@@ -196,7 +201,7 @@ def rewrite_merged(run: Run, change: Callable[[bytearray, int], bytearray]) -> N
     (merged,) = run.consolidated()[ManifestName(30, 1)]
     manifest = run.read_manifest(merged)
     entry = chunk_of(manifest, "rows", 1)
-    meta, sections = read_chunk(run.store, manifest, entry)
+    meta, sections = read_chunk(StoreChunks(run.store), manifest, entry)
     wrong = {name: bytearray(section.data_view) for name, section in sections.items()}
     each = len(wrong["values"]) // sections["values"].shape[0]
     wrong["values"] = change(wrong["values"], each)
@@ -216,7 +221,7 @@ def test_a_row_that_a_consolidation_got_wrong_and_no_sample_has(
     run: Run, manifests: list[Manifest]
 ) -> None:
     with ReadScheduler(1) as reads:
-        sampled = set(read_samples(run.store, manifests[2], reads)[1].ids.tolist())
+        sampled = set(read_samples(StoreChunks(run.store), manifests[2], reads)[1].ids.tolist())
     row = next(row for row in range(1000) if row not in sampled)
 
     def change(values: bytearray, each: int) -> bytearray:

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad
 
 from recpoint import Checkpointer, Consecutive, Options, Precision
 from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.restoring.restore import MemoryTarget, restore
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
@@ -57,7 +58,7 @@ def bodies(place: Place, manifest: Manifest) -> list[tuple[Any, ...]]:
     found = []
     for entry in manifest.chunks:
         if entry.content == "rows":
-            chunk = read_chunk(store, manifest, entry)
+            chunk = read_chunk(StoreChunks(store), manifest, entry)
             arrays = {
                 name: (section.dtype, section.shape, bytes(section.data))
                 for name, section in chunk.sections.items()

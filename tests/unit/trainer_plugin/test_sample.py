@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer, Options
 from recpoint.catalog.chunks.chunk_reader import read_chunk
+from recpoint.catalog.chunks.chunk_source import StoreChunks
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.staging.staged_job import open_slot, read_into
@@ -86,7 +87,7 @@ def sampled(run: Run, manifest: Manifest) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for entry in manifest.chunks:
         if entry.content == "sample":
-            sections = read_chunk(run.store, manifest, entry).sections
+            sections = read_chunk(StoreChunks(run.store), manifest, entry).sections
             found.update((name, section_tensor(part)) for name, part in sections.items())
     return found
 
