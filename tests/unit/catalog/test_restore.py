@@ -155,11 +155,11 @@ def test_what_comes_from_elsewhere_is_checked_as_well(
     key = max(source.held)
     source.held[key] = source.held[key][:-1] + bytes([source.held[key][-1] ^ 1])
     with pytest.raises(DigestMismatch, match=key):
-        restore(run, MemoryTarget(), step=11, source=source)
+        restore(run, MemoryTarget(), Selection(step=11), source=source)
     assert source.read_keys.count(key) == 2
     del source.held[key]
     with pytest.raises(ObjectNotFound, match=key):
-        restore(run, MemoryTarget(), step=11, source=source)
+        restore(run, MemoryTarget(), Selection(step=11), source=source)
 
 
 def test_each_row_is_decoded_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
