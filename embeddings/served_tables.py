@@ -11,6 +11,7 @@ from torch import Tensor
 from recpoint.catalog.chunks.chunk_reader import StoredRows
 from recpoint.catalog.chunks.logical_tables import LogicalTable
 from recpoint.catalog.restoring.restore_target import mark_rows
+from recpoint.embeddings.tables import refuse_ids_outside
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
 from recpoint.kernels import bit_packing, quantize, row_gather
@@ -210,9 +211,7 @@ class CodedTable:
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"table {self._spec.name!r}: ids of {ids.dtype}, not int32 or int64")
         flat = ids.reshape(-1).to(torch.int64)
-        rows = self._spec.rows
-        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < rows:
-            raise IndexError(f"table {self._spec.name!r}: a row outside 0 … {rows - 1}")
+        refuse_ids_outside(self._spec.name, flat, rows=self._spec.rows)
         scale = self._scale[flat]
         values = quantize.dequantize_packed(
             self._codes[flat], scale, self._offset[flat], dim=self._spec.dim, bits=self.bits

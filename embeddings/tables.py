@@ -42,6 +42,7 @@ __all__ = [
     "held_ids",
     "modules_of",
     "plain_tables",
+    "refuse_ids_outside",
     "refuse_other_tables",
     "refuse_unstorable",
     "table_key",
@@ -450,6 +451,16 @@ def zero_rows(table: Table, row_states: Iterable[Tensor], ids: Tensor) -> None:
             tensor.index_fill_(0, ids.to(tensor.device), 0)
 
 
+def refuse_ids_outside(table: str, ids: Tensor, *, rows: int) -> None:
+    """Refuse ids that are no row of the table of that name, which has `rows` rows.
+
+    Raises:
+        IndexError: an id is out of range.
+    """
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+        raise IndexError(f"table {table!r}: a row outside 0 … {rows - 1}")
+
+
 def held_ids(table: Table, ids: Tensor) -> Tensor:
     """Those of some rows that this process holds.
 
@@ -470,8 +481,7 @@ def held_ids(table: Table, ids: Tensor) -> Tensor:
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"ids of {ids.dtype}, expected int32 or int64")
     flat = ids.reshape(-1).to(device=table.weight.device, dtype=torch.int64)
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < table.table_rows:
-        raise IndexError(f"table {table.name!r}: a row outside 0 … {table.table_rows - 1}")
+    refuse_ids_outside(table.name, flat, rows=table.table_rows)
     if table.rows == table.table_rows:
         return flat
     local = flat - table.first_row
