@@ -17,6 +17,7 @@ from recpoint.errors import FormatError, ObjectNotFound, StoreError
 from recpoint.format.record_kinds import LEASE
 from recpoint.format.records import CheckpointRef
 from recpoint.format.retention_records import MAX_LEASE_SECONDS, Lease
+from recpoint.interrupts import start_thread
 
 __all__ = ["Held", "HeldLease", "adopt", "read_leases", "reading"]
 
@@ -112,7 +113,7 @@ def reading(
         daemon=True,  # a process that ends inside the block does not wait for it
     )
     try:
-        renewing.start()
+        start_thread(renewing)
     except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
         _LOG.info("reading without a lease: %s", error)
         _release(lease)  # or what it covers would be kept until it expires

@@ -11,6 +11,7 @@ from recpoint.catalog.stores.elapsed import now_ms
 from recpoint.errors import ObjectNotFound, StoreError
 from recpoint.format.record_kinds import END
 from recpoint.format.records import EndRecord
+from recpoint.interrupts import start_thread
 
 __all__ = ["read_end", "tell_ended"]
 
@@ -50,7 +51,7 @@ def tell_ended(
     # A daemon: a store that hangs must not keep the process.
     writing = threading.Thread(target=write, name="recpoint-end", daemon=True)
     try:
-        writing.start()
+        start_thread(writing)
     except RuntimeError as error:  # python's: can't start new thread
         _log.info("no word in the store that training has ended: %s", error)
         return

@@ -13,9 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
+
+from recpoint.interrupts import held
 
 __all__ = [
     "READ_SMALL_BYTES",
@@ -41,6 +44,12 @@ READ_SMALL_BYTES: Final = WHOLE_CHUNK_BYTES // _SMALL_AT_ONCE
 #: Records are small as well; one that takes long keeps few others waiting.
 _RECORDS_AT_ONCE: Final = 8
 _RECORDS_AHEAD: Final = 24
+
+
+def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Result]:
+    """Submit it, whole: this may start a thread (`start_thread`)."""
+    with held():
+        return pool.submit(call)
 
 
 # --- reads ---------------------------------------------------------------------------------------
@@ -85,7 +94,7 @@ class ReadScheduler:
 
     def begin(self, read: Callable[[], _Result]) -> Future[_Result]:
         """Begin one read whose outcome is asked for later; it keeps one of the threads."""
-        return self._large.submit(read)
+        return _submit(self._large, read)
 
     def in_order(
         self,
@@ -125,7 +134,7 @@ class ReadScheduler:
                         break
                     pool = self._small if small else self._large
                     job = taken.pop()
-                    under_way.append((job, pool.submit(work, job)))
+                    under_way.append((job, _submit(pool, partial(work, job))))
                     sizes.append(size)
                     room_bytes -= size
                 if not under_way:
@@ -254,7 +263,7 @@ class WriteScheduler:
     def begin(self, room: int, write: Callable[[], object]) -> None:
         """Begin a write in the room that `reserve` has returned; returns while it is under way."""
         try:
-            self._begun.append((self._pool.submit(self._run, room, write), room))
+            self._begun.append((_submit(self._pool, partial(self._run, room, write)), room))
         except BaseException as error:  # no thread: what may lie in the queue is not to run later
             self._errors.append(error)
             raise

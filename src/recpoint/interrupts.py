@@ -21,13 +21,14 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, Final, Self, TypeVar, cast
 
 __all__ = [
-    "Hold",
     "came_from_handler",
     "handler_of",
     "held",
+    "Hold",
     "is_interrupted",
     "let_into",
     "set_handler",
+    "start_thread",
 ]
 
 T = TypeVar("T")
@@ -219,6 +220,19 @@ def let_into(call: Callable[[], T]) -> T:
         if came_from_handler(error) or not isinstance(error, Exception):
             hold.keep(error)
         raise
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """`thread.start()`, whole: what handlers raise comes after it.
+
+    In the middle of it Python would make a RuntimeError of that, as if there were no thread left.
+
+    Raises:
+        RuntimeError: the system has no thread left.
+        MemoryError: there is no memory for one.
+    """
+    with held():
+        thread.start()
 
 
 def handler_of(number: signal.Signals) -> object:

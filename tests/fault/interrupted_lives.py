@@ -14,7 +14,6 @@ from torch import Tensor
 
 from recpoint import Checkpointer
 from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.staged import staged_jobs
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import SettingsError
 from tests.interrupted import Arrival, Interrupt, TimeOut, Visits, handler_raises
@@ -123,7 +122,8 @@ class Life:
                 assert "a second call" in str(error)
         if call == "close":
             self.ckpt.close()  # an interrupt ends its waiting, and nothing else
-            until(lambda: not staged_jobs(self.place.run_directory))
+            run = Run.open(open_store(self.place.run))
+            until(lambda: run.manifest_names()[-1].step == max(self.truth))
         else:
             self.until_stored()
 

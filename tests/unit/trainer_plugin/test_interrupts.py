@@ -21,7 +21,8 @@ import pytest
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.staged import staged_jobs
 from recpoint.errors import SettingsError
-from recpoint.interrupts import came_from_handler, held, is_interrupted
+from recpoint.interrupts import came_from_handler, held, is_interrupted, start_thread
+from tests.interrupted import Arrival, Interrupt, Visits, handler_raises
 from tests.polling import until
 from tests.training_builder import Place, checkpointer, simple_training
 
@@ -379,3 +380,23 @@ def test_ctrl_c_ends_the_wait_for_the_agent_and_nothing_else(place: Place) -> No
     assert place.persist_all() == 1  # the last checkpoint is staged
     with pytest.raises(SettingsError, match="closed"):
         ckpt.step()
+
+
+def test_a_thread_is_started_whole() -> None:
+    def start() -> None:
+        thread = threading.Thread(target=list)
+        start_thread(thread)
+        begun.append(thread)
+
+    begun: list[threading.Thread] = []
+    visits = Visits()
+    with handler_raises(Interrupt):
+        visits.call(start)
+    within = [spot for spot in visits.counts if os.path.basename(spot.file) == "threading.py"]
+    assert len(within) > 30
+    for spot in within:
+        arriving = Visits(Arrival(spot, 1, Interrupt))
+        with handler_raises(Interrupt), pytest.raises(Interrupt):
+            arriving.call(start)
+    for thread in begun:
+        thread.join()
