@@ -474,7 +474,10 @@ def _store_groups(job: PersistJob, steps: Steps) -> None:
         steps.advanced(done, total)
 
     budget = WriteBudget(_GROUPS_IN_FLIGHT, budget_bytes=_GROUPS_IN_FLIGHT * GROUP_BYTES)
-    with ReadScheduler(1) as reads, WriteScheduler(budget, on_written=advance) as writes:
+    with (
+        ReadScheduler(1, name="persist") as reads,
+        WriteScheduler(budget, on_written=advance, name="persist") as writes,
+    ):
         # Beside the groups: reading everything once more first would delay the first upload.
         verified = reads.begin(steps.verify)
         for group in job.groups:

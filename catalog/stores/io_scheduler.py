@@ -66,10 +66,13 @@ class ReadScheduler:
     Args:
         threads: how many reads are done at once, not counting small ones.
         read_ahead: how many results wait while the one before them is being used.
+        name: that the names of the threads start with.
     """
 
-    def __init__(self, threads: int, *, read_ahead: int = _RESULTS_AHEAD) -> None:
-        name = "recpoint-read"  # both start threads when there is work for them
+    def __init__(
+        self, threads: int, *, read_ahead: int = _RESULTS_AHEAD, name: str = "recpoint-read"
+    ) -> None:
+        # Both start threads when there is work for them.
         self._large = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._small = ThreadPoolExecutor(_SMALL_AT_ONCE, thread_name_prefix=f"{name}-small")
         self._window = threads + read_ahead
@@ -218,14 +221,19 @@ class WriteScheduler:
         budget: bounds what is under way; others may share it.
         on_written: called with the bytes of each write that is done, in the order in which they
             were begun; from the caller's thread, at one of its calls.
+        name: that the names of the threads start with.
     """
 
     def __init__(
-        self, budget: WriteBudget, *, on_written: Callable[[int], object] | None = None
+        self,
+        budget: WriteBudget,
+        *,
+        on_written: Callable[[int], object] | None = None,
+        name: str = "recpoint-write",
     ) -> None:
         self._budget = budget
         self._on_written = on_written
-        self._pool = ThreadPoolExecutor(budget.at_once, thread_name_prefix="recpoint-write")
+        self._pool = ThreadPoolExecutor(budget.at_once, thread_name_prefix=name)
         self._begun: deque[tuple[Future[None], int]] = deque()
         self._errors: list[BaseException] = []
 
