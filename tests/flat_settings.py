@@ -31,4 +31,5 @@ def arguments(flat: dict[str, Any]) -> dict[str, Any]:
             objects.setdefault(_PARAMETERS[name], {})[name] = value
         else:
             found[name] = value
+    assert not found.keys() & objects.keys(), "an object, and fields of it"
     return found | {name: _KINDS[name](**given) for name, given in objects.items()}

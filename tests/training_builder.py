@@ -212,6 +212,7 @@ def checkpointer(training: Training, place: Place, /, **settings: Any) -> Checkp
                 "close_seconds": 120.0,
                 "drain_seconds": 120.0,
                 "handle_sigterm": False,
+                "announce": False,
                 **settings,
             }
         ),

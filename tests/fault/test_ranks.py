@@ -119,7 +119,9 @@ def test_ranks_that_differ_are_told_how_and_nobody_waits(tmp_path: Path) -> None
     assert first == second
     assert "rank 0 at a checkpoint after batch 6, rank 1 at the end of training" in first["kinds"]
     assert "rank 0 at a checkpoint after batch 6, rank 1 at a checkpoint after" in first["batches"]
-    assert first["policy"].startswith("policy: found 'one_shot' on rank 1, 'consecutive' on rank 0")
+    assert first["policy"].startswith(
+        "policy: found OneShot(full_every=None) on rank 1, Consecutive"
+    )
     assert "20 on rank 1, 10 on rank 0" in first["interval"]
     assert first["default_device"] == [[0], [1]] and first["gathered"] == ["0", "11"]
     assert first["numbers"] == [1, 8]

@@ -19,6 +19,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.store import open_store
 from recpoint.format.manifest import ChosenMethod
+from recpoint.trainer_plugin.settings import Where
 from tests.training_builder import until
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ class _Stored(NamedTuple):
     values: Tensor
 
 
-def _trained(folder: Path, table: nn.Embedding, **settings: Any) -> _Stored:
+def _trained(folder: Path, table: nn.Embedding, precision: Precision) -> _Stored:
     """A full and two increments, each persisted before the next is cut."""
     model = nn.ModuleDict({"table": table})
     url, area = str(folder / "run"), folder / "staging"
@@ -42,9 +43,8 @@ def _trained(folder: Path, table: nn.Embedding, **settings: Any) -> _Stored:
         run=url,
         staging=area,
         interval_batches=10**9,
-        bits=Precision(small_table_values=0),
+        bits=precision,
         options=Options(handle_sigterm=False, on_error="raise"),
-        **settings,
     )
     ckpt.restore()
     jobs = staged.run_directory(area, open_store(url).url)
@@ -82,7 +82,7 @@ def _trained(folder: Path, table: nn.Embedding, **settings: Any) -> _Stored:
     [(2, "auto"), (3, "greedy"), (4, "auto"), (8, "auto"), (4, "symmetric"), (2, "asymmetric")],
 )
 def test_both_restore_to_the_same(
-    device: torch.device, tmp_path: Path, bits: int, quantizer: str, dtype: torch.dtype
+    device: torch.device, tmp_path: Path, bits: Any, quantizer: Any, dtype: torch.dtype
 ) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("in the interpreter tables are on the CPU: what quantizes them is not Triton")
@@ -91,11 +91,11 @@ def test_both_restore_to_the_same(
     first[7] = float("inf")
     first[9] *= 1e4
     found = {}
-    for where in ("host", "device"):
+    places: tuple[Where, ...] = ("host", "device")
+    for where in places:
         table = nn.Embedding.from_pretrained(first.clone().to(device), freeze=False, sparse=True)
-        found[where] = _trained(
-            tmp_path / where, table, bits=bits, quantizer=quantizer, place=where
-        )
+        precision = Precision(bits=bits, small_table_values=0, quantizer=quantizer, place=where)
+        found[where] = _trained(tmp_path / where, table, precision)
     host, gpu = found["host"], found["device"]
     fixed = quantizer in ("symmetric", "asymmetric") or bits == 8
     assert host.codes == [False] * 3 and gpu.codes == [fixed, True, True]

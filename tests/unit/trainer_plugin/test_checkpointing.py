@@ -498,7 +498,7 @@ def test_a_relative_staging_area_stays_where_it_was(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, staging="staging")
+    ckpt = checkpointer(training, place, interval_batches=1, directory="staging")
     ckpt.restore()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

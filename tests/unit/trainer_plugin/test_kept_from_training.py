@@ -318,7 +318,7 @@ def test_a_working_directory_that_is_removed_while_training(
     monkeypatch.chdir(scratch)
     monkeypatch.setenv("RECPOINT_STAGING", "../staging")
     training = simple_training()
-    ckpt = checkpointer(training, place, interval_batches=1, staging=None, close_seconds=0.0)
+    ckpt = checkpointer(training, place, interval_batches=1, directory=None, close_seconds=0.0)
     ckpt.restore()
     scratch.rmdir()
     train(training, ckpt, 3)

@@ -349,7 +349,7 @@ def test_a_stderr_that_cannot_be_written_to_ends_no_start(
     gone.close()
     for stream in (gone, None):
         monkeypatch.setattr("sys.stderr", stream)
-        with checkpointer(simple_training(9), place) as ckpt:
+        with checkpointer(simple_training(9), place, announce=True) as ckpt:
             assert ckpt.restore() is not None
     assert "could not be printed to stderr" in caplog.text
 
