@@ -29,8 +29,7 @@ from recpoint.catalog.runs.run import Run
 from recpoint.catalog.staging import staged
 from recpoint.catalog.stores.store import open_store
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost, StagingRefused
-from recpoint.flows.background_process import answer_of, environment_of
-from recpoint.flows.consolidate_process import READY, damage_of
+from recpoint.flows.background_process import READY, answer_of, damage_of, environment_of
 from recpoint.flows.pauses import growing_pause
 from recpoint.format.job import Job
 

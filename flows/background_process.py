@@ -15,9 +15,26 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from recpoint.errors import RecpointError
+from recpoint.errors import (
+    ChainError,
+    CommitConflict,
+    FormatError,
+    ObjectNotFound,
+    RecpointError,
+)
 
-__all__ = ["answer_of", "environment_of", "give_way", "log_to_stderr", "run_flow"]
+__all__ = [
+    "READY",
+    "answer_of",
+    "damage_of",
+    "environment_of",
+    "give_way",
+    "log_to_stderr",
+    "run_flow",
+]
+
+#: A child's first line: from then on it may be stopped, since nothing can leave it behind.
+READY: Final = "ready"
 
 _LOWEST: Final = 19
 _END_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
@@ -85,3 +102,13 @@ def run_flow(call: Callable[[], Any], log: logging.Logger) -> str | None:
         return str(state.message or "done")
     log.warning("going on without Prefect: %s", failed)
     return None
+
+
+def damage_of(error: BaseException) -> str | None:
+    """What is wrong with a chain, which waiting does not mend; None: it is something else.
+
+    The same for each checkpoint that needs what is damaged.
+    """
+    if not isinstance(error, ChainError | CommitConflict | FormatError | ObjectNotFound):
+        return None
+    return f"{type(error).__name__}: {error.found}"

@@ -17,12 +17,15 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.consolidation.consolidate_around import blamed_source, passed_over_words
+from recpoint.catalog.consolidation.consolidate_around import (
+    NOTHING_DONE,
+    blamed_source,
+    passed_over_words,
+)
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
 from recpoint.catalog.records.leases import reading
 from recpoint.catalog.runs.chain import DAMAGE, PassedOver
 from recpoint.errors import RecpointError, SettingsError
-from recpoint.flows.consolidate_process import NOTHING_DONE
 from recpoint.flows.each_part import each_part
 from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import (

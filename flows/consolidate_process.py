@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from recpoint.catalog.consolidation.consolidate_around import (
+    NOTHING_DONE,
     consolidate_around_damage,
     passed_over_words,
 )
@@ -27,22 +28,18 @@ from recpoint.catalog.consolidation.consolidate_choice import (
 from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
 from recpoint.catalog.runs.run import Run
 from recpoint.catalog.stores.store import open_store
-from recpoint.errors import (
-    ChainError,
-    CommitConflict,
-    FormatError,
-    ObjectNotFound,
-    RecpointError,
+from recpoint.errors import RecpointError
+from recpoint.flows.background_process import (
+    READY,
+    damage_of,
+    give_way,
+    log_to_stderr,
+    run_flow,
 )
-from recpoint.flows.background_process import give_way, log_to_stderr, run_flow
 
-__all__ = ["NOTHING_DONE", "READY", "damage_of", "main"]
+__all__ = ["main"]
 
 _LOG = logging.getLogger("recpoint.consolidate")
-
-READY = "ready"
-#: How what is said begins where there was nothing to merge, with Prefect and without.
-NOTHING_DONE = "nothing done"
 
 
 def main(arguments: list[str]) -> int:
@@ -60,16 +57,6 @@ def main(arguments: list[str]) -> int:
     what = "nothing" if done.startswith(NOTHING_DONE) else "done"
     print(json.dumps({what: done}), flush=True)
     return 0
-
-
-def damage_of(error: BaseException) -> str | None:
-    """What is wrong with a chain, which waiting does not mend; None: it is something else.
-
-    The same for each checkpoint that needs what is damaged.
-    """
-    if not isinstance(error, ChainError | CommitConflict | FormatError | ObjectNotFound):
-        return None
-    return f"{type(error).__name__}: {error.found}"
 
 
 def _consolidate(run_url: str, triggers: ConsolidationTriggers) -> str:

@@ -15,7 +15,10 @@ from recpoint.catalog.runs.chain import DAMAGE, PassedOver, has_chunk_of
 from recpoint.catalog.runs.run import Run
 from recpoint.errors import RecpointError
 
-__all__ = ["blamed_source", "consolidate_around_damage", "passed_over_words"]
+__all__ = ["NOTHING_DONE", "blamed_source", "consolidate_around_damage", "passed_over_words"]
+
+#: How a report begins where there was nothing to merge.
+NOTHING_DONE = "nothing done"
 
 
 def consolidate_around_damage(
