@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 TEST_WORKERS ?= 4
 # Of how many places `make faults` takes one.
 FAULTS_EVERY ?= 1
+# `make check` looks at what changed since this commit.
+SINCE ?= main
 PYTEST_ARGS ?=
 # Where tests write. They sync what they write, thousands of times, which in memory costs nothing: it is
 # taken where there is plenty. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
@@ -17,7 +19,7 @@ TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint style types format unit fuzz faults clean
+.PHONY: help install demo test check lint style types format unit fuzz faults clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +40,13 @@ demo: $(INSTALLED) ## train on real purchases, kill the trainer with SIGKILL, re
 test: style ## everything that has to pass: linters, types, all tests
 	@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; \
 	$(MAKE) --no-print-directory unit; unit=$$?; \
+	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
+
+# It lists the tests that it leaves out.
+check: style ## linters, types, and the tests nearest to what changed since main
+	@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; unit=0; \
+	tests=$$($(BIN)/python tests/changed.py $(SINCE)) || exit 1; \
+	if [ -n "$$tests" ]; then $(BIN)/python -m pytest -n $(TEST_WORKERS) $$tests $(PYTEST_ARGS); unit=$$?; fi; \
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
 
 # The kernels are compiled once and not by each worker, and so are, beside them, the modules and tests,

@@ -22,11 +22,11 @@ import torch
 from benchmarks.learning import Score, Task, criteo_shaped, evaluate, restored_rows, retail
 from benchmarks.report import Report
 from benchmarks.workload import scratch, staged_run
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.job import QuantizerName
-from recpoint.trainer_plugin.precision import bits_for
+from recpoint.trainer_plugin.schedule.outlook import bits_for
 from recpoint.trainer_plugin.settings import Precision
 
 __all__ = ["KEYS", "RULE", "WIDTHS", "Immediate", "Outcome", "Spread", "report_of", "run"]

@@ -19,12 +19,12 @@ from benchmarks.stored_sizes import Form, MergedFull, check, form_of
 from benchmarks.trained_rows import trained_rows
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
 from recpoint import Precision
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.staged import read_job
-from recpoint.catalog.staging.staged_job import Extent, ids_name, open_slot, read_into, values_name
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import read_job
+from recpoint.catalog.staging.job import Extent, ids_name, open_slot, read_into, values_name
+from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.manifest import Kind, Manifest, TableSpec
 from recpoint.format.naming import ManifestName

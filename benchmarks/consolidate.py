@@ -21,12 +21,15 @@ import torch
 
 from benchmarks.report import Report, ratio
 from benchmarks.workload import ROOT, StagedRun, Tables, scratch, staged_run
-from recpoint.catalog.consolidation.consolidate import Consolidated, consolidate
-from recpoint.catalog.consolidation.consolidate_choice import newest_checkpoint
-from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, plan_consolidation
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.consolidate.merge import Consolidated, consolidate
+from recpoint.catalog.consolidate.plan import (
+    ConsolidationPlan,
+    newest_checkpoint,
+    plan_consolidation,
+)
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import attempt_prefix
 from recpoint.format.state_tree import flatten
 from recpoint.testing.seaweed import SeaweedServer

@@ -14,8 +14,7 @@ import numpy as np
 
 from recpoint.format.manifest import Kind
 from recpoint.format.records import CheckpointRef
-from recpoint.trainer_plugin.base_history import BaseHistory
-from recpoint.trainer_plugin.policy import Policy, Tip, next_link
+from recpoint.trainer_plugin.policy import BaseHistory, Policy, Tip, next_link
 
 __all__ = ["Checkpoint", "Mask", "Masks", "Sizes", "fleet_masks", "replay", "rows_since"]
 

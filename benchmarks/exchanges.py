@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.ranks.ranks import Ranks
 
 __all__ = ["EXCHANGES", "hop_seconds"]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report, spread_of
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
 from tests.agent_process import AgentProcess
 from tests.polling import until

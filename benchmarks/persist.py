@@ -22,8 +22,8 @@ from benchmarks.report import Report, Spread, ratio
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint import kernels
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.staged import read_job, spool_directory
-from recpoint.catalog.stores.store import Store, open_store
+from recpoint.catalog.staging.area import read_job, spool_directory
+from recpoint.catalog.store.store import Store, open_store
 from recpoint.testing.seaweed import SeaweedServer
 from recpoint.trainer_plugin.settings import FixedBits
 

@@ -28,7 +28,7 @@ from benchmarks.report import Report, Spread, spread_of
 from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
 from recpoint import kernels
 from recpoint.catalog.persist.persist import PersistJob, persist_job
-from recpoint.catalog.staging.staged import read_job
+from recpoint.catalog.staging.area import read_job
 from recpoint.testing.seaweed import SeaweedServer
 
 __all__ = ["KEYS", "run"]

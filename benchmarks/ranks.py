@@ -24,9 +24,9 @@ from torch import nn
 from benchmarks.report import Report, ratio, spread_of
 from recpoint import Checkpointer, Staging, Timeouts
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area
 from recpoint.errors import RanksMissing
-from recpoint.trainer_plugin.cutter import Cut, Cutter
+from recpoint.trainer_plugin.snapshot.cut import Cut, Cutter
 
 __all__ = ["KEYS", "run"]
 
@@ -112,8 +112,8 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], 
                 process.join()
                 raise RuntimeError(f"a rank ended with {process.exitcode}") from None
             process.join(_PATIENCE_SECONDS)
-        (run,) = staged.run_directories(folder / "staging")
-        fulls = [path for path in staged.staged_jobs(run) if staged.read_job(path).kind == "full"]
+        (run,) = area.run_directories(folder / "staging")
+        fulls = [path for path in area.staged_jobs(run) if area.read_job(path).kind == "full"]
         started = time.perf_counter()
         for path in fulls:
             try:

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from benchmarks.report import Report, alternate, ratio
 from benchmarks.workload import Tables, scratch, staged_run
-from recpoint.catalog.restoring.reshard import PartsTarget, TablePart
-from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, TableTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.placement import PartsTarget, TablePart
+from recpoint.catalog.restore.restore import MemoryTarget, RestoreReport, TableTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import Manifest
 from recpoint.testing.seaweed import SeaweedServer
 from recpoint.trainer_plugin.settings import FixedBits

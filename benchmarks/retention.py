@@ -16,12 +16,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from benchmarks.report import Report, alternate, ratio
-from recpoint.catalog.records.run_facts import gather
-from recpoint.catalog.retention.retention import plan
-from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.representations import Representations, RunFacts
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.retention.keep import BestBy, RetentionPolicy, plan
+from recpoint.catalog.run.facts import gather
+from recpoint.catalog.run.representations import Representations, RunFacts
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.local import LocalStore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import METRIC_KEY, ManifestName, attempt_prefix
 from recpoint.format.records import pack_record

@@ -26,11 +26,11 @@ from benchmarks.fleet_model import PAPER_FLEET, Costs, Rates, costs, dirty_share
 from benchmarks.report import Report
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint import Consecutive, Continuous, Intermittent
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.staged import read_job
-from recpoint.catalog.stores.io_scheduler import WriteBudget, WriteScheduler
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import read_job
+from recpoint.catalog.store.scheduler import WriteBudget, WriteScheduler
+from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import row_chunk_key
 from recpoint.format.records import MAX_RECORD_BYTES

@@ -30,7 +30,7 @@ import torch
 from benchmarks.perfect_gather import perfect_gather
 from benchmarks.report import Report, ratio
 from benchmarks.workload import Tables, scratch, staged_run
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area
 from recpoint.format.job import Job
 
 __all__ = ["KEYS", "run"]
@@ -122,7 +122,7 @@ def _measure(rows: int, dirty_rows: int, rounds: int, folder: Path) -> tuple[_Se
                 optimizer.step()
                 optimizer.zero_grad()
             tracked.checkpointer.step()
-            job = staged.read_job(tracked.cut())
+            job = area.read_job(tracked.cut())
             memcpy = memcpy or _memcpy(sum(segment.bytes for segment in job.segments))
             copy_s = memcpy()
             # Each its own rows: those of the snapshot may still be in a large cache.

@@ -23,7 +23,7 @@ from benchmarks.soak_faults import (
 )
 from benchmarks.soak_scene import Scene
 from benchmarks.soak_truth import Ledger
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
 
 __all__ = ["Flows", "soak_report"]
 

@@ -19,8 +19,8 @@ from benchmarks.soak_deployments import Pace, deploy, workers
 from benchmarks.soak_faults import Fault, Happened
 from benchmarks.soak_processes import Child, LocalPrefect, environment, wait_until_logged
 from benchmarks.soak_truth import Ledger, read_truth
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, RecpointError
 from recpoint.flows import prefect_server
 from recpoint.testing.seaweed import SeaweedServer

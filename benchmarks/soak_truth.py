@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soak_training import Training
-from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store_contract import ObjectInfo
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.errors import ObjectNotFound, RecpointError, StoreError
 from recpoint.format.naming import CONSOLIDATED_KEY, EXPIRED_KEY, MANIFEST_KEY, ManifestName
 from recpoint.format.records import MAX_RECORD_BYTES, unpack_record
 from recpoint.format.retention_records import Mark
-from recpoint.trainer_plugin.model_state import ModelState
-from recpoint.trainer_plugin.model_tables import find_tables
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.restore_target import ModelTarget
-from recpoint.trainer_plugin.training_state import TrainingState
+from recpoint.trainer_plugin.restore.target import ModelTarget
+from recpoint.trainer_plugin.state.model import ModelState
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
+from recpoint.trainer_plugin.state.training_state import TrainingState
+from recpoint.trainer_plugin.tables import find_tables
 
 __all__ = ["Ledger", "read_truth", "restored_digest"]
 

@@ -23,7 +23,7 @@ from recpoint.catalog.persist.plan import (
     StateBlock,
     plan_groups,
 )
-from recpoint.catalog.staging.staged_job import StagedJob
+from recpoint.catalog.staging.job import StagedJob
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Job

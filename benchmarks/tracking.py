@@ -24,11 +24,11 @@ from benchmarks.criteo_dlrm import KAGGLE, MLPERF, CriteoDLRM
 from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.torchrec_tracker import INSTALL, TorchRecTracker, installed
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area
 from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizer_watch import OptimizerWatch, after_steps
+from recpoint.embeddings.optimizers import OptimizerWatch, after_steps
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.model_tables import find_tables
+from recpoint.trainer_plugin.tables import find_tables
 
 __all__ = ["KEYS", "run"]
 
@@ -265,7 +265,7 @@ def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int
         model(batches[2].dense, batches[2].sparse)
     model.train()
     tracked.checkpointer.step()
-    return staged.read_job(tracked.cut()).dirty_rows
+    return area.read_job(tracked.cut()).dirty_rows
 
 
 def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:

@@ -16,8 +16,8 @@ from torch import nn
 
 from recpoint import Consecutive, Options, Precision
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job, Outcome
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 from recpoint.trainer_plugin.settings import FixedBits
@@ -85,23 +85,23 @@ class StagedRun:
         self.checkpointer = checkpointer
         self.staging = staging
         self.url = url
-        self.directory = staged.run_directory(staging, open_store(url).url)
+        self.directory = area.run_directory(staging, open_store(url).url)
 
     def cut(self) -> Path:
         """Take a checkpoint and wait until it is staged; its job file."""
         if not self.checkpointer.checkpoint():
             raise RuntimeError(f"no checkpoint was cut: {self.checkpointer.stats}")
-        return wait_for(lambda: next(iter(staged.staged_jobs(self.directory)), None))
+        return wait_for(lambda: next(iter(area.staged_jobs(self.directory)), None))
 
     def cut_and_persist(self) -> tuple[Job, Outcome]:
         """`cut`, then `persist`."""
-        job = staged.read_job(self.cut())
+        job = area.read_job(self.cut())
         return job, self.persist()
 
     def persist(self) -> Outcome:
         """Persist what is staged bare, and wait until the trainer knows."""
         before = self.checkpointer.stats.committed
-        job_file = staged.staged_jobs(self.directory)[0]
+        job_file = area.staged_jobs(self.directory)[0]
         outcome = persist_job(job_file)
         if outcome.result != "committed":
             raise RuntimeError(outcome.error)

@@ -11,16 +11,16 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from recpoint.catalog.overview.failure_causes import CAUSES, cause_of
-from recpoint.catalog.overview.overview import RunOverview
-from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import now_ms
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.overview.overview import CAUSES, RunOverview, cause_of
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import now_ms
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecpointError
 from recpoint.format.record_kinds import VALIDATION
 
-__all__ = ["REFRESH_SECONDS", "CatalogFacts", "CatalogWatch", "current_watch", "look_up"]
+__all__ = ["CatalogFacts", "CatalogWatch", "REFRESH_SECONDS", "current_watch", "look_up"]
+
 
 _LOG = logging.getLogger("recpoint.metrics")
 

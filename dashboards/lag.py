@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from recpoint.catalog.overview.overview import RunOverview, alarms
-from recpoint.dashboards.run_texts import duration_text
 from recpoint.dashboards.terminal import plain_table, shown, verdict_text
+from recpoint.dashboards.texts import duration_text
 from recpoint.errors import RecpointError
 
 __all__ = ["RunLag", "lag_table"]

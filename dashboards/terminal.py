@@ -1,8 +1,4 @@
-"""What a person sees in a terminal: checkpoints as tables, sizes and times in readable units.
-
-Whatever comes out of a store is data. It is shown as plain text, never as markup, and characters
-that would move the cursor, change colours or reorder the line are shown as escapes.
-"""
+"""Prints for a terminal: checkpoints, lag, retention and staged jobs as tables, sizes and times."""
 
 from __future__ import annotations
 
@@ -15,16 +11,20 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from recpoint.catalog.records.validations import Verdict
+from recpoint.catalog.retention.prune import PrunePlan
+from recpoint.catalog.retention.staged import Fate, StagedLoss, StagedWork
+from recpoint.catalog.run.validations import Verdict
+from recpoint.catalog.staging.free import FreeSlot
+from recpoint.catalog.store.run_url import naming_run
 from recpoint.errors import RecpointError
 from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
-from recpoint.format.naming import ManifestName, ValidationResult
+from recpoint.format.naming import CONSOLIDATED_KEY, ManifestName, ValidationResult
 from recpoint.format.validation import ValidationFinding
 
-if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
-    from recpoint.catalog.sweeping.sweep import SweepPlan
-    from recpoint.catalog.validation.check import CheckReport, Severity
+if TYPE_CHECKING:
+    from recpoint.catalog.check.check import CheckReport, Severity
+    from recpoint.catalog.retention.sweep import SweepPlan
 
 __all__ = [
     "Listed",
@@ -34,20 +34,30 @@ __all__ = [
     "checkpoints_table",
     "chunks_table",
     "decision_text",
+    "discard_table",
     "error_text",
     "fields_table",
     "history_text",
     "plain_table",
-    "precision_text",
     "quantizer_text",
     "result_text",
+    "retention_table",
     "shown",
+    "slots_views",
+    "staged_views",
     "sweep_table",
     "tables_table",
     "time_text",
     "validation_table",
     "verdict_text",
 ]
+
+
+# What a person sees in a terminal: checkpoints as tables, sizes and times in readable units.
+#
+# Whatever comes out of a store is data. It is shown as plain text, never as markup, and characters
+# that would move the cursor, change colours or reorder the line are shown as escapes.
+
 
 _SEVERITY_STYLES: dict[Severity, str] = {"error": "red", "warning": "yellow", "info": "dim"}
 
@@ -393,3 +403,97 @@ def plain_table(title: str) -> Table:
     table.box = None
     table.header_style = "bold"
     return table
+
+
+# What people see of a retention: every manifest, what becomes of it, and why.
+
+
+_ACTION_STYLES = {"keep": "", "mark": "yellow", "wait": "yellow", "delete": "red"}
+
+
+def retention_table(made: PrunePlan) -> Table:
+    """The plan, for a terminal."""
+    counts = {"keep": 0, "mark": 0, "wait": 0, "delete": 0}
+    rows = list(made.rows())
+    for row in rows:
+        counts[row.action] += 1
+    table = plain_table(", ".join(f"{count} to {action}" for action, count in counts.items()))
+    for heading in ("step", "gen"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("merged", no_wrap=True)
+    table.add_column("")
+    table.add_column("stored", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for row in rows:
+        table.add_row(
+            str(row.step),
+            str(row.generation),
+            _merged(row.key),
+            Text(row.action, style=_ACTION_STYLES[row.action]),
+            bytes_text(row.stored_bytes),
+            shown(row.reason),
+        )
+    for key in made.stray_pins:
+        table.add_row("", "", "", "", "", shown(f"{key} pins a checkpoint that is not there"))
+    for who in made.held:
+        table.add_row("", "", "", Text("held", style="yellow"), "", shown(who))
+    return table
+
+
+def _merged(key: str) -> str:
+    """What tells the manifests of one checkpoint apart."""
+    name = CONSOLIDATED_KEY.parse(key)
+    if name is None:
+        return ""
+    return "into a full" if name.after is None else f"after {name.after}"
+
+
+# What became, or would become, of the jobs that were staged for a run, as a table.
+
+
+_FATE_STYLES: dict[Fate, str] = {"rejected": "red", "would be rejected": "red", "stays": "yellow"}
+
+
+def staged_views(work: StagedWork, run_url: str) -> list[Table]:
+    """A table of the jobs; none where nothing is staged."""
+    if not work.jobs:
+        return []
+    table = plain_table(f"staged here: {len(work.jobs)} job{'' if len(work.jobs) == 1 else 's'}")
+    for name in ("", "job", "why"):
+        table.add_column(name, overflow="fold")
+    for job, fate, why in work.jobs:
+        said = shown(naming_run(why, run_url), limit=1000)
+        table.add_row(Text(fate, style=_FATE_STYLES.get(fate, "")), shown(job), said)
+    return [table]
+
+
+def discard_table(losses: Sequence[StagedLoss], *, dry_run: bool) -> Table:
+    """What is lost with each job of a run that is gone."""
+    count = f"{len(losses)} job{'' if len(losses) == 1 else 's'} of a run that is gone"
+    table = plain_table(f"to discard: {count}" if dry_run else f"discarded {count}")
+    table.show_header = bool(losses)
+    for name in ("job", "what is lost with it"):
+        table.add_column(name, overflow="fold")
+    for loss in losses:
+        text = "it cannot be read"
+        if loss.kind:
+            text = (
+                f"{loss.kind} of step {loss.step}: {loss.rows:,} rows, "
+                f"{bytes_text(loss.bytes)}, cut {time_text(loss.snapshot_ms)}"
+            )
+        table.add_row(shown(loss.job), shown(text))
+    return table
+
+
+def slots_views(slots: Sequence[FreeSlot], *, dry_run: bool) -> list[Table]:
+    """A table of the slots; none where none is free."""
+    if not slots:
+        return []
+    size = bytes_text(sum(slot.size_bytes for slot in slots))
+    count = f"{len(slots)} slot{'' if len(slots) == 1 else 's'}, {size}"
+    table = plain_table(f"to remove: {count}" if dry_run else f"removed {count}")
+    for name in ("slot", "bytes", "why"):
+        table.add_column(name, overflow="fold")
+    for slot in slots:
+        table.add_row(shown(slot.slot), f"{slot.size_bytes:,}", shown(slot.reason))
+    return [table]

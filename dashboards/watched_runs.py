@@ -13,18 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from recpoint.catalog.overview.overview import Alarm, RunOverview, alarms
-from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.stores.run_url import naming_run, parse_run_url
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.store.run_url import naming_run, parse_run_url
 from recpoint.dashboards.catalog_watch import current_watch
-from recpoint.errors import (
-    ChainError,
-    FormatError,
-    RecpointError,
-    RunRecordLost,
-    SettingsError,
-)
+from recpoint.errors import ChainError, FormatError, RecpointError, RunRecordLost, SettingsError
 
 __all__ = ["REFRESH_SECONDS", "Seen", "Standing", "WatchedRun", "WatchedRuns"]
+
 
 _LOG = logging.getLogger("recpoint.dashboard")
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recpoint.catalog.chunks.chunk_reader import StoredRows
-from recpoint.catalog.chunks.logical_tables import LogicalTable
-from recpoint.catalog.restoring.restore_target import mark_rows
+from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.rows import LogicalTable
+from recpoint.catalog.restore.target import mark_rows
 from recpoint.embeddings.tables import refuse_ids_outside
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype

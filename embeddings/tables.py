@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from recpoint.catalog.restoring.names import canonical_name
+from recpoint.catalog.restore.state import canonical_name
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Columns
 

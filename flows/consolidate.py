@@ -17,18 +17,13 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.consolidation.consolidate_around import (
-    NOTHING_DONE,
-    blamed_source,
-    passed_over_words,
-)
-from recpoint.catalog.consolidation.consolidate_plan import ConsolidationPlan, ConsolidationTriggers
-from recpoint.catalog.records.leases import reading
-from recpoint.catalog.runs.chain import DAMAGE, PassedOver
+from recpoint.catalog.consolidate.merge import NOTHING_DONE, blamed_source, passed_over_words
+from recpoint.catalog.consolidate.plan import ConsolidationPlan, ConsolidationTriggers
+from recpoint.catalog.run.chain import DAMAGE, PassedOver
+from recpoint.catalog.run.leases import reading
 from recpoint.errors import RecpointError, SettingsError
-from recpoint.flows.each_part import each_part
-from recpoint.flows.no_results import NO_RESULTS
 from recpoint.flows.parameters import (
+    NO_RESULTS,
     DeadShare,
     GenerationNumber,
     Links,
@@ -37,16 +32,17 @@ from recpoint.flows.parameters import (
     RunUrl,
     StepNumber,
 )
-from recpoint.flows.task_runner import chosen_task_runner
+from recpoint.flows.task_runner import chosen_task_runner, each_part
 from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import ManifestName
-from recpoint.tasks.artifact_key import run_title
-from recpoint.tasks.commit_merge import commit_merge
-from recpoint.tasks.consolidation_task import open_run
-from recpoint.tasks.events import TAG, emit
-from recpoint.tasks.merge_tables import merge_tables
-from recpoint.tasks.plan_merge import plan_merge
-from recpoint.tasks.report_merge import report_merge
+from recpoint.tasks.consolidate import (
+    commit_merge,
+    merge_tables,
+    open_run,
+    plan_merge,
+    report_merge,
+)
+from recpoint.tasks.reports import TAG, emit, run_title
 
 __all__ = ["consolidate", "run_consolidate"]
 
@@ -99,7 +95,7 @@ async def consolidate(
 
     Raises:
         SettingsError: a step without its generation, or the other way round.
-        RecpointError: of `recpoint.catalog.consolidation.consolidate`; nothing was committed.
+        RecpointError: of `recpoint.catalog.consolidate.merge`; nothing was committed.
     """
     if (step is None) != (generation is None):
         raise SettingsError(

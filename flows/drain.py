@@ -13,12 +13,11 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Completed
 
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AtWork, at_work
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AtWork, at_work
 from recpoint.errors import StagingError
-from recpoint.flows.agent import run_agent
-from recpoint.flows.no_results import NO_RESULTS
-from recpoint.flows.parameters import StagingArea
+from recpoint.flows.agent.agent import run_agent
+from recpoint.flows.parameters import NO_RESULTS, StagingArea
 
 __all__ = ["drain"]
 
@@ -44,7 +43,7 @@ async def drain(staging: StagingArea | None = None) -> State[Any]:
         StagingError: the staging area may not be used.
         OSError: it cannot be read.
     """
-    root = staged.default_staging_root() if staging is None else Path(staging)
+    root = area.default_staging_root() if staging is None else Path(staging)
     return Completed(message=await asyncio.to_thread(_drain, root))
 
 
@@ -69,4 +68,4 @@ def _left_to(other: AtWork, root: Path, jobs: int) -> str:
 
 
 def _count(root: Path) -> int:
-    return sum(len(staged.staged_jobs(run_dir)) for run_dir in staged.run_directories(root))
+    return sum(len(area.staged_jobs(run_dir)) for run_dir in area.run_directories(root))

@@ -34,11 +34,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 from pydantic import Field
 
-from recpoint.flows.no_results import NO_RESULTS
-from recpoint.tasks.artifact_key import ARTIFACT_PREFIX
-from recpoint.tasks.events import TAG
+from recpoint.flows.parameters import NO_RESULTS
+from recpoint.tasks.reports import ARTIFACT_PREFIX, TAG
 
 __all__ = ["forget"]
+
 
 _LOG = logging.getLogger("recpoint.forget")
 

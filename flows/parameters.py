@@ -1,12 +1,15 @@
-"""Parameters that flows share, with their bounds: the form in Prefect's UI is made from these."""
+"""Defines the parameters that flows share, with their bounds, for Prefect's forms."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
+from uuid import UUID
 
-from pydantic import Field
+from prefect.filesystems import WritableFileSystem
+from pydantic import Field, PrivateAttr
 
-from recpoint.catalog.retention.grace import GRACE_FLOOR_SECONDS
+from recpoint.catalog.retention.prune import GRACE_FLOOR_SECONDS
+from recpoint.flows.repeated_lines import ResultNotStored
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
     "GraceSeconds",
     "JobPath",
     "Links",
+    "NO_RESULTS",
     "PartsAtOnce",
     "RestoreRatio",
     "RunUrl",
@@ -24,6 +28,46 @@ __all__ = [
     "StepNumber",
     "TargetUrl",
 ]
+
+
+# No results of flow runs: whatever Prefect would store of ours is not stored.
+#
+# A flow run that raises has its exception pickled, and an artifact without a key that names the
+# file, even with `persist_result=False`; nobody would delete either. What failed is in the state's
+# message.
+
+
+class _NoResults(WritableFileSystem):
+    """A place that takes nothing and has nothing."""
+
+    _block_type_name = "recpoint: no results"
+    # A flow takes only blocks that a server has. It would be asked for this one by whoever reads a
+    # result that was stored, and none is.
+    _block_document_id: UUID | None = PrivateAttr(UUID(int=0))
+
+    async def read_path(self, path: str) -> bytes:
+        """Refuse.
+
+        Raises:
+            FileNotFoundError: always.
+        """
+        raise FileNotFoundError(f"{path}: recpoint stores no results of flow runs")
+
+    async def write_path(self, path: str, content: bytes) -> None:
+        """Refuse: what is written counts as stored, and the server would be told where.
+
+        Raises:
+            ResultNotStored: always. Prefect logs it and goes on.
+        """
+        raise ResultNotStored("recpoint stores none, the state says what happened.")
+
+
+#: The `result_storage` of each flow. Without one each run asks the server twice where it would be.
+NO_RESULTS: Final = _NoResults()
+
+
+# Parameters that flows share, with their bounds: the form in Prefect's UI is made from these.
+
 
 #: Where a run is, such as `s3://bucket/ads-ranker`. A run without it is refused when it is made.
 RunUrl = Annotated[str, Field(min_length=1, max_length=4096, examples=["s3://bucket/ads-ranker"])]

@@ -32,17 +32,12 @@ from recpoint.catalog.persist.persist import (
 )
 from recpoint.catalog.persist.plan import Group
 from recpoint.catalog.persist.ranks import ranks_missing, ranks_text
-from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
+from recpoint.catalog.staging.agent import AgentLock, sweep_of
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
-from recpoint.flows.no_results import NO_RESULTS
-from recpoint.flows.parameters import JobPath
+from recpoint.flows.parameters import NO_RESULTS, JobPath
 from recpoint.format.job import Job, Outcome
-from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.events import TAG, emit
-from recpoint.tasks.job_name import job_log, job_name
-from recpoint.tasks.persist import Waiting, commit, encode, quantize, upload
-from recpoint.tasks.progress import ProgressBar
-from recpoint.tasks.report import report
+from recpoint.tasks.persist import Waiting, commit, encode, job_log, job_name, quantize, upload
+from recpoint.tasks.reports import TAG, ProgressBar, artifact_key, emit, report
 
 __all__ = ["persist", "run_persist"]
 

@@ -10,12 +10,10 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field
 
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.flows.no_results import NO_RESULTS
-from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
-from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.events import emit
+from recpoint.catalog.restore.order import Selection
+from recpoint.flows.parameters import NO_RESULTS, GenerationNumber, RunUrl, StepNumber
 from recpoint.tasks.publish import PublishOutcome, publish_checkpoint
+from recpoint.tasks.reports import artifact_key, emit
 
 __all__ = ["publish"]
 

@@ -18,16 +18,19 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.records.leases import reading
-from recpoint.catalog.restoring.restore import RestoreReport
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.restoring.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
-from recpoint.catalog.restoring.shards import damaged_checkpoint, summary
-from recpoint.catalog.runs.chain import DAMAGE
-from recpoint.catalog.stores.store import open_store
-from recpoint.flows.each_part import each_part
-from recpoint.flows.no_results import NO_RESULTS
+from recpoint.catalog.restore.files import (
+    DEFAULT_SHARD_BYTES,
+    ShardPlan,
+    damaged_checkpoint,
+    summary,
+)
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import RestoreReport
+from recpoint.catalog.run.chain import DAMAGE
+from recpoint.catalog.run.leases import reading
+from recpoint.catalog.store.store import open_store
 from recpoint.flows.parameters import (
+    NO_RESULTS,
     BatchCount,
     GenerationNumber,
     PartsAtOnce,
@@ -36,11 +39,10 @@ from recpoint.flows.parameters import (
     StepNumber,
     TargetUrl,
 )
-from recpoint.flows.task_runner import chosen_task_runner
+from recpoint.flows.task_runner import chosen_task_runner, each_part
 from recpoint.format.naming import ManifestName
-from recpoint.tasks.artifact_key import run_title
-from recpoint.tasks.consolidation_task import open_run
-from recpoint.tasks.events import TAG
+from recpoint.tasks.consolidate import open_run
+from recpoint.tasks.reports import TAG, run_title
 from recpoint.tasks.restore import finish_restore, plan_restore, report_restore, restore_shard
 
 __all__ = ["restore", "run_restore"]

@@ -11,16 +11,15 @@ from prefect.artifacts import Artifact
 from prefect.runtime import flow_run
 from pydantic import BaseModel, Field
 
-from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
-from recpoint.flows.no_results import NO_RESULTS
-from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
-from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.events import emit
+from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
+from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingArea
+from recpoint.tasks.reports import artifact_key, emit
 from recpoint.tasks.retain import Retained, retain_store
 
 __all__ = ["Best", "Keep", "retain"]
+
 
 #: Rows of the table that people see; Prefect refuses artifacts of megabytes.
 _MOST_ROWS = 500
@@ -122,9 +121,9 @@ async def retain(
         RecpointError: of `recpoint.catalog.retention.prune`.
     """
     policy = keep.policy()
-    root = staged.default_staging_root() if staging is None else Path(staging)
-    run_dir = staged.run_directory(root, open_store(run_url).url)
-    staged_here = await asyncio.to_thread(staged.staged_attempts, run_dir)
+    root = area.default_staging_root() if staging is None else Path(staging)
+    run_dir = area.run_directory(root, open_store(run_url).url)
+    staged_here = await asyncio.to_thread(area.staged_attempts, run_dir)
     found = await retain_store(run_url, policy, grace_seconds, sorted(staged_here), dry_run)
     if not dry_run:
         emit("retained", found.run, run_url, summary=found.summary, manifests=len(found.rows))

@@ -13,18 +13,16 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.retention.grace import require_grace
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.free_slots import FreeSlot
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.sweeping.staged_work import StagedWork
-from recpoint.catalog.sweeping.sweep import GRACE_NEEDED, SweepPlan
-from recpoint.catalog.sweeping.sweep_here import sweep_here, swept_words
-from recpoint.flows.no_results import NO_RESULTS
-from recpoint.flows.parameters import GraceSeconds, RunUrl, StagingArea
-from recpoint.tasks.artifact_key import artifact_key, run_title
-from recpoint.tasks.events import TAG
-from recpoint.tasks.persist_task import RETRIES, may_heal
+from recpoint.catalog.retention.prune import require_grace
+from recpoint.catalog.retention.staged import StagedWork
+from recpoint.catalog.retention.sweep import GRACE_NEEDED, SweepPlan
+from recpoint.catalog.retention.sweep_here import sweep_here, swept_words
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.free import FreeSlot
+from recpoint.catalog.store.store import open_store
+from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingArea
+from recpoint.tasks.persist import RETRIES, may_heal
+from recpoint.tasks.reports import TAG, artifact_key, run_title
 
 __all__ = ["run_sweep", "sweep"]
 
@@ -87,11 +85,11 @@ async def sweep(
         SettingsError: a grace of less than an hour.
         FormatError: a staged job cannot be read, so that it is unknown which chunks it needs, and
             an agent is there to reject it.
-        RecpointError: of `recpoint.catalog.sweeping.sweep`.
+        RecpointError: of `recpoint.catalog.retention.sweep`.
     """
     require_grace(grace_seconds, why=GRACE_NEEDED)
-    root = staged.default_staging_root() if staging is None else Path(staging)
-    run_dir = staged.run_directory(root, open_store(run_url).url)
+    root = area.default_staging_root() if staging is None else Path(staging)
+    run_dir = area.run_directory(root, open_store(run_url).url)
     run_id, found = await sweep_store(run_url, grace_seconds, run_dir, include_newest, dry_run)
     await Artifact(
         type="markdown",

@@ -11,18 +11,16 @@ from prefect.artifacts import Artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from recpoint.catalog.records.validations import LEVELS, verdict_of
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation import evaluate as evaluation
-from recpoint.catalog.validation import validate as validation
-from recpoint.catalog.validation.validate import Validation
+from recpoint.catalog.check import evaluate as evaluation
+from recpoint.catalog.check import validate as validation
+from recpoint.catalog.check.validate import Validation
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import LEVELS, verdict_of
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore
-from recpoint.flows.no_results import NO_RESULTS
-from recpoint.flows.parameters import GenerationNumber, RunUrl, StepNumber
+from recpoint.flows.parameters import NO_RESULTS, GenerationNumber, RunUrl, StepNumber
 from recpoint.format.naming import ManifestName, ValidationLevel
-from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.events import CheckpointEvent, emit
+from recpoint.tasks.reports import CheckpointEvent, artifact_key, emit
 from recpoint.tasks.validate import evaluate, validate_checkpoint
 
 __all__ = ["validate"]

@@ -1,1 +1,1 @@
-"""The bytes of docs/format.md: keys, records, chunks, staged jobs; no input or output."""
+"""Turns bytes into objects and back: keys, records, jobs, chunks, state trees. No I/O."""

@@ -1,1 +1,5 @@
-"""What runs inside a serving process. Never imports Prefect, nor what trains."""
+"""Runs inside a serving process: follows a run, and serves whole versions. Never imports Prefect.
+
+A run comes in, a model that requests may read goes out. Walk: `follower` (which version),
+`update` (the cheapest way to it), `model` (the two copies, and their tables).
+"""

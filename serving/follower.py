@@ -1,38 +1,314 @@
-"""A serving process that follows a run: every request sees one whole version."""
+"""Follows a run in a serving process: picks the version to serve, and says how far behind it is."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Collection
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from torch import nn
 
-from recpoint.catalog.records.leases import reading as lease
-from recpoint.catalog.restoring.restore_order import Skipped
-from recpoint.catalog.runs.chain import PassedOver
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.errors import ForeignObject, RecpointError, SettingsError, UnsupportedVersion
+from recpoint.catalog.restore.order import Skipped
+from recpoint.catalog.run.chain import PassedOver
+from recpoint.catalog.run.leases import reading as lease
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.publications import publication_numbers
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import Doubts
+from recpoint.catalog.store.store import open_store
+from recpoint.errors import (
+    ForeignObject,
+    FormatError,
+    NothingToRestore,
+    ObjectNotFound,
+    RecpointError,
+    SettingsError,
+    UnsupportedVersion,
+)
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import RUN_KEY, ManifestName
+from recpoint.format.record_kinds import PUBLICATION
 from recpoint.format.records import CheckpointRef
-from recpoint.serving.coded_modules import replace_lookups
-from recpoint.serving.copies import Copies
-from recpoint.serving.standing import Standing, Standings
-from recpoint.serving.status import Status
-from recpoint.serving.updater import DAMAGE, OnProgress, Updater
-from recpoint.serving.version import Version
-from recpoint.serving.wanted import CHANNELS, Channel, Wanted, find_pinned, find_wanted
+from recpoint.serving.model import Copies, Version, replace_lookups
+from recpoint.serving.update import DAMAGE, OnProgress, Updater
 
-__all__ = ["Follower"]
+__all__ = ["CHANNELS", "Channel", "Follower", "Status"]
+
+
+# What a follower says of itself.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A follower at one moment.
+
+    Attributes:
+        serving: the checkpoint that requests see; None: nothing yet.
+        committed_ms, served_ms: when it was committed and first served, Unix milliseconds by the
+            agent's and this host's clock; 0 while nothing is served.
+        newest: step of the newest checkpoint of the live line at the last look.
+        lag_seconds: how long something better than what is served has been there, by the clocks of
+            agent and this host; 0.0: there was nothing better at the last look. None: never looked.
+        lag_checkpoints: how many better ones there are.
+        lag_batches: batches between what is served and the newest; None while nothing is served.
+        pinned: step that it is pinned to.
+        versions_applied: since the start.
+        increments_applied, fulls_applied: manifests read for that.
+        bytes_read: of chunks.
+        skipped: what is passed over ahead of what is served, and why; at the last look.
+        passed_over: damaged manifests that the way to the version in service went around.
+        doubt: what validations have against what is served, at the last look. It is served all the
+            same since it was published or pinned, or since there is no other.
+        error: what went wrong at the last look; None: nothing did.
+        looked_seconds_ago: since the last look that reached the store; None: there was none.
+        memory_bytes: of tables, both copies.
+    """
+
+    serving: CheckpointRef | None
+    committed_ms: int
+    served_ms: int
+    newest: int | None
+    lag_seconds: float | None
+    lag_checkpoints: int
+    lag_batches: int | None
+    pinned: int | None
+    versions_applied: int
+    increments_applied: int
+    fulls_applied: int
+    bytes_read: int
+    skipped: tuple[Skipped, ...]
+    passed_over: tuple[PassedOver, ...]
+    doubt: str | None
+    error: str | None
+    looked_seconds_ago: float | None
+    memory_bytes: int
+
+
+# Which checkpoint a follower is to serve, best first (format §6.9).
+
 
 _log = logging.getLogger("recpoint.serving")
+
+#: `newest`: the newest checkpoint that no validation speaks against. `validated`: the newest that a
+#: validation of its bytes has passed. `published`: the one that was published last.
+Channel = Literal["newest", "validated", "published"]
+CHANNELS: tuple[Channel, ...] = ("newest", "validated", "published")
+
+#: Publications that a follower without anything to serve goes back through.
+_MOST_PUBLICATIONS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What there is to move to.
+
+    Attributes:
+        names: checkpoints that are better than what is served, best first.
+        skipped: those that would be better, but for what validations say.
+        newest: the newest checkpoint of the live line, whatever is said of it.
+        doubts: what validations say, at that look.
+        published_ms: when the first of `names` was published; None: it was not.
+    """
+
+    names: Sequence[ManifestName]
+    skipped: Sequence[Skipped]
+    newest: ManifestName | None
+    doubts: Doubts
+    published_ms: int | None = None
+
+    def after(self, served: ManifestName) -> Self:
+        """The same for a follower that is pinned to `served`: what is newer than that."""
+        return replace(self, names=[name for name in self.names if name > served])
+
+
+def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
+    """What a follower that serves `served` is to move to.
+
+    A checkpoint that retention has deleted goes on being served; one that is no longer on the live
+    line, or that a validation has found wrong meanwhile, is left for the newest that is good. What
+    is published is another's choice, and is not left for what validations say of it.
+
+    Raises:
+        FormatError: a generation record, or the newest publication, is damaged.
+        StoreError: the store cannot be read.
+    """
+    if channel == "published":
+        return _published(run, served)
+    generations = run.generation_numbers()  # before the checkpoints, as in `Run.live_line`
+    there = set(run.manifest_names())
+    line = run.line_of(generations, there if served is None else {*there, served})
+    doubts = Doubts(run, validated_only=channel == "validated")
+    names: list[ManifestName] = []
+    skipped: list[Skipped] = []
+    for name in line:
+        doubt = doubts.about(name) if name in there else None
+        if name == served and (doubt is None or name not in there):
+            break
+        if doubt is not None:
+            skipped.append(Skipped(name, doubt))
+        elif name in there:
+            names.append(name)
+    return Wanted(
+        names=names,
+        skipped=skipped,
+        newest=next((name for name in line if name in there), None),
+        doubts=doubts,
+    )
+
+
+def _published(run: Run, served: ManifestName | None) -> Wanted:
+    live = run.live_line()
+    newest = live[0] if live else None
+    names: list[ManifestName] = []
+    since: int | None = None
+    for number in list(reversed(publication_numbers(run)))[:_MOST_PUBLICATIONS]:
+        try:
+            record = run.records(PUBLICATION).read(number)
+        except (FormatError, ObjectNotFound) as error:
+            if served is not None:
+                raise  # an older publication is no reason to go back
+            _log.warning("passing over publication %d: %s", number, error)
+            continue
+        name = ManifestName(record.checkpoint.step, record.checkpoint.generation)
+        if name == served:
+            break
+        if name not in names:
+            since = since or record.created_ms
+            names.append(name)
+        if served is not None:
+            break
+    return Wanted(
+        names=names,
+        skipped=(),
+        newest=newest,
+        doubts=Doubts(run, validated_only=False),
+        published_ms=since,
+    )
+
+
+def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
+    """The checkpoint that a follower is pinned to.
+
+    Raises:
+        NothingToRestore: there is none of this step on the live line, or none of that name.
+    """
+    if generation is None:
+        found = [name for name in run.live_line() if name.step == step]
+        missing = "no checkpoint of this step on the live line"
+    else:
+        found = [name for name in run.manifest_names() if name == (step, generation)]
+        missing = f"none of generation {generation}"
+    if not found:
+        raise NothingToRestore(
+            f"{run.url}, step {step}",
+            found=missing,
+            expected="the checkpoint that the follower is pinned to",
+            next_step=f"recpoint list {run.url}; then unpin, or pin another one",
+        )
+    return found[0]
+
+
+# How far behind a version is, known before requests are given it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What a look has found, as it is from one version.
+
+    Attributes:
+        served: that version; None: nothing is served.
+        wanted: what is better.
+        waiting_since_ms: since when something better has been there; None: nothing is.
+        doubt: what validations have against the version.
+    """
+
+    served: ManifestName | None
+    wanted: Wanted
+    waiting_since_ms: int | None
+    doubt: str | None
+
+    @property
+    def lag_seconds(self) -> float:
+        """See `Status.lag_seconds`."""
+        since = self.waiting_since_ms
+        return 0.0 if since is None else max(0.0, time.time() - since / 1000)
+
+
+class Standings:
+    """The last look from what is served, and during a move also from what will be.
+
+    One thread looks and moves. Others ask at any time: both are there before requests are given the
+    new version, until after that, so that each version is found with its own.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Standing, ...] = ()  # replaced, never changed
+        self._committed_ms: dict[ManifestName, int] = {}
+
+    @property
+    def last(self) -> Standing | None:
+        """Of what is served; None: nobody has looked."""
+        return self._known[0] if self._known else None
+
+    def of(self, served: ManifestName | None) -> Standing | None:
+        """Of this version, if that is what is served or moved to; else of what is served."""
+        known = self._known
+        return next((one for one in known if one.served == served), known[0] if known else None)
+
+    def note(self, served: ManifestName | None, wanted: Wanted, run: Run, updater: Updater) -> None:
+        """Take over what a look has found from what is served now."""
+        self._known = (self._standing(served, wanted, run, updater),)
+
+    def moving(self, to: ManifestName, wanted: Wanted, run: Run, updater: Updater) -> None:
+        """From now on until `moved` either of two versions may be served."""
+        self._known = (*self._known[:1], self._standing(to, wanted, run, updater))
+
+    def moved(self, *, well: bool) -> None:
+        """The move has ended; what is served is the version moved to, or still the one before."""
+        self._known = self._known[-1:] if well else self._known[:1]
+
+    def _standing(
+        self, served: ManifestName | None, wanted: Wanted, run: Run, updater: Updater
+    ) -> Standing:
+        return Standing(
+            served=served,
+            wanted=wanted,
+            waiting_since_ms=self._since(wanted, run, updater),
+            doubt=None if served is None else wanted.doubts.against(served),
+        )
+
+    def _since(self, wanted: Wanted, run: Run, updater: Updater) -> int | None:
+        if wanted.published_ms is not None:
+            return wanted.published_ms
+        names = wanted.names
+        self._committed_ms = {one: at for one, at in self._committed_ms.items() if one in names}
+        for name in reversed(names):
+            if (since := self._committed(name, run, updater)) is not None:
+                return since
+        # Where none can be read, it is no less far behind than before.
+        return None if not names or self.last is None else self.last.waiting_since_ms
+
+    def _committed(self, name: ManifestName, run: Run, updater: Updater) -> int | None:
+        """When a checkpoint was committed, at the latest; None: none of its manifests is good."""
+        known = self._committed_ms.get(name)
+        if known is None:
+            with suppress(*DAMAGE):
+                known = updater.read(Representation(name)).committed_ms
+        if known is None:  # retention let go of its own: a merged one is of a later time
+            with suppress(*DAMAGE):
+                known = run.manifest(*name).committed_ms
+        if known is not None:
+            self._committed_ms[name] = known
+        return known
+
+
+# A serving process that follows a run: every request sees one whole version.
+
 
 #: How long a checkpoint that could not be read is left alone.
 _RETRY_SECONDS: Final = 60.0

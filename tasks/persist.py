@@ -1,23 +1,107 @@
-"""Tasks: the steps of a persist that can be tried again by themselves.
-
-A task gets the `PersistJob` itself, since it runs in the process that has opened it, and a try
-again calls the same step of the same object.
-"""
+"""Tasks: the steps of a persist that can be tried again by themselves, and what they are called."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import task_run
 
 from recpoint.catalog.persist.persist import PersistJob
-from recpoint.catalog.runs.committed import Committed
-from recpoint.errors import RanksMissing
-from recpoint.tasks.persist_task import RETRIES, may_heal, run_name
+from recpoint.catalog.run.commit import Committed
+from recpoint.errors import RanksMissing, RecpointError
+from recpoint.format.naming import parse_job_stem
 
-__all__ = ["Waiting", "commit", "encode", "quantize", "upload"]
+__all__ = [
+    "RETRIES",
+    "Waiting",
+    "commit",
+    "encode",
+    "job_log",
+    "job_name",
+    "may_heal",
+    "quantize",
+    "run_name",
+    "upload",
+]
+
+
+# What people call a job: run, step and rank, in log lines and names.
+
+
+#: The hash at the end of a run's directory, which tells runs of one name apart but nobody reads.
+_HASH = re.compile(r"-[0-9a-f]{12}\Z")
+
+
+class JobName(NamedTuple):
+    """What a job file's path says about it."""
+
+    run: str
+    generation: int
+    step: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.run} step {self.step} rank {self.rank}"
+
+
+def job_name(job_path: str) -> JobName:
+    """The name of the job in `job_path`; it need not exist (any more)."""
+    path = Path(job_path)
+    named = parse_job_stem(path.stem)
+    if named is None:
+        raise ValueError(f"{path.name!r} is not the name of a job file")
+    return JobName(_HASH.sub("", path.parent.parent.name), *named)
+
+
+class _JobLog(logging.LoggerAdapter[logging.Logger]):
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"[{self.extra['job'] if self.extra else ''}] {msg}", kwargs
+
+
+def job_log(job_path: str) -> logging.LoggerAdapter[logging.Logger]:
+    """A logger whose lines carry run, step and rank."""
+    return _JobLog(logging.getLogger("recpoint.persist"), {"job": job_name(job_path)})
+
+
+# What the tasks of a persist have in common: when they run again, and what they are called.
+
+
+#: Tries again of a task, after about 1, 1 and 2 seconds; what takes longer to heal is for the
+#: agent, which keeps the job staged and starts the whole flow again, sooner for short intervals.
+RETRIES: dict[str, Any] = {
+    "retries": 3,
+    "retry_delay_seconds": [1, 1, 2],
+    "retry_jitter_factor": 0.5,
+}
+
+
+def may_heal(task: Any, run: Any, state: Any) -> bool:
+    """Whether to run a failed task again: Prefect's `retry_condition_fn`."""
+    error = state.data
+    return isinstance(error, RecpointError) and error.retryable
+
+
+def run_name() -> str:
+    """A task run's name: what it does, to which group, of which checkpoint."""
+    parameters = task_run.get_parameters()
+    group = f" group {parameters['group']}" if "group" in parameters else ""
+    return f"{task_run.get_task_name()}{group} of {job_name(str(parameters['job'].path))}"
+
+
+# Tasks: the steps of a persist that can be tried again by themselves.
+#
+# A task gets the `PersistJob` itself, since it runs in the process that has opened it, and a try
+# again calls the same step of the same object.
+
 
 _OPTIONS: dict[str, Any] = {
     "task_run_name": run_name,

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.records import publications
-from recpoint.catalog.records.publications import choose
-from recpoint.catalog.restoring.selection import Selection, candidates
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.order import Selection, candidates
+from recpoint.catalog.run import publications
+from recpoint.catalog.run.publications import choose
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.retention_records import Publication
-from recpoint.tasks.persist_task import RETRIES, may_heal
+from recpoint.tasks.persist import RETRIES, may_heal
 
 __all__ = ["PublishOutcome", "publish_checkpoint"]
 

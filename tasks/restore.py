@@ -10,23 +10,23 @@ from prefect.artifacts import Artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
-from recpoint.catalog.restoring.restore import RestoreReport
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.restoring.shard_place import (
+from recpoint.catalog.restore.files import (
+    ShardPlan,
     check_place,
     finish_shards,
+    plan_shards,
     remove_unfinished,
     take_back,
+    write_shard,
 )
-from recpoint.catalog.restoring.shard_plan import ShardPlan, plan_shards
-from recpoint.catalog.restoring.shards import write_shard
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import RestoreReport
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import ManifestName
-from recpoint.tasks.artifact_key import artifact_key, run_title
-from recpoint.tasks.consolidation_task import open_run
-from recpoint.tasks.persist_task import RETRIES, may_heal
-from recpoint.tasks.progress import ProgressBar
+from recpoint.tasks.consolidate import open_run
+from recpoint.tasks.persist import RETRIES, may_heal
+from recpoint.tasks.reports import ProgressBar, artifact_key, run_title
 
 __all__ = ["finish_restore", "plan_restore", "report_restore", "restore_shard"]
 

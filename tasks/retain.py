@@ -8,12 +8,11 @@ from typing import NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.retention.prune import execute
-from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
-from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.tasks.persist_task import RETRIES, may_heal
+from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.retention.prune import PrunePlan, execute, plan_prune
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.tasks.persist import RETRIES, may_heal
 
 __all__ = ["Retained", "retain_store"]
 

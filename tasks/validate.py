@@ -7,16 +7,15 @@ import asyncio
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.records.leases import reading
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation import evaluate as evaluation
-from recpoint.catalog.validation import validate as validation
-from recpoint.catalog.validation.validate import Validation
+from recpoint.catalog.check import evaluate as evaluation
+from recpoint.catalog.check import validate as validation
+from recpoint.catalog.check.validate import Validation
+from recpoint.catalog.run.leases import reading
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import ManifestName, ValidationLevel
-from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.persist_task import RETRIES, may_heal
-from recpoint.tasks.progress import ProgressBar
+from recpoint.tasks.persist import RETRIES, may_heal
+from recpoint.tasks.reports import ProgressBar, artifact_key
 
 __all__ = ["evaluate", "validate_checkpoint"]
 

@@ -7,8 +7,8 @@ import logging
 import sys
 from typing import Literal
 
-from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
-from recpoint.flows.agent import run_agent
+from recpoint.catalog.consolidate.plan import ConsolidationTriggers
+from recpoint.flows.agent.agent import run_agent
 from recpoint.testing.die_at import install_from_environment
 
 __all__ = ["serve"]

@@ -14,10 +14,10 @@ import crc32c
 import torch
 from torch import Tensor
 
-from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.stores.store_contract import Store
+from recpoint.catalog.run.commit import commit
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import Store
+from recpoint.catalog.store.local import LocalStore
 from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from recpoint.catalog.consolidation.consolidate import Consolidated, consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.consolidate.merge import Consolidated, consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.run.chain import resolve_chain
+from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CHUNKS_PREFIX, ManifestName, parse_chunk_key
 from tests.catalog_builder import Table, build, publish

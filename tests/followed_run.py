@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from recpoint import Follower
-from recpoint.catalog.records import validations
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run import validations
+from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.validation import ValidationRecord
 from tests.catalog_builder import Table, build, publish

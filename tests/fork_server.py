@@ -11,7 +11,7 @@ import gc
 
 import s3fs  # noqa: F401  (imported by the first S3 store otherwise)
 
-from recpoint.catalog.stores import store
+from recpoint.catalog.store import store
 
 
 async def _make_a_client() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from recpoint.catalog.stores.store_contract import ObjectInfo, Store
+from recpoint.catalog.store.contract import ObjectInfo, Store
 from recpoint.errors import StoreUnavailable
 
 __all__ = ["InterposedStore", "unavailable"]

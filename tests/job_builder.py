@@ -11,10 +11,11 @@ import crc32c
 import torch
 from torch import Tensor
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged, staged_job
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job as staged_job
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.contract import now_ms
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import Job, Segment, StagedTable
@@ -90,10 +91,10 @@ def stage(
             of the whole table everywhere.
     """
     url = run_url or run.url
-    directory = staged.run_directory(staging, url)
-    for sub in (staged.slots_directory, staged.jobs_directory, staged.outcomes_directory):
+    directory = area.run_directory(staging, url)
+    for sub in (area.slots_directory, area.jobs_directory, area.outcomes_directory):
         sub(directory).mkdir(parents=True, exist_ok=True)
-    slot_file = staged.slot_path(directory, rank, slot)
+    slot_file = area.slot_path(directory, rank, slot)
     segments: list[Segment] = []
     end = 0
     staged_tables: list[StagedTable] = []
@@ -186,7 +187,7 @@ def stage(
         history=history,
     )
     links.add(job.ref)
-    path = staged.job_path(directory, generation, step, rank)
+    path = area.job_path(directory, generation, step, rank)
     durable.write_atomically(path, pack_record(job))
     return path
 
@@ -225,7 +226,7 @@ def _codes(
 
 def rewrite(path: Path, **changes: object) -> None:
     """Replace fields of a job file, with a correct digest: what a hostile trainer could write."""
-    job = staged.read_job(path)
+    job = area.read_job(path)
     fields = {name: getattr(job, name) for name in type(job).model_fields}
     durable.write_atomically(path, pack_record(Job.model_construct(**{**fields, **changes})))
 

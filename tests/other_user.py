@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from recpoint.errors import StagingError
-from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from recpoint.catalog.persist.persist import PersistJob
-from recpoint.catalog.restoring.memory_target import MemoryTarget
-from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
 
 __all__ = ["objects", "restored", "store_groups"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.format.naming import shared_attempt
 from recpoint.format.records import CheckpointRef
 from tests.catalog_builder import Table

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recpoint.catalog.restoring.reshard import TablePart
+from recpoint.catalog.restore.placement import TablePart
 from tests.catalog_builder import Table
 
 __all__ = ["empty_part", "rank_of_rows"]

@@ -8,19 +8,17 @@ from pathlib import Path
 
 import torch
 
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.records import leases
-from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
-from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import Clocks, now_ms
-from recpoint.catalog.stores.store_contract import Store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.retention.prune import PrunePlan, PruneResult, execute, plan_prune
+from recpoint.catalog.run import leases
+from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import Clocks, Store, now_ms
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import DELETION_KEY, EXPIRED_KEY, MANIFEST_KEY, ManifestName
 from recpoint.format.records import pack_record, unpack_record

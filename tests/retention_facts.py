@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from recpoint.catalog.runs.representations import RunFacts, StoredManifest
+from recpoint.catalog.run.representations import RunFacts, StoredManifest
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
 
 __all__ = ["HOUR_MS", "NOW_MS", "facts", "full", "increment", "merged"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint.catalog.restoring.names import canonical_name
+from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.tables import Marker, Table
 
 __all__ = ["RowShard", "find"]

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from recpoint.flows.agent import run_agent
+from recpoint.flows.agent.agent import run_agent
 
 _HANGS_SECONDS = 20.0
 #: Where the main thread waits for something to do, and for its turn.
-_WAITING = ("recpoint.flows.agent", "recpoint.flows.agent_turn")
+_WAITING = ("recpoint.flows.agent.agent", "recpoint.flows.agent.agent")
 _sent = False
 
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
-from recpoint.flows import agent
+from recpoint.catalog.store.store import S3Timeouts, Store, open_store
+from recpoint.flows.agent import agent
 from tests.interposed_store import InterposedStore
 
 __all__ = ["UPLOADS"]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.torchrec_model import BAGS, ROWS, Ranker, all_tables, batch, sharded, shards
 

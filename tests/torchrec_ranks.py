@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock
 from recpoint.errors import RanksMissing
 from tests import torchrec_plays
 
@@ -70,8 +70,8 @@ def _agent(staging: str) -> None:
     """What the agent of a host does, for all ranks that stage there; until it is killed."""
     with AgentLock(Path(staging)):
         while True:
-            for run in staged.run_directories(Path(staging)):
-                for job in staged.staged_jobs(run):
+            for run in area.run_directories(Path(staging)):
+                for job in area.staged_jobs(run):
                     with contextlib.suppress(RanksMissing, FileNotFoundError):
                         persist.persist_job(job)
             time.sleep(0.01)

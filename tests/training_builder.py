@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.format import state_tree
 from tests.flat_settings import arguments
@@ -160,7 +160,7 @@ class InlineAgent:
 
 
 def _staged_jobs(staging: Path) -> list[Path]:
-    return [job for run in staged.run_directories(staging) for job in staged.staged_jobs(run)]
+    return [job for run in area.run_directories(staging) for job in area.staged_jobs(run)]
 
 
 def persist_all(staging: Path) -> int:
@@ -186,7 +186,7 @@ class Place:
 
     @property
     def run_directory(self) -> Path:
-        return staged.run_directory(self.staging, self.run)
+        return area.run_directory(self.staging, self.run)
 
 
 def simple_training(seed: int = 1, *, lr: float = 0.1) -> Training:

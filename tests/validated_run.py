@@ -9,11 +9,10 @@ from typing import Literal
 import crc32c
 import torch
 
-from recpoint.catalog.chunks.chunk_reader import read_chunk
-from recpoint.catalog.chunks.chunk_source import StoreChunks
+from recpoint.catalog.check.validate import Validation, validate
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.validate import Validation, validate
+from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
+from recpoint.catalog.run.run import Run
 from recpoint.format.chunk import Section, build_chunk
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import MANIFEST_KEY, ManifestName

@@ -13,26 +13,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recpoint import kernels
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area as staged
 from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizer_watch import OptimizerWatch
+from recpoint.embeddings.optimizers import OptimizerWatch
 from recpoint.embeddings.tables import Table, TableSource
-from recpoint.trainer_plugin.cutter import Cutter
-from recpoint.trainer_plugin.dense_pieces import hold_pieces
-from recpoint.trainer_plugin.layout import Shard, copies_of, lay_out
-from recpoint.trainer_plugin.memory_bound import MemoryBound
-from recpoint.trainer_plugin.model_state import ModelState
-from recpoint.trainer_plugin.model_tables import find_tables, optimizer_list
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.piece_layout import HeldPiece, held_pieces, local_pieces
-from recpoint.trainer_plugin.rank_agreement import agree_on_settings
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.reader import Stateful
-from recpoint.trainer_plugin.replicas import Replicas
+from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.ranks.sharding import (
+    HeldPiece,
+    Shard,
+    copies_of,
+    held_pieces,
+    lay_out,
+    local_pieces,
+)
 from recpoint.trainer_plugin.settings import Settings
-from recpoint.trainer_plugin.staging import StagingArea
-from recpoint.trainer_plugin.training_state import TrainingState
-from recpoint.trainer_plugin.unknown_optimizers import UnknownOptimizers
+from recpoint.trainer_plugin.snapshot.cut import Cutter
+from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
+from recpoint.trainer_plugin.state.model import ModelState
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
+from recpoint.trainer_plugin.state.reader import Stateful
+from recpoint.trainer_plugin.state.training_state import TrainingState
+from recpoint.trainer_plugin.state.unknown_optimizers import UnknownOptimizers
+from recpoint.trainer_plugin.tables import find_tables, hold_pieces, optimizer_list
 
 __all__ = ["Assembly", "Trained", "assemble", "look_at"]
 

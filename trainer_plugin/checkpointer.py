@@ -1,10 +1,11 @@
-"""The class that a training script uses."""
+"""Defines the Checkpointer that a training script uses, and builds its parts."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -13,26 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint.catalog.restoring.restore import RestoreReport
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.run_url import naming_errors
+from recpoint.catalog.overview.overview import HistogramReading
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import RestoreReport
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.run_url import naming_errors
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
 from recpoint.errors import SettingsError
+from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
-from recpoint.trainer_plugin import rng_state, takeover
-from recpoint.trainer_plugin.agreed_end import AgreedEnd
 from recpoint.trainer_plugin.assembly import assemble, look_at
-from recpoint.trainer_plugin.failures import ExpectedFailures
-from recpoint.trainer_plugin.pace import Pace
-from recpoint.trainer_plugin.parts import Seed
-from recpoint.trainer_plugin.pipeline import Pipeline
+from recpoint.trainer_plugin.pipeline.pipeline import Pace, Pipeline
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.reader import Stateful
+from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
+from recpoint.trainer_plugin.restore import start as takeover
+from recpoint.trainer_plugin.restore.start import Wanted, announce_start
+from recpoint.trainer_plugin.restore.target import Seed
+from recpoint.trainer_plugin.schedule.ledger import Statistics, Stats
 from recpoint.trainer_plugin.settings import (
     Bits,
+    ExpectedFailures,
     Options,
     Precision,
     Settings,
@@ -41,11 +43,14 @@ from recpoint.trainer_plugin.settings import (
     as_precision,
     as_staging,
 )
-from recpoint.trainer_plugin.start_log import announce_start
-from recpoint.trainer_plugin.statistics import Statistics, Stats
-from recpoint.trainer_plugin.wanted_start import Wanted
+from recpoint.trainer_plugin.state import rng
+from recpoint.trainer_plugin.state.reader import Stateful
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "Observation", "observe"]
+
+
+# The class that a training script uses.
+
 
 T = TypeVar("T")
 
@@ -143,7 +148,7 @@ class Checkpointer:
                 options=options,
             )
             settings.check_ranks(self._ranks.count)
-            with rng_state.untouched():
+            with rng.untouched():
                 self._store = takeover.store_of(run)
             trained = look_at(model, optimizers)
         parts = assemble(
@@ -259,14 +264,14 @@ class Checkpointer:
                 self._stop(final=self._close_wanted)
 
     def _restore(self, wanted: Wanted, hold: Hold) -> RestoreReport | None:
-        generators, gradients = rng_state.capture(), torch.is_grad_enabled()
+        generators, gradients = rng.capture(), torch.is_grad_enabled()
         try:
             staged = takeover.take_area(self._area, self._ranks)
             # As long as this takes, it may be interrupted: training has not begun, and a repeated
             # call writes over what is there.
             run, start = hold.let_through(lambda: self._taken_over(wanted, staged))
             if not start.resumed:
-                rng_state.restore(generators)  # as in rng_state.untouched
+                rng.restore(generators)  # as in rng_state.untouched
             self._area.take_over(start.generation)
         except BaseException:
             torch.set_grad_enabled(gradients)  # a `no_grad` may have been left where it began
@@ -576,3 +581,91 @@ def _refuse_inference_mode(call: str) -> None:
             expected="a call outside it, since training could not change what is made under it",
             next_step=f"call {call} outside torch.inference_mode()",
         )
+
+
+# What a monitoring thread may see of a Checkpointer, without training noticing that it looks.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """A trainer's checkpoints at one moment.
+
+    What became of a checkpoint is learned in `step()`: while training pauses, for an evaluation
+    for instance, `pending` and the counters stand still, and the lag grows.
+
+    Attributes:
+        run: the run URL.
+        running: between `restore()` and `close()`.
+        batches: trained by this process.
+        lag_batches, lag_seconds: as in `Stats`; None: not running.
+        interval_seconds: how long the last interval between due checkpoints took; None: not known.
+        committed, skipped, cancelled, failed: checkpoints, by what became of them.
+        unmarked_rows: as in `Stats`.
+        pending: cut, and no outcome known yet.
+        failures: of the failed, how many by cause (`recpoint.catalog.overview.overview`).
+        stalls: how long training waited for each, in seconds.
+        stored_bytes: bytes of chunks of the committed, by kind.
+        restores: checkpoints that this process has restored and gone on from.
+        last_commit_ms: when the newest was committed, in milliseconds since the epoch; None: none.
+        agent_running: whether an agent serves the staging area.
+        staging_free_bytes: space that snapshots may take; None: unknown.
+        staging_bound_bytes: the most that they take.
+    """
+
+    run: str
+    running: bool
+    batches: int
+    lag_batches: int | None
+    lag_seconds: float | None
+    interval_seconds: float | None
+    committed: int
+    skipped: int
+    cancelled: int
+    failed: int
+    unmarked_rows: int
+    pending: int
+    failures: Mapping[str, int]
+    stalls: HistogramReading
+    stored_bytes: Mapping[Kind, int]
+    restores: int
+    last_commit_ms: int | None
+    agent_running: bool
+    staging_free_bytes: int | None
+    staging_bound_bytes: int
+
+
+def observe(checkpointer: Checkpointer) -> Observation:
+    """Look at a Checkpointer from any thread, at any time; changes nothing and takes no lock.
+
+    Single numbers are read one after another while training goes on: they may be of moments that
+    are microseconds apart. Asks the file system three things, and neither the store nor the device.
+    """
+    # Private to this package, and read only: a property of the public class would be an invitation
+    # to call from other threads what may be called from the training thread alone.
+    pipeline, area = checkpointer._pipeline, checkpointer._area
+    running = pipeline is not None and not checkpointer._closed
+    statistics = Statistics() if pipeline is None else pipeline.statistics
+    safe = statistics.safe_batches  # first: batches_done only grows, so that no lag is negative
+    done = checkpointer.batches_done
+    return Observation(
+        run=area.run_url,
+        running=running,
+        batches=max(0, done - statistics.started_batches),
+        lag_batches=max(0, done - safe) if running else None,
+        lag_seconds=statistics.lag_seconds if running else None,
+        interval_seconds=statistics.interval_seconds,
+        committed=statistics.committed,
+        skipped=statistics.skipped,
+        cancelled=statistics.cancelled,
+        failed=statistics.failed,
+        unmarked_rows=statistics.unmarked_rows,
+        pending=0 if pipeline is None else pipeline.pending,
+        failures=dict(statistics.failures),
+        stalls=statistics.stalls.read(),
+        stored_bytes=dict(statistics.stored_bytes),
+        restores=statistics.restores,
+        last_commit_ms=statistics.last_commit_ms,
+        agent_running=area.agent_is_running(),
+        staging_free_bytes=area.free_bytes(),
+        staging_bound_bytes=checkpointer.memory_bound_bytes,
+    )

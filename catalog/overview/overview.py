@@ -1,45 +1,159 @@
-"""What a run looks like from its catalog alone: lag, stalls, bytes, chain, states, failures.
-
-Pure: `run_watch.RunWatch` reads, the functions here only compute, so that a page, a command and a
-metric say the same. Nothing here asks Prefect, a trainer or an agent.
-
-Whose clock. `snapshot_ms`, `staged_ms` and `committed_ms` of a checkpoint, and `created_ms` of its
-generation, are of one clock: that of the trainer's host, where the agent runs too. Differences
-among them (`stall`, `lag_seconds`, `at_risk_seconds` of a checkpoint) do not depend on whether it
-is right. How long ago something happened is measured by `Age`: the store's time of the object
-against this host's, held within what this process has seen itself on its monotonic clock.
-"""
+"""Describes a run from its catalog alone: lag, stalls, bytes, chain, states, failures."""
 
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
 
-from recpoint.catalog.records.validations import Verdict
+from recpoint import errors
+from recpoint.catalog.run.chain import Chain
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import Verdict
+from recpoint.errors import RecpointError
+from recpoint.format.manifest import Manifest
 from recpoint.format.retention_records import Plan
 
 __all__ = [
-    "INTERVALS_OF_SILENCE",
     "Age",
     "Alarm",
+    "CAUSES",
     "CheckpointFacts",
     "Ended",
     "ExpiringManifest",
     "Failure",
     "Generation",
+    "Histogram",
+    "HistogramReading",
+    "INTERVALS_OF_SILENCE",
     "Lag",
-    "RestoreEstimate",
+    "ManifestFigures",
     "RunOverview",
-    "State",
+    "SECONDS",
     "Totals",
-    "Trouble",
     "Validated",
     "alarms",
+    "cause_of",
+    "cause_of_name",
     "clock_note",
+    "ended_lag",
+    "expected_interval_seconds",
+    "kept",
+    "lag_of",
     "measured_interval_seconds",
+    "pace",
+    "restore_estimate",
+    "state_of",
+    "totals",
+    "unreadable",
+    "with_risk",
 ]
+
+
+# Why checkpoints fail, in a few classes that can be counted and alerted on.
+#
+# The classes are few and fixed, so that they can be the values of a metric's label; the message
+# says the rest.
+
+
+#: Most specific class first.
+_BY_CLASS: Final[tuple[tuple[type[BaseException], str], ...]] = (
+    (errors.StoreUnavailable, "store_unavailable"),
+    (errors.StoreThrottled, "store_throttled"),
+    (errors.StoreAccessDenied, "store_denied"),
+    (errors.StoreFull, "store_full"),
+    (errors.StoreError, "store"),
+    (errors.NothingToRestore, "run_missing"),
+    (errors.StagingFull, "staging_full"),
+    (errors.StagingError, "staging"),
+    (errors.FormatError, "damaged"),
+    (errors.ChainError, "chain_broken"),
+    (errors.CommitError, "superseded"),
+    (errors.CheckpointCancelled, "cancelled"),
+    (MemoryError, "memory"),
+    (OSError, "host"),
+)
+_OTHER: Final = "other"
+
+#: Every value that there is.
+CAUSES: Final = (*(cause for _, cause in _BY_CLASS), _OTHER)
+
+
+def cause_of(error: BaseException) -> str:
+    """The class that `error` counts in."""
+    return _cause(type(error))
+
+
+def cause_of_name(error_type: str) -> str:
+    """As `cause_of`, of the name of an exception class of recpoint's, as outcomes have it."""
+    found = getattr(errors, error_type, None) if error_type in errors.__all__ else None
+    return _cause(found) if isinstance(found, type) else _OTHER
+
+
+def _cause(kind: type[BaseException]) -> str:
+    return next((cause for base, cause in _BY_CLASS if issubclass(kind, base)), _OTHER)
+
+
+# How often something took how long, in buckets: what a monitoring system can add up over hosts.
+
+
+#: From a copy of a few rows to an object store on a bad day: ten buckets a factor of a thousand
+#: would be finer than anybody reads, three a factor of ten tell 0.2 s from 0.5 s.
+SECONDS: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+
+
+class HistogramReading(NamedTuple):
+    """A histogram at one moment.
+
+    Attributes:
+        bounds: upper bounds of the buckets, inclusive, ascending, without infinity.
+        counts: values of each bucket alone, and last those above all bounds.
+        total: sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Histogram:
+    """Counts values; one thread at a time adds, any thread reads, and neither waits.
+
+    A reading made while a value is added may miss it in the sum: a monitoring system reads again.
+    """
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count `value`."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def read(self) -> HistogramReading:
+        """What has been counted."""
+        return HistogramReading(self._bounds, tuple(self._counts), self._total)
+
+
+# What a run looks like from its catalog alone: lag, stalls, bytes, chain, states, failures.
+#
+# Pure: `run_watch.RunWatch` reads, the functions here only compute, so that a page, a command and a
+# metric say the same. Nothing here asks Prefect, a trainer or an agent.
+#
+# Whose clock. `snapshot_ms`, `staged_ms` and `committed_ms` of a checkpoint, and `created_ms` of
+# its generation, are of one clock: that of the trainer's host, where the agent runs too.
+# Differences among them (`stall`, `lag_seconds`, `at_risk_seconds` of a checkpoint) do not depend
+# on whether it is right. How long ago something happened is measured by `Age`: the store's time of
+# the object against this host's, held within what this process has seen itself on its monotonic
+# clock.
+
 
 #: A run is lagging when this many of its intervals have passed without a commit.
 INTERVALS_OF_SILENCE = 3.0
@@ -389,4 +503,203 @@ def clock_note(*, store_less_trainer_seconds: float, ahead_seconds: float) -> st
     return (
         f"the store dates the newest manifest {abs(apart):.0f} s {order} its trainer did: their "
         "clocks differ, or the run was copied; ages are the store's"
+    )
+
+
+# Figures of a run's overview, from what is kept of its manifests and generation records.
+
+
+#: So many of the newest gaps tell how fast training is.
+
+
+class ManifestFigures(NamedTuple):
+    """What is kept of a manifest once it has been read, as taken; `error`: it could not be."""
+
+    kind: Literal["full", "increment"]
+    chain_length: int
+    snapshot_ms: int
+    staged_ms: int
+    committed_ms: int
+    stall_us: int
+    stored_bytes: int
+    full_bytes: int
+    due_ms: int | None
+    due_batches: int | None
+    error: str | None
+
+
+def kept(manifest: Manifest) -> ManifestFigures:
+    """What is kept of a manifest."""
+    links = manifest.links
+    return ManifestFigures(
+        kind=links.kind,
+        chain_length=links.chain_length,
+        snapshot_ms=manifest.snapshot_ms,
+        staged_ms=manifest.staged_ms,
+        committed_ms=manifest.committed_ms,
+        stall_us=manifest.stall_us,
+        stored_bytes=manifest.stored_bytes,
+        full_bytes=manifest.full_bytes,
+        due_ms=manifest.history.due_ms,
+        due_batches=manifest.history.due_batches,
+        error=None,
+    )
+
+
+def unreadable(error: RecpointError) -> ManifestFigures:
+    """What is kept of one that cannot be read."""
+    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, str(error))
+
+
+def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:
+    """The state of a checkpoint, from its manifest and what validations say."""
+    if read.error is not None:
+        return "damaged"
+    if verdict is None:
+        return "committed"
+    if verdict.result != "passed":
+        return verdict.result
+    return "validated" if verdict.passed("sample") else "committed"
+
+
+def with_risk(facts: Sequence[CheckpointFacts], run: Run) -> tuple[CheckpointFacts, ...]:
+    """With what was at risk right before each commit; `facts` newest first."""
+    found = []
+    for position, one in enumerate(facts):
+        before = facts[position + 1] if position + 1 < len(facts) else None
+        alone = len(facts) == 1
+        start = None if one.error is not None else _before(one, before, run, alone=alone)
+        if start is None:
+            found.append(one)
+            continue
+        since_ms, since_step = start
+        batches = one.step - since_step
+        # One host's clock; it may have been set meanwhile.
+        gap_seconds = max(0, one.snapshot_ms - since_ms) / 1000
+        meanwhile = one.lag_seconds * batches / gap_seconds if gap_seconds > 0 else 0.0
+        found.append(
+            replace(
+                one,
+                at_risk_seconds=gap_seconds + one.lag_seconds,
+                interval_batches=batches,
+                at_risk_batches=batches + round(meanwhile),
+            )
+        )
+    return tuple(found)
+
+
+def _before(
+    one: CheckpointFacts, before: CheckpointFacts | None, run: Run, *, alone: bool
+) -> tuple[int, int] | None:
+    """(time, step) from which on training was in no checkpoint; by its trainer's host's clock."""
+    if before is not None and before.generation == one.generation:
+        return None if before.error is not None else (before.snapshot_ms, before.step)
+    if before is None and not alone:
+        return None  # retention may have let go of the one before it, or it was not read
+    record = run.generation(one.generation)
+    return record.created_ms, 0 if record.restored is None else record.restored.step
+
+
+def pace(facts: Sequence[CheckpointFacts]) -> float | None:
+    """Batches a second between the newest cuts; None: not known."""
+    known = [
+        (one.interval_batches, one.at_risk_seconds - one.lag_seconds)
+        for one in facts
+        if one.interval_batches is not None and one.at_risk_seconds is not None
+    ][:_GAPS]
+    seconds = sum(gap for _, gap in known)
+    return sum(batches for batches, _ in known) / seconds if seconds > 0 else None
+
+
+def expected_interval_seconds(
+    newest: ManifestFigures | None, facts: Sequence[CheckpointFacts]
+) -> float | None:
+    """From one checkpoint to the next: as its trainer meant it, or as measured if that is longer.
+
+    Longer where checkpoints are skipped, since the store is slower than the interval. None: the
+    trainer did not know, or how long a batch takes is not known.
+
+    Args:
+        newest: the newest manifest that can be read.
+        facts: of the live line, newest first.
+    """
+    if newest is None:
+        return None
+    meant: float | None = None
+    rate = pace(facts)
+    if newest.due_ms is not None:
+        meant = newest.due_ms / 1000
+    elif newest.due_batches is not None and rate:
+        meant = newest.due_batches / rate
+    if meant is None:
+        return None
+    return max(meant, measured_interval_seconds(facts) or 0.0)
+
+
+def lag_of(
+    seconds: float | None,
+    at_risk_seconds: float,
+    pace: float | None,
+    clock: Literal["store", "watched"],
+    interval_seconds: float | None,
+    note: str = "",
+) -> Lag:
+    """The lag; `pace` in batches a second turns it into batches."""
+    return Lag(
+        seconds=seconds,
+        at_risk_seconds=at_risk_seconds,
+        at_risk_batches=None if pace is None else round(pace * at_risk_seconds),
+        clock=clock,
+        interval_seconds=interval_seconds,
+        intervals=at_risk_seconds / interval_seconds if interval_seconds else None,
+        clock_note=note,
+    )
+
+
+def ended_lag(lag: Lag, ended: Ended, safe_step: int | None) -> Lag:
+    """The lag of a run whose trainer has ended: what is at risk is what it could not store.
+
+    Args:
+        lag: as if it still trained.
+        ended: its word.
+        safe_step: of the newest checkpoint that restores; None: there is none.
+    """
+    missing = ended.step - (safe_step or 0)
+    if missing <= 0:
+        return replace(lag, at_risk_seconds=0.0, at_risk_batches=0, intervals=None)
+    return replace(lag, at_risk_batches=missing)
+
+
+def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEstimate:
+    """What a restore by `chain` reads: the rows of all links, the state of the newest (§6.3)."""
+    newest = chain.newest
+    total = sum(
+        chunk.bytes
+        for link in chain.manifests
+        for chunk in link.chunks
+        if chunk.content == "rows" or (chunk.content == "state" and link is newest)
+    )
+    return RestoreEstimate(
+        step=newest.step,
+        generation=newest.generation,
+        chain_length=newest.links.chain_length,
+        manifests_to_read=len(chain.manifests),
+        bytes_to_read=total,
+        seconds=None if bytes_per_second is None else total / bytes_per_second,
+        bytes_per_second=bytes_per_second,
+    )
+
+
+def totals(facts: Sequence[CheckpointFacts]) -> Totals:
+    """Sums over all that could be read."""
+    readable = [one for one in facts if one.error is None]
+    gaps = [
+        one.at_risk_seconds - one.lag_seconds for one in readable if one.at_risk_seconds is not None
+    ]
+    return Totals(
+        checkpoints=len(readable),
+        stored_bytes=sum(one.stored_bytes for one in readable),
+        full_bytes=sum(one.full_bytes for one in readable),
+        stall_seconds=sum(one.stall_seconds for one in readable),
+        trained_seconds=sum(gaps) if gaps else None,
     )

@@ -19,7 +19,6 @@ import crc32c
 import numpy as np
 import torch
 
-from recpoint.catalog.chunks.row_state import to_bfloat16
 from recpoint.catalog.persist.plan import (
     PARAMETER_DTYPES,
     Group,
@@ -43,7 +42,7 @@ from recpoint.catalog.persist.spool import (
     save_result,
     write_bits,
 )
-from recpoint.catalog.staging.staged_job import (
+from recpoint.catalog.staging.job import (
     Extent,
     StagedJob,
     code_name,
@@ -52,15 +51,16 @@ from recpoint.catalog.staging.staged_job import (
     state_name,
     values_name,
 )
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.io_scheduler import WriteBudget, WriteScheduler
-from recpoint.catalog.stores.store import Store
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.scheduler import WriteBudget, WriteScheduler
+from recpoint.catalog.store.store import Store
 from recpoint.errors import DigestMismatch, MalformedObject
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.job import StagedTable
 from recpoint.format.manifest import ChunkEntry, Scheme
 from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
+from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import row_set
 
 __all__ = ["encode_group", "encoded_entries", "upload_group"]

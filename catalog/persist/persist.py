@@ -27,18 +27,21 @@ from recpoint.catalog.persist.ranks import (
     write_part,
 )
 from recpoint.catalog.persist.spool import empty_spool
-from recpoint.catalog.runs.commit import check_fence, commit
-from recpoint.catalog.runs.committed import Committed, committed
-from recpoint.catalog.runs.rejections import leave_rejection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.cancel import raise_if_cancelled
-from recpoint.catalog.staging.staged import finish, read_job
-from recpoint.catalog.staging.staged_job import StagedJob, open_slot
-from recpoint.catalog.stores.chunks_there import chunks_missing, not_there
-from recpoint.catalog.stores.elapsed import now_ms
-from recpoint.catalog.stores.io_scheduler import ReadScheduler, WriteBudget, WriteScheduler
-from recpoint.catalog.stores.run_url import naming_run
-from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
+from recpoint.catalog.run.commit import (
+    Committed,
+    check_fence,
+    chunks_missing,
+    commit,
+    committed,
+    not_there,
+)
+from recpoint.catalog.run.run import Run, leave_rejection
+from recpoint.catalog.staging.area import finish, raise_if_cancelled, read_job
+from recpoint.catalog.staging.job import StagedJob, open_slot
+from recpoint.catalog.store.contract import now_ms
+from recpoint.catalog.store.run_url import naming_run
+from recpoint.catalog.store.scheduler import ReadScheduler, WriteBudget, WriteScheduler
+from recpoint.catalog.store.store import S3Timeouts, Store, open_store
 from recpoint.errors import (
     CheckpointCancelled,
     ForeignObject,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from recpoint.catalog.staging.staged_job import StagedJob, sample_name
+from recpoint.catalog.staging.job import StagedJob, sample_name
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes

@@ -25,7 +25,7 @@ from recpoint.catalog.persist.spool import (
     save_result,
     write_bits,
 )
-from recpoint.catalog.staging.staged_job import (
+from recpoint.catalog.staging.job import (
     CodeArray,
     Extent,
     StagedJob,

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pydantic import ValidationError
 
-from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.cancel import raise_if_cancelled
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.chunks_there import not_there
-from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.run.commit import commit, not_there
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import raise_if_cancelled
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
@@ -41,7 +40,7 @@ from recpoint.format.records import (
 
 if TYPE_CHECKING:  # whoever looks at a catalog needs neither
     from recpoint.catalog.persist.quantize import Quantization
-    from recpoint.catalog.staging.staged_job import StagedJob
+    from recpoint.catalog.staging.job import StagedJob
 
 __all__ = [
     "MAX_PARTS_BYTES",

@@ -23,14 +23,8 @@ import crc32c
 import numpy as np
 
 from recpoint.catalog.staging import owned
-from recpoint.catalog.staging.staged_job import (
-    PIECE_BYTES,
-    Extent,
-    StagedJob,
-    read_into,
-    read_pieces,
-)
-from recpoint.catalog.stores import durable
+from recpoint.catalog.staging.job import PIECE_BYTES, Extent, StagedJob, read_into, read_pieces
+from recpoint.catalog.store import durable
 from recpoint.errors import StagingFull
 
 __all__ = [

@@ -1,40 +1,440 @@
-"""Retention, executed: mark, wait for the grace, delete; killed anywhere, finished by the next.
-
-The steps are those of format §6.6; what is kept is decided by `catalog.retention.retention`.
-"""
+"""Plans and executes a retention: marks manifests, waits for the grace, deletes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+import math
+import os
+import socket
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
-from recpoint.catalog.records import leases
-from recpoint.catalog.records.announcement import (
+from recpoint.catalog.retention.keep import (
+    Decision,
+    RetentionPlan,
+    RetentionPolicy,
+    deletion_order,
+    needed_manifests,
+    plan,
+)
+from recpoint.catalog.retention.sweep import SweepPlan, SweepResult, plan_sweep
+from recpoint.catalog.retention.sweep import execute as execute_sweep
+from recpoint.catalog.run import leases
+from recpoint.catalog.run.deletions import (
     TAKE_OVER_SECONDS,
     Announcement,
     announce,
     standing,
     take_over,
 )
-from recpoint.catalog.records.leases import Held
-from recpoint.catalog.records.run_facts import OnStep, gather, leased_by, unwatched
-from recpoint.catalog.retention.plan_record import leave_plan
-from recpoint.catalog.retention.prune_plan import PrunePlan
-from recpoint.catalog.retention.retention import Decision, deletion_order, needed_manifests
-from recpoint.catalog.runs.representations import Representations, StoredManifest
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import Clocks, stamp_now
-from recpoint.catalog.stores.io_scheduler import WriteBudget, WriteScheduler
-from recpoint.catalog.sweeping.sweep import SweepResult, plan_sweep
-from recpoint.catalog.sweeping.sweep import execute as execute_sweep
-from recpoint.errors import RetentionRefused, StoreFull
-from recpoint.format.naming import DELETION_KEY, EXPIRED_KEY
-from recpoint.format.record_kinds import LEASE, MARK
-from recpoint.format.retention_records import Mark
+from recpoint.catalog.run.facts import OnStep, gather, leased_by, unwatched
+from recpoint.catalog.run.leases import Held
+from recpoint.catalog.run.pins import read_deletion
+from recpoint.catalog.run.representations import Representations, RunFacts, StoredManifest
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import Clocks, ObjectInfo, now_ms, stamp_now
+from recpoint.catalog.store.scheduler import ReadScheduler, WriteBudget, WriteScheduler
+from recpoint.errors import (
+    FormatError,
+    ObjectNotFound,
+    RetentionRefused,
+    SettingsError,
+    StoreError,
+    StoreFull,
+)
+from recpoint.format.naming import DELETION_KEY, EXPIRED_KEY, PIN_KEY
+from recpoint.format.record_kinds import LEASE, MARK, PLAN
+from recpoint.format.retention_records import (
+    MAX_PLANNED,
+    Mark,
+    Plan,
+    PlannedManifest,
+    PlannedRules,
+    RuleBest,
+)
 
-__all__ = ["PruneResult", "execute"]
+__all__ = [
+    "GRACE_FLOOR_SECONDS",
+    "PlanWatch",
+    "PrunePlan",
+    "PruneResult",
+    "execute",
+    "leave_plan",
+    "marked",
+    "plan_prune",
+    "require_grace",
+]
+
+
+# The shortest grace that may be asked for: what is younger may still be read or be written.
+
+
+#: Longer than any restore that holds no lease, and than a chunk is on its way.
+GRACE_FLOOR_SECONDS: Final = 3600.0
+
+
+def require_grace(
+    grace_seconds: float, *, floor_seconds: float = GRACE_FLOOR_SECONDS, why: str
+) -> None:
+    """Refuse a grace that is too short.
+
+    Args:
+        grace_seconds: what was asked for.
+        floor_seconds: the shortest.
+        why: who needs that long.
+
+    Raises:
+        SettingsError: it is shorter.
+    """
+    if not grace_seconds >= floor_seconds:
+        raise SettingsError(
+            "grace_seconds",
+            found=str(grace_seconds),
+            expected=f"at least {floor_seconds:g}: {why}",
+            next_step="give a longer grace; 86400 is a day",
+        )
+
+
+# Marks: manifests whose deletion is announced (format §6.6 T2).
+
+
+def marked(run: Run) -> set[str]:
+    """Keys of the manifests that have a mark; one listing, no reads."""
+    return set(run.records(MARK).names())
+
+
+class Marks:
+    """The marks of a run; each is read once.
+
+    Args:
+        run: the run.
+        clocks: what the clocks say, for the marks' ages.
+    """
+
+    def __init__(self, run: Run, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self._infos: dict[str, ObjectInfo] = {}
+        self._infos.update(run.records(MARK).listed())
+        with ReadScheduler.of_records() as reads:
+            read = reads.results(self._infos, partial(_read_mark, run))
+            self._marks = dict(zip(self._infos, read, strict=True))
+
+    @property
+    def keys(self) -> Iterable[str]:
+        """Keys of the manifests that have a mark, readable or not."""
+        return self._infos.keys()
+
+    def holds(self, decision: Decision) -> bool:
+        """Whether there is a mark of this very manifest, and not of one that was there before."""
+        mark = self._marks.get(decision.manifest.key)
+        return mark is not None and mark.attempt == decision.manifest.attempt
+
+    def age_seconds(self, manifest: str) -> float:
+        """How long a manifest whose mark holds has been marked; negative: from the future."""
+        mark, info = self._marks[manifest], self._infos[manifest]
+        assert mark is not None  # it holds
+        return self._clocks.age_seconds(mark.stamp, modified_ms=info.modified_ms)
+
+
+def _read_mark(run: Run, manifest: str) -> Mark | None:
+    try:
+        return run.records(MARK).read(manifest)
+    except (FormatError, ObjectNotFound):
+        return None
+
+
+# What a retention would do now: what to mark, what waits, what to delete (format §6.6, T1-T3).
+
+
+class Waiting(NamedTuple):
+    """A marked manifest whose grace is not over."""
+
+    decision: Decision
+    age_seconds: float
+
+
+class PruneRow(NamedTuple):
+    """What becomes of one manifest; `wait`: it is marked, and may not be deleted yet."""
+
+    step: int
+    generation: int
+    key: str
+    action: Literal["keep", "mark", "wait", "delete"]
+    reason: str
+    stored_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunePlan:
+    """What a retention would do now. Made by reading alone.
+
+    Attributes:
+        retention: what is kept and what is not, with the reasons.
+        mark: manifests that get a mark now, newest first.
+        unmark: marks that go: of what is kept now, or is not there any more.
+        remark: marks from the future, which are written anew.
+        waiting: marked manifests that stay for now.
+        delete: keys of manifests that go now, newest first.
+        unfinished: what an earlier retention was deleting when it was killed; goes first.
+        held: leases that keep everything from being deleted.
+        expired_leases: keys of leases that nobody has renewed in time.
+        adopt: leases from the future.
+        stray_pins: keys of pins of checkpoints that are not there; nothing removes them.
+        orphans: what no manifest names, as far as it was there when the plan was made.
+        grace_seconds: how long a manifest stays marked.
+        store_full: the store refused to say its time for lack of space: nothing that needs its
+            clock or another write is planned to be deleted.
+    """
+
+    retention: RetentionPlan
+    mark: tuple[Decision, ...]
+    unmark: tuple[str, ...]
+    remark: tuple[Decision, ...]
+    waiting: tuple[Waiting, ...]
+    delete: tuple[str, ...]
+    unfinished: tuple[str, ...]
+    held: tuple[str, ...]
+    expired_leases: tuple[str, ...]
+    adopt: tuple[leases.Held, ...]
+    stray_pins: tuple[str, ...]
+    orphans: SweepPlan
+    grace_seconds: float
+    store_full: StoreFull | None
+
+    def rows(self) -> Iterator[PruneRow]:
+        """All manifests, newest first."""
+        waiting = {wait.decision.manifest.key: wait.age_seconds for wait in self.waiting}
+        delete = {*self.delete, *self.unfinished}
+        for manifest, decided, why in self.retention.decisions:
+            action: Literal["keep", "mark", "wait", "delete"] = "keep"
+            if manifest.key in delete:
+                action = "wait" if self.held else "delete"
+                why = f"{why}; held by a lease: {self.held[0]}" if self.held else why
+            elif manifest.key in waiting:
+                action = "wait"
+                left = self.grace_seconds - max(0.0, waiting[manifest.key])
+                why = f"{why}; marked, {left / 3600:.1f} h of grace are left"
+            elif decided == "drop":
+                action = "mark"
+            yield PruneRow(*manifest.name, manifest.key, action, why, manifest.stored_bytes)
+
+
+def plan_prune(
+    run: Run,
+    policy: RetentionPolicy,
+    *,
+    grace_seconds: float,
+    keep: Collection[str] = (),
+    ask_store: bool = True,
+    grace_floor_seconds: float = GRACE_FLOOR_SECONDS,
+    on_step: OnStep = unwatched,
+) -> PrunePlan:
+    """Find what can go; nothing is changed.
+
+    Args:
+        run: the run.
+        policy: the rules.
+        grace_seconds: how long a manifest stays marked, and how old orphans must be.
+        keep: attempts that jobs in a staging area name: an agent will finish them.
+        ask_store: ask the store for its time, which writes and removes a small object; without
+            it, nothing at all is written, and a clock of the store that is behind is not noticed.
+        grace_floor_seconds: refuse a shorter grace.
+        on_step: called after each manifest that was read, from this thread.
+
+    Raises:
+        SettingsError: a grace below the floor.
+        RetentionRefused: see `recpoint.catalog.retention.keep.plan`.
+        FormatError, GenerationRecordLost: the live line cannot be followed.
+        StoreError: the store cannot be read.
+    """
+    why = "readers without a lease have that long"
+    require_grace(grace_seconds, floor_seconds=grace_floor_seconds, why=why)
+    store_full: StoreFull | None = None
+    try:
+        clocks = Clocks.read(run.store if ask_store else None)
+    except StoreFull as error:
+        store_full, clocks = error, Clocks.read()
+    held = leases.read_leases(run, clocks)
+    alive = [lease for lease in held if lease.alive]
+    metrics = [rule.metric for rule in policy.best_by]
+    facts = gather(run, metrics=metrics, leases=alive, on_step=on_step)
+    retention = plan(facts, policy)
+    marks = Marks(run, clocks)
+    dropped = {decision.manifest.key: decision for decision in retention.dropped}
+    marked = {key: decision for key, decision in dropped.items() if marks.holds(decision)}
+    ages = {key: marks.age_seconds(key) for key in marked}
+    deletion = _unfinished(run)
+    return PrunePlan(
+        retention=retention,
+        mark=tuple(decision for key, decision in dropped.items() if key not in marked),
+        unmark=tuple(key for key in marks.keys if key not in marked),
+        remark=tuple(marked[key] for key, age in ages.items() if age < 0),
+        waiting=tuple(
+            Waiting(marked[key], age) for key, age in ages.items() if age < grace_seconds
+        ),
+        delete=tuple(
+            key
+            for key, age in ages.items()
+            if age >= max(0.0, grace_seconds) and store_full is None
+        ),
+        unfinished=deletion,
+        held=tuple(lease.who for lease in alive if lease.covers is None),
+        expired_leases=tuple(lease.key for lease in held if not lease.alive and store_full is None),
+        adopt=tuple(lease for lease in alive if lease.from_the_future),
+        stray_pins=_stray_pins(facts),
+        orphans=plan_sweep(
+            run,
+            grace_seconds=grace_seconds,
+            keep=keep,
+            spare_newest=True,
+            ask_store=ask_store,
+            on_step=on_step,
+        ),
+        grace_seconds=grace_seconds,
+        store_full=store_full,
+    )
+
+
+def _stray_pins(facts: RunFacts) -> tuple[str, ...]:
+    there = {manifest.name for manifest in facts.manifests}
+    return tuple(
+        PIN_KEY.of(*name, label)
+        for name, labels in facts.pins.items()
+        if name not in there
+        for label in labels
+    )
+
+
+def _unfinished(run: Run) -> tuple[str, ...]:
+    try:
+        deletion = read_deletion(run)
+    except FormatError:
+        return (DELETION_KEY,)  # nobody knows what it named; marks tell what is to go
+    if deletion is None:
+        return ()
+    return deletion.manifests if deletion.run == run.id else (DELETION_KEY,)
+
+
+# The plan of a run's newest retention, left for people: which rules, what goes and why (§6.6).
+
+
+_LOG = logging.getLogger("recpoint.retention")
+
+_ACTIONS = ("keep", "mark", "wait", "delete")
+_MOST_RULES = 100
+_MOST_MS = 2**53 - 1
+
+
+def leave_plan(run: Run, made: PrunePlan) -> None:
+    """Write what a retention is about to carry out; a store that refuses is logged, not raised.
+
+    Args:
+        run: the run.
+        made: of `plan_prune`.
+    """
+    rows = list(made.rows())
+    count = {action: sum(row.action == action for row in rows) for action in _ACTIONS}
+    record = Plan(
+        run=run.id,
+        rules=_rules(made.retention.policy),
+        grace_ms=_ms(made.grace_seconds),
+        keep=count["keep"],
+        mark=count["mark"],
+        wait=count["wait"],
+        delete=count["delete"],
+        manifests=tuple(
+            PlannedManifest(manifest=row.key, action=row.action, reason=row.reason[:1024])
+            for row in _newest_rows(rows)
+        ),
+        host=socket.gethostname()[:255],
+        pid=os.getpid(),
+        planned_ms=now_ms(),
+    )
+    try:
+        run.records(PLAN).put(record)
+    except StoreError as error:
+        # Nothing depends on it, and what frees a store that is full must not fail for it.
+        _LOG.info("the plan of this retention is not left in the store: %s", error)
+
+
+class PlanWatch:
+    """Reads a run's plan again and again, each once.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        error: why the one that is there cannot be read; None: it can, or there is none.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: ObjectInfo | None = None
+        self._plan: Plan | None = None
+        self.error: FormatError | None = None
+
+    def refresh(self) -> Plan | None:
+        """The plan that is there; None: there is none, or it cannot be read.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        # A listing, so that a plan of a thousand manifests is read when it is new only.
+        info = next((info for _, info in self._run.records(PLAN).listed()), None)
+        if info is None or info != self._seen:
+            self._plan, self.error = None, None
+            if info is not None:
+                try:
+                    self._plan = self._run.records(PLAN).read()
+                except ObjectNotFound:
+                    return None
+                except FormatError as error:
+                    self.error = error
+            self._seen = info
+        return self._plan
+
+
+def _newest_rows(rows: list[PruneRow]) -> list[PruneRow]:
+    """The newest, in their order: not only those that go, nor only those that stay."""
+    going = [row for row in rows if row.action != "keep"]
+    kept = len(rows) - len(going)
+    most_going = max(MAX_PLANNED - kept, MAX_PLANNED // 2)
+    left = {True: most_going, False: MAX_PLANNED - min(len(going), most_going)}
+    newest = []
+    for row in rows:
+        goes = row.action != "keep"
+        if left[goes] > 0:
+            left[goes] -= 1
+            newest.append(row)
+    return newest
+
+
+def _rules(policy: RetentionPolicy) -> PlannedRules:
+    return PlannedRules(
+        last=policy.keep_last,
+        within_ms=_ms(policy.keep_within_seconds),
+        hourly=policy.keep_hourly,
+        daily=policy.keep_daily,
+        weekly=policy.keep_weekly,
+        monthly=policy.keep_monthly,
+        best=tuple(
+            RuleBest(metric=one.metric, direction=one.direction, count=one.count)
+            for one in policy.best_by[:_MOST_RULES]
+        ),
+        require_validated=policy.require_validated,
+    )
+
+
+def _ms(seconds: float) -> int:
+    return min(_MOST_MS, math.ceil(1000 * seconds))
+
+
+# Retention, executed: mark, wait for the grace, delete; killed anywhere, finished by the next.
+#
+# The steps are those of format §6.6; what is kept is decided by `catalog.retention.retention`.
+
 
 _AT_ONCE = 8
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog.stores import durable
+from recpoint.catalog.store import durable
 from recpoint.errors import StagingRefused
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "require_own",
     "write_atomically",
 ]
+
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: O_NONBLOCK: to open a pipe that somebody put there must not hang.

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Any
 from recpoint import errors, loggers
 
 if TYPE_CHECKING:
-    from recpoint.catalog.restoring.reshard import TablePart
-    from recpoint.catalog.restoring.restore_parts import restore_parts
-    from recpoint.dashboards.trainer_metrics import export_metrics
+    from recpoint.catalog.restore.placement import TablePart
+    from recpoint.catalog.restore.restore import restore_parts
+    from recpoint.dashboards.metrics.trainer import export_metrics
     from recpoint.serving.follower import Follower
     from recpoint.trainer_plugin.checkpointer import Checkpointer
-    from recpoint.trainer_plugin.failures import ExpectedFailures
-    from recpoint.trainer_plugin.integrations.lightning import LightningCallback
-    from recpoint.trainer_plugin.parts import Seed
+    from recpoint.trainer_plugin.lightning import LightningCallback
     from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot
-    from recpoint.trainer_plugin.resumable_loader import ResumableLoader
-    from recpoint.trainer_plugin.settings import Options, Precision, Staging, Timeouts
+    from recpoint.trainer_plugin.restore.target import Seed
+    from recpoint.trainer_plugin.settings import (
+        ExpectedFailures,
+        Options,
+        Precision,
+        Staging,
+        Timeouts,
+    )
+    from recpoint.trainer_plugin.state.reader import ResumableLoader
 
 __all__ = [
     "Checkpointer",
@@ -49,20 +54,20 @@ _HOMES = {
     "Checkpointer": "recpoint.trainer_plugin.checkpointer",
     "Consecutive": "recpoint.trainer_plugin.policy",
     "Continuous": "recpoint.trainer_plugin.policy",
-    "ExpectedFailures": "recpoint.trainer_plugin.failures",
+    "ExpectedFailures": "recpoint.trainer_plugin.settings",
     "Follower": "recpoint.serving.follower",
     "Intermittent": "recpoint.trainer_plugin.policy",
-    "LightningCallback": "recpoint.trainer_plugin.integrations.lightning",
+    "LightningCallback": "recpoint.trainer_plugin.lightning",
     "OneShot": "recpoint.trainer_plugin.policy",
     "Options": "recpoint.trainer_plugin.settings",
     "Precision": "recpoint.trainer_plugin.settings",
-    "ResumableLoader": "recpoint.trainer_plugin.resumable_loader",
-    "Seed": "recpoint.trainer_plugin.parts",
+    "ResumableLoader": "recpoint.trainer_plugin.state.reader",
+    "Seed": "recpoint.trainer_plugin.restore.target",
     "Staging": "recpoint.trainer_plugin.settings",
-    "TablePart": "recpoint.catalog.restoring.reshard",
+    "TablePart": "recpoint.catalog.restore.placement",
     "Timeouts": "recpoint.trainer_plugin.settings",
-    "export_metrics": "recpoint.dashboards.trainer_metrics",
-    "restore_parts": "recpoint.catalog.restoring.restore_parts",
+    "export_metrics": "recpoint.dashboards.metrics.trainer",
+    "restore_parts": "recpoint.catalog.restore.restore",
 }
 
 

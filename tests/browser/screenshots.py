@@ -19,8 +19,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
 from tests.agent_process import AgentProcess
 from tests.browser.conftest import CHROMIUM_ARGUMENTS, dashboard

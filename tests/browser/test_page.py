@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import torch
 
-from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.records.pins import pin
-from recpoint.catalog.retention.prune import execute
-from recpoint.catalog.retention.prune_plan import plan_prune
-from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.elapsed import now_ms
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.retention.prune import execute, plan_prune
+from recpoint.catalog.run.pins import pin
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.contract import now_ms
+from recpoint.catalog.store.local import LocalStore
 from recpoint.dashboards.terminal import bytes_text, time_text
 from recpoint.errors import RanksMissing
 from recpoint.format.history import History
@@ -172,7 +171,7 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
     )
     execute(run, plan)
     job_file = stage(run, tmp_path / "staging", catalog_builder.tables(), step=400, generation=1)
-    slot = staged.slots_directory(job_file.parent.parent) / staged.read_job(job_file).slot
+    slot = area.slots_directory(job_file.parent.parent) / area.read_job(job_file).slot
     slot.write_bytes(bytes(slot.stat().st_size))
     rejected = persist_job(job_file)
     validated = validate(run, ManifestName(200, 1))

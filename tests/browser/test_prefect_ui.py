@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.flows import prefect_server
 from tests.agent_process import AgentProcess
 from tests.browser.conftest import PATIENCE_SECONDS

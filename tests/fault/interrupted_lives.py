@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from recpoint import Checkpointer
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from tests.interrupted import Arrival, Interrupt, TimeOut, Visits, handler_raises
 from tests.persisted import restored

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Staging, Timeouts, kernels
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.cancel import is_cancelled
-from recpoint.catalog.staging.staged import run_directory, staged_jobs
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import is_cancelled, run_directory, staged_jobs
+from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import ManifestName
 from recpoint.testing import die_at
 from tests.forked import ForkedProcess
@@ -142,8 +141,8 @@ def trainer_life(
     besides: Container[str] = (),
 ) -> None:
     """Train to the end from wherever the run is; write what came out to the file `evidence`."""
-    from recpoint.trainer_plugin import outcomes
     from recpoint.trainer_plugin.checkpointer import Checkpointer
+    from recpoint.trainer_plugin.pipeline import outcomes
 
     # A killed agent has a successor, however long this machine takes to start it.
     outcomes._AGENT_GRACE_SECONDS = _PATIENCE_SECONDS
@@ -221,7 +220,7 @@ def agent_life(
     once: bool = False,
 ) -> None:
     """Serve the staging area until SIGTERM, or `once`; `log` is a file for its standard error."""
-    from recpoint.flows.agent import run_agent
+    from recpoint.flows.agent.agent import run_agent
 
     if log is not None:
         with open(log, "ab") as file:
@@ -270,7 +269,7 @@ def consolidation_life(url: str, step: int, links: int | None, die: int | None) 
 
 def sweep_life(*, url: str, die: int | None = None) -> None:
     """Remove what no manifest names, however young."""
-    from recpoint.catalog.sweeping.sweep import execute, plan_sweep
+    from recpoint.catalog.retention.sweep import execute, plan_sweep
 
     die_at.install(die_at=die, besides=besides_of(url))
     run = Run.open(open_store(url))

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import Checkpointer, Timeouts
 from recpoint.errors import RecpointError
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.replicas import Replicas
+from recpoint.trainer_plugin.ranks.agreement import Replicas
+from recpoint.trainer_plugin.ranks.ranks import Ranks
 from tests.polling import until
 
 __all__ = ["Unlike", "exhausted_rank", "failing_rank", "own_state_life"]

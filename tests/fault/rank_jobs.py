@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area
 from recpoint.format.job import Job
 from tests.fault.lives import begin
 from tests.fault.rank_lives import rank_life
@@ -89,8 +89,8 @@ class RankJob:
 
     def staged_jobs(self) -> list[Job]:
         """What is staged, by step and rank."""
-        (run,) = staged.run_directories(self.staging)
-        found = [staged.read_job(path) for path in staged.staged_jobs(run)]
+        (run,) = area.run_directories(self.staging)
+        found = [area.read_job(path) for path in area.staged_jobs(run)]
         return sorted(found, key=lambda job: (job.step, job.rank))
 
 

@@ -30,16 +30,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import Checkpointer
-from recpoint.catalog.stores import durable
+from recpoint.catalog.store import durable
 from recpoint.errors import IncompatibleModel, NothingToRestore, RankLost, SettingsError
 from recpoint.trainer_plugin import integrations
-from recpoint.trainer_plugin.cut_seal import Snapshot
-from recpoint.trainer_plugin.handoff import Handoff
+from recpoint.trainer_plugin.pipeline.handoff import Handoff
 from recpoint.trainer_plugin.policy import FULL, Consecutive, OneShot, Policy
-from recpoint.trainer_plugin.rank_agreement import CutAgreement, agree_on_cut, agree_on_settings
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.replicas import NOTHING
+from recpoint.trainer_plugin.ranks.agreement import (
+    NOTHING,
+    CutAgreement,
+    agree_on_cut,
+    agree_on_settings,
+)
+from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.settings import Options, Precision, Settings, Staging, Timeouts
+from recpoint.trainer_plugin.snapshot.seal import Snapshot
 from tests import row_shards
 from tests.fault.rank_points import announce_protocol, stop_at_step
 from tests.fault.rank_watch import Origin, count_exchanges

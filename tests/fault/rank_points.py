@@ -7,11 +7,11 @@ import signal
 from collections.abc import Callable, Container
 from typing import Any
 
-from recpoint.catalog.restoring.chain_reading import ChainReading
-from recpoint.catalog.stores import durable
+from recpoint.catalog.restore.chain import ChainReading
+from recpoint.catalog.store import durable
 from recpoint.testing import die_at as dying
-from recpoint.trainer_plugin.ranks import Occasion, Ranks
-from recpoint.trainer_plugin.restore_target import ModelTarget
+from recpoint.trainer_plugin.ranks.ranks import Occasion, Ranks
+from recpoint.trainer_plugin.restore.target import ModelTarget
 
 __all__ = ["announce_protocol", "stop_at_step"]
 

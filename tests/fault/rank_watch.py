@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recpoint.trainer_plugin.ranks import Occasion, Ranks
+from recpoint.trainer_plugin.ranks.ranks import Occasion, Ranks
 
 __all__ = ["Origin", "count_exchanges"]
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.records import pins, publications
-from recpoint.catalog.records.leases import reading
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.retention.prune import execute
-from recpoint.catalog.retention.prune_plan import plan_prune
-from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.retention.prune import execute, plan_prune
+from recpoint.catalog.run import pins, publications
+from recpoint.catalog.run.leases import reading
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.testing import die_at

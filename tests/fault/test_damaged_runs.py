@@ -18,9 +18,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from recpoint import Consecutive, errors
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.cli import app
 from recpoint.errors import RecpointError, UnsupportedVersion
 from recpoint.format.manifest import ChunkEntry, Manifest

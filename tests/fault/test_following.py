@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from recpoint import Follower
-from recpoint.catalog.records import publications
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run import publications
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName

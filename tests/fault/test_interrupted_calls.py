@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.fault.interrupted_lives import CALLS, Life, compare, killed_life
 from tests.fault.kill_points import ended
 from tests.forked import ForkedProcess

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import host_lock
-from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path
-from recpoint.catalog.staging.staged import run_directory
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import locks
+from recpoint.catalog.staging.agent import AgentLock, agent_lock_path
+from recpoint.catalog.staging.area import run_directory
+from recpoint.catalog.store.store import open_store
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
 from tests.fault.kill_points import LONGEST_LIFE_SECONDS, at_every_step, ended
@@ -206,7 +206,7 @@ def test_a_trainer_killed_at_any_step_of_a_cancel(tmp_path: Path) -> None:
         assert cancel(own, url, die=first + number) == -signal.SIGKILL
         with own.agent():
             # A trainer waits for what is staged only where an agent will do it.
-            until(lambda: host_lock.is_held(agent_lock_path(own.staging)))
+            until(lambda: locks.is_held(agent_lock_path(own.staging)))
             assert ended(own.train(url)) == 0
         _require_whole(own, url, truth)
         return True

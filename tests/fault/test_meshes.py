@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recpoint.catalog.restoring.memory_target import MemoryTarget
-from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.restoring.restored_model import model_tensors
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, model_tensors, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.fault.mesh_lives import Division, digest, mesh_life
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS

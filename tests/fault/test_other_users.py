@@ -17,16 +17,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import cancel, staged
-from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path, at_work
-from recpoint.catalog.staging.staged_job import open_slot
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area as cancel
+from recpoint.catalog.staging import area as staged
+from recpoint.catalog.staging.agent import AgentLock, agent_lock_path, at_work
+from recpoint.catalog.staging.job import open_slot
+from recpoint.catalog.store.store import open_store
 from recpoint.cli import app
 from recpoint.errors import StagingError
-from recpoint.flows.agent import run_agent
-from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.flows.agent.agent import run_agent
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage
 from tests.other_user import area_of

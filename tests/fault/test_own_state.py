@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.restored_model import dense_tensors, extra_states
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, dense_tensors, extra_states, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.fault.own_state_lives import Unlike, exhausted_rank, failing_rank, own_state_life
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS

@@ -14,9 +14,9 @@ from typing import Self
 
 import pytest
 
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area
 from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
-from recpoint.dashboards.metric_table import METRICS
+from recpoint.dashboards.metrics.table import METRICS
 from tests.forked_program import run_module
 from tests.polling import PATIENCE_SECONDS, until
 from tests.prometheus_server import PrometheusServer, free_port, needs_prometheus
@@ -175,7 +175,7 @@ def test_panels_answer_rules_work_and_alerts_fire_for_what_they_are_for(tmp_path
                     fail_validation(run)
                     until(fires(server, "RecpointValidationFailed"))
         assert {rule["health"] for rule in server.rules()} == {"ok"}
-    assert not staged.staged_jobs(staged.run_directory(staging, str(run)))
+    assert not area.staged_jobs(area.run_directory(staging, str(run)))
 
 
 def fail_validation(run: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from recpoint import Follower
-from recpoint.catalog.records import pins
-from recpoint.catalog.records.publications import newest_publication, publish
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run import pins
+from recpoint.catalog.run.publications import newest_publication, publish
+from recpoint.catalog.run.run import Run
 from recpoint.format.naming import ManifestName
 from tests.catalog_builder import copy_run, new_run, tables
 from tests.consolidation import trained

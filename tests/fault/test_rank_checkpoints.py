@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from recpoint.catalog.persist import plan
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
-from recpoint.trainer_plugin import rng_state
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
+from recpoint.trainer_plugin.state import rng
 from tests.fault.rank_jobs import WAITING, RankJob, require_same_end
 from tests.fault.rank_lives import BATCH, SAMPLES
 from tests.training_builder import InlineAgent
@@ -41,8 +41,8 @@ def test_another_number_of_ranks_goes_on_where_the_others_stopped(job: RankJob) 
                 assert state in (None, life.told["restored_state"])
                 samples += life.told["samples"]
             state = lives[0].told["state"]
-            (run,) = staged.run_directories(job.staging)
-            of_ranks = {path.name[:6] for path in staged.slots_directory(run).iterdir()}
+            (run,) = area.run_directories(job.staging)
+            of_ranks = {path.name[:6] for path in area.slots_directory(run).iterdir()}
             assert of_ranks == {f"r{rank:05d}" for rank in range(ranks)}
         # The reader of three ranks cannot be divided between two, and that is said.
         refused = job.train(2, batches, divisible=False, settings=WAITING)
@@ -52,9 +52,9 @@ def test_another_number_of_ranks_goes_on_where_the_others_stopped(job: RankJob) 
         assert "give the reader load_state_dicts(states, rank, ranks)" in life.told["refused"]
     # Those that were not there have drawn from new ones, named after checkpoint and rank.
     attempt = restored_attempt(job.url, step=9)
-    with rng_state.untouched():
+    with rng.untouched():
         for rank, life in enumerate(lives[1:], start=1):
-            rng_state.seed(f"{attempt}|{rank}")
+            rng.seed(f"{attempt}|{rank}")
             assert life.told["drawn"][:2] == [random.random(), float(np.random.random())]
     assert len(samples) == len(set(samples)) == 3 * BATCH * (4 + 2 + 1 + 3)
     order = np.random.default_rng(5).permutation(SAMPLES)

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from recpoint.catalog.restoring.memory_target import MemoryTarget
-from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end

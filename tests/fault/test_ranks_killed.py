@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.ranks import parts_there
-from recpoint.catalog.restoring.memory_target import MemoryTarget
-from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import RanksMissing
 from recpoint.testing import die_at
 from recpoint.testing.seaweed import SeaweedServer
@@ -81,8 +80,8 @@ class TestKilledAtEveryStep:
         except RanksMissing as missing:
             assert missing.ranks == (1,) and killed and last.exists()
         if last.exists():
-            staged.clean(last.parent.parent)
-            if not staged.finish_answered(last):
+            area.clean(last.parent.parent)
+            if not area.finish_answered(last):
                 assert persist.persist_job(last).result == "committed"
         if first.exists():
             assert persist.persist_job(first).result == "committed"
@@ -134,7 +133,7 @@ def test_two_agents_with_staging_areas_of_their_own_over_one_s3_server(
             until(partial(all_gone, (waits, last)))
             for job in (waits, last):
                 answer = job.parent.parent / "outcomes" / job.name
-                assert staged.read_outcome(answer).result == "committed"
+                assert area.read_outcome(answer).result == "committed"
         assert s3_run.live_line() == [(30, 1), (20, 1), (10, 1)]
         require_committed_once(s3_run, trained, 30)
     finally:
@@ -153,8 +152,8 @@ def test_a_killed_rank_on_s3(
         persist.persist_job(first)
     ended(life(last, s3_environment.environment(), die=die))
     if last.exists():
-        staged.clean(last.parent.parent)
-        if not staged.finish_answered(last):
+        area.clean(last.parent.parent)
+        if not area.finish_answered(last):
             assert persist.persist_job(last).result == "committed"
     assert persist.persist_job(first).result == "committed"
     require_committed_once(s3_run, trained, 10)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.records import pins
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run import pins
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
 from tests.fault.kill_points import LONGEST_LIFE_SECONDS, at_every_step, ended

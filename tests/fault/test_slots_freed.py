@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.free_slots import free_slots, free_slots_of_ended
-from recpoint.catalog.staging.trainer_note import write_note
-from recpoint.catalog.sweeping.finish_staged import finish_staged
-from recpoint.catalog.validation.check import check
-from recpoint.flows.agent import run_agent
+from recpoint.catalog.retention.finish_staged import finish_staged
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area as staged
+from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging.free import free_slots, free_slots_of_ended
+from recpoint.flows.agent.agent import run_agent
 from recpoint.testing import die_at
-from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.fault.kill_points import at_every_step, ended
 from tests.fault.lives import begin

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.stores import s3_store
-from recpoint.catalog.stores.store import S3Timeouts, Store, open_store
+from recpoint.catalog.store import s3
+from recpoint.catalog.store.store import S3Timeouts, Store, open_store
 from recpoint.errors import (
     ObjectExists,
     StoreAccessDenied,
@@ -258,7 +258,7 @@ def test_a_writer_killed_in_mid_upload_leaves_an_upload_and_no_object(
 ) -> None:
     program = (
         "import sys\n"
-        "from recpoint.catalog.stores.store import open_store\n"
+        "from recpoint.catalog.store.store import open_store\n"
         "open_store(sys.argv[1]).create('new', bytes(80 << 20))\n"
     )
     proxy.plan = [Break(match="partNumber=2", silent=True)]
@@ -329,7 +329,7 @@ def test_a_read_that_always_breaks_off_is_unavailable(
 def test_a_break_in_one_of_many_ranges_costs_only_that(
     store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "_RANGE_BYTES", 200_000)
+    monkeypatch.setattr(s3, "_RANGE_BYTES", 200_000)
     data = secrets.token_bytes(1_000_001)
     store.put("new", data)
     proxy.plan = [Break(match="GET", reset_after_bytes=100_000, times=1)]
@@ -376,8 +376,8 @@ def test_a_create_that_never_hears_back_is_unknown(store: Store, proxy: FaultPro
 def test_an_upload_in_parts_that_stalls_leaves_nothing(
     store: Store, quick: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "_SINGLE_PUT_BYTES", 0)
-    monkeypatch.setattr(s3_store, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(s3, "_SINGLE_PUT_BYTES", 0)
+    monkeypatch.setattr(s3, "_PART_BYTES", 5 << 20)
     proxy.plan = [Break(match="partNumber=2", silent=True)]
     with pytest.raises(StoreUnavailable):
         quick.create("new", bytes(11 << 20))
@@ -389,8 +389,8 @@ def test_an_upload_in_parts_that_stalls_leaves_nothing(
 def test_a_completion_whose_reply_is_lost_is_unknown_and_done(
     store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "_SINGLE_PUT_BYTES", 0)
-    monkeypatch.setattr(s3_store, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(s3, "_SINGLE_PUT_BYTES", 0)
+    monkeypatch.setattr(s3, "_PART_BYTES", 5 << 20)
     data = secrets.token_bytes(6 << 20)
     proxy.plan = [
         Break(match="?uploads"),  # nothing: only the completion is to be struck

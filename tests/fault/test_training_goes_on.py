@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import StoreAccessDenied
 from recpoint.format.naming import attempt_prefix
 from recpoint.testing.seaweed import SeaweedServer
-from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin.state import rng
 from tests.fault.lives import serving
 from tests.fault.proxy import Break, FaultProxy
 from tests.training_builder import (
@@ -81,7 +81,7 @@ def agent(place: Place, server: SeaweedServer, endpoint: str) -> Any:
 
 def status(place: Place) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(staged.status_path(place.run_directory).read_text())
+        found: dict[str, Any] = json.loads(area.status_path(place.run_directory).read_text())
     except FileNotFoundError:
         return {}
     return found
@@ -116,7 +116,7 @@ def assert_error_helps(place: Place, server: SeaweedServer, words: str) -> None:
 def assert_whole(place: Place, training: Training, *, committed: int) -> None:
     """The newest checkpoint is `training`, bit for bit, and all `committed` ones are good."""
     expected = everything(training)
-    with rng_state.untouched():
+    with rng.untouched():
         run = Run.open(open_store(place.run))
         assert len(run.live_line()) == committed
         assert check(run, level="full").ok
@@ -153,7 +153,7 @@ def test_training_goes_on_while_the_store(
         stats = ckpt.stats
         assert stats.committed == 1 and stats.staged == 2 and stats.failed == 0
         assert stats.skipped > 0 and stats.lag_batches == 20
-        with monkeypatch.context() as beside, rng_state.untouched():
+        with monkeypatch.context() as beside, rng.untouched():
             beside.setenv("AWS_ENDPOINT_URL", s3_environment.endpoint)
             target = MemoryTarget()
             assert restore(Run.open(open_store(place.run)), target).restored.step == 2
@@ -224,7 +224,7 @@ def test_training_ends_while_the_store_is_away_and_the_agent_commits_later(
         assert (ckpt.stats.staged, ckpt.stats.committed, ckpt.stats.failed) == (2, 0, 0)
         until(lambda: is_failing(place))
         proxy.plan = []
-        until(lambda: not staged.staged_jobs(place.run_directory))
+        until(lambda: not area.staged_jobs(place.run_directory))
     assert_whole(place, training, committed=2)
 
 

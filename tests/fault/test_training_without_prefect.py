@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import (
     Place,

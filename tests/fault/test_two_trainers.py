@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from recpoint import Checkpointer
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AgentLock
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import StaleWriter
 from recpoint.format.naming import MANIFEST_KEY
 from tests.fault.lives import serving
@@ -189,7 +189,7 @@ def test_a_job_of_an_earlier_attempt_is_rejected_and_its_step_committed_anew(
     first, ckpt = start(place, 1)
     train(first, ckpt, 2)
     ckpt.close(final=False)
-    (stale,) = staged.staged_jobs(place.run_directory)
+    (stale,) = area.staged_jobs(place.run_directory)
     with AgentLock(place.staging):
         second, again = start(place, 2)
         if answered == "before":
@@ -200,7 +200,7 @@ def test_a_job_of_an_earlier_attempt_is_rejected_and_its_step_committed_anew(
         until(lambda: again.stats.committed == 1)
         again.close(final=False)
     assert again.stats.failed == 0
-    left = staged.read_outcome(place.run_directory / "outcomes" / stale.name)
+    left = area.read_outcome(place.run_directory / "outcomes" / stale.name)
     assert (left.result, left.error_type) == ("rejected", "StaleWriter")
     assert_newest_is(place, second, line=[(2, 2)])
 
@@ -214,7 +214,7 @@ def test_where_the_lock_file_was_removed_no_snapshot_is_written_over_anothers(
     with place.agent():
         train(first, ckpt, 2)
         until(lambda: ckpt.stats.committed == 1)
-    staged.trainer_lock_path(place.run_directory).unlink()
+    area.trainer_lock_path(place.run_directory).unlink()
     second, again = start(place, 2)
     train(second, again, 2)
     until(lambda: again.stats.staged == 1)
@@ -222,7 +222,7 @@ def test_where_the_lock_file_was_removed_no_snapshot_is_written_over_anothers(
     until(lambda: ckpt.stats.failed == 1)
     assert ckpt.stats.last_error is not None and "lock held by" in ckpt.stats.last_error
     ckpt.close(final=False)
-    (job,) = staged.staged_jobs(place.run_directory)
+    (job,) = area.staged_jobs(place.run_directory)
     assert persist_job(job).result == "committed"
     again.close(final=False)
     run = Run.open(open_store(place.run))
@@ -236,7 +236,7 @@ def test_a_job_that_two_agents_have_is_committed_once(hosts: tuple[Place, Place]
     until(lambda: ckpt.stats.staged == 1)
     shutil.copytree(hosts[0].staging, hosts[1].staging)
     for place in hosts:
-        (job,) = staged.staged_jobs(place.run_directory)
+        (job,) = area.staged_jobs(place.run_directory)
         assert persist_job(job).result == "committed"
     until(lambda: ckpt.stats.committed == 1)
     ckpt.close(final=False)

@@ -21,7 +21,7 @@ from prefect.settings import (
 )
 from prefect.testing import utilities
 
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from tests.catalog_builder import new_run
 from tests.prefect_database import place_database
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.flows import prefect_server
 from tests.forked_program import run_module
 from tests.polling import SERVER_SECONDS, until

@@ -10,20 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import cancel, staged
-from recpoint.catalog.staging.agent_lock import (
-    DRAIN,
-    AgentLock,
-    agent_lock_path,
-    at_work,
-    sweep_of,
-)
-from recpoint.catalog.staging.trainer_note import write_note
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import DRAIN, AgentLock, agent_lock_path, at_work, sweep_of
+from recpoint.catalog.staging.area import write_note
 from recpoint.errors import StagingError
-from recpoint.flows.agent import Agent, run_agent
-from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.flows.agent.agent import Agent, run_agent
+from recpoint.flows.agent.gate import PrefectGate
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage, stage_chain
@@ -31,7 +25,7 @@ from tests.polling import until
 
 
 def outcome_of(path: Path) -> str:
-    answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+    answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
     return answer.result if answer.result == "committed" else answer.error_type
 
 
@@ -54,17 +48,17 @@ def test_slots_go_with_the_last_job_of_a_training_that_ended(run: Run, tmp_path:
     run_dir = first.parent.parent
     write_note(run_dir, run.url, "training")
     assert run_agent(staging, once=True, prefect="off") == 0
-    assert len(list(staged.slots_directory(run_dir).iterdir())) == 1
+    assert len(list(area.slots_directory(run_dir).iterdir())) == 1
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: agent.logged("serving") > 0)
         write_note(run_dir, run.url, "ended")
-        until(lambda: not list(staged.slots_directory(run_dir).iterdir()))
+        until(lambda: not list(area.slots_directory(run_dir).iterdir()))
         assert agent.logged("bytes of slots are free again") == 1
         assert agent.terminate() == 0
     # And of one that ended while no agent was there.
     stage(run, staging, tables(), step=2, generation=1)
     assert run_agent(staging, once=True, prefect="off") == 0
-    assert not list(staged.slots_directory(run_dir).iterdir())
+    assert not list(area.slots_directory(run_dir).iterdir())
 
 
 def test_an_empty_or_missing_staging_area_is_nothing_to_do(tmp_path: Path) -> None:
@@ -101,7 +95,7 @@ def test_a_store_that_is_away_keeps_its_jobs_and_holds_up_no_other_run(
     assert run_agent(staging, once=True, prefect="off") == 2
     assert all(path.exists() for path in waiting)
     assert {outcome_of(path) for path in done} == {"committed"}
-    status = json.loads(staged.status_path(waiting[0].parent.parent).read_text())
+    status = json.loads(area.status_path(waiting[0].parent.parent).read_text())
     assert "no run.json" in status["last_error"] and status["pid"] == os.getpid()
     (tmp_path / "away").rename(tmp_path / "run")
     assert run_agent(staging, once=True, prefect="off") == 0
@@ -112,7 +106,7 @@ def test_a_run_that_cannot_be_read_stops_no_other(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     staging = tmp_path / "staging"
-    odd = staged.run_directory(staging, "/somewhere/else")
+    odd = area.run_directory(staging, "/somewhere/else")
     odd.mkdir(parents=True)
     (odd / "jobs").write_text("no directory")
     (odd / "outcomes").write_text("no directory")
@@ -147,7 +141,7 @@ def test_a_staging_area_that_cannot_be_read_is_told_of_once_until_it_can(
 
 def test_a_run_that_was_quiet_for_long_is_served_within_seconds(run: Run, tmp_path: Path) -> None:
     staging = tmp_path / "staging"
-    staged.run_directory(staging, run.url).mkdir(parents=True)
+    area.run_directory(staging, run.url).mkdir(parents=True)
     agent = Agent(staging, gate=PrefectGate(enabled=False), consolidate="off")
     assert agent._begin_due_runs() is False
     (state,) = agent._runs.values()
@@ -237,11 +231,11 @@ def test_a_resident_agent_waits_for_the_store_and_ends_on_sigterm(run: Run, tmp_
 def test_a_job_that_waits_for_its_store_is_dropped_without_it(run: Run, tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     (path,) = stage_chain(run, staging, count=1)
-    ref = staged.read_job(path).ref
+    ref = area.read_job(path).ref
     Path(run.url).rename(tmp_path / "away")
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: agent.logged("next try in") >= 2)
-        cancel.write_mark(path.parent.parent, ref, 0)
+        area.write_mark(path.parent.parent, ref, 0)
         until(lambda: not path.exists())
     assert outcome_of(path) == "CheckpointCancelled"
 

@@ -16,21 +16,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recpoint.catalog.consolidation.consolidate_around import consolidate_around_damage
-from recpoint.catalog.consolidation.consolidate_plan import (
+from recpoint.catalog.check.check import check
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.consolidate.merge import consolidate_around_damage
+from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
 )
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.chain import PassedOver, resolve_chain
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.validation.check import check
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.chain import PassedOver, resolve_chain
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
 from recpoint.cli.application import app
-from recpoint.flows.agent import run_agent
-from recpoint.flows.background import BackgroundConsolidation, Which
+from recpoint.flows.agent.agent import run_agent
+from recpoint.flows.agent.consolidations import BackgroundConsolidation, Which
 from recpoint.format.naming import ManifestName
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Table, new_run, tables
@@ -88,7 +88,7 @@ def require_restored(run: Run, trained: list[Table], step: int) -> None:
 
 
 def status_of(run: Run, staging: Path) -> dict[str, object]:
-    path = staged.status_path(staged.run_directory(staging, run.url))
+    path = area.status_path(area.run_directory(staging, run.url))
     status = json.loads(path.read_text())["consolidation"]
     assert isinstance(status, dict)
     return status
@@ -154,7 +154,7 @@ def is_gone(process: psutil.Process) -> bool:
 #: Of the processes that an agent starts: the one that consolidates stops at its first write.
 STOPS_ITSELF = """
 import os, signal, sys
-if "recpoint.flows.consolidate_process" in sys.orig_argv:
+if "recpoint.flows.agent.consolidate_process" in sys.orig_argv:
     from recpoint.catalog.stores import durable
     durable.set_observer(lambda step: os.kill(os.getpid(), signal.SIGSTOP))
 """
@@ -183,12 +183,12 @@ def test_an_agent_killed_meanwhile_is_followed_by_one_that_finishes(
 def test_a_consolidation_killed_meanwhile_is_tried_again(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recpoint.flows.background._FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("recpoint.flows.agent.consolidations._FIRST_PAUSE_SECONDS", 0.1)
     staging, trained = tmp_path / "staging", tables()
     stage_links(run, staging, trained, count=5)
     run_agent(staging, once=True, prefect="off", consolidate="off")
-    run_dir = staged.run_directory(staging, run.url)
-    staged.remember_consolidated_run(run_dir, run.url)
+    run_dir = area.run_directory(staging, run.url)
+    area.remember_consolidated_run(run_dir, run.url)
     with background(run_dir) as (consolidation, process):
         process().kill()
         until(lambda: status(consolidation, run_dir)["last_error"])
@@ -200,16 +200,16 @@ def test_a_consolidation_killed_meanwhile_is_tried_again(
 def test_a_chain_with_a_link_that_failed_is_told_once_and_waits_for_the_next_commit(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recpoint.flows.background._FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("recpoint.flows.agent.consolidations._FIRST_PAUSE_SECONDS", 0.0)
     staging, trained = tmp_path / "staging", tables()
-    jobs = [staged.read_job(path) for path in stage_links(run, staging, trained, count=6)]
+    jobs = [area.read_job(path) for path in stage_links(run, staging, trained, count=6)]
     run_agent(staging, once=True, prefect="off", consolidate="off")
     chunk = next(entry for entry in run.manifest(2, 1).chunks if entry.content == "rows")
     there = run.store.get(chunk.key, max_bytes=1 << 20)
     run.store.delete(chunk.key)
     record(run, validate(run, ManifestName(2, 1)))
     run.store.put(chunk.key, there)
-    run_dir = staged.run_directory(staging, run.url)
+    run_dir = area.run_directory(staging, run.url)
     consolidation = BackgroundConsolidation(
         which="all", triggers=WHEN, prefect_url=lambda: None, tell=lambda run_dir: None
     )
@@ -233,8 +233,8 @@ def test_it_stands_still_while_jobs_are_due(run: Run, tmp_path: Path) -> None:
     staging, trained = tmp_path / "staging", tables()
     stage_links(run, staging, trained, count=5)
     run_agent(staging, once=True, prefect="off", consolidate="off")
-    run_dir = staged.run_directory(staging, run.url)
-    staged.remember_consolidated_run(run_dir, run.url)
+    run_dir = area.run_directory(staging, run.url)
+    area.remember_consolidated_run(run_dir, run.url)
     with background(run_dir) as (consolidation, process):
         child = process()
         consolidation.give_way(True)  # it has hardly begun
@@ -255,12 +255,12 @@ def test_runs_take_turns(run: Run, tmp_path: Path) -> None:
     """One that commits while it is looked at does not keep the others waiting for ever."""
     staging, other = tmp_path / "staging", new_run(tmp_path / "other")
     (path,) = stage_links(run, staging, tables(), count=1)
-    job = staged.read_job(path)
+    job = area.read_job(path)
     looked_at: list[Path] = []
-    run_dirs = [staged.run_directory(staging, one.url) for one in (run, other)]
+    run_dirs = [area.run_directory(staging, one.url) for one in (run, other)]
     for run_dir, one in zip(run_dirs, (run, other), strict=True):
         run_dir.mkdir(parents=True, exist_ok=True)
-        staged.remember_consolidated_run(run_dir, one.url)
+        area.remember_consolidated_run(run_dir, one.url)
 
     def tell(run_dir: Path) -> None:
         looked_at.append(run_dir)
@@ -290,8 +290,8 @@ def test_what_its_process_finds_is_told_for_what_it_is(
     merged = chain_of(run, run.manifest(4, 1))[-1]
     entry = next(entry for entry in merged.chunks if entry.content == "rows")
     run.store.put(entry.key, bytes(entry.bytes))
-    run_dir = staged.run_directory(staging, run.url)
-    staged.remember_consolidated_run(run_dir, run.url)
+    run_dir = area.run_directory(staging, run.url)
+    area.remember_consolidated_run(run_dir, run.url)
     told: list[Path] = []
 
     def tell(run_dir: Path) -> None:
@@ -355,7 +355,7 @@ def test_its_process_killed_at_a_step_is_followed_by_one_that_finishes(
     stage_links(run, staging, trained, count=5)
     run_agent(staging, once=True, prefect="off", consolidate="off")
 
-    program = "recpoint.flows.consolidate_process", run.url, json.dumps(asdict(WHEN)), PARENT
+    program = "recpoint.flows.agent.consolidate_process", run.url, json.dumps(asdict(WHEN)), PARENT
 
     def process(*before: str) -> subprocess.CompletedProcess[str]:
         return run_module([*before, *program], environment=os.environ, directory=tmp_path)
@@ -375,7 +375,7 @@ def test_a_run_that_is_gone_is_told_of_once(
 ) -> None:
     run_dir = tmp_path / "staging" / "run-of-an-earlier-year"
     run_dir.mkdir(parents=True)
-    staged.remember_consolidated_run(run_dir, str(tmp_path / "nowhere"))
+    area.remember_consolidated_run(run_dir, str(tmp_path / "nowhere"))
     background = BackgroundConsolidation(
         which="all", triggers=WHEN, prefect_url=lambda: None, tell=lambda _: None
     )

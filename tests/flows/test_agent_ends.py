@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, agent_lock_path
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import DRAIN, AgentLock, agent_lock_path
 from recpoint.cli.reporting import exit_code
 from recpoint.errors import StagingError
-from recpoint.flows.agent import Agent, run_agent
-from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.flows.agent.agent import Agent, run_agent
+from recpoint.flows.agent.gate import PrefectGate
 from tests.catalog_builder import new_run
 from tests.interposed_store import InterposedStore
 from tests.job_builder import stage_chain
@@ -63,7 +63,7 @@ def test_jobs_that_outlast_the_end_of_their_agent_stay_staged(tmp_path: Path, wh
     assert all(job.exists() for job in jobs)
     assert run_agent(staging, once=True, prefect="off", consolidate="off") == 0
     for job in jobs:
-        answer = staged.read_outcome(staged.outcomes_directory(job.parents[1]) / job.name)
+        answer = area.read_outcome(area.outcomes_directory(job.parents[1]) / job.name)
         assert answer.result == "committed"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.persist.persist import PersistJob
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.cli import host
 from recpoint.flows.persist import run_persist
 from tests.catalog_builder import tables

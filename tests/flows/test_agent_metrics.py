@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import host_lock, staged
-from recpoint.catalog.staging.trainer_note import write_note
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area, locks
+from recpoint.catalog.staging.area import write_note
 from recpoint.cli.application import app
-from recpoint.dashboards.metric_table import AGENT_METRICS
+from recpoint.dashboards.metrics.table import AGENT_METRICS
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage, stage_chain
 from tests.polling import PATIENCE_SECONDS, until
@@ -122,7 +122,7 @@ def black_hole() -> Iterator[str]:
 def test_a_scrape_waits_for_no_store(tmp_path: Path, black_hole: str) -> None:
     staging = tmp_path / "staging"
     url = "s3://bucket/hangs"
-    run_dir = staged.run_directory(staging, url)
+    run_dir = area.run_directory(staging, url)
     run_dir.mkdir(parents=True)
     write_note(run_dir, url, "training")
     credentials = {"AWS_ENDPOINT_URL": black_hole, "AWS_ACCESS_KEY_ID": "a"}
@@ -145,7 +145,7 @@ def test_a_scrape_waits_for_no_store(tmp_path: Path, black_hole: str) -> None:
 def test_trainers_that_live_end_or_get_lost(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     run = new_run(tmp_path / "run")
-    run_dir = staged.run_directory(staging, run.url)
+    run_dir = area.run_directory(staging, run.url)
     run_dir.mkdir(parents=True)
 
     def state(agent: MetricsAgent) -> tuple[float | None, float | None]:
@@ -155,10 +155,10 @@ def test_trainers_that_live_end_or_get_lost(tmp_path: Path) -> None:
 
     with MetricsAgent(staging, tmp_path / "log") as agent:
         assert state(agent) == (None, None)
-        lock = host_lock.acquire(staged.trainer_lock_path(run_dir), expected="", next_step="")
+        lock = locks.acquire(area.trainer_lock_path(run_dir), expected="", next_step="")
         write_note(run_dir, run.url, "training")
         until(lambda: state(agent) == (1, 0))
-        host_lock.release(lock)
+        locks.release(lock)
         assert state(agent) == (0, 1)
         write_note(run_dir, run.url, "ended")
         assert state(agent) == (0, 0)
@@ -167,7 +167,7 @@ def test_trainers_that_live_end_or_get_lost(tmp_path: Path) -> None:
 def test_a_run_whose_name_is_not_text_costs_no_other_its_metrics(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     for url in (str(tmp_path / "run"), str(tmp_path / os.fsdecode(b"mod\xe8le"))):
-        (run_dir := staged.run_directory(staging, url)).mkdir(parents=True)
+        (run_dir := area.run_directory(staging, url)).mkdir(parents=True)
         write_note(run_dir, url, "training")  # as one of an earlier version did
     with MetricsAgent(staging, tmp_path / "log") as agent:
 

@@ -16,16 +16,16 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_API_URL
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AgentLock
-from recpoint.catalog.staging.trainer_note import read_note, write_note
-from recpoint.catalog.sweeping.last_sweep import LastSweep, last_sweep, note_sweep, swept_ms
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.retention.sweep import LastSweep, last_sweep, note_sweep, swept_ms
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import read_note, write_note
 from recpoint.errors import SettingsError
-from recpoint.flows.agent import Agent, run_agent
-from recpoint.flows.background_sweep import BackgroundSweep
-from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.flows.agent.agent import Agent, run_agent
+from recpoint.flows.agent.gate import PrefectGate
+from recpoint.flows.agent.sweeps import BackgroundSweep
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Checkpoint, build, new_run, tables, upload
 from tests.forked_program import PARENT, run_module
@@ -43,7 +43,7 @@ def a_run(directory: Path, staging: Path, name: str) -> tuple[Run, Path, Checkpo
     upload(run.store, orphan)
     for key in orphan.chunks:
         os.utime(Path(run.url) / key, (1, 1))
-    run_dir = staged.run_directory(staging, run.url)
+    run_dir = area.run_directory(staging, run.url)
     run_dir.mkdir(parents=True)
     write_note(run_dir, run.url, "training")
     return run, run_dir, orphan
@@ -62,7 +62,7 @@ def has_orphans(run: Run) -> bool:
 
 
 def status_of(run_dir: Path) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(staged.status_path(run_dir).read_text())["sweep"]
+    status: dict[str, Any] = json.loads(area.status_path(run_dir).read_text())["sweep"]
     return status
 
 
@@ -115,10 +115,10 @@ def test_a_sweep_that_fails_is_made_up_for_by_the_next_agent(tmp_path: Path) -> 
 
 def test_an_error_that_nobody_foresaw_ends_no_sweeps_of_other_runs(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
-    odd_dir = staged.run_directory(staging, str(tmp_path / "a-odd"))
+    odd_dir = area.run_directory(staging, str(tmp_path / "a-odd"))
     odd_dir.mkdir(parents=True)
     # Damage that no process can be given as an argument.
-    staged.remember_consolidated_run(odd_dir, f"{tmp_path}/a-odd\0")
+    area.remember_consolidated_run(odd_dir, f"{tmp_path}/a-odd\0")
     swept_before(odd_dir, 2 * DAY)
     run, run_dir, _ = a_run(tmp_path, staging, "b-run")
     swept_before(run_dir, 2 * DAY)
@@ -159,7 +159,7 @@ def test_no_agent_that_drains_or_was_told_not_to_sweeps(tmp_path: Path) -> None:
 
 
 def sweep_in_a_process(run: Run, run_dir: Path, **variables: str) -> str:
-    program = "recpoint.flows.sweep_process", run.url, str(run_dir), str(DAY), PARENT
+    program = "recpoint.flows.agent.sweep_process", run.url, str(run_dir), str(DAY), PARENT
     environment = {**os.environ, **variables}
     done = run_module([*program], environment=environment, directory=run_dir)
     assert done.returncode == 0, done.stderr
@@ -212,7 +212,7 @@ def test_what_a_lost_manifest_has_named_outlasts_the_daily_sweep(tmp_path: Path)
     run.claim(None)
     stage_chain(run, staging, count=3)
     assert run_agent(staging, once=True, prefect="off") == 0
-    (run_dir,) = staged.run_directories(staging)
+    (run_dir,) = area.run_directories(staging)
     write_note(run_dir, run.url, "training")
     make_old(Path(run.url))
     lost = min((Path(run.url) / "manifests").iterdir())
@@ -327,17 +327,17 @@ def serving(agent: Agent) -> Iterator[None]:
 def test_an_agent_forgets_to_consolidate_what_is_gone(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     run, run_dir, _ = a_run(tmp_path, staging, "run")
-    staged.remember_consolidated_run(run_dir, run.url)
+    area.remember_consolidated_run(run_dir, run.url)
     agent = Agent(staging, gate=PrefectGate(enabled=False))
 
     def consolidation() -> tuple[object] | None:
-        path = staged.status_path(run_dir)
+        path = area.status_path(run_dir)
         return (json.loads(path.read_text())["consolidation"],) if path.exists() else None
 
     with AgentLock(staging), serving(agent):
         until(lambda: (consolidation() or (None,))[0] is not None)
         run_dir.rename(tmp_path / "away")
         _, other_dir, _ = a_run(tmp_path, staging, "other")
-        until(staged.status_path(other_dir).exists)  # it has looked since
+        until(area.status_path(other_dir).exists)  # it has looked since
         run_dir.mkdir()
         assert until(consolidation) == (None,)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.flows.agent import Agent
-from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.flows.agent.agent import Agent
+from recpoint.flows.agent.gate import PrefectGate
 from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import new_run, tables
 from tests.polling import until
@@ -37,7 +37,7 @@ def test_missing_ranks_are_named_and_later_jobs_go_on(
     assert len(list(run.store.list("parts/"))) == 2 and not run.manifest_names()
     (seen,) = agent.observe().runs
     assert seen.missing_ranks == 1 and seen.facts.failures["other"] == 0
-    status = json.loads(staged.status_path(first.parent.parent).read_text())
+    status = json.loads(area.status_path(first.parent.parent).read_text())
     assert [(late["job"], late["ranks"]) for late in status["missing_ranks"]] == [
         (first.stem, [1]),
         (second.stem, [1]),
@@ -78,5 +78,5 @@ def test_a_job_that_waits_in_vain_is_rejected(
     finally:
         agent.stop()
         serving.join()
-    outcome = staged.read_outcome(staged.outcome_path(job.parent.parent, 1, 10, 0))
+    outcome = area.read_outcome(area.outcome_path(job.parent.parent, 1, 10, 0))
     assert (outcome.result, outcome.error_type) == ("rejected", error_type)

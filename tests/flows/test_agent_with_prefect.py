@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
 from recpoint.flows import prefect_server
-from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.flows.agent.gate import PrefectGate
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import tables
 from tests.job_builder import stage
@@ -62,7 +62,7 @@ def test_jobs_are_committed_whatever_the_server_does(
         step += 1
         path = stage(run, staging, tables(bits=4), step=step, generation=1, slot=step)
         until(lambda: not path.exists(), seconds=_BOUND_SECONDS)
-        answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+        answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
         return f"persist run step {step} rank 0"
 
@@ -99,9 +99,9 @@ def test_jobs_are_committed_whatever_the_server_does(
         until(lambda: agent.logged("Prefect is at") >= 1, seconds=_SHOWN_SECONDS)
         server = prefect_server.running_server()
         assert server is not None
-        run_dir = staged.run_directory(staging, run.url)
+        run_dir = area.run_directory(staging, run.url)
         shown = prefect_server.ui_url(server.url)
-        until(lambda: shown in staged.status_path(run_dir).read_text())
+        until(lambda: shown in area.status_path(run_dir).read_text())
 
         # There: the flow is run, and to be seen.
         persist_until_shown(server.url)

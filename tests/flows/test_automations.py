@@ -18,11 +18,11 @@ from prefect.settings import PREFECT_API_URL
 from pydantic import SecretStr
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.errors import SettingsError
 from recpoint.flows.automations import AlertSettings, apply, automations, find_ours, remove_ours
 from recpoint.format.history import History
-from recpoint.tasks.events import emit
+from recpoint.tasks.reports import emit
 from tests.catalog_builder import new_run, tables
 from tests.forked_program import run_module
 from tests.job_builder import stage

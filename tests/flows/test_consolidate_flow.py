@@ -11,16 +11,16 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.sorting import FlowRunSort
 
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import Store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.chain import resolve_chain
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import Store
 from recpoint.errors import DigestMismatch, SettingsError, StoreUnavailable
 from recpoint.flows.consolidate import consolidate, run_consolidate
 from recpoint.format.manifest import Manifest
-from recpoint.tasks import progress
+from recpoint.tasks import reports
 from tests.catalog_builder import build, publish, tables
 from tests.consolidation import chain_of, merge
 from tests.flows.test_persist_flow import artifacts, task_runs
@@ -91,7 +91,7 @@ def test_a_chain_becomes_a_full_and_is_shown(run: Run, chain: list[Manifest]) ->
 def test_long_work_shows_how_far_it_is(
     run: Run, chain: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reports, "_EVERY_SECONDS", 0.0)
     assert run_consolidate(run.url).is_completed()
     (bar,) = artifacts(f"recpoint-run-{run.id[:12]}-consolidation-g1-step-4-part-0-progress")
     assert bar.type == "progress" and float(str(bar.data)) == 100.0
@@ -128,7 +128,7 @@ def test_the_newest_links_of_a_named_checkpoint(run: Run, chain: list[Manifest])
 def through(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Store]]:
     """The stores that the flow's tasks open: real ones, with what a test puts around them."""
     chosen = [run.store]
-    monkeypatch.setattr("recpoint.tasks.consolidation_task.open_store", lambda url: chosen[0])
+    monkeypatch.setattr("recpoint.tasks.consolidate.open_store", lambda url: chosen[0])
     yield chosen
 
 

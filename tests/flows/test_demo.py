@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path, 
     last_steps = [json.loads(file.read_text().splitlines()[-1])["step"] for file in progress]
     assert max(last_steps) == document["killed_at_step"]
     # Nothing is left behind: no process, no server, nothing in memory.
-    assert not Path(staged.run_directory("/dev/shm", document["run"])).exists()
+    assert not Path(area.run_directory("/dev/shm", document["run"])).exists()
     left = subprocess.run(
         [sys.executable, "-m", "recpoint", "server", "status", "--json"],
         capture_output=True,

@@ -21,13 +21,13 @@ from uuid import uuid4
 import pytest
 
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.records.publications import newest_publication
-from recpoint.catalog.records.validations import records_of
-from recpoint.catalog.restoring.shard_plan import INDEX
-from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.trainer_note import write_note
+from recpoint.catalog.restore.files import INDEX
+from recpoint.catalog.run.chain import resolve_chain
+from recpoint.catalog.run.publications import newest_publication
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import records_of
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import write_note
 from recpoint.flows import prefect_server
 from recpoint.format.naming import EXPIRED_KEY, MANIFEST_KEY, ManifestName, row_chunk_key
 from recpoint.format.record_kinds import VALIDATION
@@ -249,7 +249,7 @@ def test_silence_rejection_and_a_failed_validation_raise_alerts(
     def bad(step: int) -> Path:
         """Damaged before the agent can come to it, since it is staged elsewhere at first."""
         job = stage(run, tmp_path / "aside", tables(), step=step, generation=1, slot=step)
-        there = staged.run_directory(staging, run.url)
+        there = area.run_directory(staging, run.url)
         slot = next((job.parent.parent / "slots").glob(f"*-{step}.bin"))
         slot.write_bytes(bytes(slot.stat().st_size))
         slot.rename(there / "slots" / slot.name)
@@ -306,7 +306,7 @@ def runs_of_alarms(server: Server, place: Path, seconds: int) -> tuple[Run, Run,
     staging, steps = place / "staging", itertools.count(1)
 
     def job(one: Run, step: int) -> Path:
-        (directory := staged.run_directory(staging, one.url)).mkdir(parents=True, exist_ok=True)
+        (directory := area.run_directory(staging, one.url)).mkdir(parents=True, exist_ok=True)
         write_note(directory, one.url, "ended" if one is run else "training")
         return stage(one, staging, tables(), step=step, generation=1, slot=step)
 

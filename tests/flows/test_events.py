@@ -12,17 +12,16 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.trainer_note import write_note
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import write_note
 from recpoint.errors import StoreAccessDenied
-from recpoint.flows.agent_runs import RunState
+from recpoint.flows.agent.runs import RunState, tell_ended_trainings
 from recpoint.flows.consolidate import run_consolidate
 from recpoint.flows.persist import run_persist
-from recpoint.flows.training_ends import tell_ended_trainings
 from recpoint.flows.validate import validate
 from recpoint.format.naming import ValidationLevel
-from recpoint.tasks import events
+from recpoint.tasks import reports
 from recpoint.testing.faults import Fault, FaultStore
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import build, publish, tables
@@ -83,21 +82,21 @@ def test_an_end_is_told_once_also_by_an_agent_that_did_no_job_of_the_run(
     write_note(run_dir, run.url, "ended")
     for _ in range(2):  # agents that were started after its last commit
         tell_ended_trainings({run_dir: RunState()})
-    events.emit("published", run.id, run.url)  # told after all of theirs
+    reports.emit("published", run.id, run.url)  # told after all of theirs
     assert names(told(run, count=2)) == ["ended", "published"]
 
 
 def test_nobody_is_told_of_the_end_of_a_run_that_no_agent_did_a_job_of(
     run: Run, tmp_path: Path
 ) -> None:
-    run_dir = staged.run_directory(tmp_path / "s", run.url)
+    run_dir = area.run_directory(tmp_path / "s", run.url)
     run_dir.mkdir(parents=True)
     write_note(run_dir, run.url, "ended")
     for damaged in (None, "{", "[]", '{"run": 1, "run_url": "x"}', '{"run_url": "x"}'):
         if damaged is not None:
             (run_dir / "silence.json").write_text(damaged)
         tell_ended_trainings({run_dir: RunState()})
-    events.emit("published", run.id, run.url)
+    reports.emit("published", run.id, run.url)
     assert names(told(run, count=1)) == ["published"]
 
 
@@ -137,9 +136,9 @@ def test_without_an_api_nothing_is_handed_to_prefect(
 ) -> None:
     """Prefect would start a server for it."""
     sent: list[str] = []
-    monkeypatch.setattr(events, "emit_event", lambda event, **rest: sent.append(event))
+    monkeypatch.setattr(reports, "emit_event", lambda event, **rest: sent.append(event))
     with temporary_settings({PREFECT_API_URL: None}):
-        events.emit("committed", run.id, run.url, step=1)
+        reports.emit("committed", run.id, run.url, step=1)
     assert sent == []
-    events.emit("committed", run.id, run.url, step=1)
+    reports.emit("committed", run.id, run.url, step=1)
     assert sent == ["recpoint.checkpoint.committed"]

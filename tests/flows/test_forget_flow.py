@@ -26,7 +26,7 @@ from prefect.states import Scheduled
 
 from recpoint.flows import forget as module
 from recpoint.flows.forget import forget
-from recpoint.flows.no_results import NO_RESULTS
+from recpoint.flows.parameters import NO_RESULTS
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from prefect.settings import get_current_settings
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
 from tests.catalog_builder import tables

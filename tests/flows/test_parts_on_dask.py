@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from distributed import Client, LocalCluster
 
-from recpoint.catalog.consolidation import consolidate_plan
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.restoring.shards import restore_shards
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate import plan as consolidate_plan
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.restore.files import restore_shards
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import DigestMismatch, SettingsError
 from recpoint.flows.consolidate import consolidate as flow
 from recpoint.flows.consolidate import run_consolidate

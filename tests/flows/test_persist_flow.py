@@ -24,18 +24,17 @@ from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import get_current_settings
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist, plan
-from recpoint.catalog.restoring.memory_target import MemoryTarget
-from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import cancel, staged
-from recpoint.catalog.staging.agent_lock import AgentLock, at_work
-from recpoint.catalog.stores.store import Store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock, at_work
+from recpoint.catalog.store.store import Store
 from recpoint.errors import StoreAccessDenied, StoreThrottled, StoreUnavailable
 from recpoint.flows.persist import persist as persist_flow
 from recpoint.flows.persist import run_persist
-from recpoint.tasks import progress
+from recpoint.tasks import reports
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import new_run, tables
 from tests.interposed_store import InterposedStore
@@ -114,7 +113,7 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
         )
         assert run_persist(persist.PersistJob.open(path)).is_completed()
         assert not path.exists()
-        answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+        answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
     assert check(run, level="full").ok
     (flow_run,) = flow_runs(tmp_path, f"run:{url_name}", "step:2", "rank:0")
@@ -171,7 +170,7 @@ def test_a_long_persist_shows_how_far_it_is(
 ) -> None:
     monkeypatch.setattr(plan, "CHUNK_BYTES", 400)
     monkeypatch.setattr(plan, "GROUP_BYTES", 900)
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reports, "_EVERY_SECONDS", 0.0)
     path = stage(run, tmp_path / "long", tables(rows=120), step=8, generation=1)
     assert run_persist(persist.PersistJob.open(path)).is_completed()
     url_name = Path(run.url).name
@@ -189,7 +188,7 @@ def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) 
     run.claim(None)
     assert run_persist(persist.PersistJob.open(path)).is_failed()
     assert not path.exists()
-    answer = staged.read_outcome(path.parent.parent / "outcomes" / path.name)
+    answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
     assert (answer.result, answer.error_type) == ("rejected", "StaleWriter")
     (flow_run,) = flow_runs(tmp_path, "step:4")
     assert flow_run.state is not None and "StaleWriter" in str(flow_run.state.message)
@@ -198,12 +197,12 @@ def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) 
 def test_a_job_that_the_trainer_wants_dropped_is_no_failed_run(run: Run, tmp_path: Path) -> None:
     staging = tmp_path / "dropped"
     path = stage(run, staging, tables(), step=7, generation=1)
-    cancel.write_mark(path.parent.parent, staged.read_job(path).ref, 0)
+    area.write_mark(path.parent.parent, area.read_job(path).ref, 0)
     state = run_persist(persist.PersistJob.open(path))
     assert state.is_completed() and state.name == "Dropped"
     assert not path.exists() and run.manifest_names() == []
-    answer = staged.outcome_path(staged.run_directory(staging, run.url), 1, 7, 0)
-    assert staged.read_outcome(answer).error_type == "CheckpointCancelled"
+    answer = area.outcome_path(area.run_directory(staging, run.url), 1, 7, 0)
+    assert area.read_outcome(answer).error_type == "CheckpointCancelled"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +293,7 @@ def test_asked_for_beside_an_agent_it_leaves_the_job_to_that_one(run: Run, tmp_p
         return state
 
     path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
-    (spooled := staged.spool_directory(path.parent.parent) / path.stem).mkdir(parents=True)
+    (spooled := area.spool_directory(path.parent.parent) / path.stem).mkdir(parents=True)
     (spooled / "of the agent").write_text("encoded")
     with AgentLock(tmp_path / "staging"):
         refused = asyncio.run(asked_for(path))

@@ -11,9 +11,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from recpoint import Follower
-from recpoint.catalog.records.publications import newest_publication
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.run.publications import newest_publication
+from recpoint.catalog.run.run import Run
 from recpoint.errors import NothingToRestore, ObjectNotFound, RetentionRefused
 from recpoint.flows.publish import publish
 from tests.catalog_builder import tables

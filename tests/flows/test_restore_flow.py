@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.records import going
-from recpoint.catalog.records.announcement import announce
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.restoring.shard_plan import INDEX
-from recpoint.catalog.restoring.shards import restore_shards
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import Store, open_store
+from recpoint.catalog.restore.files import INDEX, restore_shards
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.run import deletions
+from recpoint.catalog.run.deletions import announce
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import Store, open_store
 from recpoint.errors import (
     DigestMismatch,
     RecpointError,
@@ -27,7 +26,7 @@ from recpoint.errors import (
 from recpoint.flows.restore import run_restore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY
-from recpoint.tasks import progress
+from recpoint.tasks import reports
 from tests.flows.test_consolidate_flow import chain
 from tests.flows.test_persist_flow import artifacts, flow_runs, task_runs
 from tests.interposed_store import InterposedStore, unavailable
@@ -51,7 +50,7 @@ def bare(run: Run, directory: Path, *, step: int | None = None) -> dict[str, byt
 def test_the_same_files_as_bare_and_what_is_shown(
     run: Run, chain: list[Manifest], tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reports, "_EVERY_SECONDS", 0.0)
     target = tmp_path / "target"
     state = run_restore(run.url, str(target), shard_bytes=1, parts_at_once=at_once)
     assert state.is_completed() and state.message is not None
@@ -97,7 +96,7 @@ def test_damage_falls_back_and_is_said(run: Run, chain: list[Manifest], tmp_path
 def through(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Store]]:
     """The stores that the flow's tasks read from: real ones, with what a test puts around them."""
     chosen = [run.store]
-    monkeypatch.setattr("recpoint.tasks.consolidation_task.open_store", lambda url: chosen[0])
+    monkeypatch.setattr("recpoint.tasks.consolidate.open_store", lambda url: chosen[0])
     yield chosen
 
 
@@ -134,7 +133,7 @@ def test_another_checkpoint_is_not_replaced(
 def test_what_a_retention_is_deleting_is_refused_by_name(
     run: Run, chain: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
     announce(run, (MANIFEST_KEY.of(2, chain[0].generation),))
     target = tmp_path / "target"
     state = run_restore(run.url, str(target), shard_bytes=1, step=2)

@@ -13,9 +13,9 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ParameterTypeError
 from pydantic import ValidationError
 
-from recpoint.catalog.records import pins
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.run import pins
+from recpoint.catalog.run.run import Run
 from recpoint.errors import RetentionRefused, SettingsError
 from recpoint.flows.retain import Best, Keep, retain
 from recpoint.format.naming import EXPIRED_KEY, MANIFEST_KEY, PLAN_KEY, ManifestName

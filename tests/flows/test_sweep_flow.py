@@ -15,10 +15,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.exceptions import ParameterTypeError
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, sweep_of
 from recpoint.flows.drain import drain
 from recpoint.flows.sweep import sweep
 from tests.catalog_builder import build, tables, upload

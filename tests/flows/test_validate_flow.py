@@ -11,11 +11,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.records.validations import verdicts
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import verdicts
 from recpoint.flows.validate import validate
 from recpoint.format.naming import METRIC_KEY, ManifestName
-from recpoint.tasks import progress
+from recpoint.tasks import reports
 from tests.catalog_builder import tables
 from tests.flows.test_persist_flow import artifacts
 from tests.job_builder import stage
@@ -44,7 +44,7 @@ def test_a_checkpoint_is_validated_and_the_result_kept(
         "def size(state):\n    return sum(t.numel() for t in state.values())\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reports, "_EVERY_SECONDS", 0.0)
     for step in (1, 2):
         job = stage(run, tmp_path / "s", tables(bits=8), step=step, generation=1, samples=20)
         assert persist.persist_job(job).result == "committed"

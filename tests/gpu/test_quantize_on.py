@@ -14,10 +14,10 @@ from torch.optim import SGD
 
 from recpoint import Checkpointer, Options, Precision
 from recpoint.catalog.persist import persist
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area as staged
+from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import ChosenMethod
 from recpoint.trainer_plugin.settings import Where
 from tests.training_builder import until

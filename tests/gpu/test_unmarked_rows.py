@@ -8,13 +8,13 @@ from torch import nn
 from torch.optim import SGD, Adagrad
 
 from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizer_watch import OptimizerWatch
-from recpoint.trainer_plugin.layout import lay_out
-from recpoint.trainer_plugin.live_tables import LiveTables
-from recpoint.trainer_plugin.model_tables import find_tables
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.unmarked_rows import UnmarkedRows
+from recpoint.embeddings.optimizers import OptimizerWatch
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.ranks.sharding import lay_out
+from recpoint.trainer_plugin.snapshot.live_tables import LiveTables
+from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
+from recpoint.trainer_plugin.tables import find_tables
 
 pytestmark = pytest.mark.gpu
 

@@ -14,14 +14,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
-from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.relink import relink
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.superseded import line_to_go_on
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.commit import commit
+from recpoint.catalog.run.repair import line_to_go_on, relink
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import GenerationRecordLost, NothingToRestore, StaleWriter
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import GENERATION_KEY, ManifestName, generation_in_key

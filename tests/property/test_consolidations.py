@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpoint.catalog.chunks import seen_rows
-from recpoint.catalog.consolidation import row_moves
-from recpoint.catalog.restoring.restore import MemoryTarget
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate import moves
+from recpoint.catalog.restore import rows
+from recpoint.catalog.restore.restore import MemoryTarget
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import Table, new_run, tables
@@ -104,9 +104,9 @@ def test_every_checkpoint_gives_back_what_was_taken(
     directory = Path(tempfile.mkdtemp(prefix="recpoint-merges-", dir=memory))
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(row_moves, "CHUNK_BYTES", 300)
-            patch.setattr(row_moves, "BUFFERED_BYTES", 12 * mmap.PAGESIZE)
-            patch.setattr(seen_rows, "SECTION_ROWS", 16)
+            patch.setattr(moves, "CHUNK_BYTES", 300)
+            patch.setattr(moves, "BUFFERED_BYTES", 12 * mmap.PAGESIZE)
+            patch.setattr(rows, "SECTION_ROWS", 16)
         try:
             run = new_run(directory)
             run.claim(None)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint import Follower
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.catalog.runs.lineage import live_line
+from recpoint.catalog.run.lineage import live_line
 from recpoint.errors import MalformedObject, MissingLink
 from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef, GenerationRecord

@@ -7,10 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.catalog.chunks.live_rows import Live, LiveRows
-from recpoint.catalog.consolidation.consolidate_choice import cheapest, weigh
-from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
-from recpoint.catalog.consolidation.merge_sizes import MergeSizes
+from recpoint.catalog.consolidate.plan import ConsolidationTriggers, MergeSizes, cheapest, weigh
+from recpoint.catalog.restore.rows import Live, LiveRows
 from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import row_chunk_key
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AgentLock
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job, Outcome
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import POLICIES, Policy
@@ -76,7 +76,7 @@ class Trainings(RuleBasedStateMachine):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="recpoint-policies-", dir=memory))
         self.url, self.staging = str(self.directory / "run"), self.directory / "staging"
-        self.run_directory = staged.run_directory(self.staging, self.url)
+        self.run_directory = area.run_directory(self.staging, self.url)
         self.agent = AgentLock(self.staging)
         self.agent.__enter__()
         self.truth: dict[ManifestName, _Rows] = {}
@@ -109,11 +109,11 @@ class Trainings(RuleBasedStateMachine):
         return found
 
     def jobs(self) -> list[tuple[Path, Job]]:
-        return [(p, staged.read_job(p)) for p in staged.staged_jobs(self.run_directory)]
+        return [(p, area.read_job(p)) for p in area.staged_jobs(self.run_directory)]
 
     def settled(self) -> None:
         """What was cut is staged, and every answer there is has been heard."""
-        outcomes = staged.outcomes_directory(self.run_directory)
+        outcomes = area.outcomes_directory(self.run_directory)
         until(lambda: not list(outcomes.glob(f"{self.generation:08d}-*.json")))
         pipeline = self.trainer._pipeline
         assert pipeline is not None
@@ -274,14 +274,14 @@ class Trainings(RuleBasedStateMachine):
             quantizers=(),
             finished_ms=0,
         )
-        staged.finish(path, outcome)
+        area.finish(path, outcome)
         self.settled()
 
     @precondition(lambda self: self.jobs())
     @rule()
     def damage_oldest(self) -> None:
         path, job = self.jobs()[0]
-        slot = staged.slots_directory(self.run_directory) / job.slot
+        slot = area.slots_directory(self.run_directory) / job.slot
         with slot.open("r+b") as file:
             file.seek(job.segments[0].offset)
             byte = file.read(1)[0]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpoint.format.history import ChosenPrecision, History
-from recpoint.trainer_plugin.failures import ExpectedFailures, Past
-from recpoint.trainer_plugin.precision import decide
+from recpoint.trainer_plugin.schedule.outlook import decide
+from recpoint.trainer_plugin.settings import ExpectedFailures, Past
 
 HOUR_MS = 3_600_000
 

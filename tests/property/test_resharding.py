@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpoint.catalog.restoring.reshard import PartsTarget
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
+from recpoint.catalog.restore.placement import PartsTarget
+from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import quantize
 from tests.catalog_builder import Table, build, new_run, publish

@@ -7,9 +7,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.catalog.retention.retention import RetentionPlan, needed_manifests, plan
-from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.representations import Opinion, Representations, RunFacts, StoredManifest
+from recpoint.catalog.retention.keep import (
+    BestBy,
+    RetentionPlan,
+    RetentionPolicy,
+    needed_manifests,
+    plan,
+)
+from recpoint.catalog.run.representations import Opinion, Representations, RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused
 from recpoint.format.naming import ManifestName
 from tests.retention_facts import HOUR_MS, NOW_MS, facts, full, increment, merged

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recpoint.catalog.chunks.row_state import to_bfloat16
-from recpoint.catalog.validation.row_comparison import DecodedRows, ExactRows, compare
+from recpoint.catalog.check.rows import DecodedRows, ExactRows, compare
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
+from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import bit_packing, quantize
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method
 

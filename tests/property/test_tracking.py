@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizer_watch import OptimizerWatch
+from recpoint.embeddings.optimizers import OptimizerWatch
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.model_tables import find_tables
+from recpoint.trainer_plugin.tables import find_tables
 
 ROWS = 40
 

@@ -1,9 +1,8 @@
-"""What fits recpoint into other libraries, each of which is an optional extra.
+"""Connects libraries that shard tables, each of which is an optional extra.
 
 A model goes in, and out come the `TableSource`s of libraries that have sharded its tables:
 `torchrec.py` looks whether there are any in a version that is supported, `torchrec_source.py` is
-their source, and `fbgemm.py` marks the rows of the kernels that hold them. `lightning.py` is apart
-from these: the callback through which Lightning's loops are checkpointed.
+their source, and `fbgemm.py` marks the rows of the kernels that hold them.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
-from recpoint.catalog.restoring.names import canonical_name
+from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.tables import Marker, Table
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Columns
+from recpoint.trainer_plugin.fused_optimizers import same_rate
 from recpoint.trainer_plugin.integrations.fbgemm import Kernel
-from recpoint.trainer_plugin.table_trainers import same_rate
 
 __all__ = ["ShardTable", "TorchRecSource"]
 

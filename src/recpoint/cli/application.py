@@ -10,24 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recpoint.cli import (
-    automations,
-    bring_back,
-    consolidate,
-    dashboard,
-    follow,
-    host,
-    inspect,
-    lag,
-    prometheus,
-    relink,
-    restore,
-    retain,
-    seed,
-    sweep,
-    validate,
-)
-from recpoint.cli.info import info
+from recpoint.cli import follow, gc, host, inspect, repair, restore, seed, validate
+from recpoint.cli.inspect import info
 from recpoint.cli.reporting import print_json
 
 __all__ = ["app"]
@@ -117,27 +101,27 @@ def _before_all_commands(
 for name, function in (
     ("demo", host.demo),
     ("agent", host.agent),
-    ("dashboard", dashboard.serve_dashboard),
+    ("dashboard", host.serve_dashboard),
     ("list", inspect.list_checkpoints),
     ("show", inspect.show),
     ("check", inspect.check_run),
-    ("lag", lag.lag),
+    ("lag", inspect.lag),
     ("validate", validate.validate_checkpoint),
     ("restore", restore.restore_to_file),
-    ("bring-back", bring_back.bring_back_run),
-    ("relink", relink.relink_generation),
+    ("bring-back", repair.bring_back_run),
+    ("relink", repair.relink_generation),
     ("seed", seed.plan_seed),
-    ("retain", retain.retain),
-    ("pin", retain.pin),
-    ("unpin", retain.unpin),
-    ("metric", retain.record_metric),
-    ("consolidate", consolidate.consolidate_run),
+    ("retain", gc.retain),
+    ("pin", gc.pin),
+    ("unpin", gc.unpin),
+    ("metric", gc.record_metric),
+    ("consolidate", gc.consolidate_run),
     ("follow", follow.follow),
     ("publish", follow.publish),
-    ("sweep", sweep.sweep_run),
+    ("sweep", gc.sweep_run),
     ("info", info),
 ):
     app.command(name)(function)
 app.add_typer(host.server, name="server")
-app.add_typer(automations.automations, name="automations")
-app.add_typer(prometheus.prometheus, name="prometheus")
+app.add_typer(host.automations, name="automations")
+app.add_typer(host.prometheus, name="prometheus")

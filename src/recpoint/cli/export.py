@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from recpoint.catalog.restoring.restore import MemoryTarget
-from recpoint.catalog.restoring.restored_model import model_tensors
-from recpoint.catalog.restoring.state_tensors import collect_tensors, without_model
-from recpoint.catalog.stores import durable
+from recpoint.catalog.restore.files import collect_tensors, without_model
+from recpoint.catalog.restore.restore import MemoryTarget, model_tensors
+from recpoint.catalog.store import durable
 from recpoint.errors import SettingsError
 
 __all__ = ["check_target", "is_for_shards", "replacing", "writer"]
+
 
 Write = Callable[[Path, MemoryTarget], None]
 

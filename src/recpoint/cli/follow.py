@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recpoint.catalog.records import publications
-from recpoint.catalog.restoring.restore_order import skipped_lines, skipped_text
-from recpoint.catalog.stores.run_url import naming_run, parse_run_url
+from recpoint.catalog.restore.order import skipped_lines, skipped_text
+from recpoint.catalog.run import publications
+from recpoint.catalog.store.run_url import naming_run, parse_run_url
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import (
     JsonOption,
@@ -22,11 +22,11 @@ from recpoint.cli.reporting import (
 from recpoint.dashboards import terminal
 from recpoint.errors import ChainError, FormatError, NothingToRestore, NotServing, StoreError
 
-if TYPE_CHECKING:  # following imports torch
-    from recpoint.serving.follower import Follower
-    from recpoint.serving.status import Status
+if TYPE_CHECKING:
+    from recpoint.serving.follower import Follower, Status
 
 __all__ = ["follow", "publish"]
+
 
 #: What brings something into a channel.
 _NEXT = {"validated": "validate URL", "published": "publish URL"}
@@ -52,8 +52,7 @@ def follow(
 
     Holds two copies of the tables in memory. Ends with --once, or when it is interrupted.
     """
-    from recpoint.serving.follower import Follower
-    from recpoint.serving.wanted import CHANNELS
+    from recpoint.serving.follower import CHANNELS, Follower
 
     if channel not in CHANNELS:
         raise typer.BadParameter(

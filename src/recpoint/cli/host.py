@@ -1,32 +1,128 @@
-"""The commands that run things on this host: agent, server, demo."""
+"""Commands that run things on this host: agent, server, demo, dashboard, automations."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
+import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from recpoint.cli.reporting import (
-    JsonOption,
-    Result,
-    command,
-    output_console,
-    progress_console,
-)
-from recpoint.cli.sweep import StagingOption, seconds_of
+from recpoint.catalog.overview.overview import INTERVALS_OF_SILENCE
+from recpoint.cli.gc import StagingOption, seconds_of
+from recpoint.cli.reporting import JsonOption, Result, command, output_console, progress_console
 from recpoint.dashboards import terminal
-from recpoint.dashboards.metric_library import require_prometheus
+from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
+from recpoint.dashboards.metrics.library import require_prometheus
+from recpoint.dashboards.texts import duration_text
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.repeated_lines import is_repeated
 
-__all__ = ["LogFormat", "agent", "demo", "require_flows", "server", "worth_showing"]
+__all__ = [
+    "LogFormat",
+    "agent",
+    "automations",
+    "demo",
+    "prometheus",
+    "serve_dashboard",
+    "server",
+    "worth_showing",
+]
+
+
+# The command that serves the live page: `recpoint dashboard URL...`.
+
+
+@command
+def serve_dashboard(
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="URL...", help="Runs: local paths, s3://bucket/prefix, …"),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks at a run.")
+    ] = 5.0,
+    alarm_after: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            metavar="INTERVALS",
+            help="Alarm when so many of a run's intervals pass without a commit.",
+        ),
+    ] = INTERVALS_OF_SILENCE,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; whoever reaches it may look.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8470,
+    json_output: JsonOption = False,
+) -> Result:
+    """Serve a page that shows runs live, from their catalogs alone, until SIGTERM or SIGINT."""
+    if find_spec("nicegui") is None:
+        raise SettingsError(
+            "recpoint dashboard",
+            found="no nicegui installed",
+            expected="nicegui, which serves the page",
+            next_step="pip install 'recpoint[dashboard]'",
+        )
+    from recpoint.dashboards.page import serve
+    from recpoint.dashboards.watched_runs import WatchedRuns
+
+    def ready(address: str) -> None:
+        progress_console().print(f"the page is at {address}", soft_wrap=True)
+
+    runs = WatchedRuns(urls or [], interval_seconds=interval, intervals=alarm_after)
+    serve(runs, host=host, port=port, on_ready=ready)
+    return Result({"runs": len(runs.runs)})
+
+
+# What Prometheus and Grafana load: `recpoint prometheus rules|dashboard`.
+
+
+prometheus = typer.Typer(
+    help="Alert rules and a Grafana dashboard for the metrics of trainers and agents.",
+    no_args_is_help=True,
+)
+
+
+@prometheus.command("rules")
+@command
+def print_rules(
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Another value for a parameter; may be repeated."
+        ),
+    ] = None,
+    json_output: JsonOption = False,
+) -> Result:
+    """Print the alert rules, a file for rule_files of Prometheus; its head has the parameters."""
+    given = {}
+    for text in values or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
+        given[name] = value
+    rules = alert_rules(given)
+    return Result({"rules": rules}, Text(rules.rstrip("\n")))
+
+
+@prometheus.command("dashboard")
+@command
+def print_dashboard(json_output: JsonOption = False) -> Result:
+    """Print the dashboard, a file that Grafana imports."""
+    dashboard = grafana_dashboard()
+    return Result({"dashboard": json.loads(dashboard)}, Text(dashboard.rstrip("\n")))
+
+
+# The commands that run things on this host: agent, server, demo.
+
 
 _UP_SECONDS = 120.0
 #: Of a server that answers, on a machine that is busy.
@@ -129,8 +225,8 @@ def agent(
         require_flows("recpoint agent", otherwise=", or --prefect off")
     if metrics_port is not None:
         require_prometheus("recpoint agent --metrics-port")
-    from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
-    from recpoint.flows.agent import run_agent
+    from recpoint.catalog.consolidate.plan import ConsolidationTriggers
+    from recpoint.flows.agent.agent import run_agent
 
     shown = logging.StreamHandler()
     shown.addFilter(worth_showing)
@@ -138,7 +234,7 @@ def agent(
     logging.basicConfig(level=logging.INFO, handlers=[shown])
     watch = None
     if metrics_port is not None:
-        from recpoint.dashboards.agent_metrics import agent_metrics
+        from recpoint.dashboards.metrics.agent import agent_metrics
 
         watch = agent_metrics(
             port=metrics_port, address=metrics_address, refresh_seconds=metrics_refresh
@@ -262,8 +358,7 @@ def demo(
 ) -> Result:
     """Train on real purchases, kill the trainer with SIGKILL, restore, prove the result."""
     require_flows("recpoint demo")
-    from recpoint.dashboards.demo import DemoSettings, run_demo
-    from recpoint.dashboards.demo_report import report_views
+    from recpoint.dashboards.demo.demo import DemoSettings, report_views, run_demo
     from recpoint.flows import prefect_server
 
     settings = DemoSettings(
@@ -278,3 +373,151 @@ def demo(
     last_line = Text(json.dumps(result.document, ensure_ascii=True, allow_nan=False))
     views = report_views(result, server_stopped=stop)
     return Result(result.document, *views, last_line, code=0 if result.ok else 1)
+
+
+# The commands for what Prefect watches: `recpoint automations apply|list|remove`.
+
+
+automations = typer.Typer(
+    help="Alerts of the Prefect server: no commit, failed validation, rejected checkpoint.",
+    no_args_is_help=True,
+)
+
+
+@automations.command("apply")
+@command
+def apply_automations(
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[URL]...",
+            help="Runs that alert after --intervals of their own, read from their catalogs now.",
+        ),
+    ] = None,
+    intervals: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="Alert when one of these runs commits nothing for N of its intervals; as before "
+            "if not given, or 3. Apply again when an interval was changed.",
+        ),
+    ] = None,
+    no_commit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Alert when any run commits nothing for so long, a number and s, m, h or d. As "
+            "before if not given, or 30m. It is for all runs, and raised to the longest time of "
+            "a run that has --intervals; when that one is gone or shorter, it falls again only "
+            "with --no-commit.",
+        ),
+    ] = None,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE/NAME|none",
+            help="A notification block of Prefect's, such as slack-webhook/training; none: alerts "
+            "are only in the event feed. As before if not given.",
+        ),
+    ] = None,
+    no_heartbeat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Call a flow run of ours crashed when its process gave no sign of life for so "
+            "long: three heartbeats. As before if not given, or 10m.",
+        ),
+    ] = None,
+    publish: Annotated[
+        str | None,
+        typer.Option(
+            metavar="committed|validated",
+            help="Have each checkpoint published as soon as it is that; needs the deployment of "
+            "the flow publish. As before if not given.",
+        ),
+    ] = None,
+    json_output: JsonOption = False,
+) -> Result:
+    """Create the alerts, or bring them up to date: what is not given stays as it is there."""
+    if publish not in (None, "committed", "validated"):
+        raise typer.BadParameter(
+            f"{publish!r} is neither committed nor validated", param_hint="--publish"
+        )
+    if intervals is not None and not urls:
+        raise typer.BadParameter(
+            "name the runs whose intervals count; --no-commit is for all",
+            param_hint="--intervals",
+        )
+    flows = _flows("apply")
+    settings = flows.AlertSettings(
+        no_commit_seconds=_seconds_of(no_commit, option="--no-commit"),
+        runs=tuple(dict.fromkeys(urls or ())),
+        no_commit_intervals=intervals,
+        no_heartbeat_seconds=_seconds_of(no_heartbeat, option="--no-heartbeat"),
+        notify=notify,
+        publish=publish,
+    )
+    done = flows.apply(settings)
+    return Result(
+        {"automations": [one._asdict() for one in done]},
+        *(terminal.shown(_words(**one._asdict())) for one in done),
+    )
+
+
+def _seconds_of(text: str | None, *, option: str) -> float | None:
+    return None if text is None else seconds_of(text, option=option)
+
+
+def _words(
+    name: str,
+    result: str,
+    after_seconds: float | None,
+    notifies: str | None,
+    kept: tuple[str, ...],
+) -> str:
+    text = f"{result}: {name}"
+    if after_seconds is not None:
+        text += f", after {duration_text(after_seconds)}{' as before' * ('time' in kept)}"
+    if notifies is not None:
+        text += f", notifies {notifies}{' as before' * ('notification' in kept)}"
+    return text
+
+
+@automations.command("list")
+@command
+def list_automations(json_output: JsonOption = False) -> Result:
+    """The alerts that the server has."""
+    found = _flows("list").find_ours()
+    return Result(
+        {"automations": [one._asdict() for one in found]},
+        *(
+            terminal.shown(f"{one.name}{'' if one.enabled else ' (disabled)'}: {one.description}")
+            for one in found
+        ),
+    )
+
+
+@automations.command("remove")
+@command
+def remove_automations(json_output: JsonOption = False) -> Result:
+    """Remove them."""
+    removed = _flows("remove").remove_ours()
+    return Result({"removed": removed}, *(terminal.shown(f"removed: {name}") for name in removed))
+
+
+def _flows(name: str) -> ModuleType:
+    """The module that does it, with the API that is configured, else the local server's."""
+    require_flows(f"recpoint automations {name}")
+    from recpoint.flows import prefect_server
+
+    if prefect_server.configured_url() is None:
+        local = prefect_server.running_server()
+        if local is not None:
+            # Prefect reads its settings once, when it is imported.
+            os.environ["PREFECT_API_URL"] = local.url
+            os.environ.setdefault("PREFECT_HOME", str(prefect_server.server_directory()))
+    for variable, value in prefect_server.OFFLINE.items():
+        os.environ.setdefault(variable, value)
+    from recpoint.flows import automations as module
+
+    return module

@@ -1,58 +1,318 @@
-"""The commands that only look at a run: list, show, check."""
+"""Commands that only look: list, show, check, lag, info; and the JSON forms of what they print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import platform
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
+from rich.live import Live
+from rich.table import Table
 
-from recpoint.catalog.records.pins import pinned
-from recpoint.catalog.records.validations import records_of, verdict, verdicts
-from recpoint.catalog.restoring.selection import Selection, candidates
-from recpoint.catalog.retention.marks import marked
-from recpoint.catalog.runs.chain import Chain, resolve_chain
-from recpoint.catalog.runs.lineage import Representation
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.superseded import manifests_gone, superseded_text
-from recpoint.catalog.stores.io_scheduler import ReadScheduler
-from recpoint.catalog.stores.run_url import naming_run
-from recpoint.catalog.stores.store import open_store
-from recpoint.cli import documents
+from recpoint.catalog.overview.overview import RunOverview, alarms
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.restore.order import Selection, candidates
+from recpoint.catalog.retention.prune import marked
+from recpoint.catalog.run.chain import Chain, resolve_chain
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.pins import pinned
+from recpoint.catalog.run.repair import manifests_gone, superseded_text
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import Verdict, records_of, verdict, verdicts
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.run_url import naming_run, parse_run_url
+from recpoint.catalog.store.scheduler import ReadScheduler
+from recpoint.catalog.store.store import open_store
 from recpoint.cli.reporting import (
     JsonOption,
     Result,
     command,
     exit_code,
+    output_console,
     showing_bytes,
     showing_steps,
 )
 from recpoint.dashboards import terminal
+from recpoint.dashboards.catalog_watch import current_watch
+from recpoint.dashboards.lag import RunLag, lag_table
 from recpoint.dashboards.terminal import Listed
-from recpoint.errors import (
-    ChainError,
-    FormatError,
-    ObjectNotFound,
-    RecpointError,
-)
+from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
+from recpoint.format.version import FORMAT_VERSION
 
-if TYPE_CHECKING:  # checking imports torch, which takes longer than to print a listing
-    from recpoint.catalog.validation.check import Level
+if TYPE_CHECKING:
+    from recpoint.catalog.check.check import Level
+    from recpoint.kernels.implementation import Implementation
 
 __all__ = [
     "GenerationOption",
     "UrlArgument",
     "check_run",
     "find_checkpoint",
+    "info",
+    "lag",
     "list_checkpoints",
     "open_run",
     "show",
 ]
+
+
+# The JSON forms of what commands print. Times are milliseconds, sizes bytes, as in the format.
+
+
+def checkpoint(manifest: Manifest) -> dict[str, Any]:
+    """What a listing says of one checkpoint."""
+    return {
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "attempt": manifest.attempt,
+        "kind": manifest.kind,
+        "chain_length": manifest.chain_length,
+        "policy": manifest.policy,
+        "consolidated": manifest.stands_for is not None,
+        "dirty_rows": manifest.dirty_rows,
+        "stored_bytes": manifest.stored_bytes,
+        "full_bytes": manifest.full_bytes,
+        "stall_ms": manifest.stall_us / 1000,
+        "lag_ms": manifest.committed_ms - manifest.snapshot_ms,
+        "committed_ms": manifest.committed_ms,
+    }
+
+
+def listed(entry: Listed) -> dict[str, Any]:
+    """One line of a listing, also of a checkpoint whose manifest cannot be read."""
+    if isinstance(entry.manifest, RecpointError):
+        problem = {"error": type(entry.manifest).__name__, "message": str(entry.manifest)}
+        return {**_name(entry.name), **_standing(entry), **problem}
+    return {**checkpoint(entry.manifest), **_standing(entry)}
+
+
+def validation(verdict: Verdict | None) -> dict[str, Any] | None:
+    """What validations say of a checkpoint; None: there was none."""
+    return None if verdict is None else verdict._asdict()
+
+
+def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
+    """All there is to say of one checkpoint; `chain` None: it does not join up."""
+    return {
+        **checkpoint(manifest),
+        "run": manifest.run,
+        "ranks": manifest.ranks,
+        "snapshot_ms": manifest.snapshot_ms,
+        "staged_ms": manifest.staged_ms,
+        "writer": manifest.writer,
+        "tables": [table.model_dump(mode="json") for table in manifest.tables],
+        "chunks": [chunk.model_dump(mode="json") for chunk in manifest.chunks],
+        "quantizers": [quantizer.model_dump(mode="json") for quantizer in manifest.quantizers],
+        "quantized_by": manifest.quantized_by,
+        "state_bits": manifest.state_bits,
+        "history": manifest.history.model_dump(mode="json"),
+        "chain": None if chain is None else [checkpoint(member) for member in chain],
+    }
+
+
+def _standing(entry: Listed) -> dict[str, Any]:
+    return {
+        "live": entry.live,
+        "merged": list(entry.merged),
+        "pins": list(entry.pins),
+        "expires": entry.expires,
+        "validation": validation(entry.verdict),
+    }
+
+
+def _name(name: ManifestName) -> dict[str, Any]:
+    return {"step": name.step, "generation": name.generation}
+
+
+# The command info: versions, and what runs here.
+
+
+_PACKAGES = ("torch", "triton", "numba", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
+
+
+@command
+def info(json_output: JsonOption = False) -> Result:
+    """Versions, which kernels run here and why, devices, staging area."""
+    import torch
+
+    from recpoint.kernels.implementation import implementations, vector_extension
+    from recpoint.trainer_plugin.snapshot import staging
+
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    kernels = implementations()
+    versions = {name: _version(name) for name in _PACKAGES}
+    document = {
+        "recpoint": _version("recpoint"),
+        "format": FORMAT_VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "kernels": [kernel._asdict() for kernel in kernels],
+        "cuda_devices": devices,
+        "cpu_threads": torch.get_num_threads(),
+        "vector_extension": vector_extension(),
+        "staging": str(area.default_staging_root()),
+        "huge_pages": staging.policy(),
+        "huge_pages_from_bytes": staging.SMALLEST_BYTES,
+    }
+    packages = ", ".join(f"{name} {found or '(none)'}" for name, found in versions.items())
+    smallest = terminal.bytes_text(staging.SMALLEST_BYTES)
+    fields = [
+        ("recpoint", f"{document['recpoint']}, format {FORMAT_VERSION}"),
+        ("python", f"{document['python']} on {document['platform']}"),
+        ("packages", packages),
+        ("threads", document["cpu_threads"]),
+        ("vectors", document["vector_extension"] or "not known"),
+        ("CUDA devices", ", ".join(devices) or "none"),
+        ("staging", document["staging"]),
+        ("huge pages", f"{document['huge_pages']}; asked for tables of {smallest} and more"),
+    ]
+    return Result(document, terminal.fields_table(fields), _kernels_table(kernels))
+
+
+def _kernels_table(kernels: list[Implementation]) -> Table:
+    """One line a kernel and device of its tensors."""
+    table = terminal.plain_table("Kernels")
+    for heading in ("kernel", "tensors on", "runs", "why"):
+        table.add_column(heading)
+    for kernel in kernels:
+        why = terminal.shown(kernel.why)
+        table.add_row(kernel.kernel, kernel.device, kernel.name or "nothing", why)
+    return table
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# The command that says what would be lost now: `recpoint lag`.
+
+
+@command
+def lag(
+    urls: Annotated[
+        list[str], typer.Argument(metavar="URL...", help="Runs: local paths, s3://bucket/prefix, …")
+    ],
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="End with 1 if more training than that would be lost now.",
+        ),
+    ] = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Look again so often, until it is interrupted."
+        ),
+    ] = None,
+    json_output: JsonOption = False,
+) -> Result:
+    """What each run would lose if its trainer died now, from its catalog alone.
+
+    Exit codes: 0 all could be read, and none is above --max-seconds; 1 one is, or a run is not
+    there; 2 a wrong URL; 3 a store cannot be reached; 4 a catalog is damaged. Of several, the
+    highest. A run that has ended, with everything stored, would lose nothing.
+    """
+    if watch is not None and json_output:
+        raise typer.BadParameter("it does not go with --json", param_hint="--watch")
+    lags = _Lags(urls, max_seconds)
+    if watch is not None:
+        with Live(console=output_console(), auto_refresh=False) as live:
+            while True:
+                live.update(lag_table(lags.refresh()), refresh=True)
+                time.sleep(watch)
+    found = lags.refresh()
+    code = max(
+        exit_code(one.found) if isinstance(one.found, RecpointError) else int(one.above)
+        for one in found
+    )
+    return Result({"runs": [_document(one) for one in found]}, lag_table(found), code=code)
+
+
+class _Lags:
+    """Looks at runs again and again; one that cannot be read keeps nobody from the others."""
+
+    def __init__(self, urls: Sequence[str], max_seconds: float | None) -> None:
+        self._urls = urls
+        self._max_seconds = max_seconds
+        self._watches: dict[str, RunWatch] = {}
+
+    def refresh(self) -> list[RunLag]:
+        return [self._one(url) for url in self._urls]
+
+    def _one(self, url: str) -> RunLag:
+        try:
+            # A URL that is refused may carry a credential: it is shown as its error shows it.
+            named = parse_run_url(url).url
+        except RecpointError as error:
+            return RunLag("", error)
+        try:
+            self._watches[url] = current_watch(url, self._watches.get(url))
+            seen = self._watches[url].refresh()
+        except RecpointError as error:
+            self._watches.pop(url, None)
+            error.next_step = naming_run(error.next_step, named)
+            return RunLag(named, error)
+        limit = self._max_seconds
+        return RunLag(named, seen, limit is not None and seen.lag.at_risk_seconds > limit)
+
+
+def _document(one: RunLag) -> dict[str, Any]:
+    if isinstance(one.found, RecpointError):
+        error = one.found
+        return {
+            "url": one.url,
+            "error": type(error).__name__,
+            "subject": error.subject,
+            "found": error.found,
+            "expected": error.expected,
+            "next_step": error.next_step,
+        }
+    return {"url": one.url, "above": one.above, **_figures(one.found)}
+
+
+def _figures(seen: RunOverview) -> dict[str, Any]:
+    lag, newest, restore, ended = seen.lag, seen.newest, seen.restore, seen.ended
+    validated = seen.last_validated
+    verdict = None if validated is None else validated.verdict
+    return {
+        "run": seen.run,
+        "lag_seconds": lag.seconds,
+        "at_risk_seconds": lag.at_risk_seconds,
+        "at_risk_batches": lag.at_risk_batches,
+        "interval_seconds": lag.interval_seconds,
+        "step": None if newest is None else newest.step,
+        "stall_seconds": None if newest is None else newest.stall_seconds,
+        "checkpoints": seen.live_checkpoints,
+        "restarts": seen.restarts,
+        "manifests_to_read": None if restore is None else restore.manifests_to_read,
+        "bytes_to_read": None if restore is None else restore.bytes_to_read,
+        "ended": None if ended is None else ended.reason,
+        "validated": None
+        if validated is None or verdict is None
+        else {"step": validated.step, "result": verdict.result, "level": verdict.level},
+        "alarms": [
+            {"trouble": alarm.trouble, "text": alarm.text, "next_step": alarm.next_step}
+            for alarm in alarms(seen)
+        ],
+    }
+
+
+# The commands that only look at a run: list, show, check.
+
 
 _NONE_YET = "no checkpoint yet"
 
@@ -117,7 +377,7 @@ def list_checkpoints(
         "url": run.url,
         "run": run.id,
         "superseded": None if unknown else len(forms.keys() - counts),
-        "checkpoints": [documents.listed(entry) for entry in entries],
+        "checkpoints": [listed(entry) for entry in entries],
     }
     if not entries:
         if not forms and (gone := manifests_gone(run)):
@@ -208,8 +468,8 @@ def show(
             passed = f"passed over {key}: {naming_run(why, url)}"
             views.append(terminal.shown(passed, limit=2000, style="yellow"))
     views.append(terminal.error_text(broken) if broken else terminal.chain_table(_members(chain)))
-    document = documents.details(manifest, None if chain is None else _members(chain))
-    document["validation"] = documents.validation(known)
+    document = details(manifest, None if chain is None else _members(chain))
+    document["validation"] = validation(known)
     if broken is not None:
         document.update(error=type(broken).__name__, message=str(broken))
     return Result(document, *views, code=0 if broken is None else 1)
@@ -240,7 +500,7 @@ def check_run(
     json_output: JsonOption = False,
 ) -> Result:
     """Whether what is stored restores; exit code 1 when it does not, or nothing counts yet."""
-    from recpoint.catalog.validation.check import check
+    from recpoint.catalog.check.check import check
 
     chosen, run = _level(level), open_run(url)
     with ExitStack() as bars:

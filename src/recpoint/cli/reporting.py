@@ -21,8 +21,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from recpoint.catalog.records.run_facts import OnStep
-from recpoint.catalog.stores.run_url import naming_run
+from recpoint.catalog.run.facts import OnStep
+from recpoint.catalog.store.run_url import naming_run
 from recpoint.dashboards.terminal import error_text
 from recpoint.errors import (
     EvaluationFailed,

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recpoint.catalog.records.leases import reading
-from recpoint.catalog.restoring.restore_order import Skipped, skipped_lines
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.stores.run_url import naming_run
+from recpoint.catalog.restore.order import Selection, Skipped, skipped_lines
+from recpoint.catalog.run.leases import reading
+from recpoint.catalog.store.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
 from recpoint.dashboards import terminal
@@ -59,9 +58,9 @@ def restore_to_file(
         # Whoever asks for both may believe that a checkpoint without a validation is refused.
         option = "--validated" if validated else "--validated-within"
         raise typer.BadParameter("goes without --step", param_hint=option)
-    from recpoint.catalog.restoring.restore import MemoryTarget, restore
-    from recpoint.catalog.restoring.shards import restore_shards
-    from recpoint.catalog.stores.local_store import LocalStore
+    from recpoint.catalog.restore.files import restore_shards
+    from recpoint.catalog.restore.restore import MemoryTarget, restore
+    from recpoint.catalog.store.local import LocalStore
     from recpoint.cli import export
 
     selection = Selection(

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recpoint.catalog.records.leases import reading
-from recpoint.catalog.restoring.restore_order import skipped_lines
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.stores.run_url import naming_run
+from recpoint.catalog.restore.order import Selection, skipped_lines
+from recpoint.catalog.run.leases import reading
+from recpoint.catalog.store.run_url import naming_run
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
 from recpoint.errors import IncompatibleModel, SettingsError
 
 if TYPE_CHECKING:
-    from recpoint.catalog.restoring.restore import MemoryTarget
-    from recpoint.trainer_plugin.parts import Seed
+    from recpoint.catalog.restore.restore import MemoryTarget
+    from recpoint.trainer_plugin.restore.target import Seed
 
 __all__ = ["plan_seed"]
 
@@ -47,8 +46,8 @@ def plan_seed(
 
     Nothing is written: the new run's trainer takes the parts, since only its model has the rest.
     """
-    from recpoint.catalog.chunks.logical_tables import logical_tables
-    from recpoint.catalog.restoring.restore import MemoryTarget, restore
+    from recpoint.catalog.restore.restore import MemoryTarget, restore
+    from recpoint.catalog.restore.rows import logical_tables
 
     _require_known(optimizer_states)
     selection = Selection(step=step, generation=generation)
@@ -141,7 +140,7 @@ def _seed(
     generation: int | None,
 ) -> Seed | None:
     """What was asked for; None: nothing, so that everything is listed as left out."""
-    from recpoint.trainer_plugin.parts import Seed
+    from recpoint.trainer_plugin.restore.target import Seed
 
     if not tables and not dense:
         return None
@@ -161,9 +160,9 @@ def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
     Raises:
         IncompatibleModel: it does not hold what was asked for.
     """
-    from recpoint.catalog.chunks.logical_tables import logical_tables
-    from recpoint.catalog.restoring.restored_model import model_tensors
-    from recpoint.trainer_plugin.parts import Parts, near, resolve_dense
+    from recpoint.catalog.restore.restore import model_tensors
+    from recpoint.catalog.restore.rows import logical_tables
+    from recpoint.trainer_plugin.restore.target import Parts, near, resolve_dense
 
     assert target.manifest is not None  # it was restored
     asked = Parts() if seed is None else seed.parts

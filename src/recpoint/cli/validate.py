@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from recpoint.catalog.records.leases import reading
-from recpoint.catalog.records.validations import LEVELS
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.leases import reading
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import LEVELS
 from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
 from recpoint.format.naming import ManifestName
 
-if TYPE_CHECKING:  # validating imports torch
-    from recpoint.catalog.validation.validate import Validation
+if TYPE_CHECKING:
+    from recpoint.catalog.check.validate import Validation
     from recpoint.format.naming import ValidationLevel
 
 __all__ = ["validate_checkpoint"]
@@ -53,8 +53,8 @@ def validate_checkpoint(
     json_output: JsonOption = False,
 ) -> Result:
     """Compare a checkpoint with what its trainer recorded; exit code 1 when they differ."""
-    from recpoint.catalog.validation import evaluate as evaluation
-    from recpoint.catalog.validation import validate as validation
+    from recpoint.catalog.check import evaluate as evaluation
+    from recpoint.catalog.check import validate as validation
 
     chosen = _level(level)
     function = None

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Container, Sequence
 from pathlib import Path
 
-from recpoint.catalog.stores import durable
+from recpoint.catalog.store import durable
 
 __all__ = ["COUNT_VARIABLE", "DIE_VARIABLE", "install", "install_from_environment", "main"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from recpoint.catalog.stores.store import ObjectInfo, Store
+from recpoint.catalog.store.store import ObjectInfo, Store
 from recpoint.errors import (
     StoreError,
     StoreThrottled,

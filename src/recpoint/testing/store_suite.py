@@ -1,4 +1,4 @@
-"""The contract of `recpoint.catalog.stores.store.Store`, as tests for every implementation.
+"""The contract of `recpoint.catalog.store.store.Store`, as tests for every implementation.
 
     class TestMyStore(StoreSuite):
         @pytest.fixture
@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from recpoint.catalog.stores.elapsed import now_ms
-from recpoint.catalog.stores.retrying_store import Retries, RetryingStore
-from recpoint.catalog.stores.store import Store
+from recpoint.catalog.store.contract import now_ms
+from recpoint.catalog.store.retrying import Retries, RetryingStore
+from recpoint.catalog.store.store import Store
 from recpoint.errors import MalformedObject, ObjectExists, ObjectNotFound, StoreError
 from recpoint.testing.faults import OPERATIONS, Fault, FaultStore
 

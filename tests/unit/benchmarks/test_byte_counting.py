@@ -21,12 +21,12 @@ from benchmarks.stored_sizes import (
     stored_parts,
 )
 from recpoint import Consecutive, Continuous, OneShot
-from recpoint.catalog.consolidation import row_moves
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.consolidate import moves
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import plan as persist_plan
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.staged import read_job
+from recpoint.catalog.staging.area import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
@@ -112,7 +112,7 @@ def test_a_full_merged_again_and_again_is_counted(
     tmp_path: Path, bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks so small that rows of several checkpoints share some and fill others."""
-    for module in (stored_sizes, persist_plan, row_moves):
+    for module in (stored_sizes, persist_plan, moves):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2500)
     table = Table("t", rows_of_all_forms(), (torch.rand(400),), bits=bits)
     form = np.zeros(400, np.uint8) if bits is None else form_of(table.values, bits)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from tests.catalog_builder import new_run
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import (
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import (
     AGENT,
     DRAIN,
     AgentLock,
@@ -25,7 +25,7 @@ from recpoint.errors import StagingError
 
 @pytest.mark.parametrize("kind", ["agent", "drain", "sweep"])
 def test_who_finishes_jobs_is_known_as_long_as_it_does(tmp_path: Path, kind: str) -> None:
-    own, other = (staged.run_directory(tmp_path, url) for url in ("/runs/own", "/runs/other"))
+    own, other = (area.run_directory(tmp_path, url) for url in ("/runs/own", "/runs/other"))
     who = {"agent": AGENT, "drain": DRAIN, "sweep": sweep_of(own)}[kind]
     with AgentLock(tmp_path, who):
         found = at_work(tmp_path)

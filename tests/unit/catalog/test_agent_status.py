@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_status import AgentTrouble, read_trouble
-from recpoint.catalog.stores.durable import TEMPORARY_PREFIX
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentTrouble, read_trouble
+from recpoint.catalog.store.durable import TEMPORARY_PREFIX
 from recpoint.errors import StoreAccessDenied
-from recpoint.flows.agent_runs import RunState
+from recpoint.flows.agent.runs import RunState
 
 URL = "s3://bucket/run"
 DENIED = StoreAccessDenied(
@@ -30,7 +30,7 @@ def failing(*, tries: int = 3, age_seconds: float = 0.0, **other: object) -> dic
 
 
 def test_the_error_is_taken_apart(tmp_path: Path) -> None:
-    staged.write_status(tmp_path, failing())
+    area.write_status(tmp_path, failing())
     found = read_trouble(tmp_path, URL)
     assert found is not None and str(found) == f"StoreAccessDenied: {DENIED}"
     assert found.tries == 3 and found.next_step == "give a key"
@@ -39,12 +39,12 @@ def test_the_error_is_taken_apart(tmp_path: Path) -> None:
 
 
 def test_what_has_no_advice_is_told_as_it_is(tmp_path: Path) -> None:
-    staged.write_status(tmp_path, failing(last_error="OSError: no\nroom"))
+    area.write_status(tmp_path, failing(last_error="OSError: no\nroom"))
     assert read_trouble(tmp_path, URL) == AgentTrouble("OSError: no room", "", 3)
 
 
 def test_a_command_that_is_proposed_names_the_run(tmp_path: Path) -> None:
-    staged.write_status(tmp_path, failing(last_error="X: bad. Next: recpoint check URL"))
+    area.write_status(tmp_path, failing(last_error="X: bad. Next: recpoint check URL"))
     found = read_trouble(tmp_path, URL)
     assert found is not None and found.next_step == f"recpoint check {URL}"
 
@@ -63,36 +63,36 @@ def test_a_command_that_is_proposed_names_the_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_says_nothing_of_now_is_passed_over(status: dict[str, Any], tmp_path: Path) -> None:
-    staged.write_status(tmp_path, failing())
+    area.write_status(tmp_path, failing())
     assert read_trouble(tmp_path, URL) is not None
-    staged.write_status(tmp_path, status)
+    area.write_status(tmp_path, status)
     assert read_trouble(tmp_path, URL) is None
 
 
 def test_what_is_wrong_is_told_where_no_second_file_can_be_written(tmp_path: Path) -> None:
-    staged.write_status(tmp_path, failing(last_error="StoreFull: " + "x" * 500))
+    area.write_status(tmp_path, failing(last_error="StoreFull: " + "x" * 500))
     temporary = tmp_path / f"{TEMPORARY_PREFIX}status-{threading.get_ident()}"
     temporary.mkdir()  # what is in its way, as a disk that is full is
-    staged.write_status(tmp_path, failing(last_error="StagingFull: no room"))
+    area.write_status(tmp_path, failing(last_error="StagingFull: no room"))
     found = read_trouble(tmp_path, URL)
     assert found is not None and str(found) == "StagingFull: no room"
-    staged.status_path(tmp_path).unlink()
+    area.status_path(tmp_path).unlink()
     with pytest.raises(OSError, match="status"):
-        staged.write_status(tmp_path, failing())
+        area.write_status(tmp_path, failing())
 
 
 def test_what_there_is_no_room_for_leaves_what_was_told_before(tmp_path: Path) -> None:
-    staged.write_status(tmp_path, failing(last_error="StagingFull: no room"))
-    before = staged.status_path(tmp_path).read_bytes()
+    area.write_status(tmp_path, failing(last_error="StagingFull: no room"))
+    before = area.status_path(tmp_path).read_bytes()
     (tmp_path / f"{TEMPORARY_PREFIX}status-{threading.get_ident()}").mkdir()
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, kept[1]))  # a page, of a full disk
     try:
         with pytest.raises(OSError, match="too large"):
-            staged.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 5000))
-        assert staged.status_path(tmp_path).read_bytes() == before
-        staged.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 500))
-        staged.write_status(tmp_path, failing(last_error="StagingFull: still"))
+            area.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 5000))
+        assert area.status_path(tmp_path).read_bytes() == before
+        area.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 500))
+        area.write_status(tmp_path, failing(last_error="StagingFull: still"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, kept)
     assert str(read_trouble(tmp_path, URL)) == "StagingFull: still"
@@ -101,8 +101,8 @@ def test_what_there_is_no_room_for_leaves_what_was_told_before(tmp_path: Path) -
 @pytest.mark.parametrize("data", [b"", b"[" * 60_000, b"[]", b"\xff", b'{"a": 1', b" " * 70_000])
 def test_a_damaged_file_says_nothing(data: bytes, tmp_path: Path) -> None:
     assert read_trouble(tmp_path, URL) is None  # there is none
-    staged.status_path(tmp_path).write_bytes(data)
+    area.status_path(tmp_path).write_bytes(data)
     assert read_trouble(tmp_path, URL) is None
-    staged.status_path(tmp_path).unlink()
-    staged.status_path(tmp_path).mkdir()
+    area.status_path(tmp_path).unlink()
+    area.status_path(tmp_path).mkdir()
     assert read_trouble(tmp_path, URL) is None

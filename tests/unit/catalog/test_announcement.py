@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.records import announcement, leases, pins
-from recpoint.catalog.records.announcement import TAKE_OVER_SECONDS, announce, standing, take_over
+from recpoint.catalog.check.check import check
 from recpoint.catalog.retention.prune import execute
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import Clocks
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run import deletions, leases, pins
+from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS, announce, standing, take_over
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import Clocks
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import (
     RetentionRefused,
 )
@@ -171,7 +171,7 @@ class TestAnnouncement:
             if call == "delete" and key.startswith("manifests/"):
                 gone.append(key)
                 # The time for one announcement is over.
-                monkeypatch.setattr(announcement, "_WORKING_SECONDS", 0.0)
+                monkeypatch.setattr(deletions, "_WORKING_SECONDS", 0.0)
             elif (call, key) == ("create", DELETION_KEY) and gone:
                 monkeypatch.undo()
                 pins.pin(run, ManifestName(10, 1))

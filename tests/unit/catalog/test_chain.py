@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.lineage import Representation
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.run.chain import resolve_chain
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
 from recpoint.errors import (
     ChainError,
     DigestMismatch,

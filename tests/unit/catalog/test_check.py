@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.records.pins import DEFAULT_NAME, pin
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.validation.check import CheckReport, Level, check
-from recpoint.catalog.validation.validate import validate
+from recpoint.catalog.check.check import CheckReport, Level, check
+from recpoint.catalog.check.validate import validate
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.pins import DEFAULT_NAME, pin
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import FormatError, NothingToRestore
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (

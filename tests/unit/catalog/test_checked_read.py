@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.commit import commit
+from recpoint.catalog.run.run import Run
 from recpoint.errors import FormatError
 from recpoint.format.naming import CHUNKS_PREFIX, GENERATION_KEY, MANIFEST_KEY, RUN_KEY
 from recpoint.testing.faults import Fault, FaultStore

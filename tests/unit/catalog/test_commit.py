@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.runs.commit import check_fence, commit
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.commit import check_fence, commit
+from recpoint.catalog.run.run import Run
 from recpoint.errors import (
     ChainError,
     CommitConflict,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.interposed_store import InterposedStore
 from tests.retained_run import add, filled, planned
 

@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.chunks import seen_rows
-from recpoint.catalog.consolidation import row_moves
-from recpoint.catalog.consolidation.consolidate import commit_consolidation, consolidate
-from recpoint.catalog.consolidation.consolidate_plan import (
-    plan_consolidation,
-)
-from recpoint.catalog.consolidation.consolidate_rows import merge_part
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate import moves
+from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate, merge_part
+from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.restore import rows
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
 from recpoint.errors import (
     ObjectNotFound,
 )
@@ -77,10 +74,10 @@ def test_many_small_chunks_and_sections(
     run: Run, monkeypatch: pytest.MonkeyPatch, section_rows: int, links_merged: int | None
 ) -> None:
     """Chunks fill and are split, buffers run over, rows of one kind are out of order."""
-    monkeypatch.setattr(row_moves, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(moves, "CHUNK_BYTES", 700)
     # Of the ten kinds of rows three or four wait: a page at least for each array.
-    monkeypatch.setattr(row_moves, "BUFFERED_BYTES", 16 * mmap.PAGESIZE)
-    monkeypatch.setattr(seen_rows, "SECTION_ROWS", section_rows)
+    monkeypatch.setattr(moves, "BUFFERED_BYTES", 16 * mmap.PAGESIZE)
+    monkeypatch.setattr(rows, "SECTION_ROWS", section_rows)
     links = trained(run, tables(rows=333), list(range(10, 16)), bits=[8, 2, None, 4], ranks=2)
     before, _ = restored(run, links[-1])
     done = merge(run, links[-1], links_merged)
@@ -95,7 +92,7 @@ def test_many_small_chunks_and_sections(
 def test_a_chunk_is_read_in_the_sections_it_may_touch_and_as_planned(
     run: Run, monkeypatch: pytest.MonkeyPatch, links_merged: int | None
 ) -> None:
-    monkeypatch.setattr(seen_rows, "SECTION_ROWS", 64)
+    monkeypatch.setattr(rows, "SECTION_ROWS", 64)
     links = trained(run, tables(rows=300), list(range(1, 6)))
     plan = plan_consolidation(run, name_of(links[-1]), links=links_merged)
     store = InterposedStore(run.store)

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from recpoint.catalog.consolidation.consolidate import Consolidated
-from recpoint.catalog.consolidation.consolidate_around import (
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate.merge import (
+    Consolidated,
     consolidate_around_damage,
     passed_over_words,
 )
-from recpoint.catalog.consolidation.consolidate_plan import (
+from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
     plan_consolidation,
 )
-from recpoint.catalog.runs.chain import PassedOver
-from recpoint.catalog.runs.lineage import Representation
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run.chain import PassedOver
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
 from recpoint.errors import CommitConflict, DigestMismatch, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_KEY

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_choice import (
-    choose_consolidation,
-    newest_checkpoint,
-)
-from recpoint.catalog.consolidation.consolidate_plan import (
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
+    choose_consolidation,
+    newest_checkpoint,
     plan_consolidation,
 )
-from recpoint.catalog.runs.lineage import Representation
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
 from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import build, publish, tables
 from tests.consolidation import chain_of, name_of, require_same, restored, trained

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpoint.catalog.consolidation.consolidate import commit_consolidation, consolidate
-from recpoint.catalog.consolidation.consolidate_plan import (
-    ConsolidationPlan,
-    plan_consolidation,
-)
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store_contract import ObjectInfo
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate
+from recpoint.catalog.consolidate.plan import ConsolidationPlan, plan_consolidation
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.errors import (
     ChainError,
     CommitConflict,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import Table, build, new_run, publish
 from tests.job_builder import Links, stage

@@ -7,18 +7,17 @@ import threading
 
 import pytest
 
-from recpoint.catalog.consolidation import consolidate_plan
-from recpoint.catalog.consolidation.consolidate import commit_consolidation, consolidate
-from recpoint.catalog.consolidation.consolidate_plan import (
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate import plan as consolidate_plan
+from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate, merge_part
+from recpoint.catalog.consolidate.plan import (
     ConsolidationTriggers,
     plan_consolidation,
     read_sources,
 )
-from recpoint.catalog.consolidation.consolidate_rows import merge_part
-from recpoint.catalog.runs.lineage import Representation
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
 from recpoint.errors import (
     ChainError,
     MissingLink,

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.consolidation import consolidate as consolidating
-from recpoint.catalog.consolidation.consolidate import commit_consolidation, consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.consolidation.consolidate_rows import merge_part
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.sweeping import sweep as sweeping_module
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate import merge as consolidating
+from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate, merge_part
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.retention import sweep as sweeping_module
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
 from recpoint.errors import CommitConflict, MissingLink, ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, attempt_prefix

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from recpoint.catalog.consolidation.consolidate_choice import cheapest, weigh
-from recpoint.catalog.consolidation.consolidate_plan import ConsolidationTriggers
-from recpoint.catalog.consolidation.merge_sizes import MergeSizes
+from recpoint.catalog.consolidate.plan import ConsolidationTriggers, MergeSizes, cheapest, weigh
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 

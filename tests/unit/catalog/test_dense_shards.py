@@ -10,15 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpoint.catalog.chunks.dense_shards import (
-    DenseShard,
-    fill_part,
-    has_part,
-    join_shards,
-    parse_shard,
-)
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.restored_model import dense_tensors, model_tensors
+from recpoint.catalog.restore.dense import DenseShard, fill_part, has_part, join_shards, parse_shard
+from recpoint.catalog.restore.restore import MemoryTarget, dense_tensors, model_tensors, restore
 from recpoint.errors import MalformedObject
 from tests.catalog_builder import build, new_run, publish, tables
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.stores import durable
+from recpoint.catalog.store import durable
 from recpoint.testing import die_at
 from tests.forked_program import run_module
 
@@ -175,7 +175,7 @@ def test_a_wrong_command_line_is_answered_with_the_usage(arguments: list[str]) -
 
 
 def _check(run: Path, *, finished: bool = False) -> None:
-    from recpoint.catalog.stores.store import open_store
+    from recpoint.catalog.store.store import open_store
 
     store = open_store(str(run))
     allowed = {"a/one": [b"1" * 1000, b"3" * 1000], "a/two": [b"2" * 1000]}

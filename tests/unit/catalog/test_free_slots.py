@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.run_end import tell_ended
-from recpoint.catalog.staging import host_lock, staged
-from recpoint.catalog.staging.free_slots import (
+from recpoint.catalog.run.run import Run, tell_ended
+from recpoint.catalog.staging import area, locks
+from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging.free import (
     RankJobs,
     free_slots,
     free_slots_of_ended,
@@ -22,7 +22,6 @@ from recpoint.catalog.staging.free_slots import (
     remove_unnamed,
     slots_by_rank,
 )
-from recpoint.catalog.staging.trainer_note import write_note
 from recpoint.format.job import Job
 from tests.catalog_builder import tables
 from tests.job_builder import rewrite, stage
@@ -31,7 +30,7 @@ HOUR = 3600.0
 
 
 def slots(run_dir: Path) -> set[str]:
-    return {path.name for path in staged.slots_directory(run_dir).iterdir()}
+    return {path.name for path in area.slots_directory(run_dir).iterdir()}
 
 
 @pytest.fixture
@@ -40,12 +39,12 @@ def run_dir(run: Run, tmp_path: Path) -> Path:
     job = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
     directory = job.parent.parent
     for rank, index in ((0, 1), (0, 2), (1, 0)):
-        staged.slot_path(directory, rank, index).write_bytes(bytes(1000 + index))
+        area.slot_path(directory, rank, index).write_bytes(bytes(1000 + index))
     return directory
 
 
 def test_slots_that_no_job_names_go_once_training_has_ended(run_dir: Path) -> None:
-    (job,) = staged.staged_jobs(run_dir)
+    (job,) = area.staged_jobs(run_dir)
     before = slots(run_dir)
     planned = free_slots(run_dir, ended=True, grace_seconds=HOUR, dry_run=True)
     assert slots(run_dir) == before and not list(run_dir.glob("trainer*.lock"))
@@ -73,26 +72,26 @@ def test_slots_of_a_trainer_that_was_killed_go_after_the_grace(run_dir: Path) ->
         os.utime(path, (when, when))
     # What is in memory does not tell when it was written: the queue says when it was used.
     assert free_slots(run_dir, ended=False, grace_seconds=HOUR) == []
-    for directory in (staged.jobs_directory(run_dir), staged.outcomes_directory(run_dir)):
+    for directory in (area.jobs_directory(run_dir), area.outcomes_directory(run_dir)):
         os.utime(directory, (when, when))
     assert len(free_slots(run_dir, ended=False, grace_seconds=HOUR)) == 3
     assert slots(run_dir) == {"r00000-0.bin"}
 
 
 def test_a_trainer_keeps_its_slots(run_dir: Path) -> None:
-    lock = host_lock.acquire(staged.trainer_lock_path(run_dir, 1), expected="", next_step="")
+    lock = locks.acquire(area.trainer_lock_path(run_dir, 1), expected="", next_step="")
     try:
         assert {one.slot for one in free_slots(run_dir, ended=True, grace_seconds=0.0)} == {
             "r00000-1.bin",
             "r00000-2.bin",
         }
     finally:
-        host_lock.release(lock)
+        locks.release(lock)
     assert slots(run_dir) == {"r00000-0.bin", "r00001-0.bin"}
 
 
 def test_what_a_job_that_cannot_be_read_may_name_stays(run_dir: Path) -> None:
-    (job,) = staged.staged_jobs(run_dir)
+    (job,) = area.staged_jobs(run_dir)
     job.write_bytes(b"\xff")
     assert [one.slot for one in free_slots(run_dir, ended=True, grace_seconds=0.0)] == [
         "r00001-0.bin"
@@ -103,20 +102,20 @@ def test_no_job_is_read_while_a_starting_trainer_would_be_kept_out(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for its lock for a fifth of a second; jobs of many tables take longer to parse."""
-    read = staged.read_job
+    read = area.read_job
     held = []
 
     def watched(path: Path | str) -> Job:
-        held.append(host_lock.is_held(staged.trainer_lock_path(run_dir)))
+        held.append(locks.is_held(area.trainer_lock_path(run_dir)))
         return read(path)
 
-    monkeypatch.setattr(staged, "read_job", watched)
+    monkeypatch.setattr(area, "read_job", watched)
     assert len(free_slots(run_dir, ended=True, grace_seconds=0.0)) == 3
     assert held and not any(held)
 
 
 def test_a_job_that_has_come_since_they_were_read_keeps_all_slots(run: Run, run_dir: Path) -> None:
-    (first,) = staged.staged_jobs(run_dir)
+    (first,) = area.staged_jobs(run_dir)
 
     def removed(jobs: RankJobs) -> list[str]:
         with ExitStack() as afterwards:
@@ -127,13 +126,13 @@ def test_a_job_that_has_come_since_they_were_read_keeps_all_slots(run: Run, run_
     second = stage(run, run_dir.parent, tables(), step=2, generation=1, slot=1)
     assert removed(before) == []
     before = read_rank_jobs(run_dir, 0)
-    moved = staged.slot_path(run_dir, 0, 2)
-    staged.slot_path(run_dir, 0, 1).rename(moved)
+    moved = area.slot_path(run_dir, 0, 2)
+    area.slot_path(run_dir, 0, 1).rename(moved)
     rewrite(second, slot=moved.name)  # another job of the same name
-    staged.slot_path(run_dir, 0, 1).write_bytes(b"not needed any more")
+    area.slot_path(run_dir, 0, 1).write_bytes(b"not needed any more")
     assert removed(before) == []
     before = read_rank_jobs(run_dir, 0)
-    staged.job_path(run_dir, 1, 3, 1).write_bytes(b"\xff")  # of another rank
+    area.job_path(run_dir, 1, 3, 1).write_bytes(b"\xff")  # of another rank
     persist.persist_job(first)  # an answer frees slots, and needs none
     assert removed(before) == ["r00000-1.bin"]
     assert removed(read_rank_jobs(run_dir, 0)) == ["r00000-0.bin"]
@@ -142,8 +141,8 @@ def test_a_job_that_has_come_since_they_were_read_keeps_all_slots(run: Run, run_
 
 def test_only_slots_are_removed(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
-    staged.slot_path(run_dir, 0, 9).symlink_to(tmp_path / "precious")
-    (staged.slots_directory(run_dir) / "notes.txt").write_text("mine")
+    area.slot_path(run_dir, 0, 9).symlink_to(tmp_path / "precious")
+    (area.slots_directory(run_dir) / "notes.txt").write_text("mine")
     free_slots(run_dir, ended=True, grace_seconds=0.0)
     assert slots(run_dir) == {"r00000-0.bin", "r00000-9.bin", "notes.txt"}
     assert (tmp_path / "precious").read_text() == "mine"
@@ -168,7 +167,7 @@ def test_unasked_they_go_with_the_last_job_of_a_training_that_ended(
     assert free_slots_of_ended(run_dir) == []
     write_note(run_dir, run.url, "ended")
     assert free_slots_of_ended(run_dir) == []  # the job is still staged
-    (job,) = staged.staged_jobs(run_dir)
+    (job,) = area.staged_jobs(run_dir)
     persist.persist_job(job)
     write_note(run_dir, run.url, "training")
     assert free_slots_of_ended(run_dir) == []  # killed: somebody may start it again

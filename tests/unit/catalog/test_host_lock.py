@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging import host_lock
+from recpoint.catalog.staging import locks
 from recpoint.errors import StagingError
 
 IN_A_CHILD = """
@@ -40,23 +40,23 @@ def test_a_forked_child_that_releases_closes_no_file_of_its_own(tmp_path: Path) 
 
 def test_a_lock_that_another_thread_gives_back_meanwhile_hides_none(tmp_path: Path) -> None:
     other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
-    lock = host_lock.acquire(tmp_path / "lock", expected="a free lock", next_step="wait")
+    lock = locks.acquire(tmp_path / "lock", expected="a free lock", next_step="wait")
     os.close(other)
-    host_lock._held.add(other)  # as a thread sees it that has listed the locks before
+    locks._held.add(other)  # as a thread sees it that has listed the locks before
     try:
         with pytest.raises(StagingError, match="this one"):
-            host_lock.acquire(tmp_path / "lock", expected="none", next_step="wait", here="close it")
+            locks.acquire(tmp_path / "lock", expected="none", next_step="wait", here="close it")
     finally:
-        host_lock._held.discard(other)
-        host_lock.release(lock)
+        locks._held.discard(other)
+        locks.release(lock)
 
 
 def test_a_lock_of_which_the_system_knows_nothing_any_more_is_lost(tmp_path: Path) -> None:
     """NFS says so of a file that was removed on another host; an agent would end with its error."""
     path = tmp_path / "lock"
-    lock = host_lock.acquire(path, expected="a free lock", next_step="wait")
-    assert not host_lock.is_lost(lock, path)
+    lock = locks.acquire(path, expected="a free lock", next_step="wait")
+    assert not locks.is_lost(lock, path)
     unknown = os.dup(lock)
     os.close(unknown)
-    assert host_lock.is_lost(unknown, path)
-    host_lock.release(lock)
+    assert locks.is_lost(unknown, path)
+    locks.release(lock)

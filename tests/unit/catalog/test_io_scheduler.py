@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from recpoint.catalog.stores.io_scheduler import (
+from recpoint.catalog.store.scheduler import (
     READ_SMALL_BYTES,
     WHOLE_CHUNK_BYTES,
     ReadScheduler,

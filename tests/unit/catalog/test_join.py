@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.ranks import join_parts
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
 from recpoint.format.manifest import Columns, Quantizer, TableSpec
 from recpoint.format.naming import PART_KEY, PartName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.runs.lineage import live_line, restarts
+from recpoint.catalog.run.lineage import live_line, restarts
 from recpoint.errors import MalformedObject, MissingLink
 from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef, GenerationRecord

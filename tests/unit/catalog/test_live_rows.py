@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.chunks.live_rows import Live, LiveRows
+from recpoint.catalog.restore.rows import Live, LiveRows
 from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import row_chunk_key, state_chunk_key
 

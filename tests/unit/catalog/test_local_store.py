@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.stores.store import Store, open_store
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.local import LocalStore
+from recpoint.catalog.store.store import Store, open_store
 from recpoint.errors import (
     MalformedObject,
     ObjectExists,

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from recpoint import Follower
-from recpoint.catalog.consolidation.consolidate_choice import newest_checkpoint
-from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate.plan import newest_checkpoint
+from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import classify, persist_job
-from recpoint.catalog.records import publications
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.retention.prune_plan import PrunePlan, plan_prune
-from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.runs.relink import relink
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AgentLock
-from recpoint.catalog.sweeping.sweep import plan_sweep
-from recpoint.catalog.sweeping.sweep_beside import knows_what_is_staged
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.retention.prune import PrunePlan, plan_prune
+from recpoint.catalog.retention.sweep import plan_sweep
+from recpoint.catalog.retention.sweep_here import knows_what_is_staged
+from recpoint.catalog.run import publications
+from recpoint.catalog.run.commit import commit
+from recpoint.catalog.run.repair import relink
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock
 from recpoint.errors import (
     ForeignObject,
     GenerationRecordLost,
@@ -309,7 +309,7 @@ def test_a_sweep_leaves_what_its_trainer_may_still_commit(run: Run) -> None:
 
 
 def test_nobody_can_tell_what_its_trainer_has_staged(run: Run, tmp_path: Path) -> None:
-    run_dir = staged.run_directory(tmp_path / "staging", run.url)
+    run_dir = area.run_directory(tmp_path / "staging", run.url)
     run_dir.mkdir(parents=True)
     with AgentLock(run_dir.parent):
         assert not knows_what_is_staged(run, run_dir)

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.check.check import CheckReport, check
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist
-from recpoint.catalog.records import pins, publications
-from recpoint.catalog.records.validations import verdicts
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.rejections import leave_rejection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.superseded import line_to_go_on
-from recpoint.catalog.staging import cancel
-from recpoint.catalog.staging.staged import read_job
-from recpoint.catalog.sweeping.sweep import SweepPlan, SweepResult, execute, plan_sweep
-from recpoint.catalog.validation.check import CheckReport, check
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.sweep import SweepPlan, SweepResult, execute, plan_sweep
+from recpoint.catalog.run import pins, publications
+from recpoint.catalog.run.repair import line_to_go_on
+from recpoint.catalog.run.run import Run, leave_rejection
+from recpoint.catalog.run.validations import verdicts
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import read_job
 from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
@@ -327,7 +326,7 @@ def test_what_a_trainer_wished_dropped_is_no_sign_of_a_manifest(tmp_path: Path) 
     run.claim(None)
     job_file = stage(run, tmp_path / "s", tables(), step=10, generation=1)
     store_groups(persist.PersistJob.open(job_file))
-    cancel.write_mark(job_file.parent.parent, read_job(job_file).ref, 0)
+    area.write_mark(job_file.parent.parent, read_job(job_file).ref, 0)
     assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
     upload(run.store, build(run, tables(), step=20, generation=1))
     assert len(list(run.store.list(CHUNKS_PREFIX))) > 2

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.runs.chain import resolve_chain
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.chain import resolve_chain
+from recpoint.catalog.run.run import Run
 from recpoint.errors import MissingLink
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, ManifestName

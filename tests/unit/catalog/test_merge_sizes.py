@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.chunks import seen_rows
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.consolidation.merge_sizes import merge_sizes
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import merge_sizes, plan_consolidation
+from recpoint.catalog.restore import rows
+from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import tables
 from tests.consolidation import chain_of, name_of, trained
@@ -65,7 +64,7 @@ def test_chunks_of_several_sections_count_once_for_each(
     run: Run, links: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = [one.read_bytes for one in merge_sizes(links)]
-    monkeypatch.setattr(seen_rows, "SECTION_ROWS", 10)
+    monkeypatch.setattr(rows, "SECTION_ROWS", 10)
     for one, before in zip(merge_sizes(links), once, strict=True):
         plan = plan_consolidation(run, name_of(links[-1]), links=one.merged)
         assert one.read_bytes == sum(part.read_bytes for part in plan.parts) + plan.state_bytes

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.records import leases
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run import leases
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import DELETION_KEY, ManifestName
 from tests.interposed_store import InterposedStore
 from tests.retained_run import filled, keys, named, planned, require_tidy, retain, steps

@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chunks.chunk_reader import read_chunk
-from recpoint.catalog.chunks.chunk_source import StoreChunks
-from recpoint.catalog.chunks.row_state import to_bfloat16
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.persist.quantize import _sample, choose_quantizer
-from recpoint.catalog.restoring.memory_target import MemoryTarget
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
+from recpoint.catalog.restore.restore import MemoryTarget
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 from recpoint.format.job import QUANTIZERS, QuantizerName
+from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import quantize
 from recpoint.kernels.implementation import on_cpu
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method
@@ -97,7 +96,7 @@ def train_and_persist(run: Run, staging: Path, trained: list[Table], *, checkpoi
         outcome = persist.persist_job(path)
         assert (outcome.result, outcome.error) == ("committed", "")
         assert not path.exists()
-        assert staged.read_outcome(path.parent.parent / "outcomes" / path.name) == outcome
+        assert area.read_outcome(path.parent.parent / "outcomes" / path.name) == outcome
     return checkpoints
 
 

@@ -15,10 +15,10 @@ from recpoint.catalog.persist import plan
 from recpoint.catalog.persist.encode import encoded_entries
 from recpoint.catalog.persist.persist import PersistJob, persist_job
 from recpoint.catalog.persist.spool import empty_spool, result_path
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging.staged import spool_directory
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import spool_directory
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingFull
 from recpoint.format.manifest import ChunkEntry
 from tests.catalog_builder import Table, new_run

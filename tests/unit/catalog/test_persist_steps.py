@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import plan
 from recpoint.catalog.persist.persist import Committed, Found, PersistJob, drive
 from recpoint.catalog.persist.plan import Group
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
 from recpoint.errors import DigestMismatch, StoreUnavailable
 from tests.catalog_builder import tables
 from tests.job_builder import stage
@@ -148,4 +148,4 @@ def test_a_job_that_somebody_has_removed_is_neither_committed_nor_answered(
     with pytest.raises(FileNotFoundError):
         drive(job, Watched(job, before))
     assert run.manifest_names() == []
-    assert not (staged.outcomes_directory(job.path.parents[1]) / job.path.name).exists()
+    assert not (area.outcomes_directory(job.path.parents[1]) / job.path.name).exists()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist, plan
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
 from recpoint.errors import (
     DigestMismatch,
     NothingToRestore,
@@ -63,11 +63,11 @@ def test_killed_at_any_step_a_second_try_ends_with_the_same_bytes(
         committed = list(run.store.list("manifests/"))
         if committed:
             assert check(run, level="full").ok
-        staged.clean(path.parent.parent)
-        if path.exists() and not staged.finish_answered(path):
+        area.clean(path.parent.parent)
+        if path.exists() and not area.finish_answered(path):
             assert persist.persist_job(path).result == "committed"
         assert not path.exists()
-        assert staged.read_outcome(outcome).result == "committed"
+        assert area.read_outcome(outcome).result == "committed"
         assert objects(run) == expected
         left = [name for name in os.listdir(outcome.parent) if name != outcome.name]
         assert not left
@@ -142,7 +142,7 @@ def test_a_flipped_bit_in_the_slot_is_never_committed(run: Run, tmp_path: Path, 
         dirty=dirty,
         state={"w": torch.ones(5)},
     )
-    job = staged.read_job(path)
+    job = area.read_job(path)
     slot = path.parent.parent / "slots" / job.slot
     data = bytearray(slot.read_bytes())
     data[job.segment(name).offset + 1] ^= 4

@@ -10,18 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.records import leases, pins
-from recpoint.catalog.records.announcement import announce
-from recpoint.catalog.records.publications import publish
-from recpoint.catalog.records.run_facts import gather
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import Clocks, now_ms, store_ms
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.stores.store_contract import PROBE_PREFIX, ObjectInfo, Store
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run import leases, pins
+from recpoint.catalog.run.deletions import announce
+from recpoint.catalog.run.facts import gather
+from recpoint.catalog.run.publications import publish
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import (
+    PROBE_PREFIX,
+    Clocks,
+    ObjectInfo,
+    Store,
+    now_ms,
+    store_ms,
+)
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import (
     ChainError,
     ForeignObject,

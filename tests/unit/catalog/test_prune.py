@@ -9,20 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.records import leases, pins
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.retention.plan_record import leave_plan
-from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.retention.prune_plan import plan_prune
-from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.elapsed import now_ms
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.stores.store_contract import Store
-from recpoint.catalog.sweeping.sweep import execute as execute_sweep
-from recpoint.catalog.sweeping.sweep import plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
+from recpoint.catalog.retention.prune import PruneResult, execute, leave_plan, plan_prune
+from recpoint.catalog.retention.sweep import execute as execute_sweep
+from recpoint.catalog.retention.sweep import plan_sweep
+from recpoint.catalog.run import leases, pins
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import Store, now_ms
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import (
     NonFiniteValue,
     ObjectNotFound,

@@ -6,19 +6,18 @@ from pathlib import Path
 import pytest
 
 from recpoint import Follower
-from recpoint.catalog.records import pins
-from recpoint.catalog.records.publications import (
+from recpoint.catalog.check.check import check
+from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.retention.prune import execute, plan_prune
+from recpoint.catalog.retention.sweep import plan_sweep
+from recpoint.catalog.run import pins
+from recpoint.catalog.run.publications import (
     choose,
     newest_publication,
     publication_numbers,
     publish,
 )
-from recpoint.catalog.retention.prune import execute
-from recpoint.catalog.retention.prune_plan import plan_prune
-from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.sweeping.sweep import plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.run.run import Run
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, RetentionRefused
 from recpoint.format.naming import MAX_PUBLICATION, PIN_KEY, PUBLICATION_KEY, ManifestName
 from recpoint.format.record_kinds import PUBLICATION

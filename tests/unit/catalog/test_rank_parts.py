@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.check.check import check
+from recpoint.catalog.check.validate import validate
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.ranks import parts_there
-from recpoint.catalog.restoring.memory_target import MemoryTarget
-from recpoint.catalog.restoring.restore import restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.cancel import write_mark
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
-from recpoint.catalog.validation.validate import validate
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import write_mark
 from recpoint.errors import ObjectNotFound, RanksMissing
 from recpoint.format.naming import PART_KEY, ManifestName, ValidationLevel
 from tests.catalog_builder import Table, tables
@@ -127,7 +126,7 @@ def test_a_part_that_is_written_again_after_the_commit_does_not_stay(
     first, last = two_hosts(run, tmp_path, tables()).stage(10)
     with pytest.raises(RanksMissing):
         persist.persist_job(last)
-    job = staged.read_job(last)
+    job = area.read_job(last)
     key = PART_KEY.of(10, 1, job.attempt, rank=1)
     part = run.store.get(key, max_bytes=1 << 20)
     assert persist.persist_job(first).result == "committed"
@@ -142,7 +141,7 @@ def test_what_is_waited_for_is_dropped_when_its_trainer_asks(run: Run, tmp_path:
     first, last = jobs.stage(10)
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
-    ref = staged.read_job(first).ref
+    ref = area.read_job(first).ref
     write_mark(first.parent.parent, ref, 0)
     assert persist.persist_job(first).error_type == "CheckpointCancelled"
     assert not parts_there(run, ref)  # it is withdrawn: the other cannot commit it any more
@@ -168,7 +167,7 @@ def test_a_restarted_agent_writes_no_chunk_again(run: Run, tmp_path: Path) -> No
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
     before = {info.key: info.modified_ms for info in run.store.list()}
-    staged.clean(first.parent.parent)  # as an agent does when it starts
+    area.clean(first.parent.parent)  # as an agent does when it starts
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
     assert {info.key: info.modified_ms for info in run.store.list()} == before

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpoint.catalog.chunks.read_buffers import ReadBuffers
-from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.restore.chunks import ReadBuffers
+from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import MalformedObject, ObjectNotFound
 
 MIB = 1 << 20

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.check.check import check
+from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist
-from recpoint.catalog.runs.rejections import RejectionWatch, leave_rejection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import cancel, staged
-from recpoint.catalog.sweeping.sweep import plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.retention.sweep import plan_sweep
+from recpoint.catalog.run.run import RejectionWatch, Run, leave_rejection
+from recpoint.catalog.staging import area
 from recpoint.errors import StoreFull
 from recpoint.format.naming import REJECTIONS_KEY
 from recpoint.format.records import CheckpointRef, pack_record
@@ -47,7 +46,7 @@ def rejection(step: int, error: str = "x") -> Rejection:
 
 def damaged_job(run: Run, staging: Path, step: int) -> Path:
     job_file = stage(run, staging, tables(), step=step, generation=1)
-    slot = job_file.parent.parent / "slots" / staged.read_job(job_file).slot
+    slot = job_file.parent.parent / "slots" / area.read_job(job_file).slot
     slot.write_bytes(bytes(slot.stat().st_size))
     return job_file
 
@@ -69,7 +68,7 @@ def test_a_rejected_checkpoint_is_told_of_with_its_cause(run: Run, tmp_path: Pat
 
 def test_what_a_trainer_wished_dropped_is_no_failure(run: Run, tmp_path: Path) -> None:
     job_file = stage(run, tmp_path / "s", tables(), step=1, generation=1)
-    cancel.write_mark(job_file.parent.parent, staged.read_job(job_file).ref, 0)
+    area.write_mark(job_file.parent.parent, area.read_job(job_file).ref, 0)
     assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
     assert RejectionWatch(run).refresh() == []
 

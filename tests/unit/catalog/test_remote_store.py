@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.stores import s3_store
-from recpoint.catalog.stores.s3_client import S3Failure
-from recpoint.catalog.stores.s3_settings import S3Timeouts, client_settings
-from recpoint.catalog.stores.s3_store import S3Store
-from recpoint.catalog.stores.store import Store, open_store
+from recpoint.catalog.store import s3
+from recpoint.catalog.store.s3 import S3Failure, S3Store, S3Timeouts, client_settings
+from recpoint.catalog.store.store import Store, open_store
 from recpoint.errors import (
     ObjectNotFound,
     SettingsError,
@@ -116,8 +114,8 @@ def test_an_upload_that_was_left_behind_is_listed_and_aborted(store: S3Store) ->
 def test_a_failed_upload_in_parts_leaves_nothing(
     store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "_SINGLE_PUT_BYTES", 0)
-    monkeypatch.setattr(s3_store, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(s3, "_SINGLE_PUT_BYTES", 0)
+    monkeypatch.setattr(s3, "_PART_BYTES", 5 << 20)
     call = S3Store._call
 
     async def fail_at_part_two(self: S3Store, method: str, **arguments: object) -> Any:
@@ -136,7 +134,7 @@ def test_a_failed_upload_in_parts_leaves_nothing(
 def test_an_object_that_changes_during_a_read_is_noticed(
     store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "_RANGE_BYTES", 1_000)
+    monkeypatch.setattr(s3, "_RANGE_BYTES", 1_000)
     store.put("k", b"1" * 2_500)
     assert store.get("k", max_bytes=2_500) == b"1" * 2_500
     call = S3Store._call
@@ -240,7 +238,7 @@ def test_a_forked_child_gets_its_own_client(store: S3Store) -> None:
     store.put("k", b"1")
     program = (
         "import os, sys\n"
-        "from recpoint.catalog.stores.store import open_store\n"
+        "from recpoint.catalog.store.store import open_store\n"
         "store = open_store(sys.argv[1])\n"
         "assert store.get('k', max_bytes=1) == b'1'\n"
         "child = os.fork()\n"
@@ -259,7 +257,7 @@ def test_a_forked_child_gets_its_own_client(store: S3Store) -> None:
 def test_a_process_that_used_s3_ends_silently(store: S3Store) -> None:
     program = (
         "import sys\n"
-        "from recpoint.catalog.stores.store import open_store\n"
+        "from recpoint.catalog.store.store import open_store\n"
         "store = open_store(sys.argv[1])\n"
         "store.put('k', b'1')\n"
     )

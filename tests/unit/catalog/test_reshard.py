@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.chunks.logical_tables import logical_tables
-from recpoint.catalog.restoring.reshard import PartsTarget, TablePart, map_parts
-from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restore.placement import PartsTarget, TablePart, map_parts
+from recpoint.catalog.restore.restore import MemoryTarget, TableTarget, restore
+from recpoint.catalog.restore.rows import logical_tables
+from recpoint.catalog.run.run import Run
 from recpoint.errors import IncompatibleModel
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap

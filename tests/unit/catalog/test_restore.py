@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chunks.chunk_reader import StoredRows
-from recpoint.catalog.restoring import chain_rows
-from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
-from recpoint.catalog.restoring.row_placement import place
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.local_store import LocalStore
+from recpoint.catalog.restore import chain as chain_rows
+from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.placement import place
+from recpoint.catalog.restore.restore import MemoryTarget, TableTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import (
     DigestMismatch,
     IncompatibleModel,

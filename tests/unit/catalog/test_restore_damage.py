@@ -9,12 +9,11 @@ import crc32c
 import pytest
 import torch
 
-from recpoint.catalog.chunks.chunk_reader import read_chunk
-from recpoint.catalog.chunks.chunk_source import StoreChunks
-from recpoint.catalog.restoring.restore import MemoryTarget, TableTarget, restore
-from recpoint.catalog.restoring.restore_target import RowSink
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, TableTarget, restore
+from recpoint.catalog.restore.target import RowSink
+from recpoint.catalog.run.run import Run
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,

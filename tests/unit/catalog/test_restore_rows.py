@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.restoring.restore import TableTarget, restore
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restore.restore import TableTarget, restore
+from recpoint.catalog.run.run import Run
 from recpoint.errors import IncompatibleModel, NothingToRestore
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap

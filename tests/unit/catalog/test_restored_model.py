@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.restored_model import model_tensors
+from recpoint.catalog.restore.restore import MemoryTarget, model_tensors, restore
 from tests.catalog_builder import Table, build, new_run, publish
 
 

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.retention.retention import RetentionPlan, needed_manifests, plan
-from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.representations import RunFacts, StoredManifest
+from recpoint.catalog.retention.keep import (
+    BestBy,
+    RetentionPlan,
+    RetentionPolicy,
+    needed_manifests,
+    plan,
+)
+from recpoint.catalog.run.representations import RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused, SettingsError
 from recpoint.format.naming import ManifestName
 from tests.retention_facts import HOUR_MS, NOW_MS, facts, full, increment, merged

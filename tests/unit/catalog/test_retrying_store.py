@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.stores.retrying_store import Retries, RetryingStore
-from recpoint.catalog.stores.store import Store
-from recpoint.catalog.stores.store_contract import ObjectInfo
-from recpoint.catalog.stores.store_errors import for_answer
+from recpoint.catalog.store.contract import ObjectInfo, for_answer
+from recpoint.catalog.store.local import LocalStore
+from recpoint.catalog.store.retrying import Retries, RetryingStore
+from recpoint.catalog.store.store import Store
 from recpoint.errors import (
     MalformedObject,
     ObjectExists,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chunks.row_coverage import RowCoverage
+from recpoint.catalog.restore.rows import RowCoverage
 from recpoint.errors import MalformedObject
 from recpoint.format.manifest import MAX_TABLE_ROWS
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.catalog.chunks.chunk_reader import StoredRows
-from recpoint.catalog.restoring import row_placement
-from recpoint.catalog.restoring.restore_target import TableTarget
-from recpoint.catalog.restoring.row_placement import place
+from recpoint.catalog.restore import placement
+from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.placement import place
+from recpoint.catalog.restore.target import TableTarget
 from recpoint.kernels import quantize
 
 ROWS, N, DIM = 50, 20, 6
@@ -55,7 +55,7 @@ def test_rows_and_states(
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(row_placement, "_PASS_BYTES", 40)  # several passes for so few rows
+    monkeypatch.setattr(placement, "_PASS_BYTES", 40)  # several passes for so few rows
     ids = torch.randperm(ROWS)[:N].sort().values if spread else torch.arange(7, 7 + N)
     chunk = stored(ids if spread else range(7, 7 + N), bits=bits, dtype=dtype)
     target = TableTarget(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recpoint.catalog.chunks.row_state import to_bfloat16
+from recpoint.format.row_state import to_bfloat16
 
 INF, NAN = float("inf"), float("nan")
 

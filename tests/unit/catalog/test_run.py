@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.run_record import remake_run_record
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.stores.store_contract import probe_create_only
+from recpoint.catalog.run.run import Run, remake_run_record
+from recpoint.catalog.store.contract import probe_create_only
+from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.records.run_facts import gather
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.retention.retention_rules import RetentionPolicy
-from recpoint.catalog.runs.representations import Representations
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.run.facts import gather
+from recpoint.catalog.run.representations import Representations
+from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from tests.catalog_builder import new_run, tables

@@ -12,17 +12,14 @@ import torch
 
 from recpoint.catalog.overview import overview
 from recpoint.catalog.overview.overview import Age, alarms
-from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.records.pins import pin
-from recpoint.catalog.records.validations import add_record
-from recpoint.catalog.retention.plan_record import leave_plan
-from recpoint.catalog.retention.prune import execute
-from recpoint.catalog.retention.prune_plan import plan_prune
-from recpoint.catalog.retention.retention_rules import BestBy, RetentionPolicy
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.run_end import tell_ended
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.stores.store_contract import ObjectInfo
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
+from recpoint.catalog.retention.prune import execute, leave_plan, plan_prune
+from recpoint.catalog.run.pins import pin
+from recpoint.catalog.run.run import Run, tell_ended
+from recpoint.catalog.run.validations import add_record
+from recpoint.catalog.store.contract import ObjectInfo
+from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import FormatError, NothingToRestore, StoreFull
 from recpoint.format.history import History
 from recpoint.format.manifest import Manifest
@@ -63,7 +60,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("recpoint.catalog.overview.run_watch.time.time", lambda: NOW_MS / 1000)
+    monkeypatch.setattr("recpoint.catalog.overview.watch.time.time", lambda: NOW_MS / 1000)
     yield
 
 
@@ -207,7 +204,7 @@ def test_a_generation_record_that_is_damaged_while_watched_is_noticed(run: Run) 
 
 def test_silence_alarms_after_so_many_intervals(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     three(run)
-    now = "recpoint.catalog.overview.run_watch.time.time"
+    now = "recpoint.catalog.overview.watch.time.time"
     monkeypatch.setattr(now, lambda: NOW_MS / 1000 + 249.0)
     assert alarms(watch(run).refresh()) == ()
     monkeypatch.setattr(now, lambda: NOW_MS / 1000 + 251.0)
@@ -230,9 +227,7 @@ def test_a_run_that_has_ended_alarms_only_for_what_is_not_stored(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = three(run)
-    monkeypatch.setattr(
-        "recpoint.catalog.overview.run_watch.time.time", lambda: NOW_MS / 1000 + 86_400
-    )
+    monkeypatch.setattr("recpoint.catalog.overview.watch.time.time", lambda: NOW_MS / 1000 + 86_400)
     seen = watch(run)
     assert [alarm.trouble for alarm in alarms(seen.refresh())] == ["no_commit"]
     tell_ended(run, 1, step=35, reason="terminated")
@@ -335,7 +330,7 @@ def test_the_last_validation_is_seen_however_long_ago(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validated(run, three(run)[0], "passed")
-    monkeypatch.setattr("recpoint.catalog.overview.run_watch.NEWEST", 1)
+    monkeypatch.setattr("recpoint.catalog.overview.watch.NEWEST", 1)
     seen = watch(run).refresh()
     assert [one.step for one in seen.checkpoints] == [30]
     assert seen.last_validated is not None and seen.last_validated.step == 10
@@ -489,7 +484,7 @@ def test_a_store_whose_clock_is_wrong_does_not_matter_to_a_watch(run: Run) -> No
 
 def test_only_the_newest_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     three(run)
-    monkeypatch.setattr("recpoint.catalog.overview.run_watch.NEWEST", 2)
+    monkeypatch.setattr("recpoint.catalog.overview.watch.NEWEST", 2)
     seen = watch(run).refresh()
     assert [one.step for one in seen.checkpoints] == [30, 20] and seen.live_checkpoints == 3
     assert seen.checkpoints[1].at_risk_seconds is None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpoint.catalog.restoring.selection import NEWEST, Selection
+from recpoint.catalog.restore.order import NEWEST, Selection
 from recpoint.errors import SettingsError
 from recpoint.format.naming import ManifestName
 

@@ -17,12 +17,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.restoring.shard_place import finish_shards, take_back
-from recpoint.catalog.restoring.shard_plan import INDEX, plan_shards
-from recpoint.catalog.restoring.shards import restore_shards, write_shard
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import Store, open_store
+from recpoint.catalog.restore.files import (
+    INDEX,
+    finish_shards,
+    plan_shards,
+    restore_shards,
+    take_back,
+    write_shard,
+)
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import Store, open_store
 from recpoint.cli import app
 from recpoint.errors import RecpointError, RestoreError, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from recpoint.catalog.chunks.chunk_source import StoreChunks
-from recpoint.catalog.restoring.state_reading import StateReading
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.io_scheduler import ReadScheduler
+from recpoint.catalog.restore.chunks import StoreChunks
+from recpoint.catalog.restore.state import StateReading
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.format.manifest import ChunkEntry, Manifest
 from tests.catalog_builder import build, publish, tables
 

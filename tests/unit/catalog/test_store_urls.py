@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.store.local import LocalStore
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 
 

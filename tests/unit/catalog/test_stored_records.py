@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.stores.stored_records import Records
+from recpoint.catalog.store.local import LocalStore
+from recpoint.catalog.store.records import Records
 from recpoint.errors import ForeignObject, MalformedObject, ObjectNotFound
 from recpoint.format.naming import PLAN_KEY
 from recpoint.format.record_kinds import PIN, PLAN, PUBLICATION, REJECTIONS, RUN, kind_of

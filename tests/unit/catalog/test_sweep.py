@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.consolidation.consolidate_rows import merge_part
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
-from recpoint.catalog.sweeping import sweep
-from recpoint.catalog.sweeping.sweep import SweepPlan, execute, plan_sweep
-from recpoint.catalog.sweeping.sweep_beside import knows_what_is_staged
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate.merge import merge_part
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.retention import sweep
+from recpoint.catalog.retention.sweep import SweepPlan, execute, plan_sweep
+from recpoint.catalog.retention.sweep_here import knows_what_is_staged
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import DRAIN, AgentLock, sweep_of
 from recpoint.errors import SettingsError, StoreFull, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, attempt_prefix
@@ -332,7 +332,7 @@ def test_a_consolidation_that_goes_on_with_what_is_being_swept(
 def test_only_the_directory_that_the_newest_trainer_uses_says_what_is_staged(
     run: Run, full: Manifest, tmp_path: Path
 ) -> None:
-    run_dir = staged.run_directory(tmp_path / "staging", run.url)
+    run_dir = area.run_directory(tmp_path / "staging", run.url)
     assert not knows_what_is_staged(run, run_dir)  # as on a laptop
     run_dir.mkdir(parents=True)
     assert not knows_what_is_staged(run, run_dir)  # left by an earlier trainer

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging import host_lock, staged
-from recpoint.catalog.staging.trainer_note import NoteState, read_note, trainer_state, write_note
+from recpoint.catalog.staging import area, locks
+from recpoint.catalog.staging.area import NoteState, read_note, trainer_state, write_note
 from recpoint.errors import StagingError
 from tests.training_builder import Place, checkpointer, simple_training, train
 
@@ -19,7 +19,7 @@ URL = "s3://bucket/ads"
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    directory = staged.run_directory(tmp_path, URL)
+    directory = area.run_directory(tmp_path, URL)
     directory.mkdir()
     return directory
 
@@ -63,9 +63,9 @@ def test_what_became_of_a_trainer_follows_from_lock_and_note(run_dir: Path) -> N
     assert trainer_state(run_dir, None) == "unknown"
     write_note(run_dir, URL, "training")
     assert trainer_state(run_dir, read_note(run_dir)) == "lost"
-    lock = host_lock.acquire(staged.trainer_lock_path(run_dir), expected="", next_step="")
+    lock = locks.acquire(area.trainer_lock_path(run_dir), expected="", next_step="")
     assert trainer_state(run_dir, read_note(run_dir)) == "training"
-    host_lock.release(lock)
+    locks.release(lock)
     write_note(run_dir, URL, "ended")
     assert trainer_state(run_dir, read_note(run_dir)) == "ended"
 
@@ -75,9 +75,7 @@ def test_nothing_is_said_of_a_trainer_whose_lock_is_not_answered(
     run_dir: Path, state: NoteState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_note(run_dir, URL, state)
-    host_lock.release(
-        host_lock.acquire(staged.trainer_lock_path(run_dir), expected="", next_step="")
-    )
+    locks.release(locks.acquire(area.trainer_lock_path(run_dir), expected="", next_step=""))
 
     def refuse(_descriptor: int, _operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
-from recpoint.catalog.chunks.chunk_source import StoreChunks
+from recpoint.catalog.check.check import check
+from recpoint.catalog.check.rows import read_samples
+from recpoint.catalog.check.validate import record, validate
 from recpoint.catalog.persist import persist
-from recpoint.catalog.records.pins import read_metrics, record_metric
-from recpoint.catalog.records.validations import records_of, verdicts
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.io_scheduler import ReadScheduler
-from recpoint.catalog.sweeping.sweep import execute, plan_sweep
-from recpoint.catalog.validation.check import check
-from recpoint.catalog.validation.sampled_rows import read_samples
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.restore.chunks import StoreChunks, read_chunk, read_rows
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run.pins import read_metrics, record_metric
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import records_of, verdicts
+from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import ObjectNotFound, SettingsError, StoreUnavailable
 from recpoint.format.chunk import Section
 from recpoint.format.manifest import Manifest

@@ -9,16 +9,15 @@ import crc32c
 import pytest
 import torch
 
-from recpoint.catalog.chunks.chunk_reader import read_chunk, read_rows
-from recpoint.catalog.chunks.chunk_source import StoreChunks
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
+from recpoint.catalog.check.rows import read_samples
+from recpoint.catalog.check.validate import record
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import persist
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.io_scheduler import ReadScheduler
-from recpoint.catalog.validation.sampled_rows import read_samples
-from recpoint.catalog.validation.validate import record
+from recpoint.catalog.restore.chunks import StoreChunks, read_chunk, read_rows
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.format.chunk import Section, build_chunk
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY, ManifestName

@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from recpoint.catalog.records.run_facts import gather
-from recpoint.catalog.records.validations import (
-    Doubts,
-    add_record,
-    records_of,
-    verdict,
-    verdicts,
-)
-from recpoint.catalog.restoring.restore import MemoryTarget, RestoreReport, restore
-from recpoint.catalog.restoring.restore_order import Skipped, skipped_text
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.representations import Representations
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.restore.order import Selection, Skipped, skipped_text
+from recpoint.catalog.restore.restore import MemoryTarget, RestoreReport, restore
+from recpoint.catalog.run.facts import gather
+from recpoint.catalog.run.representations import Representations
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import Doubts, add_record, records_of, verdict, verdicts
 from recpoint.errors import ForeignObject, NothingToRestore, SettingsError, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (

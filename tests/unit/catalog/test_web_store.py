@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import StoreUnavailable
 
 

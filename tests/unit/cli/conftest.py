@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.run import Run
 from recpoint.cli import app
 from recpoint.format.manifest import Manifest
 from tests.catalog_builder import build, new_run, publish, tables

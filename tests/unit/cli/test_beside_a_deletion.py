@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.records import going
-from recpoint.catalog.records.announcement import announce
-from recpoint.catalog.records.validations import verdicts
+from recpoint.catalog.run import deletions
+from recpoint.catalog.run.deletions import announce
+from recpoint.catalog.run.validations import verdicts
 from recpoint.format.naming import MANIFEST_KEY
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
 @pytest.fixture(autouse=True)
 def waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("command", ["restore", "restore into files", "seed", "validate"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.lineage import Representation
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_KEY
 from tests.catalog_builder import new_run, tables

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.catalog_builder import new_run, tables
 from tests.consolidation import spoil, trained
 from tests.polling import PATIENCE_SECONDS

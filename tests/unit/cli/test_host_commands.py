@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.staging.agent import AgentLock
 from recpoint.cli import host
 from recpoint.errors import StoreAccessDenied
 from tests.unit.cli.conftest import Invoke, SavedRun

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.overview.run_watch import RunWatch
+from recpoint.catalog.overview.watch import RunWatch
 from tests.catalog_builder import new_run
 from tests.polling import PATIENCE_SECONDS, until
 from tests.training_builder import Place, checkpointer, simple_training, train

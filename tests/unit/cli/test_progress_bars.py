@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recpoint.catalog.sweeping.sweep import plan_sweep
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
+from recpoint.catalog.retention.sweep import plan_sweep
 from recpoint.cli import reporting
 from recpoint.serving.follower import Follower
 from tests.unit.cli.conftest import Invoke, SavedRun

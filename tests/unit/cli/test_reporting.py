@@ -10,7 +10,7 @@ from importlib import metadata
 import pytest
 
 from recpoint import errors
-from recpoint.catalog.stores.run_url import naming_run
+from recpoint.catalog.store.run_url import naming_run
 from recpoint.cli.reporting import exit_code
 from tests.unit.cli.conftest import Invoke, SavedRun
 

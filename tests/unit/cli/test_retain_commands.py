@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.check.check import check
 from recpoint.format.naming import MANIFEST_KEY, PIN_KEY
 from tests.unit.cli.conftest import Invoke, SavedRun
 

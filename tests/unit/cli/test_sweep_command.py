@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
+from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.persist import PersistJob, reject_job
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.run_end import tell_ended
-from recpoint.catalog.staging import host_lock, staged
-from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
-from recpoint.catalog.sweeping.discard_staged import discard_staged
-from recpoint.catalog.validation.check import check
+from recpoint.catalog.retention.staged import discard_staged
+from recpoint.catalog.run.run import Run, tell_ended
+from recpoint.catalog.staging import area, locks
+from recpoint.catalog.staging.agent import DRAIN, AgentLock, sweep_of
 from recpoint.errors import CheckpointCancelled, NothingToRestore, StagingError
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
@@ -83,7 +82,7 @@ def test_a_dry_run_tells_what_a_sweep_does(recpoint: Invoke, run: Run, staging: 
     (full, increment) = (
         stage(run, staging, tables(), step=step, generation=2, slot=step) for step in (2, 3)
     )
-    orphan = staged.read_job(full).ref.model_copy(update={"attempt": "0" * 32})
+    orphan = area.read_job(full).ref.model_copy(update={"attempt": "0" * 32})
     rewrite(increment, kind="increment", parent=orphan, base=orphan, chain_length=2)
     lost = stage(run, staging, tables(), step=4, generation=2, slot=4)
     (lost.parent.parent / "slots" / "r00000-4.bin").unlink()
@@ -148,7 +147,7 @@ def test_jobs_are_not_left_to_who_does_not_come_to_them(
     recpoint: Invoke, run: Run, staging: Path, who: str
 ) -> None:
     paths = stage_chain(run, staging, count=2)
-    other = DRAIN if who == "drain" else sweep_of(staged.run_directory(staging, "/runs/other"))
+    other = DRAIN if who == "drain" else sweep_of(area.run_directory(staging, "/runs/other"))
     with AgentLock(staging, other):
         for options in ([], ["--dry-run"]):
             ended = recpoint("sweep", run.url, *options, "--json")
@@ -205,7 +204,7 @@ def test_what_is_staged_for_a_run_that_is_gone_is_discarded_by_name(
     shown = recpoint("sweep", run.url, "--discard-staged").stdout
     assert "discarded 2 jobs" in shown and "full of step 1" in shown
     assert not first.exists() and not second.exists() and not list(slots.iterdir())
-    answer = staged.read_outcome(first.parent.parent / "outcomes" / first.name)
+    answer = area.read_outcome(first.parent.parent / "outcomes" / first.name)
     assert (answer.result, answer.error_type) == ("rejected", "CheckpointCancelled")
     again = recpoint("sweep", run.url, "--discard-staged", "--json")
     assert again.code == 0 and again.json["discarded"] == []
@@ -230,7 +229,7 @@ def test_a_discard_is_refused_at_once_beside_a_sweep_of_another_run(
 ) -> None:
     (job,) = stage_chain(run, staging, count=1)
     shutil.rmtree(run.url)
-    with AgentLock(staging, sweep_of(staged.run_directory(staging, "/runs/other"))):
+    with AgentLock(staging, sweep_of(area.run_directory(staging, "/runs/other"))):
         ended = recpoint("sweep", run.url, "--discard-staged", "--json")
     assert ended.code == 2 and "a sweep of other-" in ended.json["found"]
     assert ended.json["next_step"] == "it ends by itself: run this again after it"
@@ -257,7 +256,7 @@ def test_a_discard_waits_as_long_as_the_agent_drops_jobs(
 
     shutil.rmtree(run.url)
     clock = SimpleNamespace(monotonic=lambda: passed[0], sleep=wait)
-    monkeypatch.setattr("recpoint.catalog.sweeping.discard_staged.time", clock)
+    monkeypatch.setattr("recpoint.catalog.retention.staged.time", clock)
     with AgentLock(staging):
         if dropped == len(paths):
             assert [loss.step for loss in discard_staged(run_dir)] == [1, 2, 3, 4]
@@ -265,7 +264,7 @@ def test_a_discard_waits_as_long_as_the_agent_drops_jobs(
         else:
             with pytest.raises(StagingError, match="2 jobs that were to be dropped"):
                 discard_staged(run_dir)
-    assert staged.staged_jobs(run_dir) == paths[dropped:]
+    assert area.staged_jobs(run_dir) == paths[dropped:]
 
 
 def test_nothing_is_discarded_of_a_run_that_has_only_lost_its_record(
@@ -285,10 +284,10 @@ def test_nothing_is_discarded_of_a_run_that_has_only_lost_its_record(
 def test_nothing_is_discarded_beside_a_trainer(recpoint: Invoke, run: Run, staging: Path) -> None:
     (job,) = stage_chain(run, staging, count=1)
     shutil.rmtree(run.url)
-    lock = host_lock.acquire(staged.trainer_lock_path(job.parent.parent), expected="", next_step="")
+    lock = locks.acquire(area.trainer_lock_path(job.parent.parent), expected="", next_step="")
     try:
         ended = recpoint("sweep", run.url, "--discard-staged", "--json")
     finally:
-        host_lock.release(lock)
+        locks.release(lock)
     assert ended.code == 2 and "a trainer of the run at work" in json.dumps(ended.json)
     assert job.exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.records.validations import verdicts
+from recpoint.catalog.run.validations import verdicts
 from recpoint.format.naming import METRIC_KEY, ManifestName
 from recpoint.format.records import unpack_record
 from recpoint.format.retention_records import Metric

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from recpoint.cli.application import app
 from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard, parameters
-from recpoint.dashboards.metric_table import METRICS
+from recpoint.dashboards.metrics.table import METRICS
 from recpoint.errors import SettingsError
 from tests.prometheus_server import needs_prometheus
 

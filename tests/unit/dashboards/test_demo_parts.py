@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from recpoint.dashboards import demo
-from recpoint.dashboards.demo import DemoSettings
-from recpoint.dashboards.demo_processes import Child, ChildFailed, Trainer, ended
-from recpoint.dashboards.demo_ranks import RanksTrainer
+from recpoint.dashboards.demo import demo
+from recpoint.dashboards.demo.demo import DemoSettings
+from recpoint.dashboards.demo.processes import Child, ChildFailed, RanksTrainer, Trainer, ended
 from recpoint.errors import SettingsError
 from tests.polling import until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from recpoint.catalog.overview.failure_causes import CAUSES
+from recpoint.catalog.overview.overview import CAUSES
 from recpoint.dashboards.alert_rules import alert_rules
-from recpoint.dashboards.metric_table import METRICS
+from recpoint.dashboards.metrics.table import METRICS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 

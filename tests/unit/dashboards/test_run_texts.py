@@ -20,9 +20,9 @@ from recpoint.catalog.overview.overview import (
     RunOverview,
     Totals,
 )
-from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.runs.run import Run
-from recpoint.dashboards import charts, run_texts
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.run.run import Run
+from recpoint.dashboards import page, texts
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
@@ -98,13 +98,13 @@ def facts(step: int, **changed: object) -> CheckpointFacts:
     ],
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert run_texts.duration_text(seconds) == words
+    assert texts.duration_text(seconds) == words
 
 
 def test_a_run_of_which_nothing_is_known_has_texts_for_everything() -> None:
-    values = run_texts.field_texts(NOTHING)
-    assert tuple(values) == run_texts.FIELDS and all(values.values())
-    for chart in (charts.lag_chart, charts.stall_chart, charts.bytes_chart):
+    values = texts.field_texts(NOTHING)
+    assert tuple(values) == texts.FIELDS and all(values.values())
+    for chart in (page.lag_chart, page.stall_chart, page.bytes_chart):
         options, words = chart(())
         assert words.endswith(".") and all(not one["data"] for one in options["series"])
 
@@ -115,19 +115,19 @@ def test_charts_run_from_old_to_new_and_leave_out_what_cannot_be_read() -> None:
         facts(20, error="damaged", stored_bytes=0, full_bytes=0),
         facts(10, at_risk_seconds=None, at_risk_batches=None, stall_seconds=0.009),
     )
-    options, words = charts.lag_chart(checkpoints)
+    options, words = page.lag_chart(checkpoints)
     assert options["series"][0]["data"] == [[30_500, 99.0]] and "before step 30" in words
-    options, words = charts.stall_chart(checkpoints)
+    options, words = page.stall_chart(checkpoints)
     assert options["series"][0]["data"] == [[10_500, 9.0], [30_500, 2.0]] and "at step 10" in words
-    assert "took 200 B" in charts.bytes_chart(checkpoints)[1]
+    assert "took 200 B" in page.bytes_chart(checkpoints)[1]
 
 
 def test_rows_have_a_cell_for_each_heading() -> None:
-    assert len(run_texts.checkpoint_row(facts(1))) == len(run_texts.CHECKPOINT_HEADINGS)
-    row = run_texts.checkpoint_row(facts(1, error="x\x1b[31m", state="damaged"))
-    assert len(row) == len(run_texts.CHECKPOINT_HEADINGS) and row[-1] == "x\\x1b[31m"
+    assert len(texts.checkpoint_row(facts(1))) == len(texts.CHECKPOINT_HEADINGS)
+    row = texts.checkpoint_row(facts(1, error="x\x1b[31m", state="damaged"))
+    assert len(row) == len(texts.CHECKPOINT_HEADINGS) and row[-1] == "x\\x1b[31m"
     marked = ExpiringManifest(key="manifests/1", reason="", age=Age(5.0, "store"))
-    assert run_texts.expiring_row(marked)[1:] == (
+    assert texts.expiring_row(marked)[1:] == (
         "its mark has not been read, or cannot be",
         "5.0 s ago",
     )
@@ -158,17 +158,17 @@ def test_rows_have_a_cell_for_each_heading() -> None:
         pid=7,
         planned_ms=1000,
     )
-    rows = run_texts.plan_rows(plan, 50)
+    rows = texts.plan_rows(plan, 50)
     assert rows[0] == (MANIFEST_KEY.of(10, 1), "is deleted", "no rule\\x1b[31m")
-    assert [len(row) for row in rows] == [len(run_texts.PLAN_HEADINGS)] * 2
-    assert run_texts.plan_rows(plan, 1) == rows[:1] and run_texts.plan_rows(None, 50) == []
-    assert run_texts.plan_text(plan, 61_000) == (
+    assert [len(row) for row in rows] == [len(texts.PLAN_HEADINGS)] * 2
+    assert texts.plan_rows(plan, 1) == rows[:1] and texts.plan_rows(None, 50) == []
+    assert texts.plan_text(plan, 61_000) == (
         "Rules: the newest 10, one of each of 7 days, the 3 best by max auc; what is pinned; "
         "nothing goes unless a validated one stays. Grace 24 h 0 min. Planned 1 min 0 s ago by "
         "process 7 of host: 1 stay, 0 to mark, 0 wait, 1 to delete."
     )
     failure = Failure(kind="chain", subject="a", cause="b", when_ms=None, next_step="c")
-    assert run_texts.failure_row(failure) == (run_texts.NONE, "a", "b", "c")
+    assert texts.failure_row(failure) == (texts.NONE, "a", "b", "c")
 
 
 def test_what_stands_for_a_run_is_the_worst_of_it(tmp_path: Path) -> None:
@@ -177,15 +177,15 @@ def test_what_stands_for_a_run_is_the_worst_of_it(tmp_path: Path) -> None:
     assert run.refresh().standing == "no answer"
     first = run.seen.failing_since
     assert run.refresh().failing_since == first and run.seen.version == 2
-    assert run_texts.run_row(run, 0)[0] == "NO ANSWER"
+    assert texts.run_row(run, 0)[0] == "NO ANSWER"
     new_run(tmp_path / "run")
     assert run.refresh().standing == "starting" and run.seen.error is None
-    assert len(run_texts.run_row(run, 0)) == len(run_texts.RUN_HEADINGS)
+    assert len(texts.run_row(run, 0)) == len(texts.RUN_HEADINGS)
     alarm = Alarm("no_commit", "late", "look")
     run.seen = replace(run.seen, alarms=(alarm, alarm))
-    assert run_texts.run_row(run, 0)[0] == "ALARM (2)"
-    assert run_texts.alarm_texts(run.seen, time.monotonic()) == ["late. Next: look"] * 2
-    assert "1 of 1 run needs a look" in run_texts.summary_text([run])
+    assert texts.run_row(run, 0)[0] == "ALARM (2)"
+    assert texts.alarm_texts(run.seen, time.monotonic()) == ["late. Next: look"] * 2
+    assert "1 of 1 run needs a look" in texts.summary_text([run])
 
 
 def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> None:
@@ -195,16 +195,15 @@ def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> 
     assert watched.refresh().standing == "fine"
     (tmp_path / "run" / GENERATION_KEY.of(1)).unlink()
     assert watched.refresh().standing == "alarm"
-    assert run_texts.run_row(watched, 0)[0] == "ALARM"
-    (said,) = run_texts.alarm_texts(watched.seen, 0.0)
+    assert texts.run_row(watched, 0)[0] == "ALARM"
+    (said,) = texts.alarm_texts(watched.seen, 0.0)
     assert (
         said.startswith("The catalog cannot be read")
         and f"recpoint relink {tmp_path / 'run'} 1" in said
     )
     fresh = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
-    assert (
-        fresh.refresh().standing == "alarm"
-        and "1 of 1 run needs a look" in run_texts.summary_text([fresh])
+    assert fresh.refresh().standing == "alarm" and "1 of 1 run needs a look" in texts.summary_text(
+        [fresh]
     )
 
 
@@ -213,7 +212,7 @@ def test_so_is_a_run_that_has_lost_what_makes_it_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").unlink()
     watched = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
     assert watched.refresh().standing == "alarm"
-    (said,) = run_texts.alarm_texts(watched.seen, 0.0)
+    (said,) = texts.alarm_texts(watched.seen, 0.0)
     assert f"recpoint bring-back {tmp_path / 'run'}" in said
 
 
@@ -237,7 +236,7 @@ def test_an_error_that_nobody_expected_is_no_answer(tmp_path: Path) -> None:
 
     run._watch = RunWatch(Run(InterposedStore(there.store, before=before), there.record))
     assert run.refresh().standing == "no answer"
-    assert "no room for a listing" in " ".join(run_texts.alarm_texts(run.seen, 0.0))
+    assert "no room for a listing" in " ".join(texts.alarm_texts(run.seen, 0.0))
     assert run.refresh().standing == "starting"  # the thread has lived on
 
 
@@ -259,7 +258,7 @@ def test_a_look_that_does_not_come_back_is_no_answer(
         later = time.monotonic() + 3600
         monkeypatch.setattr("recpoint.dashboards.watched_runs.time.monotonic", lambda: later)
         assert run.seen.standing == "no answer"
-        assert "has not come back" in " ".join(run_texts.alarm_texts(run.seen, later))
+        assert "has not come back" in " ".join(texts.alarm_texts(run.seen, later))
         monkeypatch.undo()
         answer.set()
         until(lambda: run.seen.standing == "starting")
@@ -270,9 +269,9 @@ def test_a_look_that_does_not_come_back_is_no_answer(
 
 def test_a_credential_in_a_url_is_not_shown() -> None:
     (run,) = WatchedRuns(["s3://key:secret@bucket/run"] * 2, interval_seconds=1, intervals=3).runs
-    row = " ".join(run_texts.run_row(run, 0))
+    row = " ".join(texts.run_row(run, 0))
     run.refresh()
-    row += " ".join(run_texts.run_row(run, 0)) + " ".join(run_texts.alarm_texts(run.seen, 0.0))
+    row += " ".join(texts.run_row(run, 0)) + " ".join(texts.alarm_texts(run.seen, 0.0))
     assert "secret" not in row and "key:" not in row and "NO ANSWER" in row
 
 

@@ -12,9 +12,8 @@ import prometheus_client
 import pytest
 
 import recpoint
-from recpoint.catalog.overview.failure_causes import CAUSES, cause_of, cause_of_name
-from recpoint.catalog.overview.histogram import SECONDS, Histogram
-from recpoint.dashboards.metric_table import AGENT_METRICS, METRICS, TRAINER_METRICS
+from recpoint.catalog.overview.overview import CAUSES, SECONDS, Histogram, cause_of, cause_of_name
+from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
 from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
 from tests.scraping import scrape, value
 from tests.torch_interpreter import run_program

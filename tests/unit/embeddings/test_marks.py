@@ -16,11 +16,10 @@ from torch._dynamo.exc import Unsupported
 from torch.optim import SGD, Adam
 
 from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizer_rows import FullyDirtyTables
-from recpoint.embeddings.optimizer_watch import OptimizerWatch
+from recpoint.embeddings.optimizers import FullyDirtyTables, OptimizerWatch
 from recpoint.errors import ScriptingRefused
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.model_tables import find_tables
+from recpoint.trainer_plugin.tables import find_tables
 from tests.tracked import ROWS, Tracked, sparse_table
 
 

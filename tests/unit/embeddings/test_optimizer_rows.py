@@ -21,7 +21,7 @@ from torch.optim import (
     SparseAdam,
 )
 
-from recpoint.embeddings.optimizer_rows import all_rows_changed, row_states
+from recpoint.embeddings.optimizers import all_rows_changed, row_states
 
 ROWS = 12
 Make = Callable[[list[Any]], Optimizer]

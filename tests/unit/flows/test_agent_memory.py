@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from recpoint.flows.agent_memory import FreedMemory
+from recpoint.flows.agent.agent import FreedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be asked")
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.trainer_note import write_note
-from recpoint.catalog.stores.elapsed import now_ms
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.store.contract import now_ms
 from recpoint.dashboards import catalog_watch
 from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
-from recpoint.flows.agent_observation import AgentObservation, observe_agent
-from recpoint.flows.agent_runs import RunState
-from recpoint.flows.training_ends import tell_ended_trainings
+from recpoint.flows.agent.observation import AgentObservation, observe_agent
+from recpoint.flows.agent.runs import RunState, tell_ended_trainings
 from recpoint.format.naming import VALIDATION_KEY, ValidationLevel, ValidationResult
 from tests.catalog_builder import new_run
 from tests.interposed_store import InterposedStore
@@ -27,13 +26,13 @@ URL = "s3://bucket/ads"
 
 
 def observe(staging: Path, state: RunState) -> AgentObservation:
-    run_dir = staged.run_directory(staging, URL)
+    run_dir = area.run_directory(staging, URL)
     return observe_agent(staging, {run_dir: state}, prefect=False, consolidations=lambda _: 0)
 
 
 def run_directory(staging: Path) -> Path:
-    run_dir = staged.run_directory(staging, URL)
-    staged.jobs_directory(run_dir).mkdir(parents=True)
+    run_dir = area.run_directory(staging, URL)
+    area.jobs_directory(run_dir).mkdir(parents=True)
     return run_dir
 
 
@@ -54,7 +53,7 @@ def test_a_run_that_ended_is_shown_for_an_hour_and_longer_while_something_is_sta
     assert observe(tmp_path, RunState()).runs
     age_note(run_dir, 0.2)
     assert not observe(tmp_path, RunState()).runs
-    staged.job_path(run_dir, 1, 5, 0).write_text("a job")
+    area.job_path(run_dir, 1, 5, 0).write_text("a job")
     (run,) = observe(tmp_path, RunState()).runs
     assert run.staged_jobs == 1 and 0 <= run.queue_age_seconds < 60
 
@@ -69,7 +68,7 @@ def test_a_run_whose_trainer_was_killed_is_shown_until_somebody_takes_it_up(tmp_
 
 def test_a_run_has_the_name_of_its_directory_until_somebody_tells_its_url(tmp_path: Path) -> None:
     run_dir = run_directory(tmp_path)
-    staged.job_path(run_dir, 1, 5, 0).write_text("a job")
+    area.job_path(run_dir, 1, 5, 0).write_text("a job")
     (run,) = observe(tmp_path, RunState()).runs
     assert (run.run, run.has_url, run.trainer) == (run_dir.name, False, "unknown")
     (run,) = observe(tmp_path, RunState(run_url="s3://key:secret@bucket/ads")).runs
@@ -178,8 +177,8 @@ def test_an_end_that_cannot_be_told_ends_no_agent(
 ) -> None:
     run_dir = run_directory(tmp_path)
     write_note(run_dir, URL, "ended")
-    staged.jobs_directory(run_dir).rmdir()
-    staged.jobs_directory(run_dir).write_text("no directory any more")
+    area.jobs_directory(run_dir).rmdir()
+    area.jobs_directory(run_dir).write_text("no directory any more")
     state = RunState()
     state.run_id, state.run_url = "0" * 32, URL
     tell_ended_trainings({run_dir: state})

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from recpoint.flows.agent_runs import SHORTEST_SHARE, RunState
-from recpoint.flows.pauses import growing_pause
+from recpoint.flows.agent.gate import growing_pause
+from recpoint.flows.agent.runs import SHORTEST_SHARE, RunState
 
 
 def after(failures: int, cuts_ms: tuple[int, ...] = (), *, heals: bool = True) -> float:

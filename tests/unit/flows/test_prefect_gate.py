@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from recpoint.flows import prefect_gate, prefect_server
-from recpoint.flows.prefect_gate import PrefectGate
+from recpoint.flows import prefect_server
+from recpoint.flows.agent import gate as prefect_gate
+from recpoint.flows.agent.gate import PrefectGate
 from tests.polling import until
 
 

@@ -21,10 +21,10 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import BaseModel
 
-from recpoint.catalog.retention.grace import GRACE_FLOOR_SECONDS
-from recpoint.flows.no_results import NO_RESULTS
+from recpoint.catalog.retention.prune import GRACE_FLOOR_SECONDS
+from recpoint.flows.parameters import NO_RESULTS
 from recpoint.format.naming import job_stem
-from recpoint.tasks.job_name import job_name
+from recpoint.tasks.persist import job_name
 
 FILE = Path(__file__).resolve().parents[3] / "prefect.yaml"
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]

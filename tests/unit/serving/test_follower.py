@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from recpoint import Follower
-from recpoint.catalog.records.leases import read_leases
-from recpoint.catalog.stores.elapsed import Clocks
+from recpoint.catalog.run.leases import read_leases
+from recpoint.catalog.store.contract import Clocks
 from recpoint.errors import (
     IncompatibleModel,
     NotServing,

@@ -10,10 +10,9 @@ import pytest
 from prefect import Task
 
 from recpoint import errors
-from recpoint.tasks import persist, report
-from recpoint.tasks.artifact_key import artifact_key
-from recpoint.tasks.job_name import job_log, job_name
-from recpoint.tasks.persist_task import may_heal
+from recpoint.tasks import persist, reports
+from recpoint.tasks.persist import job_log, job_name, may_heal
+from recpoint.tasks.reports import artifact_key
 
 _PATH = "/s/My_run.x-0123456789ab/jobs/00000003-000000000120-r00002.json"
 
@@ -65,7 +64,7 @@ def test_other_errors_are_not_tried_again(error: Exception | None) -> None:
 
 @pytest.mark.parametrize(
     "task",
-    [persist.quantize, persist.encode, persist.upload, persist.commit, report.report],
+    [persist.quantize, persist.encode, persist.upload, persist.commit, reports.report],
     ids=lambda task: str(task.name),
 )
 def test_no_task_stores_results_or_runs_for_ever(task: Task[..., object]) -> None:
@@ -75,7 +74,7 @@ def test_no_task_stores_results_or_runs_for_ever(task: Task[..., object]) -> Non
 
 
 def test_a_report_says_what_a_person_asks() -> None:
-    checkpoint = report.Checkpoint(
+    checkpoint = reports.Checkpoint(
         run_url="s3://b/x",
         run_id="0" * 32,
         kind="increment",
@@ -90,7 +89,7 @@ def test_a_report_says_what_a_person_asks() -> None:
         committed_ms=12_250,
         interval_batches=77,
     )
-    rows = dict(report.table_rows(9, checkpoint))
+    rows = dict(reports.table_rows(9, checkpoint))
     assert rows["step"] == "9" and rows["rows"] == "1000"
     assert rows["kind"] == "increment (chain of 3)"
     assert rows["of a full exact checkpoint"] == "0.2500"

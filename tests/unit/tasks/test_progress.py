@@ -13,14 +13,14 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from recpoint.tasks import progress
-from recpoint.tasks.progress import ProgressBar
+from recpoint.tasks import reports
+from recpoint.tasks.reports import ProgressBar
 from tests.no_threads import no_threads
 from tests.polling import until
 
 
 def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reports, "_EVERY_SECONDS", 0.0)
     patience = {PREFECT_API_REQUEST_TIMEOUT: 3.0, PREFECT_CLIENT_MAX_RETRIES: 0}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
@@ -40,7 +40,7 @@ def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
 def test_a_host_that_starts_no_thread_for_a_bar_shows_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reports, "_EVERY_SECONDS", 0.0)
     bar = ProgressBar("recpoint-slow", "slow")
     with no_threads():
         bar.show_meanwhile(1, 3)

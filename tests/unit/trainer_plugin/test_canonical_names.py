@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.model_state import ModelState
-from recpoint.trainer_plugin.model_tables import find_tables
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
+from recpoint.trainer_plugin.state.model import ModelState
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
+from recpoint.trainer_plugin.tables import find_tables
 
 
 class _Net(nn.Module):

@@ -14,16 +14,16 @@ from torch import nn
 from torch.optim import Adagrad, Adam
 
 from recpoint import Checkpointer, Consecutive
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AgentLock
-from recpoint.catalog.stores.store import open_store
-from recpoint.embeddings.optimizer_rows import FullyDirtyTables
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.store.store import open_store
+from recpoint.embeddings.optimizers import FullyDirtyTables
 from recpoint.errors import StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.naming import END_KEY, GENERATION_KEY
-from recpoint.trainer_plugin.staging import SmallStagingArea, StagingArea
+from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea, StagingArea
 from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
 
 
@@ -186,7 +186,7 @@ def test_several_jobs_may_wait(place: Place) -> None:
     train(training, ckpt, 4)
     until(lambda: ckpt.stats.staged == 3)
     assert ckpt.stats.skipped == 1
-    assert len(list(staged.slots_directory(place.run_directory).iterdir())) == 3
+    assert len(list(area.slots_directory(place.run_directory).iterdir())) == 3
     with place.agent():
         ckpt.close()
     assert [(step, kind) for step, kind, _ in kinds(place)] == [
@@ -199,8 +199,8 @@ def test_several_jobs_may_wait(place: Place) -> None:
 
 def reject(place: Place, error_type: str) -> None:
     """Answer the oldest job as an agent does that cannot commit it."""
-    job_file = staged.staged_jobs(place.run_directory)[0]
-    job = staged.read_job(job_file)
+    job_file = area.staged_jobs(place.run_directory)[0]
+    job = area.read_job(job_file)
     outcome = Outcome(
         step=job.step,
         generation=job.generation,
@@ -214,7 +214,7 @@ def reject(place: Place, error_type: str) -> None:
         quantizers=(),
         finished_ms=0,
     )
-    staged.finish(job_file, outcome)
+    area.finish(job_file, outcome)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +324,8 @@ def test_jobs_that_nobody_will_finish_do_not_pile_up(
         until(staged_jobs(ckpt, 1))
         ckpt.close(final=False)
     assert "left behind" in caplog.text and "recpoint agent" in caplog.text
-    assert len(staged.staged_jobs(place.run_directory)) == 1
-    assert len(list(staged.slots_directory(place.run_directory).iterdir())) == 1
+    assert len(area.staged_jobs(place.run_directory)) == 1
+    assert len(list(area.slots_directory(place.run_directory).iterdir())) == 1
 
 
 @pytest.mark.parametrize("start", [{}, {"fresh": True}, {"step": 2}])
@@ -504,7 +504,7 @@ def test_a_relative_staging_area_stays_where_it_was(
     monkeypatch.chdir(tmp_path / "elsewhere")
     train(training, ckpt, 1)
     until(staged_jobs(ckpt, 1))
-    assert len(staged.staged_jobs(place.run_directory)) == 1
+    assert len(area.staged_jobs(place.run_directory)) == 1
     ckpt.close(final=False)
 
 

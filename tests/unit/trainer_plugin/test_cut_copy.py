@@ -10,9 +10,9 @@ import torch
 
 from recpoint.format.manifest import TableSpec
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.cut_copy import copy_tables
-from recpoint.trainer_plugin.cut_plan import MarkedRows, TablePart, place_tables
-from recpoint.trainer_plugin.device_drain import DeviceDrain
+from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
+from recpoint.trainer_plugin.snapshot.copy import copy_tables
+from recpoint.trainer_plugin.snapshot.plan import MarkedRows, TablePart, place_tables
 
 ROWS = 100
 

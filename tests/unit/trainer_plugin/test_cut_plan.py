@@ -7,8 +7,8 @@ from torch import Tensor
 
 from recpoint.format.dtypes import array_bytes
 from recpoint.format.manifest import RowStateSpec, TableSpec
-from recpoint.trainer_plugin.cut_plan import Placed, TablePart, place_state, place_tables
-from recpoint.trainer_plugin.slot import ALIGNMENT_BYTES
+from recpoint.trainer_plugin.snapshot.plan import Placed, TablePart, place_state, place_tables
+from recpoint.trainer_plugin.snapshot.staging import ALIGNMENT_BYTES
 
 ROWS = 50
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from recpoint import Follower
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.validate import validate
+from recpoint.catalog.check.validate import validate
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.naming import ManifestName
 from tests.consolidation import merge

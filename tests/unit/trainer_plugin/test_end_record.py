@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.overview.run_watch import RunWatch
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.run_end import read_end
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.run.run import Run, read_end
+from recpoint.catalog.store.store import open_store
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 

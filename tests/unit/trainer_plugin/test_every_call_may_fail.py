@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore
 from tests.training_builder import Place, checkpointer, simple_training
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from recpoint import Timeouts
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.staged import run_directories, staged_jobs
+from recpoint.catalog.staging.area import run_directories, staged_jobs
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 
 

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging.agent_lock import AgentLock
+from recpoint.catalog.staging.agent import AgentLock
 from recpoint.errors import RanksMissing
-from recpoint.trainer_plugin.host_memory import HostShare, host_share, share_of
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.staging import SmallStagingArea, StagingArea
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.snapshot.staging import (
+    HostShare,
+    SmallStagingArea,
+    StagingArea,
+    host_share,
+    share_of,
+)
 from tests.catalog_builder import new_run, tables
 from tests.rank_jobs import RankJobs
 

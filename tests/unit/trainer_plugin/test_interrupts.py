@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.staging.agent_lock import AgentLock
-from recpoint.catalog.staging.staged import staged_jobs
+from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import staged_jobs
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler, held, is_interrupted, start_thread
 from tests.interrupted import Arrival, Interrupt, Visits, handler_raises

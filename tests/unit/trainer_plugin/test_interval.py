@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.trainer_plugin.failures import Rate
-from recpoint.trainer_plugin.interval import FIRST_SECONDS, MAX_SECONDS, MIN_SECONDS, choose
-from recpoint.trainer_plugin.statistics import Statistics
+from recpoint.trainer_plugin.schedule.ledger import Statistics
+from recpoint.trainer_plugin.schedule.schedule import (
+    FIRST_SECONDS,
+    MAX_SECONDS,
+    MIN_SECONDS,
+    choose,
+)
+from recpoint.trainer_plugin.settings import Rate
 
 DAY = Rate(per_hour=1 / 24, source="settings")
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area as staged
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import Quantizer
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.observation import observe
+from recpoint.trainer_plugin.checkpointer import observe
 from tests.training_builder import (
     DIM,
     ROWS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.layout import _Held, _owners
+from recpoint.trainer_plugin.ranks.sharding import _Held, _owners
 
 
 def held(first_row: int, rows: int) -> _Held:

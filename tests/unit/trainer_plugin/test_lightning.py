@@ -24,8 +24,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E40
 from torch.utils.data import DataLoader  # noqa: E402
 
 from recpoint import Checkpointer, LightningCallback, ResumableLoader  # noqa: E402
-from recpoint.catalog.runs.run import Run  # noqa: E402
-from recpoint.catalog.stores.store import open_store  # noqa: E402
+from recpoint.catalog.run.run import Run  # noqa: E402
+from recpoint.catalog.store.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
 from tests.forked import ForkedProcess  # noqa: E402
 from tests.lightning_builder import (  # noqa: E402
@@ -322,7 +322,7 @@ def test_a_fast_run_for_development_takes_no_checkpoint(place: Place) -> None:
 
 
 def test_without_lightning_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "recpoint.trainer_plugin.integrations.lightning"
+    name = "recpoint.trainer_plugin.lightning"
     monkeypatch.delitem(sys.modules, name)
     for missing in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, missing, None)

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from recpoint import ResumableLoader
 from recpoint.format import state_tree
-from recpoint.trainer_plugin import loader_generators, rng_state
+from recpoint.trainer_plugin.state import reader, rng
 from tests.training_builder import seed_everything
 
 _SAMPLES = TensorDataset(torch.arange(24))
@@ -102,12 +102,12 @@ def test_a_restore_draws_what_would_have_been_drawn(kind: str, at: int) -> None:
     states = []
     for _ in range(3):
         for _ in loader:
-            states.append((_stored(loader.state_dict()), rng_state.capture()))
+            states.append((_stored(loader.state_dict()), rng.capture()))
 
     seed_everything(2)
     resumed = ResumableLoader(_loader(kind))
     resumed.load_state_dict(states[at - 1][0])
-    rng_state.restore(states[at - 1][1])
+    rng.restore(states[at - 1][1])
     epochs_begun = (at + _BATCHES - 1) // _BATCHES
     assert _batches(resumed, 4 - epochs_begun) == whole[at:]
 
@@ -202,7 +202,7 @@ def test_a_script_that_knows_its_epoch_trains_each_batch_once_wherever_it_ended(
 
 def test_a_state_of_an_earlier_release_has_the_loaders_generator_alone() -> None:
     loader = ResumableLoader(_loader("loader"))
-    own = loader_generators.capture(loader.loader)["states"]["generator"]
+    own = reader.capture(loader.loader)["states"]["generator"]
     whole = _batches(loader, 1)
     state = loader.state_dict()
     began = {name: value for name, value in state["began"].items() if name != "drawing"}
@@ -216,7 +216,7 @@ def test_generators_without_a_state_and_parts_that_hold_each_other_are_passed_ov
     sampler: Any = _Shuffled(random.SystemRandom())
     sampler.dataset = sampler
     loader = DataLoader(_SAMPLES, batch_size=4, sampler=sampler)
-    assert loader_generators.capture(loader) == {"states": {}, "epochs": {}}
+    assert reader.capture(loader) == {"states": {}, "epochs": {}}
 
 
 class _Dice(random.Random):

@@ -12,7 +12,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from recpoint import Checkpointer, Consecutive
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area
 from tests.training_builder import (
     DIM,
     Batches,
@@ -52,10 +52,10 @@ def bounds_told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def staged_bytes(place: Place, ckpt: Checkpointer) -> int:
     """Bytes of a checkpoint that is cut now, in its slot."""
-    before = len(staged.staged_jobs(place.run_directory))
+    before = len(area.staged_jobs(place.run_directory))
     assert ckpt.checkpoint()
-    until(lambda: len(staged.staged_jobs(place.run_directory)) > before)
-    return staged.read_job(staged.staged_jobs(place.run_directory)[-1]).slot_bytes
+    until(lambda: len(area.staged_jobs(place.run_directory)) > before)
+    return area.read_job(area.staged_jobs(place.run_directory)[-1]).slot_bytes
 
 
 @pytest.mark.filterwarnings("ignore:every checkpoint stores these tables as a whole")
@@ -131,7 +131,7 @@ def test_a_slot_has_no_room_for_what_was_large_once(place: Place) -> None:
             seen = {"seen": bytes(more)}
             train(training, ckpt, 1)
             until(lambda: ckpt.stats.committed == ckpt.batches_done)
-            (slot,) = staged.slots_directory(place.run_directory).iterdir()
+            (slot,) = area.slots_directory(place.run_directory).iterdir()
             assert slot.stat().st_size <= ckpt.memory_bound_bytes
         ckpt.close(final=False)
 

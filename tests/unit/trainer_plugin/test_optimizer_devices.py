@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
 
 
 def _state(device: str, **settings: Any) -> tuple[nn.Linear, torch.optim.Adam, OptimizerState]:

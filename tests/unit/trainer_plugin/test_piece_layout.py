@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from recpoint.trainer_plugin.piece_layout import HeldPiece, _fault, balance
+from recpoint.trainer_plugin.ranks.sharding import HeldPiece, _fault, balance
 
 TALL, WIDE = ((5, 3), "torch.float32"), ((3, 5), "torch.float32")
 

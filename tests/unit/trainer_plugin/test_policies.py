@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from recpoint import Checkpointer, OneShot
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import Manifest
-from recpoint.trainer_plugin.base_history import Sizes
-from recpoint.trainer_plugin.policy import POLICIES
+from recpoint.trainer_plugin.policy import POLICIES, Sizes
 from tests.training_builder import Place, Training, checkpointer, simple_training, train, until
 
 
@@ -204,8 +203,8 @@ def test_a_change_of_policy_takes_over_the_chain(place: Place) -> None:
 
 def answer(place: Place, error_type: str) -> None:
     """Answer the newest job as an agent does that cannot commit it."""
-    job_file = staged.staged_jobs(place.run_directory)[-1]
-    job = staged.read_job(job_file)
+    job_file = area.staged_jobs(place.run_directory)[-1]
+    job = area.read_job(job_file)
     outcome = Outcome(
         step=job.step,
         generation=job.generation,
@@ -219,7 +218,7 @@ def answer(place: Place, error_type: str) -> None:
         quantizers=(),
         finished_ms=0,
     )
-    staged.finish(job_file, outcome)
+    area.finish(job_file, outcome)
 
 
 def lose(training: Training, ckpt: Checkpointer, place: Place, *users: int) -> None:
@@ -274,9 +273,9 @@ def test_increments_on_a_full_that_is_lost(place: Place) -> None:
         look_up(training, user)
         ckpt.step()
     until(lambda: ckpt.stats.staged == 4)
-    full, increment = staged.staged_jobs(place.run_directory)
-    assert staged.read_job(full).kind == "full"
-    job = staged.read_job(increment)
+    full, increment = area.staged_jobs(place.run_directory)
+    assert area.read_job(full).kind == "full"
+    job = area.read_job(increment)
     assert (job.kind, job.parent and job.parent.step, job.dirty_rows) == ("increment", 3, 1)
     written = full.read_bytes()
     full.write_bytes(

@@ -19,12 +19,13 @@ from recpoint.errors import (
 )
 from recpoint.format.manifest import MAX_CHAIN_LENGTH, TableSpec
 from recpoint.format.records import CheckpointRef
-from recpoint.trainer_plugin.base_history import BaseHistory, Sizes
 from recpoint.trainer_plugin.policy import (
     FULL,
     POLICIES,
+    BaseHistory,
     Policy,
     PolicyName,
+    Sizes,
     Tip,
     breaks_chain,
     full_pays,

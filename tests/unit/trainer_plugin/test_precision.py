@@ -14,15 +14,9 @@ from recpoint.embeddings.tables import ModuleTable, Table
 from recpoint.errors import SettingsError
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Columns
-from recpoint.trainer_plugin.failures import ExpectedFailures, Past
-from recpoint.trainer_plugin.model_tables import find_tables
-from recpoint.trainer_plugin.precision import (
-    bits_for,
-    decide,
-    in_bits,
-    table_widths,
-)
-from recpoint.trainer_plugin.settings import Bits, Precision
+from recpoint.trainer_plugin.schedule.outlook import bits_for, decide, in_bits, table_widths
+from recpoint.trainer_plugin.settings import Bits, ExpectedFailures, Past, Precision
+from recpoint.trainer_plugin.tables import find_tables
 
 HOUR_MS = 3_600_000
 WEEK_MS = 7 * 24 * HOUR_MS

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from recpoint import Checkpointer, Consecutive, ExpectedFailures
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.format.history import MAX_COUNT, ChosenPrecision, History
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
-from recpoint.trainer_plugin.interval import MAX_SECONDS, MIN_SECONDS
+from recpoint.trainer_plugin.schedule.schedule import MAX_SECONDS, MIN_SECONDS
 from recpoint.trainer_plugin.settings import Precision
 from tests.training_builder import (
     Place,

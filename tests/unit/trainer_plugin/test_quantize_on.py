@@ -12,16 +12,15 @@ from torch import nn
 from torch.optim import SGD, Adagrad
 
 from recpoint import Checkpointer, Consecutive, Options, Precision
-from recpoint.catalog.chunks.chunk_reader import read_chunk
-from recpoint.catalog.chunks.chunk_source import StoreChunks
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
-from recpoint.trainer_plugin.slot import Slot
+from recpoint.trainer_plugin.snapshot.staging import Slot
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 
@@ -44,8 +43,8 @@ def one_by_one(
         for number in range(1, checkpoints + 1):
             train(training, ckpt, 2)
             until(staged_jobs(ckpt, number))
-            (path,) = staged.staged_jobs(place.run_directory)
-            jobs.append(staged.read_job(path))
+            (path,) = area.staged_jobs(place.run_directory)
+            jobs.append(area.read_job(path))
             assert place.persist_all() == 1
             until(committed(ckpt, number))
     run = Run.open(open_store(place.run))
@@ -169,8 +168,8 @@ def test_what_cannot_be_quantized_or_not_with_profit_is_staged_as_it_is(place: P
                 weight[ids] *= 0.5
             ckpt.mark(name.removesuffix(".weight"), ids)
         ckpt.step()
-        until(lambda: len(staged.staged_jobs(place.run_directory)) == 1)
-        job = staged.read_job(staged.staged_jobs(place.run_directory)[0])
+        until(lambda: len(area.staged_jobs(place.run_directory)) == 1)
+        job = area.read_job(area.staged_jobs(place.run_directory)[0])
         assert [table.codes for table in job.tables] == [True, False, False, False]
         assert job.segment("t0.exact_at").shape == ((5,) if job.kind == "full" else (2,))
         assert place.persist_all() == 1

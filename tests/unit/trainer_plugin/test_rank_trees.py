@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.rank_trees import optimizers_for, own_part
+from recpoint.trainer_plugin.state.model import optimizers_for, own_part
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
 
 _STEP: dict[str, Any] = {
     "keys": ["step", "sum"],

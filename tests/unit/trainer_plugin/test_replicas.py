@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.replicas import NOTHING, Replicas, Sketch, are_alike
+from recpoint.trainer_plugin.ranks.agreement import NOTHING, Replicas, Sketch, are_alike
+from recpoint.trainer_plugin.ranks.ranks import Ranks
 
 
 def tensors() -> dict[str, Tensor]:

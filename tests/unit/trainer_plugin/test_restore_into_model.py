@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad
 
 from recpoint import Seed
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import FormatError, IncompatibleModel, NothingToRestore
 from tests.interposed_store import InterposedStore
 from tests.training_builder import (

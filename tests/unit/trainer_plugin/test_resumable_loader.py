@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from recpoint import ResumableLoader
 from recpoint.errors import SettingsError
 from recpoint.format import state_tree
-from recpoint.trainer_plugin import rng_state
+from recpoint.trainer_plugin.state import rng
 from tests.training_builder import (
     Batches,
     Place,
@@ -67,12 +67,12 @@ def test_it_goes_on_with_the_next_batch(kind: str, at: int) -> None:
     loader = _loader(kind)
     done = _epochs(loader, 0, [], at)
     state = _through_a_checkpoint(loader.state_dict())
-    drawn = rng_state.capture()
+    drawn = rng.capture()
 
     seed_everything(99)
     resumed = _loader(kind)
     resumed.load_state_dict(state)
-    rng_state.restore(drawn)
+    rng.restore(drawn)
     epoch = at // len(resumed) if at % len(resumed) else at // len(resumed) - 1
     assert _epochs(resumed, epoch, done, 1000) == batches
 
@@ -85,13 +85,13 @@ def test_workers_that_are_there_already_shuffle_nothing_otherwise(at: int) -> No
     loader = _loader("kept workers")
     done = _epochs(loader, 0, [], at)
     state = _through_a_checkpoint(loader.state_dict())
-    drawn = rng_state.capture()
+    drawn = rng.capture()
 
     seed_everything(99)
     resumed = _loader("kept workers")
     _epochs(resumed, 0, [], 3)  # somebody has looked at some batches before the restore
     resumed.load_state_dict(state)
-    rng_state.restore(drawn)
+    rng.restore(drawn)
     assert _epochs(resumed, at // len(resumed), done, 1000) == batches
 
 

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from recpoint import Checkpointer
-from recpoint.trainer_plugin import pace
-from recpoint.trainer_plugin.rank_agreement import AgreedSchedule
-from recpoint.trainer_plugin.ranks import Ranks
-from recpoint.trainer_plugin.schedule import AutoInterval, BatchInterval, Schedule, SecondsInterval
+from recpoint.trainer_plugin.pipeline import pipeline as pace
+from recpoint.trainer_plugin.ranks.agreement import AgreedSchedule
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.schedule.schedule import (
+    AutoInterval,
+    BatchInterval,
+    Schedule,
+    SecondsInterval,
+)
 from tests.polling import until
 from tests.training_builder import Place, Training, checkpointer, simple_training, train
 

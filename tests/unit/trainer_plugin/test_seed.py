@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
 
 from recpoint import Seed
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import IncompatibleModel, SettingsError
 from tests.training_builder import (
     DIM,

@@ -28,8 +28,8 @@ from recpoint import (
     Staging,
     Timeouts,
 )
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import MAX_CHAIN_LENGTH
 from recpoint.trainer_plugin.policy import as_policy

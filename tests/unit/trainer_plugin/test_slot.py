@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recpoint.errors import StagingError, StagingFull
-from recpoint.trainer_plugin.slot import Slot, array_view
+from recpoint.trainer_plugin.snapshot.staging import Slot, array_view
 
 TMPFS_BYTES = 1 << 20
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
-from recpoint.catalog.staging.trainer_note import read_note, trainer_state
-from recpoint.trainer_plugin.staging import StagingArea
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area as staged
+from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage
 from tests.rank_jobs import RankJobs
@@ -47,7 +47,7 @@ def test_a_sweep_of_another_run_is_not_waited_for(
     job = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
     area = StagingArea(tmp_path / "staging", run.url)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=refuse)
-    monkeypatch.setattr("recpoint.trainer_plugin.staging.time", clock)
+    monkeypatch.setattr("recpoint.trainer_plugin.snapshot.staging.time", clock)
     with AgentLock(area.root, sweep_of(staged.run_directory(area.root, "/runs/other"))):
         assert area.wait_until_drained(60.0) == 1
         area.lock()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from recpoint.trainer_plugin.model_tables import find_tables
-from recpoint.trainer_plugin.optimizer_state import OptimizerState
-from recpoint.trainer_plugin.table_trainers import Trainers, adopt, lacks
+from recpoint.trainer_plugin.fused_optimizers import Trainers, adopt, lacks
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
+from recpoint.trainer_plugin.tables import find_tables
 
 TABLES = ("a", "b")
 #: What FBGEMM's modules say of a table.

@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 
 from recpoint import Seed
-from recpoint.catalog.records import going, leases
-from recpoint.catalog.records.announcement import announce
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run import deletions, leases
+from recpoint.catalog.run.deletions import announce
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, RetentionRefused
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import CheckpointRef
-from recpoint.trainer_plugin.rank_restore import restore_together
-from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.restore.start import restore_together
 from tests.retained_run import filled
 from tests.training_builder import Place, checkpointer, simple_training, train
 
 
 @pytest.fixture(autouse=True)
 def waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.runs.run_end import read_end
-from recpoint.catalog.staging import staged
-from recpoint.catalog.staging.trainer_note import read_note, trainer_state
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run, read_end
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.catalog.store.store import open_store
 from tests.forked_program import ForkedProgram, be_code
 from tests.polling import PATIENCE_SECONDS
 from tests.torch_interpreter import run_program
@@ -117,7 +116,7 @@ def test_the_last_checkpoint_is_staged_before_the_signal_goes_on(place: Place) -
     found: list[list[Path]] = []
 
     def look(*_: object) -> None:
-        found.append(staged.staged_jobs(place.run_directory))
+        found.append(area.staged_jobs(place.run_directory))
 
     before = signal.signal(signal.SIGTERM, look)
     try:

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from recpoint import Checkpointer
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import host_lock, staged
-from recpoint.catalog.stores import durable
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area, locks
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
-from recpoint.trainer_plugin.staging import SmallStagingArea
+from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea
 from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import (
     Place,
@@ -188,7 +188,7 @@ def test_a_disk_that_becomes_read_only(place: Place, mount: Mount | None) -> Non
     pinned.close()  # a file open for writing would keep the file system writable
     lock = ckpt._area._lock
     assert lock is not None
-    host_lock.release(lock)
+    locks.release(lock)
     ckpt._area._lock = None
     mount.read_only(True)
     train(training, ckpt, 2)
@@ -465,7 +465,7 @@ def test_a_stale_outcome_is_not_taken_for_an_answer(place: Place) -> None:
     training = simple_training()
     ckpt = checkpointer(training, place, interval_batches=1)
     ckpt.restore()
-    left = staged.outcome_path(place.run_directory, 1, 1, 0)
+    left = area.outcome_path(place.run_directory, 1, 1, 0)
     left.write_bytes(b"left by somebody")
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
@@ -481,8 +481,8 @@ def test_an_outcome_that_cannot_be_read(place: Place) -> None:
     ckpt.restore()
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
-    staged.outcome_path(place.run_directory, 1, 1, 0).write_bytes(b"{}")
-    staged.job_path(place.run_directory, 1, 1, 0).unlink()
+    area.outcome_path(place.run_directory, 1, 1, 0).write_bytes(b"{}")
+    area.job_path(place.run_directory, 1, 1, 0).unlink()
     until(lambda: ckpt.stats.failed == 1)
     assert "MalformedObject" in (ckpt.stats.last_error or "")
     train(training, ckpt, 1)
@@ -555,7 +555,7 @@ def test_nobody_else_on_the_host_can_read_what_is_staged(place: Place) -> None:
 
 def test_a_lock_that_cannot_be_opened_is_told_at_the_start(place: Place) -> None:
     ckpt = checkpointer(simple_training(), place)
-    staged.trainer_lock_path(place.run_directory).mkdir(parents=True)
+    area.trainer_lock_path(place.run_directory).mkdir(parents=True)
     with pytest.raises(StagingError, match=r"trainer\.lock.*RECPOINT_STAGING"):
         ckpt.restore()
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from recpoint import Checkpointer
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.staging import staged
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Outcome
-from recpoint.trainer_plugin.sample import spread_rows
+from recpoint.trainer_plugin.snapshot.copy import spread_rows
 from tests.training_builder import (
     DIM,
     ROWS,
@@ -205,8 +205,8 @@ def test_few_rows_are_drawn_anew_each_time_until_one_is_found(place: Place) -> N
 
 def _reject(place: Place) -> None:
     """As an agent does that cannot commit the oldest job."""
-    job_file = staged.staged_jobs(place.run_directory)[0]
-    job = staged.read_job(job_file)
+    job_file = area.staged_jobs(place.run_directory)[0]
+    job = area.read_job(job_file)
     outcome = Outcome(
         step=job.step,
         generation=job.generation,
@@ -220,7 +220,7 @@ def _reject(place: Place) -> None:
         quantizers=(),
         finished_ms=0,
     )
-    staged.finish(job_file, outcome)
+    area.finish(job_file, outcome)
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "one_shot"])

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from recpoint import Consecutive
-from recpoint.catalog.records.validations import verdicts
-from recpoint.catalog.restoring.restore import MemoryTarget, restore
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
-from recpoint.catalog.validation.validate import record, validate
+from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import verdicts
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, SettingsError
 from tests.forked_program import run_module
 from tests.training_builder import (
@@ -40,7 +40,7 @@ def sgd(training: Training) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)]
 
 
-@pytest.mark.filterwarnings("ignore::recpoint.embeddings.optimizer_rows.FullyDirtyTables")
+@pytest.mark.filterwarnings("ignore::recpoint.embeddings.optimizers.FullyDirtyTables")
 @pytest.mark.parametrize(
     ("optimizers", "settings"),
     [

@@ -1,0 +1,615 @@
+"""Checks a run for damage: every manifest, how they depend on each other, and their chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from recpoint.catalog.check.rows import decode_samples
+from recpoint.catalog.persist.ranks import ranks_text
+from recpoint.catalog.restore.chunks import (
+    StoreChunks,
+    check_entry,
+    check_stored,
+    read_chunk,
+    read_rows,
+    why_missing,
+)
+from recpoint.catalog.restore.rows import RowCoverage
+from recpoint.catalog.restore.state import read_state
+from recpoint.catalog.run.chain import DAMAGE, check_link, check_with_own
+from recpoint.catalog.run.facts import OnStep, unwatched
+from recpoint.catalog.run.lineage import Representation, next_step_of_lost
+from recpoint.catalog.run.repair import (
+    Link,
+    LostManifests,
+    superseded_alone,
+    superseded_text,
+    why_gone,
+)
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.scheduler import ReadScheduler
+from recpoint.errors import (
+    ChainError,
+    FormatError,
+    GenerationRecordLost,
+    MissingLink,
+    NothingToRestore,
+    ObjectNotFound,
+)
+from recpoint.format.chunk import Section
+from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.naming import (
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    PART_KEY,
+    PIN_KEY,
+    AttemptName,
+    ManifestName,
+    attempt_prefix,
+    generation_in_key,
+    is_probe_key,
+    parse_chunk_key,
+)
+from recpoint.format.record_kinds import SIDE_KINDS, kind_of
+from recpoint.format.records import GenerationRecord
+
+__all__ = ["CheckReport", "Level", "Severity", "check"]
+
+
+# How all manifests of a run depend on each other: what a check has to know (format §4, I4).
+
+
+Damage: TypeAlias = FormatError | ChainError | ObjectNotFound
+
+
+class RepresentationGraph:
+    """Checkpoints, their representations, and which of the parent's each of them can follow.
+
+    Args:
+        run: the run.
+        there: every representation of every checkpoint.
+    """
+
+    def __init__(self, run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -> None:
+        self._run = run
+        self._there = there
+        self._manifests: dict[Representation, Manifest | Damage] = {}
+        self._follows: dict[Representation, list[Representation]] = {}
+        #: What keeps a representation from leading to a full.
+        self.broken: dict[Representation, Damage] = {}
+
+    def read(self, one: Representation) -> Manifest | Damage:
+        """One manifest, or what is wrong with it; each is read once."""
+        if one not in self._manifests:
+            try:
+                self._manifests[one] = self._run.read_manifest(one)
+            except (FormatError, ObjectNotFound) as error:
+                self._manifests[one] = error
+        return self._manifests[one]
+
+    def load(self, names: Iterable[ManifestName], on_step: OnStep = unwatched) -> None:
+        """Read what these checkpoints depend on, and see what joins up.
+
+        `on_step` is called after each manifest, with how many there are in the whole run.
+        """
+        total = sum(map(len, self._there.values()))
+        waiting = [one for name in names for one in self.of(name)]
+        loaded: set[Representation] = set()
+        while waiting:
+            one = waiting.pop()
+            if one in loaded:
+                continue
+            loaded.add(one)
+            waiting.extend(self._before(self.read(one)))
+            on_step("reading manifests", len(loaded), total)
+        for one in sorted(loaded, key=lambda one: one.name):  # a parent's step is lower
+            error = self._join(one)
+            if error is not None:
+                self.broken[one] = error
+
+    def of(self, name: ManifestName) -> Sequence[Representation]:
+        """The representations of a checkpoint, those that read least first."""
+        return self._there.get(name, ())
+
+    def sound(self) -> Iterator[tuple[Representation, Manifest]]:
+        """Every representation loaded that leads to a full, ascending."""
+        for one in sorted(self._follows, key=lambda one: (one.name, one.cost)):
+            manifest = self._manifests[one]
+            if one not in self.broken and isinstance(manifest, Manifest):
+                yield one, manifest
+
+    def needs(self, name: ManifestName) -> set[Representation]:
+        """Every representation that a chain of this checkpoint may go through."""
+        waiting, found = list(self.of(name)), set[Representation]()
+        while waiting:
+            one = waiting.pop()
+            if one not in found:
+                found.add(one)
+                waiting.extend(self._before(self.read(one)))
+        return found
+
+    def leading(self, damaged: Collection[Representation]) -> set[Representation]:
+        """Representations that lead to a full past none that is damaged."""
+        good: set[Representation] = set()
+        for one, manifest in self.sound():
+            reached = manifest.parent is None or any(o in good for o in self._follows[one])
+            if one not in damaged and reached:
+                good.add(one)
+        return good
+
+    def _before(self, manifest: Manifest | Damage) -> Sequence[Representation]:
+        if not isinstance(manifest, Manifest) or manifest.parent is None:
+            return ()
+        return self.of(ManifestName(manifest.parent.step, manifest.parent.generation))
+
+    def _join(self, one: Representation) -> Damage | None:
+        """Note what `one` follows; what is wrong when that is nothing and it is no full."""
+        manifest = self.read(one)
+        follows = self._follows[one] = []
+        if not isinstance(manifest, Manifest):
+            return manifest
+        contradiction = self._contradiction(manifest)
+        if contradiction is not None or manifest.parent is None:
+            return contradiction
+        first: Damage | None = None
+        for before in self._before(manifest):
+            parent = self.read(before)
+            try:
+                if not isinstance(parent, Manifest):
+                    raise parent
+                check_link(manifest, parent)
+                if before in self.broken:
+                    raise self.broken[before]
+            except DAMAGE as error:
+                first = first or error
+            else:
+                follows.append(before)
+        if follows:
+            return None
+        return first or MissingLink(
+            MANIFEST_KEY.of(manifest.parent.step, manifest.parent.generation),
+            found="no manifest",
+            expected=f"{manifest.parent}, on which {manifest.ref} depends",
+            next_step="restore another checkpoint: recpoint list URL",
+        )
+
+    def _contradiction(self, manifest: Manifest) -> ChainError | None:
+        """Where a consolidated manifest says other things of its checkpoint than its own (I6)."""
+
+        def read(own: Representation) -> Manifest:
+            found = self.read(own)
+            if not isinstance(found, Manifest):
+                raise found
+            return found
+
+        try:
+            check_with_own(manifest, read)
+        except ChainError as error:
+            return error
+        return None
+
+
+# Finding damage before a restore does (format §4, §6.3).
+
+
+Level = Literal["metadata", "full"]
+Severity = Literal["error", "warning", "info"]
+
+_SWEPT = "; recpoint sweep removes old ones"
+
+
+class Finding(NamedTuple):
+    """Something worth knowing. An error: a checkpoint that counts does not restore."""
+
+    severity: Severity
+    key: str
+    text: str
+
+
+class CheckpointHealth(NamedTuple):
+    """One checkpoint, and whether one of its chains is good as far as was checked."""
+
+    name: ManifestName
+    live: bool
+    restorable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What was checked, and what was found; checkpoints are newest first.
+
+    Attributes:
+        nothing_counts: a restore finds nothing: there is no checkpoint yet, or a start that was
+            told to begin anew has superseded them all and has none of its own.
+    """
+
+    level: Level
+    checkpoints: tuple[CheckpointHealth, ...]
+    findings: tuple[Finding, ...]
+    chunks_read: int
+    bytes_read: int
+    nothing_counts: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether every checkpoint that counts restores, as far as was checked."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+def check(
+    run: Run,
+    *,
+    level: Level = "metadata",
+    step: int | None = None,
+    threads: int = 4,
+    on_step: OnStep = unwatched,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> CheckReport:
+    """Check a run; nothing is changed.
+
+    Args:
+        run: the run.
+        level: `"metadata"`: generations, manifests, every chain, and whether each chunk is there
+            in its length. `"full"`: also every byte of every chunk, decoded, and without a step
+            every record beside the manifests: pins, validations and the like.
+        step: only the checkpoints of this step and what they depend on.
+        threads: chunks read at once.
+        on_step: called after each manifest that was read, from this thread.
+        on_progress: called with bytes read so far and bytes to read, from this thread; for
+            `"full"` alone.
+
+    Raises:
+        NothingToRestore: there is no checkpoint of `step`.
+        StoreError: the store cannot be read.
+    """
+    checking = _Checking(run, step)
+    checking.look_at_records(on_step)
+    checking.look_at_objects()
+    if level == "full":
+        with ReadScheduler(threads) as reads:
+            checking.look_at_bytes(reads, on_progress)
+    return checking.report(level)
+
+
+class _Checking:
+    """One check: each object is looked at once, however many checkpoints depend on it."""
+
+    def __init__(self, run: Run, step: int | None) -> None:
+        self._run = run
+        self._source = StoreChunks(run.store)
+        self._step = step
+        self._findings: list[Finding] = []
+        self._damage: dict[str, tuple[Representation, str, bool]] = {}
+        self._rowless: set[Representation] = set()  # rows are damaged: nothing after it restores
+        self._stateless: set[Representation] = set()  # its state is, which nothing else needs
+        self._chunks_read = self._bytes_read = self._bytes_to_read = 0
+        self._on_progress: Callable[[int, int], None] | None = None
+        self._parts: dict[AttemptName, list[int]] = {}
+        self._unlisted: dict[str, ObjectNotFound | None] = {}
+        self._nothing_counts = False
+        numbers = run.generation_numbers()
+        # Manifests before chunks: whatever a manifest names was there before it, so that one which
+        # is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
+        self._there = run.representations()
+        self._live = self._live_line(numbers)
+        self._graph = RepresentationGraph(run, self._there)
+        self._sizes = {info.key: info.size_bytes for info in run.store.list()}
+        self._chosen = [name for name in reversed(self._there) if step in (None, name.step)]
+        if step is not None and not self._chosen:
+            raise NothingToRestore(
+                f"{run.url}, step {step}",
+                found="no checkpoint",
+                expected="one of the run's steps",
+                next_step=f"recpoint list {run.url}",
+            )
+
+    # --- records -------------------------------------------------------------------------------
+
+    def _live_line(self, numbers: list[int]) -> frozenset[ManifestName] | None:
+        """Of the checkpoints that are there; None: unknown, the lineage cannot be followed."""
+        try:
+            return frozenset(self._run.line_of(numbers, self._there))
+        except DAMAGE as error:
+            self._add("error", error.subject, f"the lineage cannot be followed: {error}")
+            return None
+
+    def look_at_records(self, on_step: OnStep = unwatched) -> None:
+        """Every generation record, and every chain of every chosen checkpoint."""
+        numbers = self._run.generation_numbers()
+        for number, outcome in self._run.read_generations(numbers).items():
+            if not isinstance(outcome, GenerationRecord):
+                self._add_once("warning", GENERATION_KEY.of(number), str(outcome))
+        self._look_for_lost(numbers)
+        self._look_at_a_line_of_none()
+        self._graph.load(self._chosen, on_step)
+        for name in self._chosen:
+            broken = [one for one in self._graph.of(name) if one in self._graph.broken]
+            for one in broken:
+                error = self._graph.broken[one]
+                if isinstance(error, MissingLink) and len(broken) < len(self._graph.of(name)):
+                    text = f"its longer chain is gone, which is no loss: {error}"
+                    self._add("info", one.key, text)
+                else:
+                    self._damaged(one, one.key, f"does not restore: {error}")
+            if not broken and not self._counts(name):
+                self._add("info", self._graph.of(name)[-1].key, "superseded")
+
+    def _look_for_lost(self, numbers: list[int]) -> None:
+        """Generations that something names and that have no record."""
+        named: dict[int, str] = {}
+        for key in self._sizes:
+            number = generation_in_key(key)
+            if number is not None and (number not in named or MANIFEST_KEY.parse(key)):
+                named[number] = key
+        for number in self._run.lost_generations(named, listed=numbers):
+            # Below the newest one the live line has been followed without it.
+            severity: Severity = "error" if number > max(numbers, default=0) else "warning"
+            error = GenerationRecordLost(
+                GENERATION_KEY.of(number),
+                found=f"no generation record, but {named[number]}",
+                expected="the record of each generation that there was",
+                next_step=next_step_of_lost(number),
+            )
+            self._add_once(severity, error.subject, str(error))
+
+    def _look_at_a_line_of_none(self) -> None:
+        """A warning, since nothing is damaged: there are checkpoints, and none counts yet."""
+        if self._step is not None or self._live is None or self._live:
+            return
+        if not self._there:
+            self._nothing_counts = True
+            return
+        # Once more: the first checkpoint of all may have been committed since `_live` was read.
+        superseded = superseded_alone(self._run)
+        if not superseded:
+            return
+        self._nothing_counts = True
+        text = (
+            f"nothing counts yet: this start began a line of its own and has no checkpoint so far; "
+            f"{superseded_text(superseded)}, which is restored by step and generation"
+        )
+        self._add("warning", GENERATION_KEY.of(self._run.generation_numbers()[-1]), text)
+
+    # --- objects -------------------------------------------------------------------------------
+
+    def look_at_objects(self) -> None:
+        """Whether each chunk of each chain is there in its length, and what nobody names."""
+        for one, manifest in self._graph.sound():
+            for entry in manifest.chunks:
+                try:
+                    check_entry(manifest, entry)
+                    check_stored(manifest, entry, self._sizes)
+                except DAMAGE as error:
+                    self._damaged_chunk(one, entry, self._as_the_store_says(entry, error))
+        self._look_at_the_rest()
+
+    def _as_the_store_says(self, entry: ChunkEntry, error: Damage) -> Damage:
+        """The store's reason for a chunk that its listing lacks, where it has one."""
+        if not isinstance(error, ObjectNotFound):
+            return error
+        directory = entry.key.rpartition("/")[0]
+        if directory not in self._unlisted:
+            self._unlisted[directory] = why_missing(self._source, entry)
+        return self._unlisted[directory] or error
+
+    def _look_at_the_rest(self) -> None:
+        """Keys that are not ours, and chunks that no manifest names."""
+        if self._step is not None:
+            return  # what the other checkpoints name is not known
+        named: set[str] = set()
+        links: list[Link] = []
+        for one in (one for several in self._there.values() for one in several):
+            manifest = self._graph.read(one)
+            if not isinstance(manifest, Manifest):
+                return  # what that manifest names is unknown, and with it what nobody names
+            named.update(entry.key for entry in manifest.chunks)
+            links.append(Link.of(manifest))
+        orphans: dict[AttemptName, int] = {}
+        pins: dict[ManifestName, list[str]] = {}
+        for key in self._sizes:
+            attempt = parse_chunk_key(key)
+            part = PART_KEY.parse(key)
+            if part is not None:
+                at = self._parts.setdefault(part.checkpoint, [])
+                at.append(part.rank)
+                continue
+            if attempt is not None:
+                if key not in named:
+                    orphans[attempt] = orphans.get(attempt, 0) + 1
+            elif (pin := PIN_KEY.parse(key)) is not None:
+                pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
+            elif kind_of(key) is None and not is_probe_key(key):
+                self._add("info", key, "not an object of recpoint; ignored")
+        lost = LostManifests(links, pins, gone=why_gone(self._run, self._there))
+        self._look_at_parts(orphans, lost)
+        for attempt, count in orphans.items():
+            chunks = "1 chunk" if count == 1 else f"{count} chunks"
+            needed = _why_needed(lost, attempt)
+            text = f"{chunks} that no manifest names{needed or _SWEPT}"
+            self._add("warning" if needed else "info", attempt_prefix(*attempt), text)
+
+    def _look_at_parts(self, orphans: dict[AttemptName, int], lost: LostManifests) -> None:
+        """Parts that are there, and with those of no checkpoint the chunks that they name."""
+        for attempt, ranks in self._parts.items():
+            there = f"the part of {ranks_text(ranks)}"
+            prefix = PART_KEY.under(*attempt)
+            chunks = orphans.pop(attempt, 0)
+            needed = _why_needed(lost, attempt)
+            if needed:
+                text = f"{there} and {chunks} chunks that no manifest names{needed}"
+            elif ManifestName(attempt.step, attempt.generation) in self._there:
+                text = f"{there} of a committed step; recpoint sweep removes it"
+            else:
+                text = (
+                    f"{there} and {chunks} chunks of a step that is not committed: other ranks are "
+                    "missing; recpoint sweep removes old ones"
+                )
+            self._add("warning" if needed else "info", prefix, text)
+
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def look_at_bytes(
+        self, reads: ReadScheduler, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Read, verify and decode every chunk of every chain, and the records beside them."""
+        self._on_progress = on_progress
+        self._bytes_to_read = sum(
+            entry.bytes for _, manifest in self._graph.sound() for entry in manifest.chunks
+        )
+        for one, manifest in self._graph.sound():
+            self._look_at_rows(reads, one, manifest)
+            try:
+                read_state(self._source, manifest, reads, self._account)
+            except DAMAGE as error:
+                # Stores name an object by its URL, a parser by its key: the same finding.
+                subjects = (
+                    entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
+                )
+                self._damaged_part(one, next(subjects, error.subject), error, of_state=True)
+            self._look_at_samples(reads, one, manifest)
+        self._look_at_side_records(reads)
+
+    def _look_at_samples(
+        self, reads: ReadScheduler, one: Representation, manifest: Manifest
+    ) -> None:
+        """The rows that validations compare with: a warning each, since no restore reads them."""
+        entries = [entry for entry in manifest.chunks if entry.content == "sample"]
+        sound: list[tuple[ChunkEntry, dict[str, Section]]] = []
+        for entry, outcome in reads.in_order(
+            entries, lambda entry: read_chunk(self._source, manifest, entry)
+        ):
+            try:
+                sound.append((entry, outcome.result().sections))
+            except DAMAGE as error:
+                self._damaged_chunk(one, entry, error)
+            self._account(entry)
+        try:
+            decode_samples(manifest, sound)
+        except FormatError as error:
+            self._add_once("warning", error.subject, str(error))
+
+    def _look_at_side_records(self, reads: ReadScheduler) -> None:
+        """Pins, validations and the like: a warning each, since no restore needs them."""
+        if self._step is not None:
+            return  # as with what no manifest names: the other checkpoints are not looked at
+        keys = [key for key in self._sizes if kind_of(key) in SIDE_KINDS]
+        for key, outcome in reads.in_order(keys, self._defect_of):
+            error = outcome.result()
+            if error is not None:
+                self._add_once("warning", key, str(error))
+
+    def _defect_of(self, key: str) -> FormatError | None:
+        """What is wrong with the record under `key`; None: nothing, or it has been removed."""
+        kind = kind_of(key)
+        assert kind is not None  # it was chosen by its kind
+        try:
+            self._run.records(kind).read_key(key)
+        except FormatError as error:
+            return error
+        except ObjectNotFound:
+            pass
+        return None
+
+    def _look_at_rows(self, reads: ReadScheduler, one: Representation, manifest: Manifest) -> None:
+        by_table: dict[int, list[ChunkEntry]] = {}
+        for entry in manifest.chunks:
+            if entry.table is not None:
+                by_table.setdefault(entry.table, []).append(entry)
+        for table, entries in by_table.items():
+            spec = manifest.tables[table]
+            counts = [entry.row_count or 0 for entry in entries]
+            coverage = RowCoverage(rows=spec.rows, row_counts=counts)
+            good = True
+            for entry, outcome in reads.in_order(
+                entries, lambda entry: read_rows(self._source, manifest, entry)
+            ):
+                try:
+                    coverage.add(outcome.result().rows)
+                except DAMAGE as error:
+                    good = False
+                    self._damaged_part(one, entry.key, error)
+                self._account(entry)
+            if good:
+                try:
+                    coverage.finish(key=one.key, table=spec.name)
+                except FormatError as error:
+                    self._damaged_part(one, one.key, error)
+
+    def _account(self, entry: ChunkEntry) -> None:
+        self._chunks_read += 1
+        self._bytes_read += entry.bytes
+        if self._on_progress is not None:
+            self._on_progress(self._bytes_read, max(self._bytes_to_read, self._bytes_read))
+
+    # --- what comes of it ----------------------------------------------------------------------
+
+    def _counts(self, name: ManifestName) -> bool:
+        """Whether it is on the live line, or may be for all that is known."""
+        return self._live is None or name in self._live
+
+    def _damaged_chunk(self, one: Representation, entry: ChunkEntry, error: Damage) -> None:
+        if entry.content == "sample":  # no restore reads it
+            self._add_once("warning", entry.key, str(error))
+        else:
+            self._damaged_part(one, entry.key, error, of_state=entry.content == "state")
+
+    def _damaged_part(
+        self, one: Representation, key: str, error: Damage, *, of_state: bool = False
+    ) -> None:
+        # A restore reads the rows of a whole chain, but the state of its newest link only (§6.3).
+        (self._stateless if of_state else self._rowless).add(one)
+        self._damaged(one, key, str(error), of_state=of_state)
+
+    def _damaged(self, one: Representation, key: str, text: str, *, of_state: bool = False) -> None:
+        # Once: a chunk that is missing fails again when its bytes are wanted.
+        self._damage.setdefault(key, (one, text, of_state))
+
+    def _add_once(self, severity: Severity, key: str, text: str) -> None:
+        # Where the live line goes through it, it has been added as an error already.
+        if not any(found.key == key for found in self._findings):
+            self._add(severity, key, text)
+
+    def _add(self, severity: Severity, key: str, text: str) -> None:
+        self._findings.append(Finding(severity, key, text))
+
+    def report(self, level: Level) -> CheckReport:
+        """The findings, worst first, and the health of each chosen checkpoint."""
+        leading = self._graph.leading(self._rowless)
+        health = [
+            CheckpointHealth(
+                name,
+                self._live is not None and name in self._live,
+                any(o in leading and o not in self._stateless for o in self._graph.of(name)),
+            )
+            for name in self._chosen
+        ]
+        # Damage counts when a checkpoint on the live line does not restore for it.
+        lost = {found.name for found in health if self._counts(found.name) and not found.restorable}
+        blamed = {one for name in lost for one in self._graph.needs(name)}
+        for key, (one, text, of_state) in self._damage.items():
+            counts = one.name in lost if of_state else one in blamed
+            self._add("error" if counts else "warning", key, text)
+        order: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+        return CheckReport(
+            level=level,
+            checkpoints=tuple(health),
+            findings=tuple(
+                sorted(self._findings, key=lambda found: (order[found.severity], found.key))
+            ),
+            chunks_read=self._chunks_read,
+            bytes_read=self._bytes_read,
+            nothing_counts=self._nothing_counts,
+        )
+
+
+def _why_needed(lost: LostManifests, attempt: AttemptName) -> str:
+    """What follows on what is there of an attempt: who needs it, and what to do; empty: nobody."""
+    why = lost.why_needed(ManifestName(attempt.step, attempt.generation), attempt.attempt)
+    if not why:
+        return ""
+    return (
+        f": {why}; put the manifest back, from a replica or an older version of the bucket, and "
+        "check again; no sweep removes these chunks until then"
+    )

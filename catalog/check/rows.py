@@ -1,0 +1,577 @@
+"""Validates a table: decodes its rows, newest first; compares them with the trainer's record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.restore.chunks import ChunkSource, StoredRows, read_chunk, read_rows
+from recpoint.catalog.restore.rows import RowCoverage, SeenRows
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.store.scheduler import ReadScheduler
+from recpoint.errors import FormatError, MalformedObject, ObjectNotFound
+from recpoint.format.chunk import Section, section_tensor
+from recpoint.format.dtypes import torch_dtype
+from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
+from recpoint.format.row_state import to_bfloat16
+from recpoint.format.validation import TableDigests
+from recpoint.kernels import quantize, row_digest
+
+__all__ = [
+    "DecodedRows",
+    "ExactRows",
+    "RowValidation",
+    "Sampled",
+    "Unequal",
+    "compare",
+    "decode_samples",
+    "read_samples",
+]
+
+
+# Whether decoded rows are those that were stored, as near as their scheme promises (format §10).
+#
+# What is derived here holds for whatever method found scale and offset, since all take the code
+# next to a value; and a search's squared error is at most that of the formula (format §3.2).
+
+
+#: Eight roundings of binary32: those of the quotient, the code and the decoded value (README of
+#: kernels/quantize), twice over.
+_ROUNDINGS: Final = 8 * 2.0**-24
+#: Half a unit in the last place of a table's dtype, of the value and at least.
+_HALF_UNITS: Final = {"F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}
+#: What adding up squares in binary64 may cost.
+_SUMS: Final = 1e-6
+
+
+class ExactRows(NamedTuple):
+    """Rows as a trainer had them: values [n, dim] of the table's dtype, row states [n, …]."""
+
+    values: Tensor
+    row_states: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedRows:
+    """Rows as a chunk gives them.
+
+    Attributes:
+        values: decoded, [n, dim], of the table's dtype.
+        row_states: decoded, [n, …] each, of the table's dtypes.
+        bits: of a code; of a value where there are no codes.
+        scale: f32 [n]; None: the rows are stored exactly.
+        offset: f32 [n], or None.
+        symmetric: whether their method may have been that one, whose error is larger.
+        narrow: for each row state, whether it is stored as BF16.
+    """
+
+    values: Tensor
+    row_states: tuple[Tensor, ...]
+    bits: int
+    scale: Tensor | None
+    offset: Tensor | None
+    symmetric: bool
+    narrow: tuple[bool, ...]
+
+    def __getitem__(self, at: Tensor) -> DecodedRows:
+        """The rows at positions `at`."""
+        return DecodedRows(
+            values=self.values[at],
+            row_states=tuple(state[at] for state in self.row_states),
+            bits=self.bits,
+            scale=None if self.scale is None else self.scale[at],
+            offset=None if self.offset is None else self.offset[at],
+            symmetric=self.symmetric,
+            narrow=self.narrow,
+        )
+
+
+class Difference(NamedTuple):
+    """A row whose decoded contents are not within the bound; `position` among those compared."""
+
+    position: int
+    what: str
+    found: str
+    expected: str
+    bound: str
+
+
+class Compared(NamedTuple):
+    """The outcome: what differs, and the largest error as a part of its bound."""
+
+    differences: list[Difference]
+    worst: float
+
+
+def compare(spec: TableSpec, exact: ExactRows, stored: DecodedRows) -> Compared:
+    """Compare n rows with what is stored of them."""
+    if stored.scale is None or stored.offset is None:
+        values = Compared(_bits_differ("values", exact.values, stored.values), 0.0)
+    else:
+        values = _quantized(spec, exact.values, stored, stored.scale, stored.offset)
+    differences = list(values.differences)
+    states = zip(spec.row_states, exact.row_states, stored.row_states, stored.narrow, strict=True)
+    for state, there, found, narrow in states:
+        what = f"row state {state.name}"
+        # Rounding is fixed (format §3.5), so that what it gives is known to the bit.
+        expected = to_bfloat16(there).to(there.dtype) if narrow else there
+        differences += _bits_differ(what, expected, found, any_nan=narrow)
+    return Compared(differences, values.worst)
+
+
+def _quantized(
+    spec: TableSpec, values: Tensor, stored: DecodedRows, scale: Tensor, offset: Tensor
+) -> Compared:
+    x, decoded = values.double(), stored.values.double()
+    step, low = scale.double()[:, None], offset.double()[:, None]
+    span = step * (2**stored.bits - 1)
+    # The code next to a value: half a step off, or at an end where the value lies beyond it.
+    beyond = torch.maximum(low - x, x - (low + span)).clamp(min=0.0)
+    slack = _ROUNDINGS * torch.maximum(torch.maximum(x.abs(), low.abs()), span)
+    if spec.dtype in _HALF_UNITS:
+        relative, least = _HALF_UNITS[spec.dtype]
+        slack = slack + (relative * 1.01 * decoded.abs()).clamp(min=least)
+    bound = torch.maximum(step / 2, beyond) + slack
+    error = (decoded - x).abs()
+    differences = [
+        _value_difference(int(row), values, stored.values, error, bound)
+        for row in torch.nonzero(~(error <= bound).all(dim=1)).flatten()
+    ]
+    # A constant row has no codes that could be off, and comes back bit for bit.
+    constant = torch.nonzero(scale == 0).flatten()
+    for difference in _bits_differ("values", values[constant], stored.values[constant]):
+        differences.append(difference._replace(position=int(constant[difference.position])))
+    of_rows = error.square().sum(dim=1).sqrt()
+    most = _plain_error(values, stored) * (1 + _SUMS) + slack.square().sum(dim=1).sqrt()
+    for row in torch.nonzero(of_rows > most).flatten().tolist():
+        differences.append(
+            Difference(
+                row,
+                "values",
+                f"a root of squared errors of {float(of_rows[row]):.9g}",
+                "at most that of the formula in format §3.2",
+                f"{float(most[row]):.9g}",
+            )
+        )
+    finite = error / bound.clamp(min=torch.finfo(torch.float64).tiny)
+    worst = float(finite.nan_to_num(nan=torch.inf).max()) if finite.numel() else 0.0
+    one_each = {difference.position: difference for difference in reversed(differences)}
+    return Compared([one_each[row] for row in sorted(one_each)], worst)
+
+
+def _plain_error(values: Tensor, stored: DecodedRows) -> Tensor:
+    """f64 [n]: root of the squared errors that the formula makes; infinite where it has no codes.
+
+    A row that was restored from codes and not trained since is such a one, now and then.
+    """
+    rows = values.to(torch.float32).contiguous()
+    methods = [quantize.ASYMMETRIC] + ([quantize.SYMMETRIC] if stored.symmetric else [])
+    worst = torch.zeros(len(rows), dtype=torch.float64, device="cpu")
+    for method in methods:
+        for half in (False, True):  # as parameters may be stored
+            packed, scale, offset, refused, _ = quantize.quantize_packed(
+                rows, stored.bits, method, half_parameters=half
+            )
+            decoded = quantize.dequantize_packed(
+                packed, scale, offset, dim=rows.shape[1], bits=stored.bits
+            )
+            error = (decoded.double() - rows.double()).square().sum(dim=1).sqrt()
+            worst = torch.maximum(worst, error.masked_fill(refused, torch.inf))
+    return worst
+
+
+def _value_difference(
+    row: int, values: Tensor, decoded: Tensor, error: Tensor, bound: Tensor
+) -> Difference:
+    excess = (error[row] - bound[row]).nan_to_num(nan=torch.inf)
+    at = int(excess.argmax())
+    found, expected = float(decoded[row, at]), float(values[row, at])
+    limit = float(bound[row, at])
+    return Difference(row, f"values[{at}]", f"{found:.9g}", f"{expected:.9g}", f"{limit:.9g}")
+
+
+def _bits_differ(
+    what: str, expected: Tensor, found: Tensor, *, any_nan: bool = False
+) -> list[Difference]:
+    """Rows whose bits are not the same; with `any_nan` one NaN is as good as another."""
+    n = len(expected)
+    if n == 0:
+        return []
+    flat_found, flat_expected = found.reshape(n, -1), expected.reshape(n, -1)
+    same = (_raw(flat_found) == _raw(flat_expected)).reshape(n, flat_found.shape[1], -1).all(dim=2)
+    if any_nan:
+        same |= flat_found.isnan() & flat_expected.isnan()
+    differences = []
+    for row in torch.nonzero(~same.all(dim=1)).flatten().tolist():
+        at = int((~same[row]).nonzero()[0])
+        index = f"[{at}]" if flat_found.shape[1] > 1 else ""
+        texts = (_text(flat_found[row, at]), _text(flat_expected[row, at]))
+        differences.append(Difference(row, what + index, *texts, ""))
+    return differences
+
+
+def _raw(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
+
+
+def _text(value: Tensor) -> str:
+    """A number, and its bits where two that are written alike may differ."""
+    if not value.is_floating_point():
+        return str(value.item())
+    return f"{float(value):.9g} ({bytes(reversed(_raw(value.reshape(1)).tolist())).hex()})"
+
+
+# Reading what a trainer recorded of its tables, for comparison (format §3.6).
+
+
+_NEXT_STEP = "none for restoring; a later checkpoint's sample may be good"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Rows of one table, exactly as they were when a checkpoint was cut.
+
+    Attributes:
+        ids: int64 [n], ascending, without duplicates, inside the table.
+        values: [n, dim], of the table's dtype.
+        row_states: one [n, …] for each row state of the table.
+        digests: of the rows that the checkpoint itself stores: ids, values, each row state; None
+            where it stores none.
+    """
+
+    ids: Tensor
+    values: Tensor
+    row_states: tuple[Tensor, ...]
+    digests: tuple[int, ...] | None
+
+
+def read_samples(
+    source: ChunkSource, manifest: Manifest, reads: ReadScheduler
+) -> dict[int, Sampled]:
+    """The samples of a checkpoint by the index of their table; tables may have none.
+
+    Raises:
+        ObjectNotFound: a chunk is missing.
+        FormatError: one is damaged, or samples what is not there.
+        StoreError: one could not be read.
+    """
+    entries = [entry for entry in manifest.chunks if entry.content == "sample"]
+    read = reads.in_order(entries, lambda entry: read_chunk(source, manifest, entry))
+    return decode_samples(manifest, ((entry, outcome.result().sections) for entry, outcome in read))
+
+
+def decode_samples(
+    manifest: Manifest, chunks: Iterable[tuple[ChunkEntry, dict[str, Section]]]
+) -> dict[int, Sampled]:
+    """The samples in sample chunks of a checkpoint, by the index of their table.
+
+    Args:
+        manifest: the checkpoint.
+        chunks: its entries, each with the sections of the chunk, which were checked for form.
+
+    Raises:
+        FormatError: they sample what is not there.
+    """
+    found: dict[int, dict[int, Sampled]] = {}
+    for entry, sections in chunks:
+        for name in sections:
+            _, table, part = name.split(".", 2)
+            if part != "ids":
+                continue
+            spec = manifest.tables[int(table)]
+            of_ranks = found.setdefault(int(table), {})
+            if entry.rank in of_ranks:
+                raise _malformed(entry.key, f"table {spec.name!r:.80} again", "each table once")
+            of_ranks[entry.rank] = _sampled(entry.key, int(table), spec, sections)
+    return {table: _of_all_ranks(manifest, table, found[table]) for table in sorted(found)}
+
+
+def _of_all_ranks(manifest: Manifest, table: int, of_ranks: dict[int, Sampled]) -> Sampled:
+    """One sample of a table: rows of all ranks, and the sums of their digests (format §3.6)."""
+    storing = {entry.rank for entry in manifest.chunks if entry.table == table}
+    known = [of_ranks[rank].digests for rank in storing if rank in of_ranks]
+    recorded = [digests for digests in known if digests is not None]
+    total = None
+    if recorded and len(recorded) == len(storing):
+        total = tuple(sum(of_rank) % 2**64 for of_rank in zip(*recorded, strict=True))
+    if len(of_ranks) == 1:
+        (sampled,) = of_ranks.values()
+        return replace(sampled, digests=total if storing else sampled.digests)
+    samples = list(of_ranks.values())
+    ids = torch.cat([sampled.ids for sampled in samples])
+    order = ids.argsort()
+    ids = ids[order]
+    if bool((ids[1:] == ids[:-1]).any()):
+        spec = manifest.tables[table]
+        key = Representation.of(manifest).key
+        raise _malformed(key, f"a row of {spec.name!r:.80} in the samples of two ranks", "one")
+    states = zip(*(sampled.row_states for sampled in samples), strict=True)
+    return Sampled(
+        ids=ids,
+        values=torch.cat([sampled.values for sampled in samples])[order],
+        row_states=tuple(torch.cat(state)[order] for state in states),
+        digests=total,
+    )
+
+
+def _sampled(key: str, table: int, spec: TableSpec, sections: dict[str, Section]) -> Sampled:
+    ids = section_tensor(sections[f"sample.{table}.ids"])
+    ascending = bool((ids[1:] > ids[:-1]).all())
+    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= spec.rows:
+        text = f"ids from {int(ids[0])} to {int(ids[-1])}, {'' if ascending else 'not '}ascending"
+        raise _malformed(key, text, f"ascending ids below {spec.rows}")
+    digests = sections.get(f"sample.{table}.digests")
+    return Sampled(
+        ids=ids,
+        values=section_tensor(sections[f"sample.{table}.values"]),
+        row_states=tuple(
+            section_tensor(sections[f"sample.{table}.state.{k}"])
+            for k in range(len(spec.row_states))
+        ),
+        digests=None
+        if digests is None
+        else tuple(digest % 2**64 for digest in section_tensor(digests).tolist()),
+    )
+
+
+def _malformed(key: str, found: str, expected: str) -> MalformedObject:
+    return MalformedObject(key, found=found, expected=expected, next_step=_NEXT_STEP)
+
+
+# Validating one table: its chunks decoded, newest first, and compared with what was recorded.
+
+
+_MASK = 2**64 - 1
+
+
+class Unequal(NamedTuple):
+    """Rows that are not what they were; `row` None: it is not known which."""
+
+    row: int | None
+    what: str
+    found: str
+    expected: str
+    bound: str
+
+
+class _Read(NamedTuple):
+    rows: range | Tensor
+    decoded: DecodedRows
+
+
+class RowValidation:
+    """One table of one checkpoint.
+
+    Args:
+        source: where the chunks are.
+        links: the manifests to look at, newest first.
+        table: index of the table in each of them.
+        samples: of each link, what its trainer recorded of the table.
+        whole: the links are a whole chain, so that every row is there.
+
+    Attributes:
+        rows_compared: sampled rows that were found and compared.
+        worst: largest error of a value, as a part of its bound.
+        digests: of all rows, when `whole` and nothing was damaged.
+    """
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        links: Sequence[Manifest],
+        table: int,
+        samples: Sequence[Sampled | None],
+        *,
+        whole: bool,
+    ) -> None:
+        self._source = source
+        self._links = links
+        self._table = table
+        self._spec = links[0].tables[table]
+        self._samples = samples
+        self._whole = whole
+        # Of each sample, the positions of the rows that were not met yet.
+        self._left = [torch.arange(0 if s is None else len(s.ids), device="cpu") for s in samples]
+        # Of one link no row comes twice, so that nothing has to be remembered.
+        several = whole and len(links) > 1
+        self._seen = SeenRows(self._spec.rows) if several else None
+        self._sums = [0] * (1 + len(self._spec.row_states))
+        self.rows_compared = 0
+        self.worst = 0.0
+        self.digests: TableDigests | None = None
+
+    def find_unequal(
+        self, reads: ReadScheduler, on_chunk: Callable[[ChunkEntry], None]
+    ) -> Iterator[Unequal | FormatError | ObjectNotFound]:
+        """Read every chunk of the table, and tell what is wrong.
+
+        Raises:
+            StoreError: a chunk could not be read.
+        """
+        good = True
+        for number in range(len(self._links)):
+            for found in self._look_at_link(reads, number, on_chunk):
+                good = False
+                yield found
+        if self._whole and good:
+            for position in self._left[0].tolist():
+                newest = self._samples[0]
+                assert newest is not None  # there are positions only of a sample
+                yield Unequal(int(newest.ids[position]), "row", "no such row", "each row once", "")
+            self.digests = TableDigests(
+                table=self._table,
+                values=f"{self._sums[0]:016x}",
+                row_states=tuple(f"{value:016x}" for value in self._sums[1:]),
+            )
+
+    def _look_at_link(
+        self,
+        reads: ReadScheduler,
+        number: int,
+        on_chunk: Callable[[ChunkEntry], None],
+    ) -> Iterator[Unequal | FormatError | ObjectNotFound]:
+        link, sampled = self._links[number], self._samples[number]
+        entries = [entry for entry in link.chunks if entry.table == self._table]
+        counts = [entry.row_count or 0 for entry in entries]
+        coverage = RowCoverage(rows=self._spec.rows, row_counts=counts)
+        own = _OwnDigests(len(self._spec.row_states))
+        good = True
+        for entry, outcome in reads.in_order(entries, lambda entry: self._read(link, entry)):
+            try:
+                read = outcome.result()
+            except (FormatError, ObjectNotFound) as error:
+                good = False
+                # Which rows it would have brought is not known: older ones are no substitute.
+                self._left = [left[:0] for left in self._left]
+                yield error
+                continue
+            coverage.add(read.rows)
+            own.add(read)
+            for sample in range(len(self._samples)):
+                yield from self._compare(read, number, sample)
+            if self._whole:
+                self._add_to_sums(read)
+            on_chunk(entry)
+        if not good:
+            return
+        try:
+            coverage.finish(key=Representation.of(link).key, table=self._spec.name)
+        except FormatError as error:
+            yield error
+            return
+        # A consolidated link holds the rows of several checkpoints.
+        if sampled is not None and sampled.digests is not None and link.stands_for is None:
+            where = f"of step {link.step}"
+            yield from own.compare(sampled.digests, [s.name for s in self._spec.row_states], where)
+
+    def _read(self, link: Manifest, entry: ChunkEntry) -> _Read:
+        stored = read_rows(self._source, link, entry)
+        try:
+            return _Read(stored.rows, _decoded(stored, self._spec, link, entry))
+        except ValueError as error:
+            raise MalformedObject(
+                entry.key,
+                found=f"codes that do not decode ({error})",
+                expected="format §3.2",
+                next_step="recpoint check URL --level full, and restore an older checkpoint",
+            ) from error
+
+    def _compare(self, read: _Read, link: int, sample: int) -> Iterator[Unequal]:
+        """Compare the rows of a sample that are in a chunk of `link`, and in no newer one.
+
+        What was sampled before this link was written, it has replaced: that is not compared.
+        """
+        sampled, left = self._samples[sample], self._left[sample]
+        if sampled is None or not len(left):
+            return
+        ids = sampled.ids[left]
+        rows = read.rows
+        if isinstance(rows, range):
+            at = ids - rows.start
+            there = (at >= 0) & (at < len(rows))
+        else:
+            at = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
+            there = rows[at] == ids
+        if not bool(there.any()):
+            return
+        here = left[there]
+        self._left[sample] = left[~there]
+        if sample > link:
+            return
+        exact = ExactRows(sampled.values[here], tuple(state[here] for state in sampled.row_states))
+        compared = compare(self._spec, exact, read.decoded[at[there]])
+        self.rows_compared += len(here)
+        self.worst = max(self.worst, compared.worst)
+        of = "" if sample == 0 else f" of the sample of step {self._links[sample].step}"
+        for position, what, *texts in compared.differences:
+            yield Unequal(int(sampled.ids[here[position]]), what + of, *texts)
+
+    def _add_to_sums(self, read: _Read) -> None:
+        """Digest the rows that no newer link has brought: those that a restore would give."""
+        ids: Tensor | int = read.rows.start if isinstance(read.rows, range) else read.rows
+        arrays: Sequence[Tensor] = (read.decoded.values, *read.decoded.row_states)
+        at = None if self._seen is None else self._seen.claim(read.rows)
+        if at is not None:
+            ids = at + ids if isinstance(ids, int) else ids[at]
+            arrays = [array[at] for array in arrays]
+        for number, array in enumerate(arrays):
+            total = self._sums[number] + row_digest.digest(array.contiguous(), ids)
+            self._sums[number] = total & _MASK
+
+
+class _OwnDigests:
+    """Digests of the rows that one checkpoint stores of a table, as far as they are exact."""
+
+    def __init__(self, row_states: int) -> None:
+        self._sums: list[int | None] = [0] * (2 + row_states)
+
+    def add(self, read: _Read) -> None:
+        """Take in a chunk."""
+        rows, decoded = read
+        ids = rows.start if isinstance(rows, range) else rows
+        exact = [True, decoded.scale is None, *(not narrow for narrow in decoded.narrow)]
+        arrays = (decoded.values[:, :0].contiguous(), decoded.values, *decoded.row_states)
+        for number, (array, is_exact) in enumerate(zip(arrays, exact, strict=True)):
+            before = self._sums[number]
+            if before is None or not is_exact:
+                self._sums[number] = None
+                continue
+            self._sums[number] = (before + row_digest.digest(array.contiguous(), ids)) & _MASK
+
+    def compare(
+        self, recorded: Sequence[int], states: Sequence[str], where: str
+    ) -> Iterator[Unequal]:
+        """What is not as it was recorded."""
+        names = ["row ids", "values", *(f"row state {name}" for name in states)]
+        for name, found, expected in zip(names, self._sums, recorded, strict=True):
+            if found is not None and found != expected:
+                what = f"digest of the {name} {where}"
+                yield Unequal(None, what, f"{found:016x}", f"{expected:016x}", "")
+
+
+def _decoded(stored: StoredRows, spec: TableSpec, link: Manifest, entry: ChunkEntry) -> DecodedRows:
+    values, scale, offset = stored.values, None, None
+    if stored.scheme != "exact":
+        scale, offset = stored.scale, stored.offset
+        rows = quantize.dequantize_packed(values, scale, offset, dim=spec.dim, bits=stored.bits)
+        values = rows.to(torch_dtype(spec.dtype))  # rounds, format §3.2
+    states = zip(spec.row_states, stored.row_states, strict=True)
+    # A consolidated manifest tells the newest method of its rows; older ones may be of any.
+    quantizers = link.quantizers if link.stands_for is None else ()
+    known = {(one.table, one.rank): one.method for one in quantizers}
+    return DecodedRows(
+        values=values,
+        row_states=tuple(part.to(torch_dtype(state.dtype)) for state, part in states),
+        bits=stored.bits,
+        scale=scale,
+        offset=offset,
+        symmetric=known.get((entry.table or 0, entry.rank), "symmetric") == "symmetric",
+        narrow=tuple(
+            part.dtype != torch_dtype(state.dtype)
+            for state, part in zip(spec.row_states, stored.row_states, strict=True)
+        ),
+    )

@@ -1,1 +1,0 @@
-"""From stored chunks to checked rows, and what chunks say of the rows in them."""

@@ -1,0 +1,633 @@
+"""Merges a chain into fewer manifests by moving stored rows, around what is damaged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import crc32c
+import torch
+from torch import Tensor
+
+from recpoint.catalog.consolidate.moves import ChunkBuilder, MovedRows, read_moved
+from recpoint.catalog.consolidate.plan import ConsolidationPlan, TablesPart, read_sources, writer
+from recpoint.catalog.restore.chunks import StoreChunks, check_entry, check_stored, read_chunk
+from recpoint.catalog.restore.rows import RowCoverage, SeenIds, SeenRows, sections_of
+from recpoint.catalog.run.chain import DAMAGE, PassedOver, has_chunk_of
+from recpoint.catalog.run.commit import manifest_bytes, not_there, stored_sizes
+from recpoint.catalog.run.leases import reading
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import Store, host_seconds, now_ms
+from recpoint.catalog.store.scheduler import ReadScheduler, WriteBudget, WriteScheduler
+from recpoint.errors import (
+    CommitConflict,
+    FormatError,
+    MalformedObject,
+    MissingLink,
+    ObjectNotFound,
+    RecpointError,
+    StoreUnavailable,
+)
+from recpoint.format.chunk import Chunk, build_chunk
+from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer, StandsFor
+from recpoint.format.naming import (
+    ManifestName,
+    attempt_prefix,
+    parse_chunk_key,
+    parse_chunk_name,
+    sample_chunk_key,
+    state_chunk_key,
+)
+from recpoint.format.record_kinds import CONSOLIDATED
+
+__all__ = [
+    "Consolidated",
+    "NOTHING_DONE",
+    "blamed_source",
+    "commit_consolidation",
+    "consolidate",
+    "consolidate_around_damage",
+    "merge_part",
+    "passed_over_words",
+]
+
+
+# Chunks of a consolidation on their way to the store, and what an earlier try left there.
+
+
+#: Chunks on their way at once; each is in memory, and in the store's client once or twice more.
+_MERGE_UPLOADS: Final = 2
+
+
+class Uploads:
+    """Writes chunks in threads; leaving the context waits for those under way.
+
+    The first chunk is written whatever is there: it makes the attempt young, so that no sweep
+    that begins now takes what is found under it (format §6.8 C4). Of the others those that are
+    there, byte for byte, are not written again.
+
+    Args:
+        store: where to.
+        prefix: that all keys start with.
+        trust: whether what is there may count as written.
+    """
+
+    def __init__(self, store: Store, prefix: str, *, trust: bool = True) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._trust = trust
+        self._there: dict[str, int] | None = None
+        self._writes = WriteScheduler(WriteBudget(_MERGE_UPLOADS))
+        self._entries: list[ChunkEntry] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._writes.__exit__(kind, error, traceback)
+
+    def put(self, entry: ChunkEntry, data: bytes) -> None:
+        """Write a chunk; returns while it is under way, and raises what went wrong with another."""
+        self._entries.append(entry)
+        if self._there is None:
+            self._store.put(entry.key, data)
+            self._there = {}
+            if self._trust:
+                infos = self._store.list(self._prefix)
+                self._there = {info.key: info.size_bytes for info in infos}
+            return
+        room = self._writes.reserve(len(data))
+        self._writes.begin(room, partial(self._write, entry, data))
+
+    def finish(self) -> tuple[ChunkEntry, ...]:
+        """Wait until all are durable; what was put, in order."""
+        self._writes.finish()
+        return tuple(self._entries)
+
+    def _write(self, entry: ChunkEntry, data: bytes) -> None:
+        assert self._there is not None
+        if self._there.get(entry.key) == len(data) and self._is_good(entry, len(data)):
+            return
+        self._store.put(entry.key, data)
+
+    def _is_good(self, entry: ChunkEntry, size_bytes: int) -> bool:
+        try:
+            found = self._store.get(entry.key, max_bytes=size_bytes)
+        except (ObjectNotFound, MalformedObject, StoreUnavailable):
+            return False
+        return len(found) == size_bytes and crc32c.crc32c(found) == entry.crc32c
+
+
+def moved_chunk(chunk: Chunk, entry: ChunkEntry, attempt: str) -> tuple[ChunkEntry, bytes]:
+    """A chunk of state or samples under another attempt: the same arrays, another header."""
+    meta = chunk.meta.model_copy(update={"attempt": attempt})
+    data = build_chunk(meta, list(chunk.sections.values()))
+    named = parse_chunk_name(entry.key)
+    assert named is not None  # ChunkEntry lets no other key through
+    name = state_chunk_key if entry.content == "state" else sample_chunk_key
+    key = name(meta.step, meta.generation, attempt, rank=entry.rank, number=named.number)
+    changes = {"key": key, "bytes": len(data), "crc32c": crc32c.crc32c(data)}
+    return ChunkEntry.model_validate(entry.model_dump() | changes), data
+
+
+# Moving the rows of a consolidation: some tables, newest source first (format §6.8 C3).
+
+
+#: Chunks that are read at once, and those that may wait besides: each is in memory whole.
+_READERS: Final = 2
+_READ_AHEAD: Final = 1
+
+
+def merge_part(
+    run: Run,
+    plan: ConsolidationPlan,
+    part: TablesPart,
+    *,
+    on_read: Callable[[int], None] | None = None,
+) -> tuple[ChunkEntry, ...]:
+    """Move the rows of some tables; their chunks are durable when it returns. A step of many.
+
+    Args:
+        run: the run.
+        plan: of `plan_consolidation`.
+        part: one of the plan's.
+        on_read: called with the bytes of each chunk that was read, from this thread.
+
+    Returns:
+        What the manifest will say of the chunks.
+
+    Raises:
+        ObjectNotFound, ChainError, FormatError: a source is damaged or gone.
+        StoreError: the store cannot be reached or refuses.
+    """
+    sources = read_sources(run, plan, tables=part.tables)
+    prefix = attempt_prefix(*plan.target.name, plan.attempt)
+    with (
+        ReadScheduler(_READERS, read_ahead=_READ_AHEAD) as reads,
+        Uploads(run.store, prefix) as uploads,
+    ):
+        for table in part.tables:
+            merging = _TableMerge(run, plan, sources, table, reads, uploads, on_read)
+            merging.run()
+        return uploads.finish()
+
+
+class _TableMerge:
+    """One table, from the newest source to the oldest; each row comes along once."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: ConsolidationPlan,
+        sources: list[Manifest],
+        table: int,
+        reads: ReadScheduler,
+        uploads: Uploads,
+        on_read: Callable[[int], None] | None,
+    ) -> None:
+        self._chunks = StoreChunks(run.store)
+        self._spec = sources[-1].tables[table]
+        self._target = plan.target
+        self._links = [
+            (manifest, sorted(entries, key=lambda entry: entry.key))
+            for manifest in reversed(sources)
+            if (entries := [entry for entry in manifest.chunks if entry.table == table])
+        ]
+        self._reads = reads
+        self._builder = ChunkBuilder(sources[-1], plan.attempt, table, uploads.put)
+        self._on_read = on_read
+
+    def run(self) -> None:
+        stored = [entry.row_count or 0 for _, entries in self._links for entry in entries]
+        for manifest, entries in self._links:
+            for entry in entries:
+                check_entry(manifest, entry)
+        for section, seen in sections_of(self._spec.rows, sum(stored)):
+            self._section(section, seen or SeenRows(len(section)))
+        self._builder.finish()
+
+    def _section(self, section: range, seen: SeenRows | SeenIds) -> None:
+        for manifest, entries in self._links:
+            if seen.all:
+                break  # what is older holds nothing that counts (format §6.3)
+            wanted = [entry for entry in entries if _may_be_in(entry, section)]
+            counts = [min(entry.row_count or 0, len(section)) for entry in wanted]
+            coverage = RowCoverage(rows=len(section), row_counts=counts)
+            read = partial(read_moved, self._chunks, manifest)
+            for entry, outcome in self._reads.in_order(wanted, read):
+                moved = outcome.result()
+                if self._on_read is not None:
+                    self._on_read(entry.bytes)
+                self._take(moved, section, seen, coverage)
+            coverage.finish(key=Representation.of(manifest).key, table=self._spec.name)
+        if self._target.form == "full" and not seen.all:
+            raise MalformedObject(
+                Representation.of(self._links[-1][0]).key,
+                found=f"a full that lacks rows of table {self._spec.name!r:.80}",
+                expected="each row",
+                next_step="restore an older checkpoint: recpoint list URL",
+            )
+
+    def _take(
+        self,
+        moved: MovedRows,
+        section: range,
+        seen: SeenRows | SeenIds,
+        coverage: RowCoverage,
+    ) -> None:
+        rows, first = _within(moved, section)
+        if not len(rows):
+            return
+        coverage.add(rows)
+        positions = seen.claim(rows)
+        self._builder.add(moved, first, first + len(rows), positions)
+
+
+def _may_be_in(entry: ChunkEntry, section: range) -> bool:
+    """By the ends that the manifest says, which a chunk has when it is read (format §6.3 R5)."""
+    first, last = entry.first_row, entry.last_row
+    assert first is not None and last is not None  # of a chunk of rows
+    return first < section.stop and last >= section.start
+
+
+def _within(moved: MovedRows, section: range) -> tuple[range | Tensor, int]:
+    """The ids of a chunk's rows in a section, less the section's start; where they begin."""
+    rows = moved.rows
+    if isinstance(rows, range):
+        first = max(rows.start, section.start)
+        stop = max(first, min(rows.stop, section.stop))
+        return range(first - section.start, stop - section.start), first - rows.start
+    if rows[0] >= section.start and rows[-1] < section.stop:
+        return (rows - section.start if section.start else rows), 0
+    ends = torch.tensor([section.start, section.stop], device="cpu")
+    first, stop = torch.searchsorted(rows, ends).tolist()
+    return rows[first:stop] - section.start, first
+
+
+# Merging a checkpoint's chain into fewer manifests by moving stored rows (format §6.8).
+#
+# The steps are functions of a run and plain values, so that a workflow engine can run each as a
+# task: `plan_consolidation`, then `merge_part` for each part of the plan, one after another since
+# each takes its share of memory, then `commit_consolidation`; meanwhile it holds a lease
+# (`leases`). `consolidate` does all of that by itself. Any step may be killed and called again, and
+# so may the whole: keys and bytes follow from the sources.
+
+
+#: What was seen so long ago is looked at again before the manifest is created: a process may have
+#: stood still in between, also while the host slept.
+_LOOK_AGAIN_SECONDS: Final = 60.0
+_LOOKS: Final = 3
+
+#: A chunk that was so old as the manifest was created may have been too old for a sweep that began
+#: before; that removes nothing more half of the other time after it has looked.
+_OLD_MS: Final = 30 * 60 * 1000
+_SWEEPS_END_SECONDS: Final = 20.0
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidated:
+    """What a consolidation did.
+
+    Attributes:
+        outcome: `"created"`: by this call; `"already"`: by an earlier one; `"not_needed"`: a full
+            restores the checkpoint as it is.
+        key: of the consolidated manifest; empty if there is none.
+        read_bytes: of the sources' chunks.
+        written_bytes, chunks: that the manifest names.
+        seconds: that it took.
+    """
+
+    outcome: Literal["created", "already", "not_needed"]
+    key: str
+    read_bytes: int
+    written_bytes: int
+    chunks: int
+    seconds: float
+
+
+def consolidate(
+    run: Run, plan: ConsolidationPlan, *, on_progress: Progress | None = None
+) -> Consolidated:
+    """Do what a plan says, all of its steps.
+
+    Beside the size of one manifest, and for each source of its chunks of one part's tables, it
+    takes less than 512 MB of memory, however large the tables are and however many ranks there are.
+    Safe beside persists, restores, sweeps and other consolidations. Killed anywhere, a call with
+    the same plan, or a new one of the same sources, goes on under the same keys.
+
+    Args:
+        run: the run.
+        plan: of `plan_consolidation`.
+        on_progress: called with bytes read so far and bytes to read, from this thread.
+
+    Raises:
+        ObjectNotFound, ChainError, FormatError: a source is damaged, or has been let go of since
+            the plan was made; nothing is committed.
+        CommitConflict: another manifest is under the key.
+        StoreError: the store cannot be reached or refuses.
+    """
+    started = time.monotonic()
+    if not plan.needed:
+        return Consolidated(
+            outcome="not_needed", key="", read_bytes=0, written_bytes=0, chunks=0, seconds=0.0
+        )
+    there = _already(run, plan)
+    if there is None or _has_gap(run, plan, there):
+        entries: list[ChunkEntry] = []
+        read = 0
+
+        def account(bytes_read: int) -> None:
+            nonlocal read
+            read += bytes_read
+            if on_progress is not None:
+                on_progress(read, plan.read_bytes)
+
+        # From retention, which may have begun to let go of the sources (format §6.6).
+        with reading(run, purpose="consolidate", covers=[run.manifest(*plan.target.name).ref]):
+            for part in plan.parts:
+                entries += merge_part(run, plan, part, on_read=account)
+            outcome, there = commit_consolidation(run, plan, entries)
+    else:
+        outcome, read = "already", 0
+    return Consolidated(
+        outcome=outcome,
+        key=plan.target.key,
+        read_bytes=read + plan.state_bytes if read else 0,
+        written_bytes=there.stored_bytes,
+        chunks=len(there.chunks),
+        seconds=time.monotonic() - started,
+    )
+
+
+def commit_consolidation(
+    run: Run, plan: ConsolidationPlan, entries: Iterable[ChunkEntry]
+) -> tuple[Literal["created", "already"], Manifest]:
+    """Copy the checkpoint's state and create the consolidated manifest. The last step.
+
+    Args:
+        run: the run.
+        plan: of `plan_consolidation`.
+        entries: what `merge_part` returned for every part of the plan.
+
+    Returns:
+        `"created"` when this call made it exist, `"already"` when another had; and what is there.
+
+    Raises:
+        MissingLink: the checkpoint or its parent has been let go of.
+        CommitConflict: what is under the key is another checkpoint's, or another attempt's.
+        ObjectNotFound, ChainError, FormatError: a source or one of the new chunks is damaged.
+        MalformedObject: the manifest would be too large.
+        StoreError: the store cannot be reached or refuses.
+    """
+    there = _already(run, plan)
+    if there is not None and not _has_gap(run, plan, there):
+        return "already", there
+    sources = read_sources(run, plan, tables=())
+    manifest = _manifest(plan, sources, [*entries, *_copy_state(run, plan, sources[-1])])
+    data = manifest_bytes(manifest, next_step="nothing: the chain that it has restores it")
+    _look_last(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
+    key, target = plan.target.key, plan.target
+    if run.records(CONSOLIDATED).create_packed(data, *target.name, target.after) == "created":
+        _make_sure(run, plan, manifest)
+        return "created", manifest
+    there = _already(run, plan)
+    if there is None:
+        raise MissingLink(
+            key, found="no manifest", expected="one just created", next_step="try again"
+        )
+    _make_sure(run, plan, there)
+    return "already", there
+
+
+def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[ChunkEntry, ...]:
+    # Last, and written whatever is there: on a local disk this makes the directory durable, with
+    # all that an earlier call had put into it (format §6.8 C4).
+    prefix = attempt_prefix(*plan.target.name, plan.attempt)
+    with Uploads(run.store, prefix, trust=False) as uploads:
+        for entry in newest.chunks:
+            if entry.content == "rows":
+                continue
+            try:
+                chunk = read_chunk(StoreChunks(run.store), newest, entry)
+            except (FormatError, ObjectNotFound):
+                if entry.content == "sample":
+                    continue  # no restore needs it (format §3.6)
+                raise
+            uploads.put(*moved_chunk(chunk, entry, plan.attempt))
+        return uploads.finish()
+
+
+def _make_sure(run: Run, plan: ConsolidationPlan, there: Manifest) -> None:
+    """Write what a sweep has removed since it was looked at: from now on none does (C6)."""
+    if _may_be_swept(run, plan, there):
+        time.sleep(_SWEEPS_END_SECONDS)
+    if not _has_gap(run, plan, there):
+        return
+    for part in plan.parts:
+        merge_part(run, plan, part)
+    _copy_state(run, plan, read_sources(run, plan, tables=())[-1])
+    _check_all_there(run, there, attempt_prefix(*plan.target.name, plan.attempt))
+
+
+def _may_be_swept(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
+    """Whether a sweep that looked before the manifest was there may have found chunks too old."""
+    prefix, _, _ = there.chunks[0].key.rpartition("/")
+    created = [info.modified_ms for info in run.store.list(plan.target.key)]
+    chunks = [info.modified_ms for info in run.store.list(f"{prefix}/")]
+    return bool(created and chunks) and max(created) - min(chunks) >= _OLD_MS
+
+
+def _has_gap(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
+    """Whether chunks of the manifest under the plan's key are missing that the plan can write."""
+    attempt = parse_chunk_key(there.chunks[0].key)
+    assert attempt is not None  # ChunkEntry lets no other key through
+    missing = not_there(run.store, attempt_prefix(*attempt), there.chunks)
+    if missing and attempt.attempt != plan.attempt:
+        raise CommitConflict(
+            plan.target.key,
+            found=f"a manifest of other sources, of which {missing[0].key} is missing",
+            expected="none, or one of which all chunks are there",
+            next_step="remove it, or consolidate another checkpoint",
+        )
+    return bool(missing)
+
+
+def _already(run: Run, plan: ConsolidationPlan) -> Manifest | None:
+    """The manifest under the plan's key, if it is of the same checkpoint."""
+    try:
+        there = run.read_manifest(plan.target)
+    except ObjectNotFound:
+        return None
+    expected = run.manifest(*plan.target.name).attempt
+    if there.attempt != expected:
+        raise CommitConflict(
+            plan.target.key,
+            found=f"attempt {there.attempt}",
+            expected=f"attempt {expected}",
+            next_step="recpoint check URL: one of the two is not what a consolidation made",
+        )
+    return there
+
+
+def _manifest(
+    plan: ConsolidationPlan, sources: list[Manifest], entries: list[ChunkEntry]
+) -> Manifest:
+    newest, oldest = sources[-1], sources[0]
+    links = newest.links
+    if links.base is None or links.parent is None:
+        raise ValueError(f"{newest.ref} is a full")
+    quantizers: dict[tuple[int, int], Quantizer] = {}
+    for source in sources:
+        quantizers.update({(known.table, known.rank): known for known in source.quantizers})
+    quantized_by = [source.quantized_by for source in sources if source.quantized_by]
+    changes = {
+        "kind": oldest.kind,
+        "base": oldest.base,
+        "parent": oldest.parent,
+        "chain_length": oldest.chain_length,
+        "stands_for": StandsFor(
+            base=links.base, parent=links.parent, chain_length=links.chain_length
+        ),
+        "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
+        "quantizers": tuple(quantizers[at] for at in sorted(quantizers)),
+        "quantized_by": quantized_by[-1] if quantized_by else "",
+        "state_bits": 16 if any(source.state_bits for source in sources) else None,
+        "committed_ms": now_ms(),
+        "dirty_rows": sum(entry.row_count or 0 for entry in entries),
+        "writer": writer(),
+    }
+    fields = {name: getattr(newest, name) for name in Manifest.model_fields}
+    return Manifest.model_validate(fields | changes)
+
+
+def _look_last(run: Run, manifest: Manifest, prefix: str) -> None:
+    """All that C5 asks for, seen right before the manifest is created."""
+    for _ in range(_LOOKS):
+        began_seconds = host_seconds()
+        _check_all_there(run, manifest, prefix)
+        _check_still_wanted(run, manifest)
+        if host_seconds() - began_seconds < _LOOK_AGAIN_SECONDS:
+            return
+
+
+def _check_all_there(run: Run, manifest: Manifest, prefix: str) -> None:
+    sizes = stored_sizes(run.store, prefix)
+    for entry in manifest.chunks:
+        check_stored(manifest, entry, sizes)
+
+
+def _check_still_wanted(run: Run, manifest: Manifest) -> None:
+    """That the checkpoint, and the parent that the manifest will need, still exist (C5)."""
+    for ref in (manifest.ref, manifest.parent):
+        if ref is None:
+            continue
+        name = ManifestName(ref.step, ref.generation)
+        try:
+            found = run.manifest(*name)
+        except ObjectNotFound as error:
+            raise MissingLink(
+                Representation(name).key,
+                found="no manifest any more",
+                expected=f"{ref}, which is being consolidated or is the parent",
+                next_step="nothing: what has been let go of is not consolidated",
+            ) from error
+        if found.ref != ref:
+            raise CommitConflict(
+                Representation(name).key,
+                found=f"attempt {found.attempt}",
+                expected=f"attempt {ref.attempt}",
+                next_step="make a new plan",
+            )
+
+
+# A consolidation that goes around what is damaged, as a restore does (format §6.8 C3).
+#
+# Plans are made from manifests alone, so that a damaged chunk is found when it is read: by then
+# half a plan may be done. A new plan then does without the manifest that names the chunk, where
+# another chain of the checkpoint does; what was written for the old one are orphans.
+
+
+#: How a report begins where there was nothing to merge.
+NOTHING_DONE = "nothing done"
+
+
+def consolidate_around_damage(
+    run: Run,
+    make_plan: Callable[[Sequence[PassedOver]], ConsolidationPlan],
+    *,
+    only_if_it_pays: bool = False,
+    on_plan: Callable[[ConsolidationPlan], None] | None = None,
+    on_progress: Progress | None = None,
+) -> tuple[ConsolidationPlan, Consolidated | None]:
+    """Consolidate a checkpoint by the cheapest of its chains that turns out to be good.
+
+    Args:
+        run: the run.
+        make_plan: plans it without the manifests it is given, which are none at first.
+        only_if_it_pays: do nothing before a trigger is reached.
+        on_plan: called with each plan that is begun.
+        on_progress: see `consolidate`.
+
+    Returns:
+        the last plan, whose `passed_over` says what is damaged; and what was done, None if nothing.
+
+    Raises:
+        ObjectNotFound, ChainError, FormatError: what was wrong with the first plan, when no other
+            does without the damaged manifest or chunk; nothing is committed.
+        RecpointError: others, of `make_plan` and `consolidate`.
+    """
+    avoid: tuple[PassedOver, ...] = ()
+    first: RecpointError | None = None
+    while True:
+        try:
+            plan = make_plan(avoid)
+        except DAMAGE as error:
+            raise first or error from None
+        if only_if_it_pays and not plan.pays:
+            return plan, None
+        if on_plan is not None:
+            on_plan(plan)
+        try:
+            return plan, consolidate(run, plan, on_progress=on_progress)
+        except DAMAGE as error:
+            first = first or error
+            found = blamed_source(run, plan, error)
+            if found is None:
+                raise first from None
+            avoid = (*avoid, found)
+
+
+def blamed_source(run: Run, plan: ConsolidationPlan, error: RecpointError) -> PassedOver | None:
+    """Which of a plan's sources is damaged, or names what is; None: the error is of none of them.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    for source in plan.sources:
+        if source.key in error.subject:
+            return PassedOver.of(source.key, error)
+    for source in plan.sources:
+        try:
+            is_of_it = has_chunk_of(run.read_manifest(source), error)
+        except DAMAGE:
+            continue  # gone since, or another damage, which the next plan will find
+        if is_of_it:
+            return PassedOver.of(source.key, error)
+    return None
+
+
+def passed_over_words(plan: ConsolidationPlan) -> str:
+    """What a plan passes over, to be put after what was done; empty if nothing."""
+    return "".join(f"; passed over {key}: {error}" for key, error in plan.passed_over)

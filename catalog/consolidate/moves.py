@@ -1,0 +1,297 @@
+"""Rows from stored chunks into new ones, as they are stored: none is decoded (format §6.8 C3)."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import crc32c
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpoint.catalog.persist.plan import CHUNK_BYTES
+from recpoint.catalog.restore.chunks import ChunkSource, read_chunk, row_ids, row_parameter
+from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, section_tensor
+from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
+from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
+from recpoint.format.naming import row_chunk_key
+from recpoint.kernels import row_gather, row_set
+
+__all__ = ["BUFFERED_BYTES", "ChunkBuilder", "MovedRows", "RowKind", "read_moved"]
+
+
+#: Most memory of rows that wait for a chunk of their kind to be full, over all kinds of a table.
+BUFFERED_BYTES: Final = 48 << 20
+
+#: Room for one row id in a row set, as in `persist/plan.py`.
+_ID_BYTES: Final = 9
+_INT64_BYTES: Final = 8
+
+_Ids = np.ndarray[Any, np.dtype[np.int64]]
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class RowKind(NamedTuple):
+    """What rows have to have in common to share a chunk (format §3)."""
+
+    rank: int
+    bits: int
+    scheme: Scheme
+    parameters: Dtype | None
+    states: tuple[Dtype, ...]
+
+    def arrays(self, spec: TableSpec) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
+        """Names of a chunk's arrays but for the row set, with dtype and shape of one row's part."""
+        if self.parameters is None:
+            found: dict[str, tuple[Dtype, tuple[int, ...]]] = {"values": (spec.dtype, (spec.dim,))}
+        else:
+            found = {
+                "codes": ("U8", (-(-spec.dim * self.bits // 8),)),
+                "scale": (self.parameters, ()),
+                "offset": (self.parameters, ()),
+            }
+        for index, (dtype, state) in enumerate(zip(self.states, spec.row_states, strict=True)):
+            found[f"state.{index}"] = (dtype, state.shape)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedRows:
+    """A chunk's rows as bytes.
+
+    Attributes:
+        kind: of all of them.
+        rows: ids, int64 [n], ascending; or a range.
+        parts: by name of the array, u8 [n, bytes of a row's part]. MUST NOT be written to.
+    """
+
+    kind: RowKind
+    rows: range | Tensor
+    parts: dict[str, Tensor]
+
+
+def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> MovedRows:
+    """Read one row chunk and check all of it; errors as for `chunk_reader.read_chunk`."""
+    chunk = read_chunk(source, manifest, entry)
+    if entry.table is None or entry.scheme is None or entry.bits is None:
+        raise ValueError(f"{entry.key} is not a row chunk")
+    spec, sections = manifest.tables[entry.table], chunk.sections
+    quantized = entry.scheme == "asymmetric"
+    if quantized:
+        for name in ("scale", "offset"):
+            row_parameter(sections[name], entry)  # refuses those that are not finite
+    kind = RowKind(
+        rank=entry.rank,
+        bits=entry.bits,
+        scheme=entry.scheme,
+        parameters=sections["scale"].dtype if quantized else None,
+        states=tuple(sections[f"state.{k}"].dtype for k in range(len(spec.row_states))),
+    )
+    rows = row_ids(chunk, entry, spec)
+    return MovedRows(
+        kind=kind,
+        rows=rows,
+        parts={name: _as_bytes(sections[name], len(rows)) for name in kind.arrays(spec)},
+    )
+
+
+def _as_bytes(section: Section, rows: int) -> Tensor:
+    flat = Section(section.name, "U8", (rows, section.nbytes // rows), section.data)
+    return section_tensor(flat)
+
+
+class ChunkBuilder:
+    """Collects the rows of one table and hands out chunks of them.
+
+    Which chunks come out, and their bytes, follow from what is added in which order.
+
+    Args:
+        manifest: of the checkpoint that the chunks are for.
+        attempt: under which they lie.
+        table: index into its tables.
+        emit: takes each chunk when it is complete.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        attempt: str,
+        table: int,
+        emit: Callable[[ChunkEntry, bytes], None],
+    ) -> None:
+        self._manifest = manifest
+        self._attempt = attempt
+        self._table = table
+        self._spec = manifest.tables[table]
+        self._emit = emit
+        self._waiting: dict[RowKind, _Waiting] = {}
+        self._numbers: dict[int, int] = {}
+
+    def add(self, moved: MovedRows, first: int, stop: int, positions: Tensor | None) -> None:
+        """Take rows of a chunk.
+
+        Args:
+            moved: the chunk.
+            first, stop: take none but rows at these positions of it.
+            positions: which of those, int64 [m], ascending, counted from `first`; None: all.
+        """
+        if positions is not None:
+            positions = positions + first
+        total = stop - first if positions is None else positions.numel()
+        done = 0
+        while done < total:
+            done += self._append(moved, first, done, total, positions)
+        sizes = {kind: other.resident_bytes for kind, other in self._waiting.items()}
+        while sum(sizes.values()) > BUFFERED_BYTES:
+            largest = max(sizes, key=lambda kind: sizes[kind])
+            del sizes[largest]
+            self._build(largest)
+
+    def finish(self) -> None:
+        """Hand out what is left."""
+        while self._waiting:
+            self._build(next(iter(self._waiting)))
+
+    def _append(
+        self, moved: MovedRows, first: int, done: int, total: int, positions: Tensor | None
+    ) -> int:
+        """Take as many of the rows as the chunk of their kind has room for; how many."""
+        waiting = self._waiting.get(moved.kind)
+        if waiting is None:
+            waiting = self._waiting[moved.kind] = _Waiting(moved.kind, self._spec)
+        count = min(total - done, waiting.room)
+        if positions is None:
+            waiting.append_range(moved, first + done, count)
+        else:
+            waiting.append(moved, positions[done : done + count])
+        is_full = not waiting.room
+        del waiting  # nobody but the dictionary holds it: what is built gives its memory back
+        if is_full:
+            self._build(moved.kind)
+        return count
+
+    def _build(self, kind: RowKind) -> None:
+        spec, manifest = self._spec, self._manifest
+        # Its memory goes with it: there may be as many kinds as ranks.
+        ids, parts = self._waiting.pop(kind).take()
+        coded = row_set.encode(torch.from_numpy(ids))
+        arrays = kind.arrays(spec)
+        sections = [
+            Section(name, arrays[name][0], (ids.size, *arrays[name][1]), part)
+            for name, part in parts.items()
+        ]
+        if coded.payload is not None:
+            sections.append(Section("row_set", "U8", (len(coded.payload),), coded.payload))
+        # Wider items first: then each array is aligned, and a reader need not copy it.
+        sections.sort(key=lambda section: -item_bytes(section.dtype))
+        meta = ChunkMeta(
+            run=manifest.run,
+            step=manifest.step,
+            generation=manifest.generation,
+            attempt=self._attempt,
+            content="rows",
+            rank=kind.rank,
+            table=self._table,
+            row_count=ids.size,
+            dim=spec.dim,
+            bits=kind.bits,
+            scheme=kind.scheme,
+            row_set=RowSetCoding.model_validate({"coding": coded.coding, "first": coded.first}),
+        )
+        number = self._numbers.get(kind.rank, 0)
+        self._numbers[kind.rank] = number + 1
+        data = build_chunk(meta, sections)
+        entry = ChunkEntry(
+            key=row_chunk_key(
+                manifest.step,
+                manifest.generation,
+                self._attempt,
+                rank=kind.rank,
+                table=self._table,
+                number=number,
+            ),
+            bytes=len(data),
+            crc32c=crc32c.crc32c(data),
+            content="rows",
+            rank=kind.rank,
+            table=self._table,
+            row_count=ids.size,
+            first_row=int(ids[0]),
+            last_row=int(ids[-1]),
+            bits=kind.bits,
+            scheme=kind.scheme,
+        )
+        self._emit(entry, data)
+
+
+class _Waiting:
+    """Rows of one kind, until they fill a chunk; made for the first one, gone with the chunk.
+
+    Its memory is a mapping of its own: pages that nothing is written to take no room, and all of
+    them are given back at once, which an allocator may put off.
+    """
+
+    def __init__(self, kind: RowKind, spec: TableSpec) -> None:
+        self.rows = 0
+        self._widths = {name: array_bytes(*part) for name, part in kind.arrays(spec).items()}
+        row_bytes = sum(self._widths.values()) + _ID_BYTES
+        self._most = max(1, min(CHUNK_BYTES // row_bytes, spec.rows))
+        sizes = [_pages(self._most * width) for width in (_INT64_BYTES, *self._widths.values())]
+        mapping = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            # Else a few rows could take 2 MiB each part. A kernel without such pages refuses it.
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        # The mapping lives as long as a view of it.
+        memory = torch.frombuffer(mapping, dtype=torch.uint8).split(sizes)
+        self._ids = memory[0].view(torch.int64)[: self._most]
+        self._parts = {
+            name: part[: self._most * width].view(self._most, width)
+            for (name, width), part in zip(self._widths.items(), memory[1:], strict=True)
+        }
+
+    @property
+    def room(self) -> int:
+        return self._most - self.rows
+
+    @property
+    def resident_bytes(self) -> int:
+        widths = (_INT64_BYTES, *self._widths.values())
+        return sum(_pages(self.rows * width) for width in widths)
+
+    def append_range(self, moved: MovedRows, first: int, count: int) -> None:
+        at = slice(self.rows, self.rows + count)
+        rows = moved.rows[first : first + count]
+        self._ids[at] = (
+            torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
+        )
+        for name, part in self._parts.items():
+            part[at] = moved.parts[name][first : first + count]
+        self.rows += count
+
+    def append(self, moved: MovedRows, positions: Tensor) -> None:
+        at = slice(self.rows, self.rows + positions.numel())
+        rows = moved.rows
+        self._ids[at] = positions + rows.start if isinstance(rows, range) else rows[positions]
+        for name, part in self._parts.items():
+            row_gather.gather(moved.parts[name], positions, part[at])
+        self.rows += positions.numel()
+
+    def take(self) -> tuple[_Ids, dict[str, _Bytes]]:
+        """Ids, ascending, and parts. Nothing is appended any more."""
+        ids = self._ids[: self.rows]
+        parts = {name: part[: self.rows] for name, part in self._parts.items()}
+        if bool((ids[1:] < ids[:-1]).any()):
+            order = ids.argsort()
+            ids = ids[order]
+            parts = {name: part[order] for name, part in parts.items()}
+        return ids.numpy(), {name: part.reshape(-1).numpy() for name, part in parts.items()}
+
+
+def _pages(size_bytes: int) -> int:
+    """Bytes of the whole pages that hold so many."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,662 @@
+"""Plans a consolidation: what to merge, what that reads, writes and frees, and whether it pays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from typing import Any, Final, Literal, Self
+
+import zstandard
+
+from recpoint.catalog.consolidate.moves import BUFFERED_BYTES
+from recpoint.catalog.persist.plan import CHUNK_BYTES
+from recpoint.catalog.restore.rows import (
+    SECTION_ROWS,
+    Live,
+    LiveRows,
+    kept_by_ids,
+    sections_touched,
+)
+from recpoint.catalog.run.chain import Chain, PassedOver, resolve_chain
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import Doubts
+from recpoint.errors import ChainError, CommitConflict, SettingsError
+from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
+from recpoint.format.naming import ManifestName
+from recpoint.format.records import pack_record
+
+__all__ = [
+    "ConsolidationPlan",
+    "ConsolidationTriggers",
+    "MergeSizes",
+    "TablesPart",
+    "WeighedMerge",
+    "cheapest",
+    "choose_consolidation",
+    "merge_sizes",
+    "newest_checkpoint",
+    "plan_consolidation",
+    "read_sources",
+    "weigh",
+    "writer",
+]
+
+
+# What merging the newest manifests of a chain would read, write and leave, for any number of them.
+#
+# By manifests alone, each looked at once, so that all merges of a long chain are weighed for
+# little.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSizes:
+    """One of the merges that a chain allows: of its newest manifests, or of all.
+
+    Attributes:
+        merged: manifests that become one.
+        links_before, links_after: manifests that a restore reads.
+        read_bytes: of the sources' rows and of the newest state. A chunk counts once for each
+            section of a large table (`seen_rows.SECTION_ROWS`) that it may hold rows of; less is
+            read where newer links turn out to hold every row.
+        write_bytes: into a full: its rows at the mean size of those stored; into an increment: at
+            most, since which rows two links share follows from their ends only (`live_rows`).
+        write_rows: rows in the chunks to be written; of an increment, too, at most.
+        merged_rows: stored in the sources.
+        restore_bytes_before, restore_bytes_after: that a restore reads; after as for
+            `write_bytes`.
+        restore_rows_after: stored in what a restore then reads; as for `write_rows`.
+    """
+
+    merged: int
+    links_before: int
+    links_after: int
+    read_bytes: int
+    write_bytes: int
+    write_rows: int
+    merged_rows: int
+    restore_bytes_before: int
+    restore_bytes_after: int
+    restore_rows_after: int
+
+    @property
+    def into_full(self) -> bool:
+        """Whether it merges the whole chain."""
+        return self.links_after == 1
+
+    @property
+    def dead_rows(self) -> int | None:
+        """Of the sources' rows, those that newer ones have replaced; None: only reading tells."""
+        return self.merged_rows - self.write_rows if self.into_full else None
+
+
+def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
+    """All merges of a chain: of its two newest manifests, of the three newest, … of all of them.
+
+    Args:
+        manifests: of the chain, oldest first; of a full alone there is nothing to merge.
+    """
+    specs = manifests[-1].tables
+    state = sum(entry.bytes for entry in manifests[-1].chunks if entry.table is None)
+    sizes = [_stored(manifest) for manifest in manifests]
+    before = sum(one.size_bytes for one in sizes) + state
+    left_rows = sum(one.rows for one in sizes)
+    left_bytes, merged_rows = before - state, 0
+    reading, live = _Reading(specs), LiveRows()
+    found = []
+    for merged, (manifest, size) in enumerate(
+        zip(reversed(manifests), reversed(sizes), strict=True), 1
+    ):
+        left_bytes -= size.size_bytes
+        left_rows -= size.rows
+        merged_rows += size.rows
+        reading.add(manifest.chunks)
+        if merged < len(manifests):
+            live.add(manifest.chunks)
+            written = live.most
+        else:
+            written = _as_a_full(manifests, specs)
+        if merged > 1:
+            found.append(
+                MergeSizes(
+                    merged=merged,
+                    links_before=len(manifests),
+                    links_after=len(manifests) - merged + 1,
+                    read_bytes=reading.bytes + state,
+                    write_bytes=written.size_bytes + state,
+                    write_rows=written.rows,
+                    merged_rows=merged_rows,
+                    restore_bytes_before=before,
+                    restore_bytes_after=left_bytes + written.size_bytes + state,
+                    restore_rows_after=left_rows + written.rows,
+                )
+            )
+    return tuple(found)
+
+
+class _Reading:
+    """Bytes of rows that a merge reads: some chunks of the largest tables more than once."""
+
+    def __init__(self, specs: Sequence[TableSpec]) -> None:
+        self._specs = specs
+        self._once = 0
+        self._stored: dict[int, int] = {}
+        self._again: dict[int, int] = {}  # of tables with chunks that lie in several sections
+
+    def add(self, entries: Iterable[ChunkEntry]) -> None:
+        for entry in entries:
+            table, first, last = entry.table, entry.first_row, entry.last_row
+            if table is None or first is None or last is None:
+                continue
+            self._once += entry.bytes
+            self._stored[table] = self._stored.get(table, 0) + (entry.row_count or 0)
+            if (touched := sections_touched(first, last)) > 1:
+                self._again[table] = self._again.get(table, 0) + entry.bytes * (touched - 1)
+
+    @property
+    def bytes(self) -> int:
+        return self._once + sum(
+            again
+            for table, again in self._again.items()
+            if not kept_by_ids(self._specs[table].rows, self._stored[table])
+        )
+
+
+def _stored(manifest: Manifest) -> Live:
+    """Rows in its chunks, and their bytes."""
+    of_rows = [entry for entry in manifest.chunks if entry.table is not None]
+    return Live(
+        sum(entry.row_count or 0 for entry in of_rows), sum(entry.bytes for entry in of_rows)
+    )
+
+
+def _as_a_full(manifests: Sequence[Manifest], specs: Sequence[TableSpec]) -> Live:
+    """Every row of every table, at the mean size of those stored."""
+    sizes = [0] * len(specs)
+    stored = [0] * len(specs)
+    for manifest in manifests:
+        for entry in manifest.chunks:
+            if entry.table is not None:
+                sizes[entry.table] += entry.bytes
+                stored[entry.table] += entry.row_count or 0
+    rows = [spec.rows for spec in specs]
+    size_bytes = sum(
+        size * of_table // max(1, there)
+        for size, of_table, there in zip(sizes, rows, stored, strict=True)
+    )
+    return Live(sum(rows), size_bytes)
+
+
+# What a consolidation would read, write and free, and whether it pays (format §6.8 C1, C2).
+
+
+#: Raised with every change of which chunks come out of the same sources.
+_LAYOUT: Final = 2
+
+#: Bytes to read for a part of several tables; a larger table is a part of its own.
+_PART_BYTES: Final = 512 << 20
+
+
+Trigger = Literal["links", "restore_ratio", "dead_share"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsolidationTriggers:
+    """From when on a consolidation pays; each is reason enough.
+
+    Attributes:
+        links: manifests that a restore reads: each costs requests, whatever its size.
+        restore_ratio: bytes that a restore reads now, for one that it would read afterwards.
+        dead_share: share of the stored rows that newer ones have replaced; what retention can
+            free.
+    """
+
+    links: int = 16
+    restore_ratio: float = 1.5
+    dead_share: float = 0.5
+
+    @classmethod
+    def chosen(
+        cls,
+        *,
+        links: int | None = None,
+        restore_ratio: float | None = None,
+        dead_share: float | None = None,
+    ) -> Self:
+        """Those that are given, and the defaults of the others.
+
+        Raises:
+            SettingsError: one is out of its range.
+        """
+        given: dict[str, Any] = {"links": links, "restore_ratio": restore_ratio}
+        given["dead_share"] = dead_share
+        return replace(cls(), **{name: value for name, value in given.items() if value is not None})
+
+    def reached(self, merge: MergeSizes) -> dict[Trigger, str]:
+        """Those that a chain has reached, by what a merge of it would gain, and in words."""
+        found: dict[Trigger, str] = {}
+        if merge.links_before >= self.links:
+            found["links"] = f"a restore reads {merge.links_before} manifests"
+        before, after = merge.restore_bytes_before, merge.restore_bytes_after
+        if after and before / after >= self.restore_ratio:
+            found["restore_ratio"] = f"a restore reads {before / after:.2f} times what it has to"
+        dead, stored = merge.dead_rows, merge.merged_rows
+        if dead is not None and stored and dead / stored >= self.dead_share:
+            found["dead_share"] = f"{dead / stored:.0%} of the stored rows are dead"
+        return found
+
+    def __post_init__(self) -> None:
+        for name, least in (("links", 2), ("restore_ratio", 1), ("dead_share", 0)):
+            value = getattr(self, name)
+            if not value >= least:
+                raise SettingsError(
+                    name, found=str(value), expected=f"{least} or more", next_step="correct it"
+                )
+
+
+@dataclass(frozen=True)
+class TablesPart:
+    """Tables, by index, that one step merges; independent of the other parts."""
+
+    index: int
+    tables: tuple[int, ...]
+    read_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsolidationPlan:
+    """What a consolidation would do. Made by reading manifests alone; plain values, so it pickles.
+
+    Attributes:
+        target: the representation to make.
+        attempt: under which its chunks lie: follows from the sources (format §6.8 C2).
+        sources: what is merged, oldest first; empty when there is nothing to do.
+        parts: the work on rows, in steps.
+        links_before, links_after, read_bytes, write_bytes, write_rows, restore_bytes_before,
+            restore_bytes_after: see `MergeSizes`.
+        state_bytes: of `read_bytes` those of the state and the samples.
+        frees_bytes: of the sources, once retention lets all of them go.
+        stored_rows: in the sources.
+        dead_rows: of those, that newer ones have replaced; None if not known before reading.
+        pays: whether a trigger is reached.
+        reason: which one, or why there is nothing to do.
+        passed_over: damaged manifests that a shorter chain would have used.
+        merges: everything that the chain allows, this plan among it; see `merge_sizes`.
+    """
+
+    target: Representation
+    attempt: str = ""
+    sources: tuple[Representation, ...] = ()
+    parts: tuple[TablesPart, ...] = ()
+    links_before: int
+    links_after: int
+    read_bytes: int = 0
+    state_bytes: int = 0
+    write_bytes: int = 0
+    write_rows: int = 0
+    frees_bytes: int = 0
+    restore_bytes_before: int
+    restore_bytes_after: int
+    stored_rows: int = 0
+    dead_rows: int | None = None
+    pays: bool = False
+    reason: str
+    passed_over: tuple[PassedOver, ...] = ()
+    merges: tuple[MergeSizes, ...] = ()
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to merge."""
+        return bool(self.sources)
+
+    @property
+    def dead_share(self) -> float | None:
+        """Dead rows among those stored; None if not known before reading."""
+        if self.dead_rows is None or not self.stored_rows:
+            return None
+        return self.dead_rows / self.stored_rows
+
+
+def plan_consolidation(
+    run: Run,
+    name: ManifestName,
+    *,
+    links: int | None = None,
+    triggers: ConsolidationTriggers | None = None,
+    avoid: Sequence[PassedOver] = (),
+) -> ConsolidationPlan:
+    """Find out what consolidating a checkpoint would do; nothing is changed. The first step.
+
+    Args:
+        run: the run.
+        name: the checkpoint.
+        links: merge its newest `links` manifests into one increment; None, or all there are: the
+            whole chain into a full.
+        triggers: from when on it pays; the defaults if None.
+        avoid: manifests to do without: they name chunks that were found damaged, which a plan
+            does not look at.
+
+    Raises:
+        SettingsError: fewer than 2 links.
+        CommitConflict: a damaged consolidated manifest is in the way.
+        ObjectNotFound, ChainError, FormatError: the checkpoint's chain is damaged, or a validation
+            says so: once its rows are among others, nothing would tell them apart.
+        StoreError: the store cannot be read.
+    """
+    if links is not None and links < 2:
+        raise SettingsError(
+            "links", found=str(links), expected="2 or more", next_step="leave it out for a full"
+        )
+    chain = chain_to_merge(run, name, avoid=avoid)
+    return plan_merge_of(run, chain, links=links, triggers=triggers or ConsolidationTriggers())
+
+
+def chain_to_merge(run: Run, name: ManifestName, *, avoid: Sequence[PassedOver] = ()) -> Chain:
+    """The chain that a plan is made of; see `plan_consolidation` for arguments and errors."""
+    chain = resolve_chain(run, name, avoid=[one.key for one in avoid])
+    doubt = Doubts(run, validated_only=False).about(name)
+    if doubt is not None:
+        raise ChainError(
+            Representation(name).key,
+            found=doubt,
+            expected="a checkpoint that a reader takes unasked",
+            next_step=f"consolidate an older one; or: recpoint validate {run.url} --step "
+            f"{name.step} --level full, which may prove it good",
+        )
+    return replace(chain, passed_over=(*avoid, *chain.passed_over))
+
+
+def plan_merge_of(
+    run: Run, chain: Chain, *, links: int | None, triggers: ConsolidationTriggers
+) -> ConsolidationPlan:
+    """The plan for one merge of a chain; see `plan_consolidation`.
+
+    Args:
+        run: the run.
+        chain: of `chain_to_merge`.
+        links: 2 or more, or None.
+        triggers: from when on it pays.
+
+    Raises:
+        CommitConflict: a damaged consolidated manifest is in the way.
+    """
+    manifests = chain.manifests
+    newest = chain.newest
+    name = ManifestName(newest.step, newest.generation)
+    merges = merge_sizes(manifests)
+    if not merges:
+        return ConsolidationPlan(
+            target=Representation(name, "full"),
+            links_before=1,
+            links_after=1,
+            restore_bytes_before=newest.stored_bytes,
+            restore_bytes_after=newest.stored_bytes,
+            reason="a full restores it already",
+            passed_over=chain.passed_over,
+        )
+    sizes = merges[-1 if links is None or links >= len(manifests) else links - 2]
+    merged = manifests[len(manifests) - sizes.merged :]
+    target = Representation(name, "full")
+    parent = merged[0].parent
+    if not sizes.into_full and parent is not None:
+        target = Representation(name, "after", parent.step)
+    for damaged in chain.passed_over:
+        if damaged.key == target.key:
+            raise CommitConflict(
+                target.key,
+                found=f"a damaged manifest, or one of damaged chunks ({damaged.error})",
+                expected="none, or a good one",
+                next_step="remove it, or consolidate another checkpoint",
+            )
+    reasons = triggers.reached(sizes).values()
+    return ConsolidationPlan(
+        target=target,
+        attempt=_attempt(run, target, newest.attempt, [_digest(one) for one in merged]),
+        sources=tuple(Representation.of(manifest) for manifest in merged),
+        parts=_parts(merged),
+        links_before=sizes.links_before,
+        links_after=sizes.links_after,
+        read_bytes=sizes.read_bytes,
+        state_bytes=sum(entry.bytes for entry in newest.chunks if entry.table is None),
+        write_bytes=sizes.write_bytes,
+        write_rows=sizes.write_rows,
+        frees_bytes=sum(manifest.stored_bytes for manifest in merged),
+        restore_bytes_before=sizes.restore_bytes_before,
+        restore_bytes_after=sizes.restore_bytes_after,
+        stored_rows=sizes.merged_rows,
+        dead_rows=sizes.dead_rows,
+        pays=bool(reasons),
+        reason="; ".join(reasons) or "no trigger is reached",
+        passed_over=chain.passed_over,
+        merges=merges,
+    )
+
+
+def read_sources(run: Run, plan: ConsolidationPlan, *, tables: Collection[int]) -> list[Manifest]:
+    """The manifests that a plan merges, oldest first, and that they are still those.
+
+    One at a time is in memory whole, since each may name millions of chunks.
+
+    Args:
+        run: the run.
+        plan: of `plan_consolidation`.
+        tables: of chunks of rows they keep those of these tables, by index, and no others.
+
+    Raises:
+        ObjectNotFound: one has been let go of since.
+        ChainError: one is another than it was; make a new plan.
+        FormatError: one is damaged.
+    """
+    wanted = frozenset(tables)
+    read = [_read_source(run, one, wanted) for one in plan.sources]
+    sources = [manifest for manifest, _ in read]
+    digests = [digest for _, digest in read]
+    if _attempt(run, plan.target, sources[-1].attempt, digests) != plan.attempt:
+        raise ChainError(
+            plan.target.key,
+            found="other manifests, or another version of recpoint, than the plan was made with",
+            expected="the same",
+            next_step="make a new plan",
+        )
+    return sources
+
+
+def _read_source(run: Run, source: Representation, tables: frozenset[int]) -> tuple[Manifest, str]:
+    """A manifest that names no rows but those of some tables, and the digest of all of it."""
+    whole = run.read_manifest(source)
+    kept = tuple(entry for entry in whole.chunks if entry.table is None or entry.table in tables)
+    return whole.model_copy(update={"chunks": kept}), _digest(whole)
+
+
+@cache
+def writer() -> str:
+    """What a consolidated manifest says of who wrote it."""
+    return f"recpoint {version('recpoint')}"
+
+
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(pack_record(manifest)).hexdigest()
+
+
+def _attempt(run: Run, target: Representation, attempt: str, digests: Sequence[str]) -> str:
+    """Everything that the bytes of the chunks follow from, in 128 bits (format §6.8 C2).
+
+    Args:
+        run: the run.
+        target: the representation to make.
+        attempt: the checkpoint's own.
+        digests: of the sources, oldest first.
+    """
+    made_of = [
+        "recpoint/consolidation",
+        [_LAYOUT, CHUNK_BYTES, BUFFERED_BYTES, SECTION_ROWS],
+        [writer(), ".".join(map(str, zstandard.ZSTD_VERSION))],
+        [run.id, target.key, attempt],
+        list(digests),
+    ]
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+
+
+def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
+    specs = merged[-1].tables
+    entries = [entry for manifest in merged for entry in manifest.chunks]
+    stored = [0] * len(specs)
+    for entry in entries:
+        if entry.table is not None:
+            stored[entry.table] += entry.row_count or 0
+    sizes = [0] * len(specs)
+    for entry in entries:
+        table, first, last = entry.table, entry.first_row, entry.last_row
+        if table is None or first is None or last is None:
+            continue
+        by_ids = kept_by_ids(specs[table].rows, stored[table])
+        sizes[table] += entry.bytes * (1 if by_ids else sections_touched(first, last))
+    parts: list[TablesPart] = []
+    tables: list[int] = []
+    total = 0
+    for table, size in enumerate(sizes):
+        if not size:
+            continue  # an increment without rows of it
+        if tables and total + size > _PART_BYTES:
+            parts.append(TablesPart(len(parts), tuple(tables), total))
+            tables, total = [], 0
+        tables.append(table)
+        total += size
+    if tables:
+        parts.append(TablesPart(len(parts), tuple(tables), total))
+    return tuple(parts)
+
+
+# What to consolidate of a checkpoint, if anything, when nobody has said.
+
+
+#: Of the way to a trigger that was reached, how much may be gone right after an increment was made.
+#: With less left, the next merge would be due a few checkpoints later all the same.
+_LEFT: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighedMerge:
+    """A merge that a chain allows, and what it costs by the measure of `weigh`.
+
+    Attributes:
+        sizes: what it reads, writes and leaves.
+        cost_bytes: read and written, over the share of the way back; None: it is not to be chosen.
+        why_not: why that is so; empty where it has a cost.
+    """
+
+    sizes: MergeSizes
+    cost_bytes: float | None
+    why_not: str = ""
+
+
+def newest_checkpoint(run: Run) -> ManifestName | None:
+    """The newest checkpoint of the live line: the one whose chain a restore would read."""
+    return next(iter(run.live_line()), None)
+
+
+def choose_consolidation(
+    run: Run,
+    name: ManifestName,
+    *,
+    triggers: ConsolidationTriggers | None = None,
+    avoid: Sequence[PassedOver] = (),
+) -> ConsolidationPlan:
+    """Plan the consolidation of a checkpoint that costs least for what it saves, by `weigh`.
+
+    Of the whole chain into a full, and of its newest k links into one increment for each k. Only
+    once the chain has reached a trigger: until then, the plan is of a full, and does not pay.
+
+    Args:
+        run: the run.
+        name: the checkpoint.
+        triggers: from when on it pays; the defaults if None.
+        avoid: manifests to do without; see `plan_consolidation`.
+
+    Returns:
+        a plan; `pays` says whether to follow it now.
+
+    Raises:
+        RecpointError: of `plan_consolidation`.
+    """
+    triggers = triggers or ConsolidationTriggers()
+    chain = chain_to_merge(run, name, avoid=avoid)
+    whole = plan_merge_of(run, chain, links=None, triggers=triggers)
+    best = cheapest(weigh(whole.merges, triggers))
+    if best is None or best.sizes.into_full:
+        return whole
+    part = plan_merge_of(run, chain, links=best.sizes.merged, triggers=triggers)
+    # What is reached by the chain as a whole need not be by these links alone.
+    return part if part.pays else replace(part, pays=True, reason=whole.reason)
+
+
+def weigh(
+    merges: Sequence[MergeSizes], triggers: ConsolidationTriggers
+) -> tuple[WeighedMerge, ...]:
+    """What each merge of a chain costs for what it saves.
+
+    The cost is the bytes read and written, over the share of the way back that they buy: of the
+    manifests beyond the one of a full, where the chain is too long, and of the bytes that a restore
+    reads beyond those of a full, where these are too many, or too many rows dead; of the smaller
+    share where it is both. A chain that goes on growing as it did comes to its trigger again after
+    a time in proportion to that share, so that the cost is what keeping it below takes over time. A
+    full takes it all the way back, for the bytes of everything; merging fewer links leaves alone
+    what was merged before, or what has little in common with the newest.
+
+    An increment counts only if it leaves at least half of the way to each trigger that was reached.
+    What it saves is what is known without reading chunks (`live_rows`).
+
+    Args:
+        merges: of `merge_sizes`; the last is into a full.
+        triggers: from when on it pays. Before that nothing has a cost.
+    """
+    if not merges:
+        return ()
+    whole = merges[-1]
+    reached = triggers.reached(whole)
+    too_long, too_large = "links" in reached, bool(reached.keys() - {"links"})
+    weighed = []
+    for merge in merges:
+        why_not, shares = "", [1.0] * merge.into_full
+        if not reached:
+            why_not = "no trigger is reached"
+        elif not merge.into_full:
+            if too_long:
+                shares.append((merge.links_before - merge.links_after) / (merge.links_before - 1))
+                if merge.links_after - 1 > (triggers.links - 1) * _LEFT:
+                    why_not = "leaves many manifests"
+            if too_large:
+                shares.append(_saved_bytes(merge) / max(1, _saved_bytes(whole)))
+                if shares[-1] <= 0 or _leaves_much(merge, whole, triggers):
+                    why_not = "may leave much dead"
+        moved = merge.read_bytes + merge.write_bytes
+        cost = None if why_not else moved / min(shares)
+        weighed.append(WeighedMerge(sizes=merge, cost_bytes=cost, why_not=why_not))
+    return tuple(weighed)
+
+
+def cheapest(weighed: Sequence[WeighedMerge]) -> WeighedMerge | None:
+    """The one to follow: of the lowest cost, and of those the one of most links; None: none."""
+    costs = [
+        (one.cost_bytes, -one.sizes.merged, one) for one in weighed if one.cost_bytes is not None
+    ]
+    return min(costs, key=lambda cost: cost[:2])[2] if costs else None
+
+
+def _saved_bytes(merge: MergeSizes) -> int:
+    """That a restore reads less; at least."""
+    return merge.restore_bytes_before - merge.restore_bytes_after
+
+
+def _leaves_much(merge: MergeSizes, whole: MergeSizes, triggers: ConsolidationTriggers) -> bool:
+    """Whether a restore may afterwards read more than half of what a trigger allows."""
+    ratio = merge.restore_bytes_after / max(1, whole.restore_bytes_after)
+    rows = merge.restore_rows_after
+    dead_share = (rows - whole.write_rows) / max(1, rows)
+    return (
+        ratio - 1 > (triggers.restore_ratio - 1) * _LEFT or dead_share > triggers.dead_share * _LEFT
+    )

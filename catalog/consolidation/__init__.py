@@ -1,1 +1,0 @@
-"""Chains made shorter by moving stored rows (format §6.8)."""

@@ -1,0 +1,321 @@
+"""What went wrong with a run, and what retention is about to remove, as its catalog tells it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringManifest, Failure
+from recpoint.catalog.persist.ranks import ranks_text
+from recpoint.catalog.retention.prune import PlanWatch
+from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS
+from recpoint.catalog.run.lineage import next_step_of_lost
+from recpoint.catalog.run.pins import read_deletion
+from recpoint.catalog.run.run import RejectionWatch, Run, read_end
+from recpoint.catalog.run.validations import Verdict
+from recpoint.catalog.store.contract import ObjectInfo
+from recpoint.catalog.store.run_url import naming_run
+from recpoint.catalog.store.scheduler import ReadScheduler
+from recpoint.errors import CheckpointCancelled, FormatError, ObjectNotFound, RecpointError
+from recpoint.format.naming import (
+    DELETION_KEY,
+    GENERATION_KEY,
+    MANIFEST_KEY,
+    AttemptName,
+    ManifestName,
+    ValidationName,
+)
+from recpoint.format.record_kinds import MARK, PART, VALIDATION
+from recpoint.format.validation import ValidationRecord
+
+__all__ = ["Troubles"]
+
+
+#: So many of each kind are told of, the newest.
+_TOLD = 20
+
+#: So many marks are read at a time: the reasons of thousands come with later refreshes.
+_MARKS_EACH = 200
+
+#: A checkpoint of several ranks whose parts are not all there after so long waits for some.
+_RANKS_SECONDS = 60.0
+
+#: A deletion that has been announced for longer was killed, and the next retention finishes it.
+_DELETION_SECONDS = TAKE_OVER_SECONDS
+
+
+class Troubles:
+    """Reads records of trouble, each once.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        chains: checkpoints whose chain does not join up, and why; set by `RunWatch`.
+        end: what is wrong with the newest trainer's end record; set by `RunWatch`.
+        lost: generations beside the live line that have checkpoints and no record, ascending; set
+            by `RunWatch`.
+        plan: the plan of the newest retention.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._reasons: dict[tuple[str, int], str] = {}
+        self._ends: dict[int, bool] = {}
+        self._records: dict[ValidationName, ValidationRecord | None] = {}
+        self.chains: dict[ManifestName, RecpointError] = {}
+        self.end: FormatError | None = None
+        self.lost: Sequence[int] = ()
+        self.plan = PlanWatch(run)
+        self._rejections = RejectionWatch(run)
+
+    def marks(self, age: Callable[[ObjectInfo], Age]) -> tuple[ExpiringManifest, ...]:
+        """What retention has marked, ascending by key; new marks are read, some at each call."""
+        marks = dict(self._run.records(MARK).listed())
+        there = {manifest: (info.key, info.modified_ms) for manifest, info in marks.items()}
+        new = [one for one, mark in there.items() if mark not in self._reasons][:_MARKS_EACH]
+        with ReadScheduler.of_records() as reads:
+            read = zip(new, reads.results(new, self._reason), strict=True)
+            known = self._reasons | {there[manifest]: reason for manifest, reason in read}
+        self._reasons = {mark: known[mark] for mark in there.values() if mark in known}
+        return tuple(
+            ExpiringManifest(
+                key=manifest, reason=self._reasons.get(there[manifest], ""), age=age(info)
+            )
+            for manifest, info in marks.items()
+        )
+
+    def failures(
+        self,
+        live: Sequence[ManifestName],
+        known: Mapping[ManifestName, Verdict],
+        checkpoints: Iterable[CheckpointFacts],
+    ) -> tuple[Failure, ...]:
+        """What went wrong, newest first where the time is known."""
+        found = [
+            *self._validations(live, known),
+            *self._manifests(checkpoints),
+            *self._chains(),
+            *self._deletion(),
+            *self._restarts(),
+            *self._rejected(),
+            *self._records_for_people(),
+            *self._lost(),
+            *self._ranks(live),
+        ]
+        return tuple(sorted(found, key=lambda one: -(one.when_ms or 0)))
+
+    def bytes_per_second(
+        self, live: Sequence[ManifestName], known: Mapping[ManifestName, Verdict]
+    ) -> float | None:
+        """How fast the newest validation of bytes read them; None: there is none."""
+        for name in live:
+            verdict = known.get(name)
+            if verdict is None or not verdict.passed("sample"):
+                continue
+            record = self._record(name, verdict)
+            if record is None or record.bytes_read == 0:
+                continue
+            took_ms = record.finished_ms - record.started_ms
+            return None if took_ms <= 0 else 1000 * record.bytes_read / took_ms
+        return None
+
+    # --- one kind each -------------------------------------------------------------------------
+
+    def _validations(
+        self, live: Sequence[ManifestName], known: Mapping[ManifestName, Verdict]
+    ) -> list[Failure]:
+        failed = [n for n in live if n in known and known[n].result != "passed"]
+        return [self._validation(name, known[name]) for name in failed[:_TOLD]]
+
+    def _validation(self, name: ManifestName, verdict: Verdict) -> Failure:
+        record = self._record(name, verdict)
+        cause, when = "its record cannot be read", None
+        if record is not None:
+            first, when = record.findings[0], record.finished_ms
+            row = "" if first.row is None else f", row {first.row}"
+            cause = f"{first.subject}{row}, {first.what}: {first.found}; expected {first.expected}"
+            more = len(record.findings) - 1 + record.more_findings
+            cause += f"; and {more} more" if more else ""
+        return Failure(
+            kind="validation",
+            subject=f"validation {verdict.number} ({verdict.level}) of {name}: {verdict.result}",
+            cause=cause,
+            when_ms=when,
+            next_step=f"recpoint validate {self._run.url} --step {name.step}",
+        )
+
+    def _manifests(self, checkpoints: Iterable[CheckpointFacts]) -> list[Failure]:
+        damaged = [one for one in checkpoints if one.error is not None]
+        return [
+            Failure(
+                kind="manifest",
+                subject=MANIFEST_KEY.of(one.step, one.generation),
+                cause=one.error or "",
+                when_ms=None,
+                next_step=f"recpoint check {self._run.url}",
+            )
+            for one in damaged[:_TOLD]
+        ]
+
+    def _chains(self) -> list[Failure]:
+        return [
+            Failure(
+                kind="chain",
+                subject=f"chain of {name}",
+                cause=str(error),
+                when_ms=None,
+                next_step=f"recpoint check {self._run.url} --step {name.step}",
+            )
+            for name, error in list(self.chains.items())[:_TOLD]
+        ]
+
+    def _deletion(self) -> list[Failure]:
+        next_step = f"recpoint retain {self._run.url} finishes it"
+        try:
+            deletion = read_deletion(self._run)
+        except FormatError as error:
+            return [self._unfinished(str(error), None, next_step)]
+        if deletion is None:
+            return []
+        since = deletion.stamp.written_ms
+        if time.time() - since / 1000 < _DELETION_SECONDS:
+            return []
+        cause = f"{len(deletion.manifests)} manifests, by process {deletion.pid} of {deletion.host}"
+        return [self._unfinished(cause, since, next_step)]
+
+    def _unfinished(self, cause: str, when_ms: int | None, next_step: str) -> Failure:
+        return Failure(
+            kind="deletion",
+            subject=f"{DELETION_KEY}: a deletion is announced and not finished",
+            cause=cause,
+            when_ms=when_ms,
+            next_step=next_step,
+        )
+
+    def _records_for_people(self) -> list[Failure]:
+        return [
+            Failure(
+                kind="record",
+                subject=error.subject,
+                cause=str(error),
+                when_ms=None,
+                next_step=error.next_step,
+            )
+            for error in (self.end, self.plan.error, *self._rejections.damaged)
+            if error is not None
+        ]
+
+    def _lost(self) -> list[Failure]:
+        return [
+            Failure(
+                kind="record",
+                subject=GENERATION_KEY.of(number),
+                cause=f"no record of generation {number}, but checkpoints: they are superseded, "
+                "and retention keeps them",
+                when_ms=None,
+                next_step=naming_run(next_step_of_lost(number), self._run.url),
+            )
+            for number in self.lost[-_TOLD:]
+        ]
+
+    def _rejected(self) -> list[Failure]:
+        found = [
+            Failure(
+                kind="rejected",
+                subject=f"{one.checkpoint}" + (f" of rank {record.rank}" if record.rank else ""),
+                cause=f"{one.error_type}: {one.error}",
+                when_ms=one.rejected_ms,
+                next_step="see the agent's log; the trainer stages its rows again",
+            )
+            for record in self._rejections.refresh()
+            for one in record.newest
+            if one.error_type != CheckpointCancelled.__name__  # as its trainer wished
+        ]
+        return sorted(found, key=lambda one: -(one.when_ms or 0))[:_TOLD]
+
+    def _ranks(self, live: Sequence[ManifestName]) -> list[Failure]:
+        """Checkpoints that the newest trainer can still commit, and that wait for some ranks."""
+        newest = max(self._run.generation_numbers(), default=0)
+        last = max((name.step for name in live if name.generation == newest), default=-1)
+        there: dict[AttemptName, dict[int, int]] = {}
+        for part, info in self._run.records(PART).listed():
+            if part.generation == newest and part.step > last:
+                there.setdefault(part.checkpoint, {})[part.rank] = info.modified_ms
+        found = []
+        for attempt, modified in sorted(there.items())[-_TOLD:]:
+            since = min(modified.values())
+            if time.time() - since / 1000 < _RANKS_SECONDS:
+                continue
+            ranks = self._ranks_of(attempt, min(modified))
+            missing = [rank for rank in range(ranks) if rank not in modified]
+            if missing:
+                found.append(
+                    Failure(
+                        kind="ranks",
+                        subject=f"step {attempt.step} waits for {ranks_text(missing)} of {ranks}",
+                        cause=f"{ranks_text(modified)} stored what they have; the others did not",
+                        when_ms=since,
+                        next_step="see trainers and agents on the hosts of the missing ranks",
+                    )
+                )
+        return found
+
+    def _ranks_of(self, attempt: AttemptName, rank: int) -> int:
+        """How many ranks the checkpoint is of, as one of its parts says; 0: it cannot be read."""
+        try:
+            return self._run.records(PART).read(*attempt, rank).ranks
+        except (FormatError, ObjectNotFound):
+            return 0  # an agent says so, and rejects it
+
+    def _restarts(self) -> list[Failure]:
+        numbers = self._run.generation_numbers()[-_TOLD - 1 :]
+        found = []
+        for before, number in pairwise(numbers):
+            try:
+                record = self._run.generation(number)
+                if self._ended_by_itself(before):
+                    continue
+            except (FormatError, ObjectNotFound):
+                continue
+            went_on = "nothing" if record.restored is None else f"step {record.restored.step}"
+            found.append(
+                Failure(
+                    kind="restart",
+                    subject=f"generation {number}",
+                    cause=f"process {record.pid} of {record.host} went on from {went_on}; "
+                    "what its predecessor had trained after that is gone",
+                    when_ms=record.created_ms,
+                    next_step="see the log of the trainer before it",
+                )
+            )
+        return found
+
+    def _ended_by_itself(self, generation: int) -> bool:
+        # Its successor is there, so that it says nothing more.
+        known = self._ends.get(generation)
+        if known is None:
+            if len(self._ends) > 10 * _TOLD:
+                self._ends.clear()
+            known = self._ends[generation] = read_end(self._run, generation) is not None
+        return known
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def _record(self, name: ManifestName, verdict: Verdict) -> ValidationRecord | None:
+        named = ValidationName(*name, verdict.number, verdict.level, verdict.result)
+        if named not in self._records:
+            if len(self._records) > 10 * _TOLD:
+                self._records.clear()
+            try:
+                self._records[named] = self._run.records(VALIDATION).read(*named)
+            except (FormatError, ObjectNotFound):
+                self._records[named] = None
+        return self._records[named]
+
+    def _reason(self, manifest: str) -> str:
+        try:
+            return self._run.records(MARK).read(manifest).reason
+        except (FormatError, ObjectNotFound):
+            return ""

@@ -1,1 +1,0 @@
-"""What is written about checkpoints besides their manifests: leases, pins, validations and more."""

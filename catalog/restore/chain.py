@@ -1,0 +1,298 @@
+"""Reads a chain into a target: the state, then each row of each table once, newest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from recpoint.catalog.restore.chunks import (
+    ChunkSource,
+    ReadBuffers,
+    StoredRows,
+    look_at_stored,
+    read_rows,
+)
+from recpoint.catalog.restore.placement import place
+from recpoint.catalog.restore.rows import RowCoverage, SeenRows
+from recpoint.catalog.restore.state import StateReading
+from recpoint.catalog.restore.target import (
+    RestoreTarget,
+    RowSink,
+    StateCheckingTarget,
+    TableTarget,
+    check_targets,
+)
+from recpoint.catalog.run.chain import Chain
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.store.scheduler import READ_SMALL_BYTES, WHOLE_CHUNK_BYTES, ReadScheduler
+from recpoint.errors import FormatError, MalformedObject, ObjectNotFound, RecpointError
+from recpoint.format.manifest import ChunkEntry, Manifest
+
+__all__ = ["ChainReading"]
+
+
+# One table of a chain on its way into a target: newest rows first, and each row once.
+
+
+class WantedChunk(NamedTuple):
+    """A chunk to read, and where it stands: `link` 0 is the newest checkpoint of the chain."""
+
+    manifest: Manifest
+    entry: ChunkEntry
+    table: TableRows
+    link: int
+    is_last: bool  # of its link
+    is_needed: bool  # whatever the chunks before it hold
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes once it is read, row ids included."""
+        return self.entry.bytes + 8 * (self.entry.row_count or 0)
+
+
+class TableRows:
+    """Goes through the chunks of a table from the newest checkpoint of a chain to its full.
+
+    A row that a newer checkpoint has brought is not decoded again. Checkpoints older than the one
+    with which every row has been brought are not read: none of their bytes is used (format §6.3).
+    Rows that the target does not want count for nothing; what is kept in mind is of wanted ones.
+
+    Args:
+        chain: what is restored.
+        table: index into its tables.
+        into: where the rows go.
+    """
+
+    def __init__(self, chain: Chain, table: int, into: TableTarget | RowSink) -> None:
+        self._spec = chain.newest.tables[table]
+        self._into = into
+        self._wanted = range(self._spec.rows) if into.wanted is None else into.wanted
+        self._links = _links(chain, table, self._spec.rows, self._wanted)
+        self._full = chain.manifests[0]
+        self._from_full = self._full.kind == "full"
+        self._brought = 0
+        self._seen: SeenRows | None = None
+        self._coverage: RowCoverage | None = None
+        self._complete_at: int | None = None  # the link with which the last row came
+        self.left_out_bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """What has to be read as far as the manifests tell."""
+        return sum(entry.bytes for _, entries in self._links for entry in entries)
+
+    def chunks(self) -> Iterator[WantedChunk]:
+        """What to read, in this order; what `take` has shown not to be needed is left out."""
+        newer = 0  # rows that the checkpoints before this one hold, counting some several times
+        for link, (manifest, entries) in enumerate(self._links):
+            needed = newer < len(self._wanted)
+            for entry in entries:
+                chunk = WantedChunk(manifest, entry, self, link, entry is entries[-1], needed)
+                if not self.leaves_out(chunk):
+                    yield chunk
+            newer += sum(entry.row_count or 0 for entry in entries)
+
+    def leaves_out(self, chunk: WantedChunk) -> bool:
+        """Whether newer checkpoints have brought every row; counts the chunk as left out then."""
+        if self._complete_at is None or self._complete_at >= chunk.link:
+            return False
+        self.left_out_bytes += chunk.entry.bytes
+        return True
+
+    def take(self, chunk: WantedChunk, stored: StoredRows) -> None:
+        """Put the rows of a chunk in their places; in the order of `chunks`.
+
+        Raises:
+            MalformedObject: a row is in two chunks of one checkpoint.
+        """
+        manifest, entries = self._links[chunk.link]
+        if self._coverage is None:
+            counts = [entry.row_count or 0 for entry in entries]
+            self._coverage = RowCoverage(rows=len(self._wanted), row_counts=counts)
+        stored = stored.within(self._wanted)
+        if len(stored.rows):
+            self._coverage.add(stored.rows)
+        positions = None
+        if len(self._links) > 1:
+            if self._seen is None:  # here, so that there are bits of one or two tables at a time
+                self._seen = SeenRows(len(self._wanted))
+            positions = self._seen.claim(stored.rows)
+            if self._seen.all and self._complete_at is None:
+                self._complete_at = chunk.link
+        self._brought += len(stored.rows) if positions is None else positions.numel()
+        if chunk.is_last:
+            self._coverage.finish(key=Representation.of(manifest).key, table=self._spec.name)
+            self._coverage = None
+        if isinstance(self._into, TableTarget):
+            place(stored, positions, self._into)
+        else:
+            self._into.take(stored, positions)
+        if manifest.kind == "increment":
+            self._into.mark(stored.rows)
+
+    def finish(self) -> None:
+        """Check that every row has come, after the last chunk.
+
+        Of a whole table that follows from the manifest's row counts, of a part of it it does not.
+
+        Raises:
+            MalformedObject: the full of the chain does not hold a row that is wanted.
+        """
+        if self._from_full and self._brought != len(self._wanted):
+            raise MalformedObject(
+                Representation.of(self._full).key,
+                found=f"{self._brought} rows of table {self._spec.name!r} from row "
+                f"{self._wanted.start} on",
+                expected=f"all {len(self._wanted)} to row {self._wanted.stop - 1}",
+                next_step="restore an older checkpoint: recpoint list URL",
+            )
+
+
+def _links(
+    chain: Chain, table: int, rows: int, wanted: range
+) -> list[tuple[Manifest, list[ChunkEntry]]]:
+    """The chunks of a table that may hold wanted rows, by checkpoint, newest first.
+
+    Until a checkpoint that holds every row. What a manifest says of a chunk's first and last row is
+    held against the chunk when that is read; that a full's chunks hold all that is wanted is
+    counted at the end.
+    """
+    links: list[tuple[Manifest, list[ChunkEntry]]] = []
+    for manifest in reversed(chain.manifests):
+        of_table = [entry for entry in manifest.chunks if entry.table == table]
+        entries = [entry for entry in of_table if _may_hold(entry, wanted)]
+        if entries:
+            links.append((manifest, entries))
+        # They are disjoint, which is checked when they are read: so many rows are all rows.
+        if sum(entry.row_count or 0 for entry in of_table) >= rows:
+            break
+    return links
+
+
+def _may_hold(entry: ChunkEntry, wanted: range) -> bool:
+    assert entry.first_row is not None and entry.last_row is not None  # as of all chunks of rows
+    return entry.first_row < wanted.stop and wanted.start <= entry.last_row and bool(wanted)
+
+
+# Reading a chain into a target: what is stored first, then the state, then each row once.
+
+
+class ChainReading:
+    """One chain on its way into a target: all that it names, or what follows a known version.
+
+    Args:
+        source: where its chunks are.
+        chain: what is read. Its first manifest is a full, or an increment whose parent is what the
+            target holds already, in every row.
+        damaged: errors of chunks by key, known from other chains of the run and added to.
+        on_progress: called with bytes read so far and bytes to read, from the thread of `run`.
+
+    Attributes:
+        chunks_read, bytes_read: so far.
+    """
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        chain: Chain,
+        damaged: dict[str, RecpointError],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._source = source
+        self._chain = chain
+        self._damaged = damaged  # what is known of chunks that other chains of the run share
+        self._on_progress = on_progress
+        self._tables: list[TableRows] = []
+        self._bytes_to_read = 0
+        self.bytes_read = 0
+        self.chunks_read = 0
+
+    def run(self, target: RestoreTarget, threads: int) -> None:
+        """Read it with so many threads.
+
+        Raises:
+            FormatError, ObjectNotFound: a chunk is damaged or missing; its key is the subject.
+            IncompatibleModel: it does not fit the target; nothing has been written.
+            StoreError: the source cannot be read.
+        """
+        with ReadScheduler(threads) as reads:
+            self._restore(target, reads)
+
+    def _restore(self, target: RestoreTarget, reads: ReadScheduler) -> None:
+        newest = self._chain.newest
+        self._check_stored()
+        targets = tuple(target.begin(newest))
+        check_targets(newest, targets)
+        self._tables = [
+            TableRows(self._chain, table, into)
+            for table, into in enumerate(targets)
+            if into is not None
+        ]
+        self._bytes_to_read = sum(table.bytes for table in self._tables)
+        # The state first: when it is damaged, no table has been touched yet.
+        states = StateReading(self._source, newest, reads, self._account, self._expect)
+        state = states.for_target(target)
+        if isinstance(target, StateCheckingTarget):
+            target.check_state(newest, state)
+        with torch.no_grad():
+            self._write_rows(reads, self._tables)
+        target.finish(newest, state)
+
+    def _check_stored(self) -> None:
+        """Find missing and truncated objects before anything is read or written."""
+        for missing in look_at_stored(self._source, self._chain):
+            if missing.entry.content != "sample":  # which nothing that is restored needs
+                raise missing.error
+        for manifest in self._chain.manifests:
+            for entry in manifest.chunks:
+                if entry.key in self._damaged:
+                    raise self._damaged[entry.key]
+
+    def _write_rows(self, reads: ReadScheduler, tables: Sequence[TableRows]) -> None:
+        """Read and check in threads, decode here: from the newest checkpoint to the full."""
+        chunks = (chunk for table in tables for chunk in table.chunks())
+        buffers = ReadBuffers()
+        for chunk, outcome in reads.in_order(
+            chunks,
+            lambda chunk: read_rows(
+                self._source,
+                chunk.manifest,
+                chunk.entry,
+                buffers=buffers if chunk.entry.bytes > READ_SMALL_BYTES else None,
+            ),
+            size_bytes=_budgeted_bytes,
+        ):
+            if chunk.table.leaves_out(chunk):  # as was not known when it was to be read
+                self._show_progress()
+                continue
+            try:
+                chunk.table.take(chunk, outcome.result())
+            except (FormatError, ObjectNotFound) as error:
+                self._damaged[chunk.entry.key] = error
+                raise
+            self._account(chunk.entry)
+        for table in tables:
+            table.finish()
+
+    def _expect(self, size_bytes: int) -> None:
+        self._bytes_to_read += size_bytes
+
+    def _account(self, entry: ChunkEntry) -> None:
+        self.chunks_read += 1
+        self.bytes_read += entry.bytes
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self._on_progress is not None:
+            left_out = sum(table.left_out_bytes for table in self._tables)
+            self._on_progress(self.bytes_read, self._bytes_to_read - left_out)
+
+
+def _budgeted_bytes(chunk: WantedChunk) -> int:
+    """What a chunk counts as. One that may prove not to be needed is no small one: few are read."""
+    size_bytes = chunk.memory_bytes
+    if chunk.is_needed and size_bytes <= READ_SMALL_BYTES:
+        return size_bytes
+    return max(chunk.entry.bytes, WHOLE_CHUNK_BYTES)

@@ -1,0 +1,446 @@
+"""Reads stored chunks and hands out checked rows, several chunks ahead in bounded memory."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpoint.catalog.run.chain import Chain
+from recpoint.catalog.store.contract import Store
+from recpoint.catalog.store.records import parsed_twice
+from recpoint.catalog.store.scheduler import ReadScheduler
+from recpoint.errors import DigestMismatch, FormatError, MalformedObject, ObjectNotFound
+from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
+from recpoint.format.dtypes import array_bytes, item_bytes
+from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
+from recpoint.format.naming import parse_chunk_key
+from recpoint.kernels import row_set
+
+__all__ = [
+    "ChunkSource",
+    "ReadBuffers",
+    "StoreChunks",
+    "StoredRows",
+    "check_entry",
+    "check_stored",
+    "look_at_stored",
+    "read_chunk",
+    "read_rows",
+    "row_ids",
+    "row_parameter",
+    "why_missing",
+]
+
+
+# Says where chunks are read from: a store, or whatever else can give their bytes.
+
+
+class ChunkSource(Protocol):
+    """What reading chunks needs; called from several threads.
+
+    A source gives bytes and is not believed: `chunk_reader` compares them with the digest in the
+    manifest, and asks a second time for those that differ.
+    """
+
+    def sizes(self, prefix: str) -> Mapping[str, int]:
+        """Lengths in bytes of the chunks whose keys start with `prefix`, by key.
+
+        Raises:
+            ObjectNotFound: the source says why it has none of them.
+            StoreError: it cannot tell now.
+        """
+
+    def read(
+        self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview] | None = None
+    ) -> bytes | memoryview:
+        """All bytes of a chunk, as they are there now.
+
+        Args:
+            key: of the chunk.
+            max_bytes: more are an error, and nothing is allocated for them.
+            lend: gives memory for so many bytes; where a source can choose, the chunk goes there.
+
+        Raises:
+            ObjectNotFound: there is none.
+            MalformedObject: it is larger than `max_bytes`.
+            StoreError: it could not be read.
+        """
+
+
+@dataclass(frozen=True)
+class StoreChunks:
+    """The chunks in the store of a run."""
+
+    store: Store
+
+    def sizes(self, prefix: str) -> Mapping[str, int]:
+        """See `ChunkSource.sizes`; one listing."""
+        return {info.key: info.size_bytes for info in self.store.list(prefix)}
+
+    def read(
+        self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview] | None = None
+    ) -> bytes | memoryview:
+        """See `ChunkSource.read`."""
+        if lend is None:
+            return self.store.get(key, max_bytes=max_bytes)
+        return self.store.get_lent(key, max_bytes=max_bytes, lend=lend)
+
+
+# Memory for large objects that are read one after another: used again, not asked for again.
+#
+# An allocator keeps what each thread has freed for that thread: glibc up to two blocks of the
+# largest size for each, so that readers in several threads hold twice what they use. Memory that
+# goes to the system and comes back is cleared each time, which takes longer than reading. What is
+# lent here comes back by itself with the last view of it, and is lent to the next thread that
+# reads.
+
+
+#: Objects that differ by less have buffers of one size.
+_GRAIN_BYTES: Final = 1 << 20
+_PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+class ReadBuffers:
+    """As many buffers as are lent at once at most; they go with it and the last view of each.
+
+    May be used from several threads: a list's `append` and `pop` are whole in themselves, and
+    nothing else is shared. A lock would not do: memory may come back while one is held.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+
+    def lend(self, size_bytes: int) -> memoryview:
+        """Memory of so many bytes, which hold anything; the borrower's as long as any view of it
+        lives."""
+        if size_bytes < 1:
+            return memoryview(bytearray())
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = None
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = None  # too small a one goes before its successor comes
+            grains = -(-size_bytes // _GRAIN_BYTES)
+            buffer = np.frombuffer(mmap.mmap(-1, grains * _GRAIN_BYTES, flags=_PRIVATE), np.uint8)
+        lent: Any = buffer[:size_bytes]
+        weakref.finalize(lent, self._free.append, buffer).atexit = False
+        return memoryview(lent)
+
+
+# From stored chunks to checked rows: nothing is believed before it is checked.
+#
+# Read order R5 (format §6.3): length and crc32c of all bytes, then the header against the
+# manifest's entry, then the row set and the row parameters.
+
+
+_NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """What a row chunk holds, checked and not yet decoded. Its tensors MUST NOT be written to.
+
+    Attributes:
+        rows: ids, int64 [n], ascending, without duplicates, each in the table; or a range.
+        scheme: `"exact"` or `"asymmetric"`.
+        bits: of a code; for scheme exact of a value.
+        values: for scheme exact [n, dim] of the table's dtype, else packed codes
+            u8 [n, ceil(dim·bits/8)].
+        scale, offset: f32 [n], finite; empty for scheme exact.
+        row_states: one [n, *shape] for each row state of the table, of its dtype or BF16.
+    """
+
+    rows: range | Tensor
+    scheme: Scheme
+    bits: int
+    values: Tensor
+    scale: Tensor
+    offset: Tensor
+    row_states: tuple[Tensor, ...]
+
+    def positions_of(self, wanted: range) -> range:
+        """The positions of those of its rows whose ids are wanted."""
+        rows = self.rows
+        if isinstance(rows, range):
+            start, stop = (
+                min(max(end, rows.start), rows.stop) - rows.start
+                for end in (wanted.start, wanted.stop)
+            )
+        else:
+            ends = torch.tensor([wanted.start, wanted.stop], device="cpu")
+            start, stop = torch.searchsorted(rows, ends).tolist()
+        return range(start, max(start, stop))
+
+    def within(self, wanted: range) -> StoredRows:
+        """Those of its rows that are wanted, in the same memory; ids count from `wanted.start`."""
+        inside = self.positions_of(wanted)
+        if len(inside) == len(self.rows) and wanted.start == 0:
+            return self
+        part = slice(inside.start, inside.stop)
+        quantized = self.scheme != "exact"
+        return replace(
+            self,
+            rows=_moved(self.rows[part], -wanted.start),
+            values=self.values[part],
+            scale=self.scale[part] if quantized else self.scale,
+            offset=self.offset[part] if quantized else self.offset,
+            row_states=tuple(state[part] for state in self.row_states),
+        )
+
+
+def _moved(rows: range | Tensor, by: int) -> range | Tensor:
+    return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by
+
+
+# --- before anything is read ---------------------------------------------------------------------
+
+
+def check_entry(manifest: Manifest, entry: ChunkEntry) -> None:
+    """Whether so few bytes can hold so many rows.
+
+    A reader allocates for the rows that a manifest promises; after this check and `check_stored`
+    that is at most a small multiple of what the store really holds (format §9).
+
+    Raises:
+        MalformedObject: they cannot.
+    """
+    if entry.table is None or entry.row_count is None or entry.bits is None:
+        return
+    spec = manifest.tables[entry.table]
+    least_bytes = entry.row_count * (_row_bytes(spec, entry) + _state_bytes(spec))
+    if entry.bytes < least_bytes:
+        raise MalformedObject(
+            entry.key,
+            found=f"{entry.bytes} bytes for {entry.row_count} rows of table {spec.name!r:.80}",
+            expected=f"at least {least_bytes}",
+            next_step=_NEXT_STEP,
+        )
+
+
+def _row_bytes(spec: TableSpec, entry: ChunkEntry) -> int:
+    if entry.scheme == "exact" or entry.bits is None:
+        return spec.dim * item_bytes(spec.dtype)
+    return (spec.dim * entry.bits + 7) // 8 + 2 * item_bytes("F16")
+
+
+def _state_bytes(spec: TableSpec) -> int:
+    return sum(array_bytes(state.narrow_dtype, state.shape) for state in spec.row_states)
+
+
+def check_stored(manifest: Manifest, entry: ChunkEntry, sizes: Mapping[str, int]) -> None:
+    """Whether the object is there and as long as the manifest says.
+
+    Args:
+        manifest: the checkpoint that names it.
+        entry: the chunk.
+        sizes: length in bytes of each stored object, by key.
+
+    Raises:
+        ObjectNotFound: it is not there.
+        DigestMismatch: it has another length.
+    """
+    size_bytes = sizes.get(entry.key)
+    if size_bytes is None:
+        raise ObjectNotFound(
+            entry.key,
+            found="no object",
+            expected=f"a chunk of {manifest.ref}",
+            next_step=_NEXT_STEP,
+        )
+    if size_bytes != entry.bytes:
+        raise DigestMismatch(
+            entry.key,
+            found=f"{size_bytes} bytes",
+            expected=f"{entry.bytes} bytes",
+            next_step=_NEXT_STEP,
+        )
+
+
+# --- chunks --------------------------------------------------------------------------------------
+
+
+def read_chunk(
+    source: ChunkSource,
+    manifest: Manifest,
+    entry: ChunkEntry,
+    *,
+    buffers: ReadBuffers | None = None,
+) -> Chunk:
+    """Read one chunk and check its length, digest, header and origin.
+
+    Args:
+        source: where it is.
+        manifest: the checkpoint that names it.
+        entry: the chunk.
+        buffers: whose memory it may be in as long as the chunk lives; None: memory of its own.
+
+    Raises:
+        ObjectNotFound: it is not there.
+        FormatError: it is not what the manifest says; its key is the subject.
+        StoreError: it could not be read.
+    """
+
+    def parse(data: bytes | memoryview) -> Chunk:
+        return parse_chunk(data, key=entry.key, entry=entry, manifest=manifest)
+
+    lend = None if buffers is None else buffers.lend
+    return parsed_twice(lambda: source.read(entry.key, max_bytes=entry.bytes, lend=lend), parse)
+
+
+def read_rows(
+    source: ChunkSource,
+    manifest: Manifest,
+    entry: ChunkEntry,
+    *,
+    buffers: ReadBuffers | None = None,
+) -> StoredRows:
+    """Read one row chunk and check all of it; `row_placement.place` decodes what is wanted.
+
+    Arguments and errors as for `read_chunk`.
+    """
+    chunk = read_chunk(source, manifest, entry, buffers=buffers)
+    if entry.table is None or entry.scheme is None or entry.bits is None:
+        raise ValueError(f"{entry.key} is not a row chunk")
+    spec = manifest.tables[entry.table]
+    sections = chunk.sections
+    exact = entry.scheme == "exact"
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
+    return StoredRows(
+        rows=row_ids(chunk, entry, spec),
+        scheme=entry.scheme,
+        bits=entry.bits,
+        values=section_tensor(sections["values" if exact else "codes"]),
+        scale=none if exact else row_parameter(sections["scale"], entry),
+        offset=none if exact else row_parameter(sections["offset"], entry),
+        row_states=tuple(
+            section_tensor(sections[f"state.{k}"]) for k in range(len(spec.row_states))
+        ),
+    )
+
+
+def row_parameter(section: Section, entry: ChunkEntry) -> Tensor:
+    """The scales or offsets as f32 [n]; the conversion from F16 is exact.
+
+    Raises:
+        MalformedObject: one is not finite.
+    """
+    parameter = section_tensor(section).to(torch.float32)
+    # Both ends are NaN where any value is one, and infinite where any is that.
+    if not all(bool(end.isfinite()) for end in parameter.aminmax()):
+        raise _malformed(
+            entry.key, f"a {section.name} that is not finite", "finite row parameters (format §3.2)"
+        )
+    return parameter
+
+
+def row_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor:
+    """Ids of a chunk's rows, int64 [n], ascending, each in the table; or a range.
+
+    Raises:
+        MalformedObject: the row set does not decode to as many, or to others than the manifest's.
+    """
+    rows = _decoded_ids(chunk, entry, spec)
+    ends = (int(rows[0]), int(rows[-1]))
+    if ends != (entry.first_row, entry.last_row):
+        raise _malformed(
+            entry.key,
+            f"rows from {ends[0]} to {ends[1]}",
+            f"rows from {entry.first_row} to {entry.last_row}, as in the manifest",
+        )
+    return rows
+
+
+def _decoded_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor:
+    coded = chunk.meta.row_set
+    count = entry.row_count
+    if coded is None or count is None:
+        raise ValueError(f"{entry.key} is not a row chunk")
+    if coded.coding == "range":
+        if coded.first + count > spec.rows:
+            found = f"{count} rows from {coded.first}"
+            raise _malformed(entry.key, found, f"rows below {spec.rows}")
+        return range(coded.first, coded.first + count)
+    payload = bytes(chunk.sections["row_set"].data)
+    try:
+        return row_set.decode(coded.coding, coded.first, payload, count=count, rows=spec.rows)
+    except ValueError as error:
+        raise _malformed(
+            entry.key, f"a row set that does not decode ({error})", "format §3.1"
+        ) from error
+
+
+def _malformed(key: str, found: str, expected: str) -> MalformedObject:
+    return MalformedObject(key, found=found, expected=expected, next_step=_NEXT_STEP)
+
+
+# Whether the objects of a chain are there, in their lengths, before one of them is read.
+
+
+_LISTINGS = 16
+
+
+class Missing(NamedTuple):
+    """A chunk that is not there as the manifest says."""
+
+    entry: ChunkEntry
+    error: FormatError | ObjectNotFound
+
+
+def _needed(chain: Chain) -> list[tuple[Manifest, ChunkEntry]]:
+    """What restoring and validating a chain reads: all rows; state and sample of the newest."""
+    return [
+        (manifest, entry)
+        for manifest in chain.manifests
+        for entry in manifest.chunks
+        if entry.content == "rows" or manifest is chain.newest
+    ]
+
+
+def look_at_stored(source: ChunkSource, chain: Chain) -> Iterator[Missing]:
+    """Find missing and truncated objects by listing, without reading one.
+
+    Raises:
+        StoreError: the source cannot tell now.
+    """
+    chunks = _needed(chain)
+    prefixes = {_prefix_of(entry) for _, entry in chunks if parse_chunk_key(entry.key)}
+    sizes: dict[str, int] = {}
+    refused: dict[str, ObjectNotFound] = {}
+    # A listing each, and most of it waiting: a long chain's are made several at a time.
+    with ReadScheduler(min(_LISTINGS, len(prefixes) or 1)) as reads:
+        for prefix, listing in reads.in_order(sorted(prefixes), source.sizes):
+            try:
+                sizes.update(listing.result())
+            except ObjectNotFound as error:
+                refused[prefix] = error
+    for manifest, entry in chunks:
+        try:
+            check_entry(manifest, entry)
+            check_stored(manifest, entry, sizes)
+        except (FormatError, ObjectNotFound) as error:
+            yield Missing(entry, refused.get(_prefix_of(entry), error))
+
+
+def why_missing(source: ChunkSource, entry: ChunkEntry) -> ObjectNotFound | None:
+    """The source's own reason why the chunks beside `entry` cannot be listed; None: it has none.
+
+    Raises:
+        StoreError: the source cannot tell now.
+    """
+    try:
+        source.sizes(_prefix_of(entry))
+    except ObjectNotFound as error:
+        return error
+    return None
+
+
+def _prefix_of(entry: ChunkEntry) -> str:
+    return entry.key.rpartition("/")[0] + "/"

@@ -1,0 +1,280 @@
+"""Dense tensors that several ranks hold a piece of each: whole again, or cut in another way.
+
+A piece is a dictionary in a rank's state tree (format §3.4): `shard_of`, the shape of the whole;
+`at`, where the piece begins in it; `tensor`, the piece. The pieces of all ranks are disjoint and
+make up the whole; one of no elements says nothing, and one that is there several times, with the
+same bits, counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.errors import MalformedObject
+
+__all__ = [
+    "DenseShard",
+    "check_shards",
+    "dense_shards",
+    "fault_of_boxes",
+    "fill_part",
+    "has_part",
+    "is_shard",
+    "join_shards",
+    "parse_shard",
+]
+
+
+_KEYS: Final = frozenset(("shard_of", "at", "tensor"))
+_MOST: Final = 2**48  # of elements along a dimension, as of a table's rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseShard:
+    """A piece, checked for itself.
+
+    Attributes:
+        shape: of the whole tensor.
+        at: where the piece's first element is in it.
+        tensor: the piece.
+    """
+
+    shape: tuple[int, ...]
+    at: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def box(self) -> tuple[range, ...]:
+        """The indices that it holds, along each dimension."""
+        return _box(self.at, self.tensor)
+
+
+def is_shard(node: object) -> bool:
+    """Whether a node of a state tree is a piece of a tensor."""
+    return isinstance(node, Mapping) and node.keys() == _KEYS
+
+
+def parse_shard(node: object, *, name: str) -> DenseShard:
+    """A piece as a state tree has it.
+
+    Raises:
+        MalformedObject: it is none, or does not lie in the tensor that it says it is of.
+    """
+    if not isinstance(node, Mapping) or node.keys() != _KEYS:
+        raise _malformed(name, f"{type(node).__name__}", "a piece: shard_of, at, tensor")
+    shape, at, tensor = node["shard_of"], node["at"], node["tensor"]
+    if not (_are_sizes(shape) and _are_sizes(at) and isinstance(tensor, Tensor)):
+        found = f"shard_of {shape!r:.80}, at {at!r:.80}, tensor a {type(tensor).__name__}"
+        raise _malformed(name, found, "two lists of integers from 0 on, and a tensor")
+    if tensor.is_sparse:
+        raise _malformed(name, "a sparse piece", "a dense one")
+    shard = DenseShard(shape=tuple(shape), at=tuple(at), tensor=tensor)
+    if not (
+        len(shard.shape) == len(shard.at) == tensor.dim()
+        and all(part.stop <= size for part, size in zip(shard.box, shard.shape, strict=True))
+    ):
+        found = f"a piece of {list(tensor.shape)} at {list(shard.at)}"
+        raise _malformed(name, found, f"one that lies in {list(shard.shape)}")
+    return shard
+
+
+def check_shards(shards: Sequence[DenseShard], *, name: str) -> None:
+    """Whether they make up the whole tensor.
+
+    Raises:
+        MalformedObject: they leave a gap, overlap without being the same piece, or differ in shape
+            or dtype.
+    """
+    _checked(shards, name)
+
+
+def join_shards(shards: Sequence[DenseShard], *, name: str) -> Tensor:
+    """The whole tensor, in fresh memory of the CPU.
+
+    Raises:
+        MalformedObject: as `fill_part`; nothing has been allocated for what is not there.
+    """
+    filled = _checked(shards, name)
+    whole = torch.empty(shards[0].shape, dtype=shards[0].tensor.dtype, device="cpu")
+    _copy(filled, (0,) * whole.dim(), whole)
+    return whole
+
+
+def fill_part(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor, *, name: str) -> None:
+    """Copy what lies at `at` of the whole tensor into `into`, however the pieces are cut.
+
+    Args:
+        shards: of all ranks, or of those that have some of the part.
+        at: where the part begins that is wanted.
+        into: that part, of any strides and on any device.
+        name: of the tensor, for errors.
+
+    Raises:
+        MalformedObject: the pieces leave a gap in it, overlap, or differ in shape or dtype.
+        ValueError: the part does not lie in the tensor, or is of another dtype.
+    """
+    filled = _disjoint(shards, name)
+    shape, dtype = shards[0].shape, shards[0].tensor.dtype
+    inside = len(at) == into.dim() == len(shape) and all(
+        0 <= part.start and part.stop <= size
+        for part, size in zip(_box(at, into), shape, strict=True)
+    )
+    if not inside or into.dtype != dtype:
+        found = f"{into.dtype} {list(into.shape)} at {list(at)}"
+        raise ValueError(f"{name!r}: {found} is no part of {dtype} {list(shape)}")
+    stored, needed = _elements_in(filled, _box(at, into)), into.numel()
+    if stored != needed:  # and they are disjoint
+        found = f"{stored} elements of {list(into.shape)} at {list(at)}"
+        raise _malformed(name, found, f"{needed}, without a gap")
+    _copy(filled, at, into)
+
+
+def has_part(shards: Sequence[DenseShard], box: Sequence[range], *, name: str) -> bool:
+    """Whether every element of a part, a range along each dimension, is in one of these pieces.
+
+    Raises:
+        MalformedObject: they overlap, or differ in shape or dtype.
+    """
+    return _elements_in(_disjoint(shards, name), box) == math.prod(map(len, box))
+
+
+def fault_of_boxes(shape: Sequence[int], boxes: Iterable[Sequence[range]]) -> str | None:
+    """Why boxes do not make up a tensor, each element in one of them; None: they do.
+
+    Args:
+        shape: of the tensor.
+        boxes: the indices along each dimension; those without any say nothing.
+    """
+    filled = sorted((tuple(box) for box in boxes if all(box)), key=_starts)
+    overlap = _overlap(filled)
+    if overlap is not None:
+        return overlap
+    stored, needed = sum(math.prod(map(len, box)) for box in filled), math.prod(shape)
+    return None if stored == needed else f"{stored} elements of {needed} in all pieces"
+
+
+def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
+    """Those parameters and buffers that are stored in pieces, by name, the pieces of all ranks.
+
+    Raises:
+        MalformedObject: one is no piece, or is stored whole as well.
+    """
+    pieces: dict[str, list[DenseShard]] = {}
+    whole: set[str] = set()
+    for tree in state.values():
+        model = tree.get("model") if isinstance(tree, Mapping) else None
+        dense = model.get("tensors") if isinstance(model, Mapping) else None
+        for name, value in dense.items() if isinstance(dense, Mapping) else ():
+            if is_shard(value):
+                pieces.setdefault(str(name), []).append(parse_shard(value, name=str(name)))
+            else:
+                whole.add(str(name))
+    for name in sorted(whole & pieces.keys()):
+        raise _malformed(name, "the whole of it beside a piece", "either")
+    return pieces
+
+
+def _checked(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
+    """Those that hold something, in order; together they are the whole tensor, each part once."""
+    filled = _disjoint(shards, name)
+    stored, needed = sum(shard.tensor.numel() for shard in filled), math.prod(shards[0].shape)
+    if stored != needed:  # and they are disjoint
+        raise _malformed(name, f"{stored} elements in all pieces", f"{needed}, without a gap")
+    return filled
+
+
+def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
+    """Those that hold something, in order; pieces of one tensor, of which none overlap."""
+    if not shards:
+        raise _malformed(name, "no piece", "pieces that make it up")
+    forms = {(shard.shape, shard.tensor.dtype) for shard in shards}
+    if len(forms) > 1:
+        found = ", ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype in forms))
+        raise _malformed(name, f"pieces of {found:.200}", "one shape and dtype of all")
+    filled = _each_once([shard for shard in shards if shard.tensor.numel()], name)
+    overlap = _overlap([shard.box for shard in filled])
+    if overlap is not None:
+        raise _malformed(name, overlap, "each element in one piece")
+    return filled
+
+
+def _each_once(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
+    """In order, those that hold the same elements once: replicas that each stored its piece."""
+    by_box: dict[tuple[range, ...], DenseShard] = {}
+    for shard in shards:
+        first = by_box.setdefault(shard.box, shard)
+        if first is not shard and not torch.equal(_bits(first.tensor), _bits(shard.tensor)):
+            found = f"two pieces of {list(shard.tensor.shape)} at {list(shard.at)} that differ"
+            raise _malformed(name, found, "the same bits in each piece of one place")
+    return [by_box[box] for box in sorted(by_box, key=_starts)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes: -0 is not 0, and a NaN is itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _overlap(boxes: Sequence[tuple[range, ...]]) -> str | None:
+    """Of boxes in order, none of them empty."""
+    for index, box in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if box and other[0].start >= box[0].stop:
+                break  # and so are all after it
+            if all(_common(a, b) for a, b in zip(box, other, strict=True)):
+                return f"pieces at {list(_starts(box))} and {list(_starts(other))} that overlap"
+    return None
+
+
+def _starts(box: Sequence[range]) -> tuple[int, ...]:
+    return tuple(part.start for part in box)
+
+
+def _elements_in(shards: Sequence[DenseShard], box: Sequence[range]) -> int:
+    """How many elements of a part disjoint pieces hold."""
+    return sum(
+        math.prod(len(_common(a, b)) for a, b in zip(shard.box, box, strict=True))
+        for shard in shards
+    )
+
+
+def _copy(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor) -> None:
+    wanted = _box(at, into)
+    with torch.no_grad():
+        for shard in shards:
+            common = [_common(a, b) for a, b in zip(shard.box, wanted, strict=True)]
+            if not all(common):
+                continue
+            source = tuple(
+                slice(c.start - a, c.stop - a) for c, a in zip(common, shard.at, strict=True)
+            )
+            dest = tuple(slice(c.start - a, c.stop - a) for c, a in zip(common, at, strict=True))
+            into[dest].copy_(shard.tensor[source])
+
+
+def _box(at: Sequence[int], tensor: Tensor) -> tuple[range, ...]:
+    return tuple(range(a, a + n) for a, n in zip(at, tensor.shape, strict=False))
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        type(size) is int and 0 <= size <= _MOST for size in value
+    )
+
+
+def _malformed(name: str, found: str, expected: str) -> MalformedObject:
+    return MalformedObject(
+        f"dense tensor {name!r:.200}",
+        found=found,
+        expected=expected,
+        next_step="restore an older checkpoint: recpoint list URL",
+    )

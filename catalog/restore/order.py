@@ -1,0 +1,294 @@
+"""Orders the checkpoints that a restore tries: what is selected, then what validations say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Final, NamedTuple
+
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.validations import Doubts
+from recpoint.errors import NothingToRestore, SettingsError
+from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
+
+__all__ = [
+    "NEWEST",
+    "RestoreOrder",
+    "Selection",
+    "Skipped",
+    "candidates",
+    "skipped_lines",
+    "skipped_text",
+]
+
+
+# Says which checkpoint of a run is wanted: one that is named, or the newest that is good.
+
+
+_NEXT: Final = (
+    "recpoint list URL --all shows steps and generations; validated_within is how many batches "
+    "may be trained once more for a validated checkpoint"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which checkpoint of a run is wanted.
+
+    Attributes:
+        step: this checkpoint and no other; None: the newest good one.
+        generation: with `step`: also one that is not on the live line.
+        validated_only: without a step: pass over checkpoints that were not validated.
+        validated_within: without a step: the newest validated checkpoint goes before newer ones
+            that nobody has validated, if it is at most so many batches older than the newest that
+            nothing speaks against; else that one. None: the newest goes first.
+
+    Raises:
+        SettingsError: a field cannot be that; or a generation comes without a step.
+    """
+
+    step: int | None = None
+    generation: int | None = None
+    validated_only: bool = False
+    validated_within: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("step", 0, MAX_STEP),
+            ("generation", 1, MAX_GENERATION),
+            ("validated_within", 0, None),
+        ):
+            number = _plain_number(name, getattr(self, name), least, most)
+            object.__setattr__(self, name, number)
+        if self.generation is not None and self.step is None:
+            raise _refused("generation", "no step with it", "both")
+        if not isinstance(self.validated_only, bool):
+            raise _refused("validated_only", f"{self.validated_only!r:.100}", "True or False")
+
+    @classmethod
+    def of(cls, name: ManifestName) -> Selection:
+        """That checkpoint and no other, on the live line or not."""
+        return cls(step=name.step, generation=name.generation)
+
+    @property
+    def named(self) -> bool:
+        """Whether one checkpoint is meant: no other takes its place, whatever is wrong with it."""
+        return self.step is not None
+
+    @property
+    def in_words(self) -> str:
+        """For people, in errors and logs."""
+        if self.step is not None:
+            if self.generation is None:
+                return f"step {self.step}"
+            return str(ManifestName(self.step, self.generation))
+        if self.validated_only:
+            return "the newest validated checkpoint"
+        if self.validated_within is None:
+            return "the newest checkpoint"
+        return f"the newest checkpoint, or a validated one within {self.validated_within} batches"
+
+
+def candidates(run: Run, selection: Selection, *, before: int | None = None) -> list[ManifestName]:
+    """The checkpoints that a selection leaves to choose from, newest first.
+
+    Args:
+        run: the run.
+        selection: what is wanted; what validations say is not looked at here.
+        before: leave out this generation and later ones.
+
+    Raises:
+        NothingToRestore: the step is not on the live line.
+        FormatError, GenerationRecordLost: see `Run.live_line`.
+        StoreError: the store cannot be read.
+    """
+    step, generation = selection.step, selection.generation
+    if step is None:
+        return run.live_line(before=before)
+    if generation is not None:
+        # A person names it: whether it is on the live line does not matter (format §5), nor
+        # whether the lineage can be followed at all.
+        return [ManifestName(step, generation)]
+    live = [name for name in run.live_line(before=before) if name.step == step]
+    if live:
+        return live
+    others = [name for name in reversed(run.manifest_names()) if name.step == step]
+    raise NothingToRestore(
+        f"{run.url}, {selection.in_words}",
+        found=f"superseded only: {', '.join(map(str, others))}" if others else "no checkpoint",
+        expected="a checkpoint of this step on the live line",
+        next_step=f"name its generation too: step {step}, generation {others[0].generation} "
+        f"(--generation {others[0].generation})"
+        if others
+        else f"recpoint list {run.url} --all",
+    )
+
+
+def _plain_number(name: str, value: object, least: int, most: int | None) -> int | None:
+    """The same as an `int`, since numpy's whole numbers are no `int`."""
+    if value is None:
+        return None
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = int(value)
+        if number >= least and (most is None or number <= most):
+            return number
+    raise _refused(name, f"{value!r:.100}", f"a whole number, {least} or more; or None")
+
+
+def _refused(name: str, found: str, expected: str) -> SettingsError:
+    return SettingsError(name, found=found, expected=expected, next_step=_NEXT)
+
+
+#: The newest checkpoint of the live line that is good.
+NEWEST: Final = Selection()
+
+
+# Which checkpoints a restore tries when none is named, and what is said of those it leaves.
+
+
+_MOST_REASONS = 6
+_MOST_CHARACTERS = 400
+_NAMED = "; it is restored if its step is named"
+
+
+class Skipped(NamedTuple):
+    """A newer checkpoint that was not restored, and why."""
+
+    name: ManifestName
+    error: str
+
+
+def skipped_lines(skipped: Iterable[Skipped]) -> list[str]:
+    """What was left, for people: checkpoints with one reason together, and not all reasons."""
+    by_reason: dict[str, list[ManifestName]] = {}
+    for name, error in skipped:
+        by_reason.setdefault(error, []).append(name)
+    lines = []
+    for error, names in list(by_reason.items())[:_MOST_REASONS]:
+        which = str(names[0])
+        if len(names) > 1:
+            which = f"{len(names)} checkpoints, steps {min(names).step} … {max(names).step}"
+        short = error if len(error) <= _MOST_CHARACTERS else f"{error[:_MOST_CHARACTERS]}…"
+        lines.append(f"{which}: {short}")
+    rest = sum(len(names) for names in list(by_reason.values())[_MOST_REASONS:])
+    if rest:
+        lines.append(f"{rest} more, for other reasons")
+    return lines
+
+
+def skipped_text(skipped: Iterable[Skipped]) -> str:
+    """`skipped_lines` in one."""
+    return "; ".join(skipped_lines(skipped))
+
+
+class RestoreOrder:
+    """Checkpoints to try, one after another, until one is good on whoever restores.
+
+    The newest that nothing speaks against; but before it the newest validated one that is at most
+    `validated_within` batches older, if there is one. Whenever one turns out to be damaged, the
+    same holds among those that are left: no more than so many batches are given up for a
+    validation, counted from the newest that is not known to be bad.
+
+    Args:
+        names: newest first.
+        doubts: what validations say; None: it does not matter, since a person named the checkpoint.
+        selection: what was asked for; its `validated_within` is meant above.
+        damaged: those that were found so before, and how.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[ManifestName],
+        doubts: Doubts | None,
+        selection: Selection,
+        *,
+        damaged: Mapping[ManifestName, str] | None = None,
+    ) -> None:
+        self._selection = selection
+        self._left = list(names)
+        self._doubts = doubts
+        self._known_damaged = damaged or {}
+        self._unvalidated = self._damaged = False
+        self._skipped: list[Skipped] = []
+        self._preferred: list[Skipped] = []
+
+    def __iter__(self) -> Iterator[ManifestName]:
+        """Each is the best that is left; who asks for another has told `damaged` of this one."""
+        while self._left:
+            newest = self._left[0]
+            if self._is_out(newest):
+                self._left.pop(0)
+                continue
+            name = self._validated_near(newest) or newest
+            newer = self._left[: self._left.index(name)]
+            self._preferred = [Skipped(one, self._why_not(one, name)) for one in newer]
+            self._left.remove(name)
+            yield name
+            self._preferred = []
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """What was left for the one that was tried last, newest first."""
+        return sorted([*self._skipped, *self._preferred], reverse=True)
+
+    def _is_out(self, name: ManifestName) -> bool:
+        if name in self._known_damaged:
+            self.damaged(name, self._known_damaged[name])
+            return True
+        doubt = None if self._doubts is None else self._doubts.about(name)
+        if doubt is None:
+            return False
+        self._doubted(name, doubt)
+        return True
+
+    def _why_not(self, newer: ManifestName, name: ManifestName) -> str:
+        """Why `newer` is left for `name`."""
+        doubt = None if self._doubts is None else self._doubts.about(newer)
+        if newer in self._known_damaged:
+            return self._known_damaged[newer]
+        if doubt is not None:
+            return f"{doubt}{_NAMED}"
+        within = self._selection.validated_within
+        return f"not validated; {name} is, within {within} batches of the newest"
+
+    def _validated_near(self, newest: ManifestName) -> ManifestName | None:
+        """The newest validated one that is near enough; None: there is none, or nobody asks."""
+        doubts, within = self._doubts, self._selection.validated_within
+        if doubts is None or within is None:
+            return None
+        for name in self._left:
+            if newest.step - name.step > within:
+                break
+            known = doubts.known(name)
+            if known is None or not known.passed("sample") or name in self._known_damaged:
+                continue
+            if doubts.about(name) is None:
+                return name
+        return None
+
+    def damaged(self, name: ManifestName, error: str) -> None:
+        """It could not be restored."""
+        self._damaged = True
+        self._skipped.append(Skipped(name, error))
+
+    def _doubted(self, name: ManifestName, doubt: str) -> None:
+        assert self._doubts is not None
+        self._unvalidated |= self._doubts.against(name) is None
+        self._skipped.append(Skipped(name, f"{doubt}{_NAMED}"))
+
+    def nothing_good(self, run: Run, *, good: str) -> NothingToRestore:
+        """The error when nothing is left; something was skipped. `good`: what none of them was."""
+        if self._unvalidated:
+            next_step = f"recpoint validate {run.url}"
+        elif self._damaged:
+            next_step = f"recpoint check {run.url} --level full"
+        else:
+            step = self._skipped[0].name.step
+            next_step = f"recpoint validate {run.url} --step {step} says what is wrong"
+        return NothingToRestore(
+            run.url,
+            found=skipped_text(self.skipped),
+            expected=f"{self._selection.in_words}, {good}",
+            next_step=next_step,
+        )

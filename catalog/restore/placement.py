@@ -1,0 +1,468 @@
+"""Places rows of a checked chunk into tensors: whole tables, or any rows and columns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.rows import LogicalState, LogicalTable, Piece, logical_tables
+from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget, mark_rows
+from recpoint.errors import IncompatibleModel
+from recpoint.format.dtypes import torch_dtype
+from recpoint.format.manifest import Manifest
+from recpoint.kernels import quantize, row_gather
+
+__all__ = ["PartsTarget", "TablePart", "map_parts", "place"]
+
+
+# From a checked row chunk to the tensors of a model: decode the rows that count, and no others.
+
+
+#: Rows that cannot go straight to their places are converted in memory of this size.
+_PASS_BYTES: Final = 8 << 20
+
+
+def place(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> None:
+    """Put rows of a chunk in their places; ids and shapes have been checked against the table.
+
+    Args:
+        stored: the chunk.
+        positions: which of its rows, int64 [m]; None: all.
+        into: the table's tensors, on any device.
+    """
+    if positions is not None and positions.numel() == 0:
+        return
+    rows = stored.rows
+    ids: range | Tensor = rows
+    among = slice(None)
+    if positions is not None and isinstance(rows, range):
+        # Positions in the chunk are ids in its part of the table: no ids have to be made of them.
+        ids, among = positions, slice(rows.start, rows.stop)
+    elif positions is not None and isinstance(rows, Tensor):
+        # By numpy: torch's threads would wait for a core that others read chunks on.
+        ids = torch.from_numpy(rows.numpy()[positions.numpy()])
+    values = into.values[among]
+    if stored.scheme == "exact":
+        _put(stored.values, positions, values, ids)
+    elif values.is_cpu and values.dtype == torch.float32:
+        _decode(stored, positions, values, ids)
+    else:
+        _decode_in_passes(stored, positions, values, ids)
+    for part, dest in zip(stored.row_states, into.row_states, strict=True):
+        if dest is not None:
+            _put(part, positions, dest[among], ids)
+
+
+def _decode(
+    stored: StoredRows, positions: Tensor | None, dest: Tensor, ids: range | Tensor
+) -> None:
+    if isinstance(ids, range):
+        dest, given = dest[ids.start : ids.stop], None
+    else:
+        given = ids
+    quantize.dequantize_rows(
+        stored.values,
+        stored.scale,
+        stored.offset,
+        dest,
+        given,
+        bits=stored.bits,
+        positions=positions,
+    )
+
+
+def _decode_in_passes(
+    stored: StoredRows, positions: Tensor | None, dest: Tensor, ids: range | Tensor
+) -> None:
+    """For a table on a GPU, where the codes are decoded, or of half precision."""
+
+    def decoded(part: slice) -> Tensor:
+        codes, scale, offset = (
+            _chosen(source, positions, part).to(dest.device)
+            for source in (stored.values, stored.scale, stored.offset)
+        )
+        rows = quantize.dequantize_packed(codes, scale, offset, dim=dest.shape[1], bits=stored.bits)
+        return rows.to(dest.dtype)  # rounds, format §3.2
+
+    _in_passes(decoded, dest, ids)
+
+
+def _put(source: Tensor, positions: Tensor | None, dest: Tensor, ids: range | Tensor) -> None:
+    """Copy rows as they are, or BF16 to F32, which is exact (format §3.5)."""
+    if isinstance(ids, range):
+        dest[ids.start : ids.stop].copy_(source)
+    elif dest.is_cpu and dest.dtype == source.dtype:
+        if positions is None:
+            row_gather.scatter(source, ids, dest)
+        else:
+            row_gather.move(source, positions, dest, ids)
+    else:
+        _in_passes(
+            lambda part: _chosen(source, positions, part).to(dest.device).to(dest.dtype), dest, ids
+        )
+
+
+def _chosen(source: Tensor, positions: Tensor | None, part: slice) -> Tensor:
+    return source[part] if positions is None else source[positions[part]]
+
+
+def _in_passes(rows: Callable[[slice], Tensor], dest: Tensor, ids: range | Tensor) -> None:
+    row_bytes = max(1, dest.nbytes // max(1, len(dest)))
+    step = max(1, _PASS_BYTES // row_bytes)
+    for start in range(0, len(ids), step):
+        part = slice(start, start + step)
+        given = ids[part]
+        if isinstance(given, range):
+            dest[given.start : given.stop].copy_(rows(part))
+        else:
+            row_gather.scatter(rows(part), given.to(dest.device), dest)
+
+
+# From a checked row chunk to some of its rows and columns, in tensors of any strides.
+
+
+#: Rows that are decoded or converted at once.
+
+
+@dataclass(frozen=True)
+class StateOfPiece:
+    """Where a row state of a piece goes.
+
+    Attributes:
+        into: [n, columns], or [n, *shape] of a state that has no value for each column.
+        by_column: which of both.
+        weight: of the latter, how many of the wanted columns the piece has.
+        before: how many of them the pieces have that are read before it.
+    """
+
+    into: Tensor
+    by_column: bool
+    weight: int = 0
+    before: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfPiece:
+    """Rows and columns of a piece, and where they go.
+
+    Attributes:
+        first_row: the table's row that is row 0 of `values`.
+        dim: columns of the piece.
+        columns: those of them that are wanted.
+        values: [n, columns], of any strides, on any device.
+        row_states: one for each of the piece; None: not wanted.
+        changed: as in `TableTarget`.
+    """
+
+    first_row: int
+    dim: int
+    columns: slice
+    values: Tensor
+    row_states: tuple[StateOfPiece | None, ...]
+    changed: Tensor | None
+
+    @property
+    def wanted(self) -> range:
+        """The rows of the table that go here."""
+        return range(self.first_row, self.first_row + len(self.values))
+
+    def as_target(self) -> TableTarget | None:
+        """The same, if the piece's rows go to their places as they are."""
+        if self.columns != slice(0, self.dim) or not self.values.is_contiguous():
+            return None
+        for state in self.row_states:
+            if state and not (state.into.is_contiguous() and state.before == 0):
+                return None
+        return TableTarget(
+            values=self.values,
+            row_states=tuple(None if state is None else state.into for state in self.row_states),
+            changed=self.changed,
+            first_row=self.first_row,
+        )
+
+
+class PieceSink:
+    """Takes the rows of one piece to all parts that want some of it; a `RowSink`.
+
+    Args:
+        parts: one or more; what lies between their rows is read too.
+    """
+
+    def __init__(self, parts: Sequence[PartOfPiece]) -> None:
+        self._parts = parts
+        first = min(part.wanted.start for part in parts)
+        self._wanted = range(first, max(part.wanted.stop for part in parts))
+
+    @property
+    def wanted(self) -> range:
+        """See `RowSink.wanted`."""
+        return self._wanted
+
+    def take(self, stored: StoredRows, positions: Tensor | None) -> None:
+        """See `RowSink.take`."""
+        for part in self._parts:
+            wanted = self._of(part)
+            inside = stored.positions_of(wanted)
+            chosen = positions
+            if chosen is not None:
+                ends = torch.tensor([inside.start, inside.stop], device="cpu")
+                first, last = torch.searchsorted(chosen, ends).tolist()
+                chosen = chosen[first:last] - inside.start
+            _place(stored.within(wanted), chosen, part)
+
+    def mark(self, rows: range | Tensor) -> None:
+        """See `RowSink.mark`."""
+        ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
+        for part in self._parts:
+            wanted = self._of(part)
+            inside = ids[(ids >= wanted.start) & (ids < wanted.stop)] - wanted.start
+            mark_rows(part.changed, inside, of=len(wanted))
+
+    def _of(self, part: PartOfPiece) -> range:
+        """The rows of a part, counted from the first that the sink takes."""
+        first = part.wanted.start - self._wanted.start
+        return range(first, first + len(part.values))
+
+
+def _place(stored: StoredRows, positions: Tensor | None, part: PartOfPiece) -> None:
+    """Put rows in their places, block by block; ids have been checked against the part."""
+    count = len(stored.rows) if positions is None else positions.numel()
+    step = max(1, _PASS_BYTES // _row_bytes(stored, part.dim))
+    for start in range(0, count, step):
+        block = slice(start, min(start + step, count))
+        chosen = block if positions is None else positions[block]
+        ids = _ids(stored.rows, chosen)
+        _write(part.values, ids, _values(stored, chosen, part.dim)[:, part.columns])
+        for source, state in zip(stored.row_states, part.row_states, strict=True):
+            if state is None:
+                continue
+            rows = source[chosen]
+            if state.by_column:
+                _write(state.into, ids, rows[:, part.columns])
+            elif state.before == 0:
+                _write(state.into, ids, rows)
+            else:
+                _write(state.into, ids, _merged(state, ids, rows))
+
+
+def _merged(state: StateOfPiece, ids: Tensor | slice, rows: Tensor) -> Tensor:
+    """What several pieces have of a row: the mean by columns so far; of integers, the largest.
+
+    The mean goes on from the one before, so that pieces with equal values leave it as it is.
+    """
+    before = state.into[ids if isinstance(ids, slice) else ids.to(state.into.device)].cpu()
+    if not rows.is_floating_point():
+        return torch.maximum(before, rows)
+    old, new = before.double(), rows.double()
+    by = torch.where(old == new, 0.0, new - old)  # of two infinities too
+    return old + by * (state.weight / (state.before + state.weight))
+
+
+def _values(stored: StoredRows, chosen: slice | Tensor, dim: int) -> Tensor:
+    if stored.scheme == "exact":
+        return stored.values[chosen]
+    codes, scale, offset = (
+        source[chosen].contiguous() for source in (stored.values, stored.scale, stored.offset)
+    )
+    return quantize.dequantize_packed(codes, scale, offset, dim=dim, bits=stored.bits)
+
+
+def _write(dest: Tensor, ids: Tensor | slice, rows: Tensor) -> None:
+    """Copy, or convert (format §3.2, §3.5)."""
+    if isinstance(ids, slice):
+        dest[ids].copy_(rows)
+    else:
+        moved = rows.to(dest.device).to(dest.dtype)
+        dest.index_copy_(0, ids.to(dest.device), moved)
+
+
+def _ids(rows: range | Tensor, chosen: slice | Tensor) -> Tensor | slice:
+    if isinstance(rows, range):
+        if isinstance(chosen, slice):
+            return slice(rows.start + chosen.start, rows.start + chosen.stop)
+        return chosen + rows.start
+    return rows[chosen]
+
+
+def _row_bytes(stored: StoredRows, dim: int) -> int:
+    """What a row takes, decoded."""
+    rows = max(1, len(stored.rows))
+    return 8 + 4 * dim + sum(t.nbytes for t in (stored.values, *stored.row_states)) // rows
+
+
+# Any part of a table from whatever pieces it is stored in: other rows, other columns, all of it.
+#
+# A target says which rows and columns of whole tables it wants, and where they go; `map_parts`
+# finds the pieces of a manifest that hold them. So a checkpoint of any number of ranks, sharded by
+# rows, by columns, by table or by both, restores into any other sharding (format §4).
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePart:
+    """Rows and columns of one whole table, and where they go, on any device.
+
+    Attributes:
+        table: its name.
+        values: [n, w], of the table's dtype: rows first_row … first_row + n − 1 of its columns
+            first_column … first_column + w − 1. Of any strides; contiguous is faster.
+        row_states: those that are wanted, by name. One that has a value for each column (Adam's)
+            is [n, w], any other [n, *shape], of its dtype.
+        first_row, first_column: of the table, counted from 0.
+        changed: if given, a dirty bitmap of the n rows on the CPU, all zero: the rows that come
+            from increments are marked in it.
+    """
+
+    table: str
+    values: Tensor
+    row_states: Mapping[str, Tensor] = field(default_factory=dict)
+    first_row: int = 0
+    first_column: int = 0
+    changed: Tensor | None = None
+
+    @property
+    def columns(self) -> range:
+        """The columns of the table that it holds."""
+        return range(self.first_column, self.first_column + self.values.shape[1])
+
+
+def map_parts(manifest: Manifest, parts: Sequence[TablePart]) -> list[TableTarget | RowSink | None]:
+    """Where each piece of the manifest goes: what `RestoreTarget.begin` returns.
+
+    Values and row states come with the bits that are stored. Only a state that has no value for
+    each column (row-wise Adagrad's sum, for instance) and that several pieces of a wanted part have
+    becomes something new: the mean of theirs, weighted by their columns, which is what such a state
+    is; of integers, the largest. Where all are equal it is the same.
+
+    A part that has all columns of a piece, and none else, in contiguous memory, is written in
+    place. Others go through 8 MiB of memory, a few rows at a time.
+
+    Args:
+        manifest: of the checkpoint.
+        parts: any number of a table, overlapping or not; their tensors must not.
+
+    Raises:
+        IncompatibleModel: a part is none of a table of the checkpoint; nothing has been written.
+    """
+    tables = logical_tables(manifest.tables)
+    wanted: dict[int, list[PartOfPiece]] = {}
+    for part in parts:
+        table = tables.get(part.table)
+        if table is None:
+            near = get_close_matches(part.table, tables, n=3) or list(tables)
+            raise _does_not_fit(
+                part.table, f"no such table in {manifest.ref}", f"one like {', '.join(near):.500}"
+            )
+        _check_part(table, part)
+        for piece in table.pieces:
+            common = _common(piece.columns, part.columns)
+            if common and len(part.values):
+                wanted.setdefault(piece.index, []).append(_of_piece(table, piece, part, common))
+    return [
+        _target(wanted[index]) if index in wanted else None for index in range(len(manifest.tables))
+    ]
+
+
+def _target(parts: list[PartOfPiece]) -> TableTarget | RowSink:
+    in_place = parts[0].as_target() if len(parts) == 1 else None
+    return in_place or PieceSink(parts)
+
+
+def _of_piece(table: LogicalTable, piece: Piece, part: TablePart, common: range) -> PartOfPiece:
+    here = slice(common.start - part.columns.start, common.stop - part.columns.start)
+    before = sum(  # columns of pieces that are read before this one
+        len(_common(other.columns, part.columns))
+        for other in table.pieces
+        if other.index < piece.index
+    )
+    states: list[StateOfPiece | None] = []
+    for state in table.row_states if part.row_states else ():
+        into = part.row_states.get(state.name)
+        if into is None:
+            states.append(None)
+        elif state.by_column:
+            states.append(StateOfPiece(into[:, here], by_column=True))
+        else:
+            states.append(StateOfPiece(into, by_column=False, weight=len(common), before=before))
+    return PartOfPiece(
+        first_row=part.first_row,
+        dim=piece.spec.dim,
+        columns=slice(common.start - piece.columns.start, common.stop - piece.columns.start),
+        values=part.values[:, here],
+        row_states=tuple(states) or (None,) * len(piece.spec.row_states),
+        changed=part.changed,
+    )
+
+
+def _check_part(table: LogicalTable, part: TablePart) -> None:
+    values, dtype = part.values, torch_dtype(table.dtype)
+    if values.dim() != 2 or values.dtype != dtype:
+        found = f"values: {values.dtype} {tuple(values.shape)}"
+        raise _does_not_fit(part.table, found, f"{dtype}, rows and columns")
+    rows, columns = values.shape
+    for what, first, count, size in (
+        ("rows", part.first_row, rows, table.rows),
+        ("columns", part.first_column, columns, table.dim),
+    ):
+        if first < 0 or first + count > size:
+            found = f"{what} {first} … {first + count - 1} wanted"
+            raise _does_not_fit(part.table, found, f"{what} of 0 … {size - 1}")
+    known = {state.name: state for state in table.row_states} if part.row_states else {}
+    for name, tensor in part.row_states.items():
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise _does_not_fit(part.table, f"row state {name!r:.80} wanted", f"one of: {there}")
+        _check_state(part, known[name], tensor)
+
+
+def _check_state(part: TablePart, state: LogicalState, tensor: Tensor) -> None:
+    rows, columns = part.values.shape
+    shape = (rows, columns) if state.by_column else (rows, *state.shape)
+    if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(state.dtype):
+        found = f"{state.name}: {tensor.dtype} {tuple(tensor.shape)}"
+        raise _does_not_fit(part.table, found, f"{torch_dtype(state.dtype)} {shape}")
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _does_not_fit(table: str, found: str, expected: str) -> IncompatibleModel:
+    return IncompatibleModel(
+        f"table {table!r:.200}",
+        found=found,
+        expected=expected,
+        next_step="recpoint show URL STEP lists the tables; ask for rows and columns of one",
+    )
+
+
+class PartsTarget:
+    """Restores parts of tables, and nothing else.
+
+    Args:
+        parts: see `map_parts`.
+
+    Attributes:
+        manifest: the checkpoint that was restored.
+    """
+
+    def __init__(self, parts: Sequence[TablePart]) -> None:
+        self._parts = parts
+        self.manifest: Manifest | None = None
+
+    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
+        """See `RestoreTarget.begin`."""
+        return map_parts(manifest, self._parts)
+
+    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+        """See `StateChoosingTarget.state_wanted`: nothing."""
+        return StateWanted()
+
+    def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
+        """See `RestoreTarget.finish`."""
+        self.manifest = manifest

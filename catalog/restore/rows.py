@@ -1,0 +1,394 @@
+"""Tells which rows chunks hold: whole tables from pieces, coverage, rows seen, rows still live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.errors import IncompatibleModel, MalformedObject
+from recpoint.format.dtypes import Dtype
+from recpoint.format.manifest import ChunkEntry, TableSpec
+from recpoint.kernels import dirty_bitmap
+
+__all__ = [
+    "Live",
+    "LiveRows",
+    "LogicalState",
+    "LogicalTable",
+    "Piece",
+    "RowCoverage",
+    "SECTION_ROWS",
+    "SeenIds",
+    "SeenRows",
+    "kept_by_ids",
+    "logical_tables",
+    "sections_of",
+    "sections_touched",
+]
+
+
+# Tables as the model has them, put together from the pieces that a manifest lists.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An entry of a manifest's tables: its index, and which columns of its table it holds."""
+
+    index: int
+    spec: TableSpec
+    columns: range
+
+
+class LogicalState(NamedTuple):
+    """A row state of a whole table.
+
+    `by_column`: it has one value for each of the table's, and is cut into pieces as they are; else
+    each piece has its own for the whole row. `shape` is that of one row's entry.
+    """
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    by_column: bool
+
+
+@dataclass(frozen=True)
+class LogicalTable:
+    """A whole table of a checkpoint.
+
+    Attributes:
+        name: in the model.
+        rows: of each piece.
+        dim: columns of all pieces.
+        dtype: of its values.
+        pieces: as the manifest lists them; one, unless it was sharded by columns.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    dtype: Dtype
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def row_states(self) -> tuple[LogicalState, ...]:
+        """Its row states, which all pieces have.
+
+        Raises:
+            IncompatibleModel: the pieces differ in them.
+        """
+        specs = [piece.spec for piece in self.pieces]
+        forms = [[(s.name, s.dtype) for s in spec.row_states] for spec in specs]
+        if any(form != forms[0] for form in forms):
+            raise self._differ(f"{forms!r:.200}")
+        found = []
+        for number, state in enumerate(specs[0].row_states):
+            shapes = [spec.row_states[number].shape for spec in specs]
+            by_column = shapes == [(spec.dim,) for spec in specs]
+            if not by_column and any(shape != shapes[0] for shape in shapes):
+                raise self._differ(f"{state.name!r} of {shapes!r:.200} a row")
+            shape = (self.dim,) if by_column else shapes[0]
+            found.append(LogicalState(state.name, state.dtype, shape, by_column))
+        return tuple(found)
+
+    def _differ(self, found: str) -> IncompatibleModel:
+        return IncompatibleModel(
+            f"table {self.name!r}",
+            found=f"row states that differ between its pieces: {found}",
+            expected="the same of each, or one value for each column",
+            next_step="restore the model without optimizer states",
+        )
+
+
+def logical_tables(tables: Sequence[TableSpec]) -> dict[str, LogicalTable]:
+    """The tables of a manifest by name, in the order in which their first pieces are listed.
+
+    Args:
+        tables: of a manifest, which has checked that the pieces of one name fit together.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for index, spec in enumerate(tables):
+        first = 0 if spec.columns is None else spec.columns.first
+        columns = range(first, first + spec.dim)
+        pieces.setdefault(spec.name, []).append(Piece(index, spec, columns))
+    return {
+        name: LogicalTable(
+            name=name,
+            rows=of_table[0].spec.rows,
+            dim=sum(piece.spec.dim for piece in of_table),
+            dtype=of_table[0].spec.dtype,
+            pieces=tuple(of_table),
+        )
+        for name, of_table in pieces.items()
+    }
+
+
+# Whether the chunks of a table hold each row at most once (format §4, I2 and I3).
+
+
+class RowCoverage:
+    """The rows that the chunks of one table of one checkpoint have brought so far.
+
+    Ranges are kept as ranges, which a full mostly consists of. Sets of ids cost one bit for each
+    row of the table or eight bytes for each row stored, whichever is less: a manifest may claim
+    any number of rows, while what is stored has been seen to be there.
+
+    Args:
+        rows: rows of the table.
+        row_counts: of each of its chunks in this checkpoint.
+    """
+
+    def __init__(self, *, rows: int, row_counts: Sequence[int]) -> None:
+        self._rows = rows
+        self._single = len(row_counts) == 1
+        self._with_bitmap = rows // 8 <= 8 * sum(row_counts)
+        self._ranges: list[range] = []
+        self._sets: list[Tensor] = []
+        self._bitmap: Tensor | None = None
+        self._set_rows = 0
+
+    def add(self, rows: range | Tensor) -> None:
+        """Take in a chunk's rows, already known to be ascending and inside the table."""
+        if self._single:
+            return  # its ids ascend strictly: there is nothing they could overlap with
+        if isinstance(rows, range):
+            self._ranges.append(rows)
+            return
+        if not self._with_bitmap:
+            self._sets.append(rows)
+            return
+        if self._bitmap is None:
+            self._bitmap = dirty_bitmap.new(self._rows)
+        dirty_bitmap.mark(self._bitmap, rows, rows=self._rows)
+        self._set_rows += rows.numel()
+
+    def finish(self, *, key: str, table: str) -> None:
+        """Check what has been added, after the last chunk.
+
+        A full needs no more than this: its manifest's row counts sum to the table's rows, so that
+        disjoint chunks hold every row.
+
+        Raises:
+            MalformedObject: naming the manifest `key`: some row is in two chunks.
+        """
+        ranges = sorted(self._ranges, key=lambda rows: rows.start)
+        overlap = any(
+            after.start < before.stop for before, after in zip(ranges, ranges[1:], strict=False)
+        )
+        if overlap or self._sets_overlap(ranges):
+            raise MalformedObject(
+                key,
+                found=f"a row of table {table!r} in two chunks",
+                expected="each row at most once in a checkpoint",
+                next_step="restore an older checkpoint: recpoint list URL",
+            )
+
+    def _sets_overlap(self, ranges: Sequence[range]) -> bool:
+        """Whether the sets of ids overlap each other or `ranges`, which are disjoint."""
+        if self._sets:
+            ids = torch.cat(self._sets).sort().values
+            edges = torch.tensor(
+                [(rows.start, rows.stop) for rows in ranges], dtype=torch.int64, device="cpu"
+            )
+            before = torch.searchsorted(ids, edges.reshape(-1, 2))
+            return bool((ids[1:] == ids[:-1]).any() or (before[:, 0] != before[:, 1]).any())
+        if self._bitmap is None:
+            return False
+        for rows in ranges:
+            dirty_bitmap.mark(
+                self._bitmap, torch.arange(rows.start, rows.stop, device="cpu"), rows=self._rows
+            )
+        added = self._set_rows + sum(len(rows) for rows in ranges)
+        return dirty_bitmap.count(self._bitmap) != added
+
+
+# Which rows of a table have been brought by newer checkpoints of a chain.
+
+
+#: Rows of a table whose bits are in memory at once where memory is bounded: 64 MiB.
+SECTION_ROWS: Final = 1 << 29
+
+
+class SeenRows:
+    """One bit a row of a table; a chain is gone through from its newest checkpoint to its oldest.
+
+    Args:
+        rows: rows of the table.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._bitmap = dirty_bitmap.new(rows)
+        self._seen = 0
+
+    @property
+    def all(self) -> bool:
+        """Whether every row has been brought: what is older holds nothing that counts."""
+        return self._seen == self._rows
+
+    def claim(self, rows: range | Tensor) -> Tensor | None:
+        """Take in a chunk's rows, known to be ascending and inside the table.
+
+        Returns:
+            Which of them nothing newer has brought: positions int64 [m], ascending; None: all.
+        """
+        if self.all:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        positions = dirty_bitmap.mark_new(self._bitmap, rows, rows=self._rows)
+        self._seen += positions.numel()
+        return None if positions.numel() == len(rows) else positions
+
+
+class SeenIds:
+    """The same for few rows of a table that would take far more bits: sorted ids."""
+
+    all = False
+
+    def __init__(self) -> None:
+        self._seen = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def claim(self, rows: range | Tensor) -> Tensor | None:
+        """See `SeenRows.claim`."""
+        ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
+        places = torch.searchsorted(self._seen, ids)
+        known = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+        inside = places < self._seen.numel()
+        known[inside] = self._seen[places[inside]] == ids[inside]
+        positions = (~known).nonzero().flatten()
+        self._seen = torch.cat([self._seen, ids[positions]]).sort().values
+        return None if positions.numel() == ids.numel() else positions
+
+
+def sections_of(rows: int, stored_rows: int) -> list[tuple[range, SeenRows | SeenIds | None]]:
+    """The parts of a table that are gone through one after another, so that memory is bounded.
+
+    Args:
+        rows: of the table.
+        stored_rows: row ids in all chunks of the chain.
+
+    Returns:
+        rows, and what keeps them in mind; None stands for `SeenRows`, made when it is their turn.
+    """
+    if kept_by_ids(rows, stored_rows):
+        return [(range(rows), SeenIds())]
+    return [
+        (range(first, min(first + SECTION_ROWS, rows)), None)
+        for first in range(0, rows, SECTION_ROWS)
+    ]
+
+
+def sections_touched(first_row: int, last_row: int) -> int:
+    """In how many sections a chunk of these first and last rows is read, at most.
+
+    Where a table is not `kept_by_ids`: there it is read once.
+    """
+    return last_row // SECTION_ROWS - first_row // SECTION_ROWS + 1
+
+
+def kept_by_ids(rows: int, stored_rows: int) -> bool:
+    """Whether a table is gone through in one part, its few rows kept in mind as ids.
+
+    Args:
+        rows, stored_rows: as for `sections_of`.
+    """
+    return 64 * stored_rows < min(rows, SECTION_ROWS)
+
+
+# How many of the rows that chunks hold can be live, by what manifests say of them.
+#
+# A row that several links hold is live in the newest of them, and dead in the others. Which rows
+# they share is in the chunks; but chunks hold no other ids than those between their first and last
+# rows, so that hot rows which lie together are known to be the same ones without a look at them.
+
+
+class Live(NamedTuple):
+    """Rows, and their bytes as they are stored."""
+
+    rows: int
+    size_bytes: int
+
+
+class _Span(NamedTuple):
+    """Chunks whose ids overlap: ids first … last, rows and bytes stored, and the widest row's."""
+
+    first: int
+    last: int
+    rows: int
+    size_bytes: int
+    widest: float
+
+    def joined(self, other: _Span) -> _Span:
+        return _Span(
+            self.first,
+            max(self.last, other.last),
+            self.rows + other.rows,
+            self.size_bytes + other.size_bytes,
+            max(self.widest, other.widest),
+        )
+
+    @property
+    def live(self) -> Live:
+        rows = min(self.rows, self.last - self.first + 1)
+        return Live(rows, min(self.size_bytes, math.ceil(rows * self.widest)))
+
+
+class LiveRows:
+    """The most rows that can be live of chunks to which more are added, and their bytes at most.
+
+    Where spans of ids overlap, there are at most as many live rows as ids, and at most as many as
+    stored; each takes at most what a row of the widest of those chunks takes. What is added brings
+    at most what it stores.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[int, list[_Span]] = {}
+        self._of_table: dict[int, Live] = {}
+        self._most = Live(0, 0)
+
+    @property
+    def most(self) -> Live:
+        """Of all that was added."""
+        return self._most
+
+    def add(self, entries: Iterable[ChunkEntry]) -> None:
+        """Take in chunks of rows, of any tables and links; others are left out."""
+        added: dict[int, list[_Span]] = {}
+        for entry in entries:
+            table, rows, first, last = entry.table, entry.row_count, entry.first_row, entry.last_row
+            if table is None or rows is None or first is None or last is None:
+                continue
+            span = _Span(first, last, rows, entry.bytes, entry.bytes / rows)
+            added.setdefault(table, []).append(span)
+        most_rows, most_bytes = self._most
+        for table, spans in added.items():
+            joined = _joined([*self._spans.get(table, ()), *spans])
+            before = self._of_table.get(table, Live(0, 0))
+            lives = [span.live for span in joined]
+            live = Live(
+                min(sum(one.rows for one in lives), before.rows + sum(one.rows for one in spans)),
+                min(
+                    sum(one.size_bytes for one in lives),
+                    before.size_bytes + sum(one.size_bytes for one in spans),
+                ),
+            )
+            most_rows += live.rows - before.rows
+            most_bytes += live.size_bytes - before.size_bytes
+            self._spans[table], self._of_table[table] = joined, live
+        self._most = Live(most_rows, most_bytes)
+
+
+def _joined(spans: list[_Span]) -> list[_Span]:
+    """Those that overlap as one, in the order of their ids."""
+    joined: list[_Span] = []
+    for span in sorted(spans):
+        if joined and span.first <= joined[-1].last:
+            joined[-1] = joined[-1].joined(span)
+        else:
+            joined.append(span)
+    return joined

@@ -1,0 +1,163 @@
+"""Finishing what a dead trainer or agent has left staged, where no agent is there to do it.
+
+The same as an agent does, for one run and once: each job is committed, or rejected if it can never
+be; what only has to wait stays staged (format §7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from recpoint.catalog.persist.persist import PersistJob, classify, persist_job
+from recpoint.catalog.persist.ranks import missing_ranks, ranks_text
+from recpoint.catalog.retention.staged import Fate, JobFate, StagedWork
+from recpoint.catalog.run.facts import OnStep, unwatched
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.agent import AgentLock, AtWork, at_work, sweep_of
+from recpoint.catalog.staging.job import open_slot
+from recpoint.errors import MissingLink, ObjectNotFound, RanksMissing, RecpointError, StagingRefused
+from recpoint.format.records import CheckpointRef
+
+__all__ = ["finish_staged", "foresee_staged"]
+
+
+def finish_staged(run_dir: Path, *, on_step: OnStep = unwatched) -> StagedWork:
+    """Commit or reject the staged jobs of a run and empty its spool, unless another is at work.
+
+    Killed anywhere, the jobs that are left are as they were: an agent, or the next call, goes on.
+
+    Args:
+        run_dir: the run's directory in a staging area of this host, whether it is there or not.
+        on_step: called after each job, from this thread.
+
+    Raises:
+        StagingError: the staging area is open to others.
+        OSError: it cannot be read or written.
+    """
+    if not run_dir.is_dir():
+        return StagedWork()
+    if (other := at_work(run_dir.parent)) is not None:
+        return _left_to(other, run_dir)
+    lock = AgentLock(run_dir.parent, sweep_of(run_dir))
+    if (other := lock.take()) is not None:  # one that was started just now
+        return _left_to(other, run_dir)
+    try:
+        area.clean(run_dir)
+        return _finish(run_dir, on_step)
+    finally:
+        lock.release()
+
+
+def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
+    """What `finish_staged` would do, as far as can be told without reading what is staged.
+
+    Raises:
+        OSError: the staging area cannot be read.
+    """
+    if (other := at_work(run_dir.parent)) is not None:
+        return _left_to(other, run_dir)
+    fates: list[JobFate] = []
+    unreadable: list[Path] = []
+    coming: set[CheckpointRef] = set()
+    waits = ""
+    for path in area.staged_jobs(run_dir):
+        if waits:
+            fates.append(JobFate(path.stem, "stays", waits))
+            continue
+        try:
+            job = PersistJob.open(path, store=run.store)
+        except FileNotFoundError:
+            continue  # finished since
+        except StagingRefused as error:
+            fates.append(JobFate(path.stem, "stays", str(error)))
+            waits = f"{path.stem} is before it"
+            continue
+        except RecpointError as error:
+            fates.append(JobFate(path.stem, "would be rejected", str(error)))
+            unreadable.append(path)
+            continue
+        try:
+            missing = _foresee(run, job, coming)
+        except RecpointError as error:
+            if classify(error) == "rejected":
+                fates.append(JobFate(path.stem, "would be rejected", str(error)))
+            else:
+                fates.append(JobFate(path.stem, "stays", str(error)))
+                waits = f"{path.stem} is before it"
+            continue
+        if missing:
+            why = f"its part would be stored; {ranks_text(missing)} would still be missing"
+            fates.append(JobFate(path.stem, "stays", why))
+        else:
+            fates.append(JobFate(path.stem, "would finish"))
+            coming.add(job.job.ref)
+    return StagedWork(jobs=tuple(fates), unreadable=tuple(unreadable))
+
+
+def _left_to(other: AtWork, run_dir: Path) -> StagedWork:
+    fate: Fate = "waits for its agent"
+    why = "an agent serves this staging area"
+    if other.ends_by_itself:  # with the jobs of another run, or before it comes to these again
+        fate, why = "stays", f"{other} is at work here: run this again after it"
+    jobs = area.staged_jobs(run_dir)
+    return StagedWork(jobs=tuple(JobFate(path.stem, fate, why) for path in jobs))
+
+
+def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
+    fates: list[JobFate] = []
+    waits = ""
+    jobs = area.staged_jobs(run_dir)
+    for done, path in enumerate(jobs, 1):
+        if waits:
+            fates.append(JobFate(path.stem, "stays", waits))
+            continue
+        try:
+            if not area.finish_answered(path):
+                persist_job(path)
+            outcome = area.answer_given(path)
+        except FileNotFoundError:
+            continue  # its trainer, which has just started, has removed it
+        except RanksMissing as error:  # its part is stored: those after it need not wait
+            fates.append(JobFate(path.stem, "stays", str(error)))
+        except (RecpointError, OSError, MemoryError) as error:
+            fates.append(JobFate(path.stem, "stays", f"{type(error).__name__}: {error}"))
+            waits = f"{path.stem} is before it"
+        else:
+            if outcome is not None:
+                fates.append(JobFate(path.stem, outcome.result, outcome.error))
+        on_step("finishing staged jobs", done, len(jobs))
+    return StagedWork(jobs=tuple(fates))
+
+
+def _foresee(run: Run, opened: PersistJob, coming: Collection[CheckpointRef]) -> tuple[int, ...]:
+    """Ranks that a job would wait for; raises what would reject or delay it."""
+    job, (stored, committed) = opened.job, opened.find_done()
+    if committed is not None:
+        return ()
+    if not stored:
+        open_slot(opened.path, job)
+        if job.parent is not None and job.parent not in coming:
+            _require_parent(run, job.ref, job.parent)
+    if job.ranks == 1:
+        return ()
+    return tuple(rank for rank in missing_ranks(run, job) if rank != job.rank)
+
+
+def _require_parent(run: Run, ref: CheckpointRef, parent: CheckpointRef) -> None:
+    found = "no manifest"
+    try:
+        there = run.manifest(parent.step, parent.generation)
+    except ObjectNotFound:
+        pass
+    else:
+        if there.ref == parent:
+            return
+        found = str(there.ref)
+    raise MissingLink(
+        str(parent),
+        found=found,
+        expected=f"the checkpoint after which {ref} was taken",
+        next_step="nothing: the next checkpoint of a trainer is a full",
+    )

@@ -1,0 +1,513 @@
+"""Plans and executes a sweep: removes what no checkpoint will ever need from a store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from recpoint.catalog.run.facts import OnStep, unwatched
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.repair import Link, LostManifests, why_gone
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import owned
+from recpoint.catalog.store.contract import ObjectInfo, Store, host_seconds, now_ms, store_ms
+from recpoint.catalog.store.scheduler import ReadScheduler
+from recpoint.errors import FormatError, ObjectNotFound, SettingsError, StagingRefused, StoreError
+from recpoint.format.naming import (
+    PART_KEY,
+    AttemptName,
+    ManifestName,
+    NamedCheckpoint,
+    PartName,
+    ValidationName,
+    attempt_prefix,
+    is_probe_key,
+    parse_chunk_key,
+)
+from recpoint.format.record_kinds import PART, PIN, kind_of
+
+__all__ = [
+    "GRACE_NEEDED",
+    "LastSweep",
+    "SweepPlan",
+    "SweepResult",
+    "execute",
+    "last_sweep",
+    "note_sweep",
+    "plan_sweep",
+    "swept_ms",
+]
+
+
+# When an agent has swept a run of its staging area last, and whether that was for good (§7).
+
+
+_FILE: Final = "sweep.json"
+_MOST_BYTES: Final = 65_536
+
+
+class LastSweep(NamedTuple):
+    """What was noted of a sweep.
+
+    Attributes:
+        at_ms: when it was, or when one began to be waited for; on this host's clock.
+        ended_ms: when the training had ended after which it found nothing left to do, as that one's
+            trainer said; None: something was left, or it had not ended.
+    """
+
+    at_ms: int
+    ended_ms: int | None
+
+
+def note_sweep(run_dir: Path, *, ended_ms: int | None = None) -> None:
+    """Note that a run was swept now, or that one begins to wait for its first sweep.
+
+    Raises:
+        StagingRefused: the directory is not this user's own.
+        OSError: it cannot be written.
+    """
+    document: dict[str, int] = {"at_ms": now_ms()}
+    if ended_ms is not None:
+        document["ended_ms"] = ended_ms
+    owned.write_atomically(run_dir.parent, run_dir / _FILE, json.dumps(document).encode())
+
+
+def last_sweep(run_dir: Path) -> LastSweep | None:
+    """What was noted last; None: nothing was, or it is damaged."""
+    try:
+        document = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
+        at_ms, ended_ms = document["at_ms"], document.get("ended_ms")
+    except (
+        OSError,
+        StagingRefused,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
+        return None
+    if type(at_ms) is not int:
+        return None
+    return LastSweep(at_ms, ended_ms if type(ended_ms) is int else None)
+
+
+def swept_ms(run_dir: Path) -> int | None:
+    """When it was swept last; None as for `last_sweep`."""
+    note = last_sweep(run_dir)
+    return None if note is None else note.at_ms
+
+
+# What the manifests of a run name, as far as a sweep has to know it (format §6.5).
+
+
+class NamedChunks:
+    """The chunks that manifests name, and what they need besides; each manifest is read once.
+
+    Args:
+        run: the run.
+        spare_newest: see `recpoint.catalog.retention.sweep.plan_sweep`.
+        pins: names of the pins of each pinned checkpoint.
+
+    Attributes:
+        chunks: keys that some manifest names, or has named when it was read.
+        attempts: of these.
+        unreadable: keys of manifests that cannot be read.
+        lost: what is needed of checkpoints whose manifests are gone.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        spare_newest: bool,
+        pins: Mapping[ManifestName, Sequence[str]] | None = None,
+    ) -> None:
+        self._run = run
+        self._spare_newest = spare_newest
+        self._pins = pins or {}
+        self._links: dict[Representation, Link] = {}
+        self._there: Mapping[ManifestName, Sequence[Representation]] | None = None
+        self._newest = 0
+        self._newest_steps: dict[int, int] = {}
+        self.chunks: set[str] = set()
+        self.attempts: set[AttemptName] = set()
+        self.unreadable: list[str] = []
+        self.lost = LostManifests(pins=self._pins)
+
+    def read_new_manifests(self, on_step: OnStep = unwatched) -> None:
+        """Read the manifests that have appeared since the last look."""
+        self.unreadable.clear()
+        there = self._run.representations()
+        self._newest = max(self._run.generation_numbers(), default=0)
+        self._newest_steps = {name.generation: name.step for name in sorted(there)}
+        left = [one for forms in there.values() for one in forms if one not in self._links]
+        with ReadScheduler.of_records() as reads:
+            found = zip(left, reads.results(left, self._read), strict=True)
+            for number, (one, read) in enumerate(found, 1):
+                on_step("looking for orphans", number, len(left))
+                if read is None:
+                    self.unreadable.append(one.key)
+                    continue
+                link, chunks = read
+                if link is not None:
+                    self._links[one] = link
+                    self.chunks.update(chunks)
+                    self.attempts.update(filter(None, map(parse_chunk_key, chunks[:1])))
+        if left or there != self._there:
+            self._there = there
+            named = (one for forms in there.values() for one in forms if one in self._links)
+            gone = why_gone(self._run, there)
+            self.lost = LostManifests((self._links[one] for one in named), self._pins, gone=gone)
+
+    def _read(self, one: Representation) -> tuple[Link | None, list[str]] | None:
+        """Its link and keys of its chunks; neither if it was removed since it was listed; None:
+        unreadable."""
+        try:
+            manifest = self._run.read_manifest(one)
+        except ObjectNotFound:
+            return None, []
+        except FormatError:
+            return None
+        return Link.of(manifest), [entry.key for entry in manifest.chunks]
+
+    def may_be_committed(self, attempt: AttemptName, infos: Iterable[ObjectInfo]) -> bool:
+        """Whether the newest trainer may still stage or have staged it, somewhere.
+
+        Of several ranks, as its parts tell, some are staged on other hosts, and waited for here.
+        A generation above the newest record is one whose record is lost: its trainer may go on.
+        """
+        return (
+            (self._spare_newest or any(PART_KEY.parse(info.key) for info in infos))
+            and attempt.generation >= self._newest
+            and attempt.step > self._newest_steps.get(attempt.generation, -1)
+        )
+
+
+# Removing what no checkpoint will ever need: plan, then execute (format §6.4, §6.5).
+
+
+#: Why a command refuses a shorter grace than `recpoint.catalog.retention.prune` allows.
+GRACE_NEEDED = "what is being written is younger"
+
+#: So long after a look at an attempt it is looked at again before more of it goes: a consolidation
+#: may have gone on with it. That waits twice as long before its last look (format §6.8 C6).
+_LOOK_AGAIN_SECONDS: Final = 10.0
+
+#: Where looks take longer than that, so many are in vain; then each is good for one object.
+_SLOW_LOOKS: Final = 3
+
+
+class SweptObject(NamedTuple):
+    """One object to remove, and why nobody will miss it."""
+
+    key: str
+    size_bytes: int
+    reason: str
+
+
+class KeptPrefix(NamedTuple):
+    """Chunks that no manifest names and that stay for now, and why."""
+
+    prefix: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What a sweep would do. Made by reading alone.
+
+    Attributes:
+        prefixes: attempts with chunks or parts to remove.
+        objects: those, what killed probes left behind, and validations and metrics of checkpoints
+            that are gone.
+        unfinished: temporary files and multipart uploads to remove.
+        kept: attempts whose unnamed chunks stay.
+        lost: why some of those stay: checkpoints whose manifests are gone are needed, and a person
+            has to put these back.
+        young: how many objects beside them will be old enough for a later sweep.
+        unrecognised: keys that are not ours; never removed.
+        blocked: manifests that cannot be read. What they name is unknown, so that no chunk is
+            removed while there are any.
+        grace_seconds: younger objects stay.
+        now_ms: when the plan was begun, by the clock that is behind: this host's or the store's.
+        keep: tells which attempts staged jobs name now.
+        spare_newest: leave what the newest generation can still commit.
+    """
+
+    prefixes: tuple[AttemptName, ...]
+    objects: tuple[SweptObject, ...]
+    unfinished: tuple[SweptObject, ...]
+    kept: tuple[KeptPrefix, ...]
+    lost: tuple[str, ...]
+    young: int
+    unrecognised: tuple[str, ...]
+    blocked: tuple[str, ...]
+    grace_seconds: float
+    now_ms: int
+    keep: Callable[[], Collection[str]]
+    spare_newest: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that `execute` would free."""
+        return sum(swept.size_bytes for swept in self.objects + self.unfinished)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """What a sweep did; `spared` is what turned out to be needed between plan and deed."""
+
+    removed: tuple[SweptObject, ...]
+    spared: tuple[KeptPrefix, ...]
+
+    @property
+    def removed_bytes(self) -> int:
+        """Bytes freed."""
+        return sum(swept.size_bytes for swept in self.removed)
+
+
+def plan_sweep(
+    run: Run,
+    *,
+    grace_seconds: float,
+    keep: Collection[str] | Callable[[], Collection[str]] = (),
+    spare_newest: bool = False,
+    ask_store: bool = True,
+    on_step: OnStep = unwatched,
+) -> SweepPlan:
+    """Find what can go; nothing is changed.
+
+    Args:
+        run: the run.
+        grace_seconds: what the store says was modified less long ago stays: it may belong to a
+            checkpoint that is being written. Must exceed the longest time that a persist or a
+            consolidation takes.
+        keep: attempts that jobs in a staging area name: an agent will finish them. A function is
+            asked after the store was listed, and again before each attempt is removed.
+        spare_newest: leave what the newest generation can still commit, however old: for a sweep
+            on another host than the trainer's, where nobody knows what is staged.
+        ask_store: ask the store for its time, which writes and removes a small object; where it
+            takes none, the newest object there tells. Without it nothing at all is written, and a
+            clock of this host that is ahead is not noticed: for plans that nobody executes.
+        on_step: called after each manifest that was read, from this thread.
+
+    Raises:
+        SettingsError: a negative grace.
+        FormatError: a staged job cannot be read, so that it is unknown what it needs.
+        StoreError: the store cannot be read.
+    """
+    if grace_seconds < 0:
+        raise SettingsError(
+            "grace_seconds",
+            found=str(grace_seconds),
+            expected="0 or more",
+            next_step="give the longest time that writing a checkpoint may take",
+        )
+    # Chunks before manifests: a chunk that is seen here, and named by the time of the second
+    # listing, is seen to be named. The other order would take a fresh commit for an orphan.
+    chunks: dict[AttemptName, list[ObjectInfo]] = {}
+    objects: list[SweptObject] = []
+    parts: dict[AttemptName, list[ObjectInfo]] = {}
+    said: list[tuple[ObjectInfo, ManifestName]] = []
+    pins: dict[ManifestName, list[str]] = {}
+    young = 0
+    unrecognised: list[str] = []
+    there_now = list(run.store.list())
+    began_ms = _by_both_clocks(run.store if ask_store else None, there_now)
+    for info in there_now:
+        if (attempt := parse_chunk_key(info.key)) is not None:
+            chunks.setdefault(attempt, []).append(info)
+        elif is_probe_key(info.key):
+            if _is_old((info,), began_ms, grace_seconds):
+                objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
+            else:
+                young += 1
+        elif (kind := kind_of(info.key)) is None:
+            unrecognised.append(info.key)
+        else:
+            match kind.keys.parse(info.key):
+                case PartName() as part:
+                    parts.setdefault(part.checkpoint, []).append(info)
+                case NamedCheckpoint() as pin if kind is PIN:
+                    pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
+                case NamedCheckpoint() | ValidationName() as about:  # a metric, or a validation
+                    said.append((info, ManifestName(about.step, about.generation)))
+    named = NamedChunks(run, spare_newest=spare_newest, pins=pins)
+    named.read_new_manifests(on_step)
+    there = run.representations()
+    for info, of in said:
+        if of in there or named.unreadable or named.lost.why_needed(of):
+            continue
+        if _is_old((info,), began_ms, grace_seconds):
+            why = f"is of {of}, which has no manifest"
+            objects.append(SweptObject(info.key, info.size_bytes, why))
+        else:
+            young += 1
+    # After the listing: a job of which something was listed had been staged by then.
+    asked: Callable[[], Collection[str]] = keep if callable(keep) else partial(frozenset, keep)
+    needed = asked()
+    doomed: list[AttemptName] = []
+    kept: list[KeptPrefix] = []
+    lost: dict[str, None] = {}
+    for attempt in {**parts, **chunks}:
+        all_infos = chunks.get(attempt, [])
+        infos = [info for info in all_infos if info.key not in named.chunks]
+        # Parts before chunks: one that is there says that its chunks are.
+        infos = parts.get(attempt, []) + infos
+        if not infos:
+            continue
+        reason = _reason_to_keep(attempt, infos, named, needed, began_ms, grace_seconds)
+        if reason:
+            prefix_of = attempt_prefix if all_infos else PART_KEY.under
+            kept.append(KeptPrefix(prefix_of(*attempt), reason))
+            if reason == _why_needed(named, attempt):
+                lost[reason] = None
+            continue
+        doomed.append(attempt)
+        more = " any more" if len(infos) < len(all_infos) else ""
+        why = f"no manifest names attempt {attempt.attempt} of step {attempt.step}{more}"
+        if attempt in named.attempts:
+            why = f"attempt {attempt.attempt} of step {attempt.step} is committed without it"
+        objects.extend(SweptObject(info.key, info.size_bytes, why) for info in infos)
+    unfinished = list(run.store.list_unfinished())
+    old = [info for info in unfinished if _is_old((info,), began_ms, grace_seconds)]
+    return SweepPlan(
+        prefixes=tuple(doomed),
+        objects=tuple(objects),
+        unfinished=tuple(
+            SweptObject(info.key, info.size_bytes, "left unfinished by a killed writer")
+            for info in old
+        ),
+        kept=tuple(kept),
+        lost=tuple(lost),
+        young=young + len(unfinished) - len(old),
+        unrecognised=tuple(unrecognised),
+        blocked=tuple(named.unreadable),
+        grace_seconds=grace_seconds,
+        now_ms=began_ms,
+        keep=asked,
+        spare_newest=spare_newest,
+    )
+
+
+def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepResult:
+    """Do what a plan says. Killed anywhere, the next sweep finds and finishes the rest.
+
+    Every attempt is looked at again right before it is removed, and again where that takes long:
+    what has been committed, or written to, since the plan was made stays.
+
+    Args:
+        run: the run.
+        plan: of `plan_sweep`.
+        on_step: called after each object that was removed, from this thread.
+
+    Raises:
+        FormatError: a job that was staged meanwhile cannot be read.
+        StoreError: the store refuses or cannot be reached; what was not yet removed stays.
+    """
+    removed: list[SweptObject] = []
+    spared: list[KeptPrefix] = []
+    total = len(plan.objects) + len(plan.unfinished)
+
+    def note(swept: SweptObject) -> None:
+        removed.append(swept)
+        on_step("removing objects", len(removed), total)
+
+    reasons = {swept.key: swept for swept in plan.objects}
+    named = NamedChunks(run, spare_newest=plan.spare_newest)
+    for attempt in plan.prefixes:
+        vain_looks = 0
+        while True:
+            began_seconds = host_seconds()
+            infos, reason = _still_doomed(run, plan, named, attempt, reasons)
+            if reason:
+                spared.append(KeptPrefix(attempt_prefix(*attempt), reason))
+                break
+            gone = 0
+            for info in infos:
+                # Before each: this process may have stood still since it has looked.
+                long_ago = host_seconds() - began_seconds >= _LOOK_AGAIN_SECONDS
+                if long_ago and (gone or vain_looks < _SLOW_LOOKS):
+                    vain_looks += not gone
+                    break
+                run.store.delete(info.key)
+                note(reasons[info.key])
+                gone += 1
+            else:
+                break
+    for swept in plan.objects:
+        if parse_chunk_key(swept.key) is None and kind_of(swept.key) is not PART:
+            run.store.delete(swept.key)
+            note(swept)
+    for swept in plan.unfinished:
+        run.store.delete_unfinished(swept.key)
+        note(swept)
+    return SweepResult(removed=tuple(removed), spared=tuple(spared))
+
+
+def _still_doomed(
+    run: Run,
+    plan: SweepPlan,
+    named: NamedChunks,
+    attempt: AttemptName,
+    planned: Collection[str],
+) -> tuple[list[ObjectInfo], str]:
+    """What is there now to be removed of an attempt, parts first; and why it has to stay."""
+    prefix = attempt_prefix(*attempt)
+    there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
+    parts = [info for _, info in run.records(PART).listed(*attempt)]
+    named.read_new_manifests()
+    infos = parts + [info for info in there if info.key not in named.chunks]
+    if there and not infos:
+        return infos, "a manifest names it now"
+    reason = _reason_to_keep(attempt, infos, named, plan.keep(), plan.now_ms, plan.grace_seconds)
+    if not reason and any(info.key not in planned for info in infos):
+        reason = "chunks were added to it"
+    return infos, reason
+
+
+def _reason_to_keep(
+    attempt: AttemptName,
+    infos: Sequence[ObjectInfo],
+    named: NamedChunks,
+    keep: Collection[str],
+    at_ms: int,
+    grace_seconds: float,
+) -> str:
+    if named.unreadable:
+        return f"{named.unreadable[0]} cannot be read and may name it"
+    if attempt.attempt in keep:
+        return "a staged job names it"
+    if needed := _why_needed(named, attempt):
+        return needed
+    if named.may_be_committed(attempt, infos):
+        return "its trainer may still commit it"
+    if not _is_old(infos, at_ms, grace_seconds):
+        return f"younger than {grace_seconds:g} s"
+    return ""
+
+
+def _why_needed(named: NamedChunks, attempt: AttemptName) -> str:
+    return named.lost.why_needed(ManifestName(*attempt[:2]), attempt.attempt)
+
+
+def _is_old(infos: Iterable[ObjectInfo], at_ms: int, grace_seconds: float) -> bool:
+    """Whether all were last modified before the grace period; a time in the future is young."""
+    return all(at_ms - info.modified_ms >= grace_seconds * 1000 for info in infos)
+
+
+def _by_both_clocks(store: Store | None, there: Sequence[ObjectInfo]) -> int:
+    """This host's time, or the store's if that is behind: by it the objects were dated."""
+    here_ms = now_ms()
+    if store is None:
+        return here_ms
+    try:
+        return min(here_ms, store_ms(store))
+    except StoreError:
+        # Full, maybe, which a sweep is to heal: it is at least as late there as the newest object.
+        return min(here_ms, max((info.modified_ms for info in there), default=here_ms))

@@ -1,1 +1,0 @@
-"""A run: its record, its generations, its manifests, and the chains that these make."""

@@ -1,0 +1,379 @@
+"""A staged job opened for reading: its slot checked against what the job says lies in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self, cast
+
+import crc32c
+
+from recpoint.catalog.staging import owned
+from recpoint.catalog.staging.area import slots_directory, spool_directory
+from recpoint.errors import DigestMismatch, MalformedObject, StagingError
+from recpoint.format.chunk import MAX_SAMPLE_ROWS, sample_arrays
+from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
+from recpoint.format.job import Job, Segment, StagedTable
+from recpoint.format.manifest import ChosenMethod
+from recpoint.kernels.bit_packing.widths import packed_width
+from recpoint.kernels.quantize import Method
+from recpoint.kernels.quantize.method import MethodName
+
+__all__ = [
+    "CodeArray",
+    "Extent",
+    "PIECE_BYTES",
+    "StagedJob",
+    "code_name",
+    "ids_name",
+    "kernel_method",
+    "open_slot",
+    "read_into",
+    "read_pieces",
+    "sample_name",
+    "state_name",
+    "values_name",
+]
+
+
+#: What a slot has of a table instead of values when the trainer has quantized it.
+CodeArray = Literal["codes", "scale", "offset", "wide", "exact_at", "exact"]
+
+#: Bytes that are read at once: each upload has a buffer of its own.
+PIECE_BYTES = 1 << 20
+
+_NEXT = "nothing: the job is rejected, and the trainer stages its rows again"
+
+
+class Extent(NamedTuple):
+    """A piece of a file: the slot, or something in the spool."""
+
+    path: str
+    offset: int
+    length: int
+
+
+def ids_name(table: int) -> str:
+    """Segment of the row ids of a table."""
+    return f"t{table}.ids"
+
+
+def values_name(table: int) -> str:
+    """Segment of the values of a table's rows."""
+    return f"t{table}.values"
+
+
+def code_name(table: int, array: CodeArray) -> str:
+    """Segment of one array of a table's codes (format §7)."""
+    return f"t{table}.{array}"
+
+
+def state_name(table: int, state: int) -> str:
+    """Segment of one row state of a table's rows."""
+    return f"t{table}.state.{state}"
+
+
+def sample_name(table: int, part: str) -> str:
+    """Segment of one part of a table's sample; it has the same name in a chunk (format §3.6)."""
+    return f"sample.{table}.{part}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedJob:
+    """A job whose slot is there, long enough, and laid out as the tables ask for.
+
+    The slot is read with `pread` and never mapped: a failing disk or a truncated file is then an
+    error of one job, where a mapping would kill the agent (SIGBUS), and resident memory does not
+    grow with the slot.
+    """
+
+    path: Path
+    job: Job
+    slot: Path
+    segments: dict[str, Segment]
+
+    @property
+    def spool(self) -> Path:
+        """Directory for this job's encoded parts; made on first use by whoever writes there."""
+        return spool_directory(self.path.parent.parent) / self.path.stem
+
+    def extent(self, name: str, *, first: int = 0, count: int | None = None) -> Extent:
+        """Where `count` entries of a segment lie, from entry `first` of its first dimension.
+
+        Args:
+            first: index in the first dimension.
+            count: entries; None for all from `first` on.
+        """
+        segment = self.segments[name]
+        entries = segment.shape[0] if segment.shape else 1
+        count = entries - first if count is None else count
+        if not 0 <= first <= first + count <= entries:
+            raise ValueError(f"{name}: entries {first} to {first + count} of {entries}")
+        each = segment.bytes // entries if entries else 0
+        return Extent(str(self.slot), segment.offset + first * each, count * each)
+
+    def verify(self) -> None:
+        """Read every segment and compare its crc32c.
+
+        Raises:
+            DigestMismatch: the slot no longer holds what was staged.
+            StagingError: the slot cannot be read.
+        """
+        for segment in self.job.segments:
+            found = 0
+            for piece in read_pieces(Extent(str(self.slot), segment.offset, segment.bytes)):
+                found = crc32c.crc32c(piece, found)
+            if found != segment.crc32c:
+                raise DigestMismatch(
+                    f"{self.slot} ({segment.name})",
+                    found=f"crc32c {found}",
+                    expected=f"crc32c {segment.crc32c}",
+                    next_step=_NEXT,
+                )
+
+
+def open_slot(path: Path, job: Job) -> StagedJob:
+    """Check the slot of a job against what the job says lies in it; nothing of it is read yet.
+
+    Args:
+        path: the job file.
+        job: what was read from it.
+
+    Raises:
+        FormatError: its segments are not what its tables need.
+        StagingError: its slot is missing, not a plain file, or too short.
+        StagingRefused: slot or a directory above it is not this user's own.
+    """
+    slot = slots_directory(path.parent.parent) / job.slot
+    if not job.slot.startswith(f"r{job.rank:05d}-"):
+        raise _malformed(path, f"the slot {job.slot}", f"a slot of rank {job.rank}")
+    try:
+        status = owned.require_own(_area_of(slot), slot)
+    except OSError as error:
+        raise _no_slot(slot, error.strerror or str(error), "the slot the job names") from error
+    if status is None:
+        raise _no_slot(slot, os.strerror(errno.ENOENT), "the slot the job names")
+    if not stat.S_ISREG(status.st_mode):
+        raise _no_slot(slot, "something that is no plain file", "a slot")
+    if status.st_size < job.slot_bytes:
+        raise _no_slot(slot, f"{status.st_size} bytes", f"at least {job.slot_bytes}")
+    segments = {segment.name: segment for segment in job.segments}
+    _check_layout(path, job, dict(segments))
+    return StagedJob(path=path, job=job, slot=slot, segments=segments)
+
+
+def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
+    def take(name: str, dtype: Dtype | None, shape: tuple[int, ...] | None) -> None:
+        segment = left.pop(name, None)
+        if segment is None:
+            raise _malformed(path, f"no segment {name}", "the segments of its tables and state")
+        if dtype not in (None, segment.dtype) or shape not in (None, segment.shape):
+            raise _malformed(
+                path, f"{name} as {segment.dtype} {list(segment.shape)}", f"{dtype} {shape}"
+            )
+        try:
+            length = array_bytes(segment.dtype, segment.shape)
+        except ValueError as error:
+            raise _malformed(path, f"{name}: {error}", "a shape that an array can have") from error
+        if segment.bytes != length:
+            raise _malformed(path, f"{name} of {segment.bytes} bytes", f"{length} bytes")
+
+    for index, table in enumerate(job.tables):
+        _check_table(path, table)
+        _take_sample(index, table, left, take)
+        rows, spec = table.row_count, table.spec
+        first = code_name(index, "codes") if table.codes else values_name(index)
+        if rows == 0 and first not in left:
+            continue  # a table without a dirty row needs no segments
+        if not table.all_rows:
+            take(ids_name(index), "I64", (rows,))
+        if table.codes:
+            _take_codes(index, table, take, left)
+        else:
+            take(values_name(index), spec.dtype, (rows, spec.dim))
+        for number, state in enumerate(spec.row_states):
+            take(state_name(index, number), state.dtype, (rows, *state.shape))
+    take("tree", "U8", None)
+    number = 0
+    while left:
+        take(f"tensor.{number}", None, None)
+        number += 1
+
+
+def _take_sample(
+    index: int,
+    table: StagedTable,
+    left: dict[str, Segment],
+    take: Callable[[str, Dtype, tuple[int, ...]], None],
+) -> None:
+    """A table's sample, which a trainer need not have taken (format §3.6)."""
+    ids = left.get(sample_name(index, "ids"))
+    if ids is None or table.shard_rows == 0:
+        return
+    rows = ids.shape[0] if len(ids.shape) == 1 else 0
+    # Of another number of rows, which no sample has, it does not fit what `take` expects.
+    rows = min(max(rows, 1), MAX_SAMPLE_ROWS)
+    for part, (dtype, shape) in sample_arrays(table.spec, rows).items():
+        if part != "digests" or sample_name(index, part) in left:
+            take(sample_name(index, part), dtype, shape)
+
+
+def _take_codes(
+    index: int,
+    table: StagedTable,
+    take: Callable[[str, Dtype | None, tuple[int, ...] | None], None],
+    left: Mapping[str, Segment],
+) -> None:
+    rows, spec = table.row_count, table.spec
+    take(code_name(index, "codes"), "U8", (rows, packed_width(spec.dim, table.bits)))
+    take(code_name(index, "scale"), "F32", (rows,))
+    take(code_name(index, "offset"), "F32", (rows,))
+    take(code_name(index, "wide"), "BOOL", (rows,))
+    exact_at = left.get(code_name(index, "exact_at"))
+    shape = (0,) if exact_at is None else exact_at.shape
+    # Whether they are in order and below `rows` is seen when they are read.
+    exact = (min(shape[0] if shape else 0, rows),)
+    take(code_name(index, "exact_at"), "I64", exact)
+    take(code_name(index, "exact"), spec.dtype, (*exact, spec.dim))
+
+
+def _check_table(path: Path, table: StagedTable) -> None:
+    spec = table.spec
+    rows = table.shard_rows
+    if table.row_count > rows or (table.all_rows and table.row_count != rows):
+        raise _malformed(
+            path,
+            f"{table.row_count} rows of {spec.name!r:.200}",
+            f"{'all' if table.all_rows else 'at most'} {rows}",
+        )
+    exact_bits = 8 * item_bytes(spec.dtype)
+    if table.bits not in (2, 3, 4, 8, exact_bits):
+        raise _malformed(path, f"{table.bits} bits", f"2, 3, 4, 8 or {exact_bits} bits")
+    if table.method is not None:
+        try:
+            kernel_method(table.method)
+        except ValueError as error:
+            raise _malformed(path, f"method {error}", "a method of this version") from error
+
+
+def kernel_method(chosen: ChosenMethod) -> Method:
+    """A method as the kernels take it.
+
+    Raises:
+        ValueError: there is no such method, or it does not have these parameters.
+    """
+    return Method(
+        name=cast(MethodName, chosen.method),
+        bins=chosen.bins,
+        ratio_permille=chosen.ratio_permille,
+        refits=chosen.refits,
+    )
+
+
+def _area_of(path: Path) -> Path:
+    """The staging area that a file in `slots` or `spool` of a run lies in; else its directory."""
+    for above in path.parents:
+        if above.name in ("slots", "spool"):
+            return above.parent.parent
+    return path.parent
+
+
+def _malformed(path: Path, found: str, expected: str) -> MalformedObject:
+    return MalformedObject(str(path), found=found, expected=expected, next_step=_NEXT)
+
+
+def _no_slot(slot: Path, found: str, expected: str) -> StagingError:
+    return StagingError(str(slot), found=found, expected=expected, next_step=_NEXT)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class _Files:
+    """Files opened once each for the extents of one read."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def read(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill `view`."""
+        if path not in self._open:
+            self._open[path] = owned.open_file(_area_of(Path(path)), Path(path))
+        descriptor = self._open[path]
+        done = 0
+        while done < len(view):
+            got = os.preadv(descriptor, [view[done:]], offset + done)
+            if got == 0:
+                raise StagingError(
+                    path,
+                    found=f"its end at byte {offset + done}",
+                    expected=f"{len(view) - done} more bytes",
+                    next_step=_NEXT,
+                )
+            done += got
+
+
+@contextmanager
+def _reading() -> Iterator[_Files]:
+    try:
+        with _Files() as files:
+            yield files
+    except OSError as error:
+        # A medium that fails stays failed; anything else (no descriptors, no memory) passes, and
+        # the job with it would be thrown away for nothing.
+        if error.errno != errno.EIO:
+            raise
+        raise StagingError(
+            str(error.filename or "staging area"),
+            found="an input/output error",
+            expected="readable bytes",
+            next_step="check the disk; the job is rejected, and the trainer stages its rows again",
+        ) from error
+
+
+def read_into(view: memoryview, *extents: Extent) -> None:
+    """Fill `view`, of exactly the extents' length, with their bytes, one after another.
+
+    Raises:
+        StagingError: a file ends early, or its medium fails.
+    """
+    length = sum(extent.length for extent in extents)
+    if len(view) != length:
+        raise ValueError(f"{len(view)} bytes of room for {length}")
+    done = 0
+    with _reading() as files:
+        for extent in extents:
+            files.read(extent.path, extent.offset, view[done : done + extent.length])
+            done += extent.length
+
+
+def read_pieces(extent: Extent) -> Iterator[memoryview]:
+    """An extent's bytes, in pieces of at most 1 MiB; each holds until the next.
+
+    Raises:
+        StagingError: as `read_into`.
+    """
+    buffer = memoryview(bytearray(min(PIECE_BYTES, extent.length)))
+    with _reading() as files:
+        for done in range(0, extent.length, PIECE_BYTES):
+            piece = buffer[: min(PIECE_BYTES, extent.length - done)]
+            files.read(extent.path, extent.offset + done, piece)
+            yield piece

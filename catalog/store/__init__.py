@@ -1,0 +1,8 @@
+"""Keeps the objects of a run, in a directory, in S3, or behind fsspec.
+
+A URL comes in, a `Store` goes out; every other package reads and writes through it. Walk:
+`contract` (what a store promises), `durable` (writes that survive a crash), `local` and `s3` (the
+two implementations), `retrying` (tries calls again around any of them), `run_url` (what a URL may
+be), `store` (opens one for a URL), `scheduler` (several reads or writes at once in bounded memory),
+`records` (reads, lists and creates records of any kind).
+"""

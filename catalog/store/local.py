@@ -1,0 +1,344 @@
+"""A run in a local directory: plain system calls, each object durable before a call returns."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Final
+
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.contract import (
+    PROBE_PREFIX,
+    ObjectInfo,
+    Store,
+    check_key,
+    check_prefix,
+    check_range,
+    for_os_error,
+    linked,
+    missing,
+    no_create_only,
+    probe_create_only,
+    too_large,
+    too_short,
+)
+from recpoint.errors import StoreAccessDenied
+
+__all__ = ["LocalStore"]
+
+
+# A sweep may remove a directory that has just become empty while an object is on its way into it.
+_TRIES = 5
+#: Opens a directory on the way to an object. O_PATH needs no permission to list it.
+_ON_THE_WAY: Final = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_LISTED: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class LocalStore(Store):
+    """Objects as files under `directory`, which is made when the first object is written.
+
+    `directory` may be reached through symbolic links. Below it no link is followed: an object
+    or a prefix behind one counts as missing, and writing and deleting there are refused. Otherwise
+    a listing of the whole run, which passes over links, and a read would disagree on what is there.
+
+    Args:
+        directory: an absolute path; it is also the store's URL.
+    """
+
+    #: The file becomes the object.
+    scratch_mode = 0o666
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._root = Path(directory)
+        if not self._root.is_absolute():
+            raise ValueError(f"{directory} is not absolute")
+        self.url = str(self._root)
+        # Inodes of directories that are known to be durable in the one above them.
+        self._durable_directories: dict[Path, int] = {}
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_root": self._root, "url": self.url, "_durable_directories": {}}
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.get`."""
+        where = self._where(key)
+        with self._translated(where, "reading"), self._open(key) as file:
+            size_bytes = self._size(where, file, max_bytes)
+            data = file.read(size_bytes)
+        if len(data) != size_bytes:
+            raise too_short(where, found_bytes=len(data), expected_bytes=size_bytes)
+        return data
+
+    def get_lent(
+        self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview]
+    ) -> memoryview:
+        """See `Store.get_lent`."""
+        where = self._where(key)
+        with self._translated(where, "reading"), self._open(key) as file:
+            size_bytes = self._size(where, file, max_bytes)
+            data = lend(size_bytes)
+            found_bytes = file.readinto(data)
+        if found_bytes != size_bytes:
+            raise too_short(where, found_bytes=found_bytes, expected_bytes=size_bytes)
+        return data
+
+    def _size(self, where: str, file: BufferedReader, max_bytes: int) -> int:
+        """The length of an object that is open, before anything is allocated for it."""
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > max_bytes:
+            raise too_large(where, found_bytes=size_bytes, max_bytes=max_bytes)
+        return size_bytes
+
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        """See `Store.get_range`."""
+        length_bytes = check_range(start, end)
+        where = self._where(key)
+        with self._translated(where, "reading"), self._open(key) as file:
+            available_bytes = os.fstat(file.fileno()).st_size - start
+            if available_bytes < length_bytes:  # before allocating for it
+                raise too_short(
+                    where, found_bytes=max(0, available_bytes), expected_bytes=length_bytes
+                )
+            file.seek(start)
+            data = file.read(length_bytes)
+        if len(data) != length_bytes:
+            raise too_short(where, found_bytes=len(data), expected_bytes=length_bytes)
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        self._write(key, data, exclusively=False)
+
+    def create(self, key: str, data: bytes | memoryview) -> None:
+        """See `Store.create`."""
+        self._write(key, data, exclusively=True)
+
+    def create_from_file(self, key: str, path: Path) -> None:
+        """See `Store.create_from_file`: by a link, so that nothing is written again."""
+        target = self._path(key)
+        durable.step(f"create {key}")
+        with self._translated(self._where(key), "writing", writing=True):
+            self._make_directories(target)
+            durable.fsync_file(path)
+            durable.step(f"link {target.name}")
+            os.link(path, target)
+            durable.fsync_directory(target.parent)
+        durable.step(f"created {key}")
+
+    def scratch_directory(self) -> Path:
+        """See `Store.scratch_directory`: the store's own, or there would be no link."""
+        with self._translated(self.url, "writing", writing=True):
+            durable.make_directory(self._root)
+        return self._root
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        directory = check_prefix(prefix).rpartition("/")[0]
+        return (
+            info
+            for info, is_temporary in self._walk(directory)
+            if info.key.startswith(prefix) and not is_temporary
+        )
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        *above, name = check_key(key).split("/")
+        with (
+            self._translated(self._where(key), "looking at"),
+            self._directory(above, self._where(key)) as directory,
+        ):
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
+            raise missing(self._where(key))
+        return status.st_size
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`. Directories that become empty go with the object."""
+        path = self._path(key)
+        durable.step(f"delete {key}")
+        with self._translated(self._where(key), "deleting", writing=True):
+            self._require_no_link(path)
+            durable.remove(path)
+        for directory in self._directories_above(path):
+            try:
+                os.rmdir(directory)
+            except OSError:
+                break  # not empty, or not there any more, or not ours to remove
+            self._durable_directories.pop(directory, None)
+        durable.step(f"deleted {key}")
+
+    def list_unfinished(self) -> Iterator[ObjectInfo]:
+        """See `Store.list_unfinished`: temporary files."""
+        for info, is_temporary in self._walk(""):
+            if is_temporary:
+                yield info
+
+    def delete_unfinished(self, key: str) -> None:
+        """See `Store.delete_unfinished`."""
+        directory, slash, name = key.rpartition("/")
+        if not name.startswith(durable.TEMPORARY_PREFIX):
+            raise ValueError(f"{key[:200]!r} is not a temporary file")
+        check_key(f"{directory}{slash}x{name}")
+        durable.step(f"delete unfinished {directory}")
+        with self._translated(self._where(key), "deleting", writing=True):
+            self._require_no_link(self._root / key)
+            durable.remove(self._root / key)
+        durable.step(f"deleted unfinished {directory}")
+
+    def probe(self) -> None:
+        """See `Store.probe`."""
+        try:
+            probe_create_only(self)
+        except StoreAccessDenied:
+            # Without hard links, link() says EPERM; if a plain write works, it is that.
+            key = f"{PROBE_PREFIX}{os.urandom(16).hex()}"
+            self.put(key, b"")
+            self.delete(key)
+            raise no_create_only(self, "a file system without hard links") from None
+
+    def _write(self, key: str, data: bytes | memoryview, *, exclusively: bool) -> None:
+        path = self._path(key)
+        verb, done = ("create", "created") if exclusively else ("put", "stored")
+        durable.step(f"{verb} {key}")
+        with self._translated(self._where(key), "writing", writing=True):
+            for attempt in range(_TRIES):
+                try:
+                    self._make_directories(path)
+                    if exclusively:
+                        durable.create_exclusively(path, data)
+                    else:
+                        durable.write_atomically(path, data)
+                    break
+                except FileNotFoundError:
+                    if attempt == _TRIES - 1:
+                        raise
+        durable.step(f"{done} {key}")
+
+    def _make_directories(self, path: Path) -> None:
+        """Make the directories above `path`, durable up to the root, whoever made them.
+
+        One that is there may have been made by a process that died, or has not come, before its
+        fsync; so the first use of each syncs the one above it.
+        """
+        self._require_no_link(path)
+        durable.make_directory(path.parent)
+        for directory in self._directories_above(path):
+            inode = os.stat(directory).st_ino
+            if self._durable_directories.get(directory) != inode:
+                durable.fsync_directory(directory.parent)
+                self._durable_directories[directory] = inode
+
+    def _require_no_link(self, path: Path) -> None:
+        """Refuse to change `path` where a directory between the root and it is a link."""
+        for directory in self._directories_above(path):
+            if directory.is_symlink():
+                where = self._where(path.relative_to(self._root).as_posix())
+                raise linked(where, str(directory), reading=False)
+
+    def _directories_above(self, path: Path) -> Iterator[Path]:
+        """Directories between `path` and the root, neither included, deepest first."""
+        for directory in path.parents:
+            if directory == self._root:
+                return
+            yield directory
+
+    def _walk(self, directory: str) -> Iterator[tuple[ObjectInfo, bool]]:
+        """Regular files under `directory` ascending by key, each with whether it is temporary."""
+        for name, status in self._entries(directory):
+            key = f"{directory}/{name}" if directory else name
+            if stat.S_ISDIR(status.st_mode):
+                yield from self._walk(key)
+            elif stat.S_ISREG(status.st_mode):
+                yield (
+                    ObjectInfo(
+                        key=key,
+                        size_bytes=status.st_size,
+                        modified_ms=status.st_mtime_ns // 1_000_000,
+                    ),
+                    name.startswith(durable.TEMPORARY_PREFIX),
+                )
+
+    def _entries(self, directory: str) -> Sequence[tuple[str, os.stat_result]]:
+        """What lies in `directory`, in the order of the keys; nothing where it is not there."""
+        found = []
+        where = self._where(directory)
+        with self._translated(where, "listing"):
+            try:
+                parts = directory.split("/") if directory else []
+                with self._directory(parts, where, flags=_LISTED) as descriptor:
+                    for name in os.listdir(descriptor):
+                        try:
+                            status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue  # removed since
+                        found.append((name, status))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        # A directory sorts as its keys do, with the slash behind its name.
+        found.sort(key=lambda entry: entry[0] + "/" * stat.S_ISDIR(entry[1].st_mode))
+        return found
+
+    @contextmanager
+    def _directory(
+        self, parts: Sequence[str], where: str, *, flags: int = _ON_THE_WAY
+    ) -> Iterator[int]:
+        """Open a directory below the root, and none on the way to it that is a link.
+
+        Args:
+            parts: its names below the root; none: the root itself, which may be a link.
+            where: the object or the listing that was asked for.
+            flags: to open it with.
+
+        Raises:
+            ObjectNotFound: one of them is a link.
+            OSError: one of them is not there, or no directory.
+        """
+        descriptor = os.open(self._root, flags)
+        try:
+            for depth, name in enumerate(parts):
+                try:
+                    below = os.open(name, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+                except NotADirectoryError:
+                    status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    if not stat.S_ISLNK(status.st_mode):
+                        raise
+                    link = self._root.joinpath(*parts[: depth + 1])
+                    raise linked(where, str(link), reading=True) from None
+                above, descriptor = descriptor, below
+                os.close(above)  # once, also where an interrupt comes right after it
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _open(self, key: str) -> Iterator[BufferedReader]:
+        """The object's file; a link, pipe or device in its place counts as no object."""
+        # O_NONBLOCK: opening a pipe that somebody put there must not hang.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        *above, name = check_key(key).split("/")
+        with self._directory(above, self._where(key)) as directory:
+            descriptor = os.open(name, flags, dir_fd=directory)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise missing(self._where(key))
+            yield file
+
+    @contextmanager
+    def _translated(self, where: str, doing: str, *, writing: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise for_os_error(error, where, doing=doing, writing=writing) from error
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url

@@ -1,0 +1,269 @@
+"""Makes a store's calls again where a failure may pass: the one place that does so.
+
+Callers write no loops over a store's failures. They put this decorator around the store, and say
+with `Retries` which failures it tries again, and for how long. Two do so:
+
+- `catalog.stores.stored_records` creates every record through it, with `Retries()`. A commit or a
+  claim has to end with an answer, and where the answer to a create is lost, only a look at the
+  store tells what became of it (format §6.2).
+- `catalog.stores.store.open_store` puts it, with `Retries.of_refusals`, around an S3 store whose
+  time-outs have `refused_seconds`. Such is the store of a trainer that starts.
+
+How it relates to S3's own retries: after a time-out, a reset, a 429 or a 5xx the SDK sends the
+request again, up to `S3Timeouts.attempts` times in all, and `S3Store` asks as often for a body that
+breaks off. So what an S3 store raises as StoreThrottled or StoreUnavailable has been tried several
+times, and a further layer multiplies what a dead store costs: only the creates of records have one.
+After a 403 or a 409 the SDK does not send the request again. That is what `Retries.of_refusals` is
+for. A local directory has no retries but those of this decorator. What other stores have is up to
+fsspec's packages.
+
+Agents, flows, followers and dashboards look again at their next turn, and need no decorator.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Self, TypeVar
+
+from recpoint.catalog.store.contract import ObjectInfo, Store, check_prefix, exists
+from recpoint.errors import ObjectExists, ObjectNotFound, StoreError
+
+__all__ = ["Retries", "RetryingStore"]
+
+
+_Result = TypeVar("_Result")
+
+_LOG = logging.getLogger("recpoint")
+
+#: Not the process's generator: this also runs inside seeded training.
+_chance = random.Random()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """Which failures are tried again, and until when; the bound that is reached first counts.
+
+    Attributes:
+        failures: whether a failure is. "Gone" and "exists" are answers, and never are.
+        tries: of one call, the first included.
+        seconds: no try begins later than so long after the first failure of a call.
+        first_pause_seconds: before the second try; doubled before each further one. Chance shortens
+            each pause by up to half, so that many processes do not come back at once.
+        longest_pause_seconds: the pauses grow no further.
+        puts: whether `put` is tried again, too.
+    """
+
+    failures: Callable[[StoreError], bool] = attrgetter("retryable")
+    tries: float = 5
+    seconds: float = math.inf
+    first_pause_seconds: float = 0.1
+    longest_pause_seconds: float = 4.0
+    puts: bool = True
+
+    @classmethod
+    def of_refusals(cls, seconds: float) -> Self:
+        """Refusals (403, 409) are tried again, for so long, and nothing else.
+
+        A `put` is not: a reader that may not write its lease goes on without one at once.
+        """
+        return cls(failures=attrgetter("refused"), tries=math.inf, seconds=seconds, puts=False)
+
+
+class RetryingStore(Store):
+    """`store`, with each call made again while `retries` allows it.
+
+    - Reads, `size` and listings are made again. A listing that broke off goes on after the last key
+      that it told.
+    - `put`, `delete` and `delete_unfinished` are made again. The second try may replace or remove
+      what another writer has written since the first. So may the first: a request whose answer was
+      lost can arrive at any later time.
+    - `create` and `create_from_file` are made again only if a look finds no object. If it finds
+      one, they raise ObjectExists. The object may be the caller's own, from the try before, or
+      another writer's: `create_or_read` returns its bytes, which tell.
+    - `probe` is made again from its beginning.
+    - ObjectNotFound, ObjectExists and all other failures that `retries` does not name end the call
+      at once, and are raised as they are. So is the last failure once time or tries are used up.
+
+    The first failure of a call is logged as a warning, with how long the call is tried again.
+    Further ones are not logged.
+
+    Args:
+        store: where the objects are.
+        retries: what is tried again.
+    """
+
+    def __init__(self, store: Store, retries: Retries) -> None:
+        self.url = store.url
+        self.scratch_mode = store.scratch_mode
+        self._store = store
+        self._retries = retries
+
+    def __repr__(self) -> str:
+        return f"RetryingStore({self._store!r})"
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.get`."""
+        return self._again(lambda: self._store.get(key, max_bytes=max_bytes))
+
+    def get_lent(
+        self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview]
+    ) -> bytes | memoryview:
+        """See `Store.get_lent`; each try asks `lend` for memory."""
+        return self._again(lambda: self._store.get_lent(key, max_bytes=max_bytes, lend=lend))
+
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        """See `Store.get_range`."""
+        return self._again(lambda: self._store.get_range(key, start=start, end=end))
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        if self._retries.puts:
+            self._again(lambda: self._store.put(key, data))
+        else:
+            self._store.put(key, data)
+
+    def create(self, key: str, data: bytes | memoryview) -> None:
+        """See `Store.create`."""
+        self._create(key, lambda: self._store.create(key, data))
+
+    def create_from_file(self, key: str, path: Path) -> None:
+        """See `Store.create_from_file`."""
+        self._create(key, lambda: self._store.create_from_file(key, path))
+
+    def create_or_read(self, key: str, data: bytes, *, max_bytes: int) -> bytes | None:
+        """Write the object if there is none; otherwise say what is there.
+
+        Safe to call from any number of processes: of all of them one creates the object, and those
+        whose answer was lost recognise their own bytes in what comes back.
+
+        Returns:
+            None when this call created the object and was told so; else the bytes under `key`,
+            which may be the ones that this very call wrote.
+
+        Raises:
+            StoreError: it is still unknown after the last try, or the store refuses.
+            ObjectNotFound: at each try an object was there and was removed before it could be read.
+            MalformedObject: what is there is larger than `max_bytes`.
+        """
+
+        def create_or_get() -> bytes | None:
+            try:
+                self.create(key, data)
+            except ObjectExists:
+                return self.get(key, max_bytes=max_bytes)
+            return None
+
+        # Gone again since it was met: the same bytes may be written again.
+        return self._again(create_or_get, replace(self._retries, failures=_is_gone))
+
+    def scratch_directory(self) -> Path:
+        """See `Store.scratch_directory`."""
+        return self._again(self._store.scratch_directory)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        return self._listed(check_prefix(prefix))
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        return self._again(lambda: self._store.size(key))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._again(lambda: self._store.delete(key))
+
+    def list_unfinished(self) -> Iterator[ObjectInfo]:
+        """See `Store.list_unfinished`."""
+        # In no order that one could go on in; there are few.
+        yield from self._again(lambda: builtins.list(self._store.list_unfinished()))
+
+    def delete_unfinished(self, key: str) -> None:
+        """See `Store.delete_unfinished`."""
+        self._again(lambda: self._store.delete_unfinished(key))
+
+    def probe(self) -> None:
+        """See `Store.probe`."""
+        self._again(self._store.probe)
+
+    def _create(self, key: str, create: Callable[[], None]) -> None:
+        def create_and_look() -> None:
+            try:
+                create()
+            except StoreError as error:
+                # Only what a later call may heal leaves open whether this one wrote.
+                if error.retryable and self._is_there(key):
+                    raise exists(f"{self.url}/{key}") from error
+                raise
+
+        self._again(create_and_look)
+
+    def _is_there(self, key: str) -> bool:
+        """Whether an object is known to be there."""
+        try:
+            self._store.size(key)
+        except StoreError:
+            return False  # or nobody knows: the next create meets it
+        return True
+
+    def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
+        failures, told = _Failures(self._retries), ""
+        while True:
+            try:
+                for info in self._store.list(prefix):
+                    if info.key > told:
+                        told = info.key
+                        yield info
+                return
+            except StoreError as error:
+                if not failures.pause_after(error):
+                    raise
+
+    def _again(self, call: Callable[[], _Result], retries: Retries | None = None) -> _Result:
+        """What `call` returns, made again as `retries` says; None: as those of the store say."""
+        failures = _Failures(self._retries if retries is None else retries)
+        while True:
+            try:
+                return call()
+            except StoreError as error:
+                if not failures.pause_after(error):
+                    raise
+
+
+def _is_gone(error: StoreError) -> bool:
+    return isinstance(error, ObjectNotFound)
+
+
+class _Failures:
+    """The failures of one call so far."""
+
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
+        self._count = 0
+        self._until = 0.0
+        self._pause_seconds = retries.first_pause_seconds
+
+    def pause_after(self, error: StoreError) -> bool:
+        """Wait until the next try; False, at once: there is none."""
+        retries, now = self._retries, time.monotonic()
+        if not retries.failures(error):
+            return False
+        if self._count == 0:
+            self._until = now + retries.seconds
+        self._count += 1
+        if self._count >= retries.tries or now + self._pause_seconds > self._until:
+            return False
+        if self._count == 1:
+            times = "" if math.isinf(retries.tries) else f" {retries.tries - 1:.0f} times"
+            most = "" if math.isinf(retries.seconds) else f" for {retries.seconds:.0f} s"
+            _LOG.warning("tried again%s%s at most: %s", times, most, error)
+        time.sleep(self._pause_seconds * _chance.uniform(0.5, 1.0))
+        self._pause_seconds = min(2 * self._pause_seconds, retries.longest_pause_seconds)
+        return True

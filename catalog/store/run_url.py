@@ -1,0 +1,176 @@
+"""Run URLs: what they may look like, and the one spelling that each is known by."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from recpoint.errors import RecpointError, SettingsError
+
+__all__ = ["RunUrl", "name_run_in", "naming_errors", "naming_run", "parse_run_url"]
+
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
+_FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
+_AT = re.compile("@|%40")
+_MAYBE_SECRET = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:(?://)?)[^/]*:")
+_CREDENTIAL_FIRST = re.compile(r"[^/]*:.*(?:@|%40)")  # secrets have slashes in them, too
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
+_PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
+_PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
+
+_NEXT = "give a local path, file:///path, s3://bucket/prefix, or another fsspec URL"
+_LOCAL_ANYWAY = "; a local path that looks like this begins with ./"
+_RENAME = "; rename the directory, or give another"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunUrl:
+    """A run URL taken apart.
+
+    Attributes:
+        scheme: lower case; `file` for local paths.
+        bucket: what stands between `//` and the next slash; empty for local paths.
+        path: without slashes at its ends; for local paths absolute.
+        url: the one spelling; safe to print.
+    """
+
+    scheme: str
+    bucket: str
+    path: str
+    url: str
+
+
+def parse_run_url(url: str) -> RunUrl:
+    """Take a run URL apart.
+
+    Local paths may be relative to the working directory; links in them are kept, unless they are
+    written with `..`, which has a meaning only once links are followed.
+
+    Raises:
+        SettingsError: it is no string, is empty, has bytes that are not UTF-8, or has no bucket,
+            credentials, a query, `..`, or blanks. The message never repeats a credential.
+    """
+    if not isinstance(url, str):
+        raise SettingsError(
+            "run URL",
+            found=f"a {type(url).__name__}",
+            expected="a string",
+            next_step="give str(path) for a local path",
+        )
+    if not url.strip() or "\x00" in url:
+        raise _refused(url, "an empty URL" if not url.strip() else "a NUL character")
+    _require_utf8(url, url)
+    match = _SCHEME.match(url)
+    if match is None:
+        if _FORGOTTEN_SLASHES.match(url):
+            raise _refused(url, "a URL without `//`")
+        if _CREDENTIAL_FIRST.match(url):
+            raise _refused(url, "a credential in the URL, and no scheme", or_else=_LOCAL_ANYWAY)
+        return _local(os.path.expanduser(url))
+    scheme = match[1].lower()
+    if "::" in url:
+        raise _refused(url, "a chain of file systems, which has no durable create-only writes")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise _refused(url, "a URL that does not parse") from None
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise _refused(url, "a query or fragment, where a credential could hide")
+    if scheme in ("file", "local"):
+        return _local_url(url, parts.netloc, unquote(parts.path))
+    user, at, _ = parts.netloc.rpartition("@")
+    # abfs://container@account.dfs.core.windows.net is an address; with a colon it is a password.
+    if at and (":" in user or not scheme.startswith(("abfs", "wasb"))):
+        raise _refused(url, "a credential in the URL")
+    if scheme != "memory" and not _BUCKET.match(parts.netloc.replace("@", "-")):
+        raise _refused(url, "no bucket" if not parts.netloc else "a malformed bucket name")
+    pieces = [piece for piece in parts.path.split("/") if piece]
+    for piece in pieces:
+        if piece in (".", "..") or not _PATH_PART.match(piece):
+            raise _refused(url, f"the path segment {_AT.split(piece)[-1]!r}")
+    path = "/".join(pieces)
+    address = f"{parts.netloc}/{path}".rstrip("/")
+    return RunUrl(scheme=scheme, bucket=parts.netloc, path=path, url=f"{scheme}://{address}")
+
+
+def _local_url(url: str, host: str, path: str) -> RunUrl:
+    if host not in ("", "localhost"):
+        shown = "***" if ":" in host else host.rpartition("@")[2]
+        raise _refused(url, f"the host {shown!r} in a file URL")
+    if not path.startswith("/") or "\x00" in path or ".." in path.split("/"):
+        raise _refused(url, "a file URL whose path is not absolute, or has `..`")
+    return _local(path)
+
+
+def _local(path: str) -> RunUrl:
+    absolute = os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
+    if absolute.startswith("//"):  # which abspath keeps, since POSIX does
+        absolute = absolute[1:]
+    if absolute == "/":
+        raise _refused(path, "the root directory")
+    _require_utf8(absolute, path)
+    return RunUrl(scheme="file", bucket="", path=absolute, url=absolute)
+
+
+def _require_utf8(text: str, url: str) -> None:
+    """Raise for a file name that Python could not decode: records, metrics and logs are UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        found = "bytes that are not UTF-8 in the URL or in the directory that it begins from"
+        raise _refused(url, found, or_else=_RENAME) from None
+
+
+def _refused(url: str, found: str, *, or_else: str = "") -> SettingsError:
+    # Only the scheme and what is after the last @ are shown, and nothing after a ? or #. In this
+    # order: a secret may have these two characters in it.
+    *hidden, shown = _AT.split(url)
+    shown = re.split(r"[?#]", shown, maxsplit=1)[0]
+    if hidden:
+        scheme = _SCHEME.match(url)
+        shown = f"{scheme[1] + '://' if scheme else ''}***@{shown}"
+    elif secret := _MAYBE_SECRET.match(url):
+        # A forgotten @: nobody knows where the secret ends, which may have slashes in it.
+        shown = f"{secret[1]}***"
+    return SettingsError(
+        f"run URL {shown[:200]!r}",
+        found=found,
+        expected="where the run's objects are, credentials coming from the environment",
+        next_step=_NEXT + or_else,
+    )
+
+
+def naming_run(text: str, url: object) -> str:
+    """`text` with the run's URL in the commands that it proposes, ready to be copied.
+
+    Where such an error is made, only the key of an object is known. A URL that is refused may
+    carry a credential, and is not repeated.
+    """
+    try:
+        there = parse_run_url(url).url if isinstance(url, str) else "URL"
+    except SettingsError:
+        return text
+    return _PROPOSED.sub(lambda found: f"{found[1]} {shlex.quote(there)}", text)
+
+
+@contextmanager
+def naming_errors(url: object) -> Iterator[None]:
+    """Whatever is raised names the run of this URL in the commands that it proposes."""
+    try:
+        yield
+    except RecpointError as error:
+        name_run_in(error, url)
+        raise
+
+
+def name_run_in(error: BaseException, url: object) -> None:
+    """Have an error name the run of this URL in the commands that it proposes, if it is ours."""
+    if isinstance(error, RecpointError):
+        error.found = naming_run(error.found, url)
+        error.next_step = naming_run(error.next_step, url)

@@ -1,0 +1,605 @@
+"""Stores a run in S3 or a server that speaks its language: client, settings, requests."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import partial
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.contract import (
+    ObjectInfo,
+    Store,
+    check_key,
+    check_prefix,
+    check_range,
+    for_answer,
+    for_no_answer,
+    probe_create_only,
+    too_large,
+    too_short,
+)
+from recpoint.catalog.store.scheduler import requests_at_once
+from recpoint.errors import ObjectNotFound, SettingsError, StoreError, StoreUnavailable
+
+__all__ = ["PerProcess", "Request", "S3Failure", "S3Store", "S3Timeouts", "client_settings"]
+
+
+# One object for each process: for clients whose threads and sockets do not survive a fork.
+
+
+_Made = TypeVar("_Made")
+
+# A child may have been forked while another thread held the lock; it gets a new one.
+_making = threading.Lock()
+# Objects that came with a fork. Kept for ever: to collect one would close its sockets, which are
+# the parent's too.
+_inherited: list[object] = []
+
+
+def _after_fork() -> None:
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class PerProcess(Generic[_Made]):
+    """Calls `make` at the first use in each process. A pickle holds `make`, never what it made.
+
+    Args:
+        make: can be pickled; must not hold secrets.
+    """
+
+    def __init__(self, make: Callable[[], _Made]) -> None:
+        self._make = make
+        self._made: tuple[int, _Made] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_make": self._make, "_made": None}
+
+    def get(self) -> _Made:
+        """This process's object."""
+        made = self._made
+        if made is None or made[0] != os.getpid():
+            with _making:
+                made = self._made
+                if made is None or made[0] != os.getpid():
+                    if made is not None:
+                        _inherited.append(made[1])
+                    made = self._made = (os.getpid(), self._make())
+        return made[1]
+
+
+# What `s3_store` needs of an S3 SDK; `store` makes a client that keeps it.
+
+
+_Result = TypeVar("_Result")
+
+#: Something that makes requests when it is called on the client's event loop.
+Request: TypeAlias = Callable[[], Coroutine[Any, Any, _Result]]
+
+
+class S3Failure(Exception):
+    """What a client raises. `status` is the HTTP status, 0 when there was no whole answer."""
+
+    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class S3Client(Protocol):
+    """What is needed of an SDK. Its methods raise S3Failure."""
+
+    endpoint: str
+
+    async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
+        """Send one request about the bucket; retried while it may help."""
+
+    async def read(self, body: Any) -> bytes:
+        """All bytes of a body that `call` returned."""
+
+    def run(
+        self, request: Callable[[], Coroutine[Any, Any, _Result]], *, seconds: float
+    ) -> _Result:
+        """Run `request`, from any thread, for at most about `seconds`."""
+
+
+# Settings of the S3 client: time-outs, and where endpoint, region and credentials come from.
+
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Timeouts:
+    """How long a call to an S3 store may take.
+
+    A request that gets no answer, or one that a later try may better, is sent up to `attempts`
+    times, with pauses that grow from 1 to 8 s and are shortened by chance. Whatever happens, a
+    call ends after `call_seconds`, plus the time its bytes take at `slowest_mib_per_second`. A
+    listing makes one such call for every thousand objects.
+
+    An answer of 403 or 409 ends a call at once, unless `refused_seconds` is more than 0: for so
+    long a `RetryingStore` makes the call again, whatever it is but `put`. Somebody who waits at a
+    terminal with a wrong key wants to hear of it; a trainer that starts must not end for one such
+    answer of a server that has just restarted.
+
+    Raises:
+        SettingsError: one of them is not a positive, finite number; `refused_seconds` may be 0.
+    """
+
+    connect_seconds: float = 3.0
+    read_seconds: float = 30.0
+    attempts: int = 5
+    call_seconds: float = 120.0
+    slowest_mib_per_second: float = 1.0
+    refused_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            may_be_zero = field.default == 0
+            if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+                raise SettingsError(
+                    f"S3Timeouts.{field.name}",
+                    found=repr(value),
+                    expected="a finite number of 0 or more"
+                    if may_be_zero
+                    else "a positive, finite number",
+                    next_step=f"leave it out, or set it to something like {field.default}",
+                )
+
+    def limit_seconds(self, size_bytes: int) -> float:
+        """The longest a call may take that moves `size_bytes`."""
+        return self.call_seconds + size_bytes / (self.slowest_mib_per_second * _MIB)
+
+
+def client_settings(
+    timeouts: S3Timeouts,
+    *,
+    configured: Mapping[str, object],
+    environment: Mapping[str, str] = os.environ,
+) -> dict[str, object]:
+    """Keyword arguments of `s3fs.S3FileSystem`.
+
+    Credentials are left to the SDK (environment, shared files, instance roles) unless the fsspec
+    configuration has some; nothing here ends in a URL, a log or a pickle.
+
+    Args:
+        timeouts: what the client may take.
+        configured: the `s3` section of fsspec's configuration; wins over what is chosen here.
+        environment: environment variables.
+
+    Raises:
+        SettingsError: an endpoint that is no address, or that carries a credential.
+    """
+    endpoint = (
+        configured.get("endpoint_url")
+        or environment.get("AWS_ENDPOINT_URL_S3")
+        or environment.get("AWS_ENDPOINT_URL")
+    )
+    client: dict[str, object] = {}
+    config: dict[str, object] = {
+        "connect_timeout": timeouts.connect_seconds,
+        "read_timeout": timeouts.read_seconds,
+        "max_pool_connections": 32,
+        "retries": {"mode": "standard", "total_max_attempts": timeouts.attempts},
+    }
+    if endpoint:
+        _check_endpoint(str(endpoint))
+        # Servers that are not Amazon's know buckets by path, and take any region's signature.
+        config["s3"] = {"addressing_style": "path"}
+        client["region_name"] = (
+            environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
+        )
+    chosen: dict[str, object] = {
+        **configured,
+        "client_kwargs": {**client, **_section(configured, "client_kwargs")},
+        "config_kwargs": {**config, **_section(configured, "config_kwargs")},
+        # A cached listing or instance would answer for another writer's, or another user's, state.
+        "use_listings_cache": False,
+        "skip_instance_cache": True,
+    }
+    if endpoint:
+        chosen["endpoint_url"] = endpoint
+    return chosen
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Refuse what the SDK would fail on without saying why, and what messages must not repeat."""
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        port, hides = parts.port, "@" in endpoint or parts.query or parts.fragment
+    except ValueError:
+        good, port, hides = False, None, True
+    if good and not hides and port != 0:
+        return
+    raise SettingsError(
+        "S3 endpoint",
+        found="an endpoint with a user, a query or a fragment, where a credential could hide"
+        if good and hides
+        else "something that does not parse as an address"
+        if hides
+        else repr(endpoint[:200]),
+        expected="http://host:port or https://host, without a credential",
+        next_step="correct AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or fsspec's s3.endpoint_url",
+    )
+
+
+def _section(configured: Mapping[str, object], name: str) -> Mapping[str, object]:
+    section = configured.get(name, {})
+    if not isinstance(section, Mapping):
+        raise SettingsError(
+            f"fsspec configuration, s3.{name}",
+            found=type(section).__name__,
+            expected="a table of settings",
+            next_step="correct ~/.config/fsspec or the FSSPEC_S3 environment variables",
+        )
+    return section
+
+
+# A run in S3, or in what speaks its language: which requests are made, and what answers mean.
+#
+# The requests go through a client that `catalog.stores.store` makes; no SDK is imported here. They
+# are made one by one, rather than by the SDK's file operations, which read without checking
+# lengths, leave uploads behind, and retry on top of the client's own retries. The client sends a
+# request again that got no answer, or one that may pass; only a body that breaks off is asked for
+# again here.
+
+
+_RANGE_BYTES = 16 * _MIB  # what one GET asks for; a reset in mid-body costs at most this much
+# Larger objects go up in parts: two more requests, and parts that a killed writer leaves behind.
+_SINGLE_PUT_BYTES = 64 * _MIB
+_PART_BYTES = 32 * _MIB
+_MAX_PARTS = 10_000
+_IN_FLIGHT = 4  # ranges or parts of one object at once
+_FIRST_PAUSE_SECONDS = 0.2
+
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})\Z")
+_UPLOAD = "?uploadId="  # between key and upload in the names of unfinished uploads
+
+
+class S3Store(Store):
+    """Objects under `prefix` of a bucket.
+
+    Args:
+        url: the run URL.
+        bucket: the bucket's name.
+        prefix: empty, or ending in a slash.
+        timeouts: how long calls may take.
+        client: gives each process its client; can be pickled.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        bucket: str,
+        prefix: str,
+        timeouts: S3Timeouts,
+        client: PerProcess[S3Client],
+    ) -> None:
+        self.url = url
+        self._bucket = bucket
+        self._prefix = prefix
+        self._timeouts = timeouts
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.get`."""
+        return self._read(key, 0, None, max_bytes)
+
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        """See `Store.get_range`."""
+        if check_range(start, end) == 0:
+            if start > (size_bytes := self.size(key)):
+                raise too_short(self._where(key), found_bytes=size_bytes, expected_bytes=start)
+            return b""
+        return self._read(key, start, end, None)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        durable.step(f"put {key}")
+        self._write(key, data, {})
+        durable.step(f"stored {key}")
+
+    def create(self, key: str, data: bytes | memoryview) -> None:
+        """See `Store.create`."""
+        durable.step(f"create {key}")
+        self._write(key, data, {"IfNoneMatch": "*"})
+        durable.step(f"created {key}")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        return self._list(check_prefix(prefix))
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        name = self._prefix + check_key(key)
+        head = self._run("looking at", key, lambda: self._call("head_object", Key=name))
+        size_bytes: int = head["ContentLength"]
+        return size_bytes
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        name = self._prefix + check_key(key)
+        durable.step(f"delete {key}")
+        try:
+            self._run("deleting", key, lambda: self._call("delete_object", Key=name))
+        except ObjectNotFound:
+            pass  # some servers say so; that there is none is what was asked for
+        durable.step(f"deleted {key}")
+
+    def list_unfinished(self) -> Iterator[ObjectInfo]:
+        """See `Store.list_unfinished`: multipart uploads."""
+        markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        found = []
+        for page in self._pages("list_multipart_uploads", markers, self._prefix):
+            for upload in page.get("Uploads", ()):
+                if upload["Key"].startswith(self._prefix):
+                    key = upload["Key"][len(self._prefix) :] + _UPLOAD + upload["UploadId"]
+                    found.append(_info(key, 0, upload["Initiated"]))
+        yield from sorted(found, key=lambda info: info.key)
+
+    def delete_unfinished(self, key: str) -> None:
+        """See `Store.delete_unfinished`."""
+        target, _, upload = key.partition(_UPLOAD)
+        if not upload:
+            raise ValueError(f"{key[:200]!r} is not a multipart upload")
+        name = self._prefix + check_key(target)
+        durable.step(f"delete unfinished {target}")
+        try:
+            self._run(
+                "aborting an upload of",
+                target,
+                lambda: self._call("abort_multipart_upload", Key=name, UploadId=upload),
+            )
+        except ObjectNotFound:
+            pass  # finished or aborted since
+        durable.step(f"deleted unfinished {target}")
+
+    def probe(self) -> None:
+        """See `Store.probe`."""
+        probe_create_only(self)
+
+    def _write(self, key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> None:
+        name = self._prefix + check_key(key)
+        body = memoryview(data)
+
+        async def send() -> None:
+            if len(body) <= _SINGLE_PUT_BYTES:
+                whole = data if isinstance(data, bytes) else bytes(data)
+                await self._call("put_object", Key=name, Body=whole, **condition)
+            else:
+                await self._send_parts(key, body, condition)
+
+        self._run("writing", key, send, len(body))
+
+    async def _send_parts(self, key: str, body: memoryview, condition: Mapping[str, str]) -> None:
+        name = self._prefix + key
+        upload = (await self._call("create_multipart_upload", Key=name))["UploadId"]
+        part_bytes = max(_PART_BYTES, -(-len(body) // _MAX_PARTS))
+
+        async def send_part(number: int, start: int) -> dict[str, object]:
+            answer = await self._call(
+                "upload_part",
+                Key=name,
+                UploadId=upload,
+                PartNumber=number,
+                Body=bytes(body[start : start + part_bytes]),  # the SDK refuses other buffers
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        try:
+            parts = await requests_at_once(
+                (
+                    partial(send_part, number, start)
+                    for number, start in enumerate(range(0, len(body), part_bytes), 1)
+                ),
+                at_once=_IN_FLIGHT,
+            )
+            await self._call(
+                "complete_multipart_upload",
+                Key=name,
+                UploadId=upload,
+                MultipartUpload={"Parts": parts},
+                **condition,
+            )
+        except BaseException as error:
+            # Cancelled or failed: what was sent must not stay, nor be paid for. If this fails too,
+            # the sweep finds the upload.
+            try:
+                await asyncio.shield(
+                    self._call("abort_multipart_upload", Key=name, UploadId=upload)
+                )
+            except S3Failure:
+                pass
+            if isinstance(error, S3Failure) and error.code == "NoSuchUpload":
+                # A completion whose answer was lost ends so when it is sent again.
+                raise StoreUnavailable(
+                    self._where(key),
+                    found="an upload that is gone before its completion was confirmed",
+                    expected="the completed object",
+                    next_step="read the object back, or write it again",
+                ) from error
+            raise
+
+    def _read(self, key: str, start: int, end: int | None, max_bytes: int | None) -> bytes:
+        """Bytes `start` … `end`, or all.
+
+        The first answer says how much there is: not more is asked for, or allocated. The others
+        have to come from the same version of the object.
+        """
+        where = self._where(check_key(key))
+        first_end = start + _RANGE_BYTES if end is None else min(start + _RANGE_BYTES, end)
+
+        async def first_range() -> tuple[bytes, int, str]:
+            try:
+                return await self._range(key, start, first_end, max_bytes=max_bytes)
+            except S3Failure as failure:
+                if failure.status != 416:
+                    raise
+            # Nothing is there at `start`; an empty object has not even a first byte.
+            head = await self._call("head_object", Key=self._prefix + key)
+            return b"", head["ContentLength"], ""
+
+        first, total_bytes, etag = self._run("reading", key, first_range, _RANGE_BYTES)
+        end = total_bytes if end is None else end
+        if total_bytes < end or (len(first) == 0 and end > start):
+            found_bytes = min(len(first), max(0, total_bytes - start))
+            raise too_short(where, found_bytes=found_bytes, expected_bytes=end - start)
+
+        async def other_ranges() -> builtins.list[tuple[bytes, int, str]]:
+            return await requests_at_once(
+                (
+                    partial(self._range, key, at, min(at + _RANGE_BYTES, end), etag=etag)
+                    for at in range(start + len(first), end, _RANGE_BYTES)
+                ),
+                at_once=_IN_FLIGHT,
+            )
+
+        if len(first) == end - start:
+            return first
+        others = self._run("reading", key, other_ranges, end - start)
+        return b"".join([first, *(data for data, _, _ in others)])
+
+    async def _range(
+        self, key: str, start: int, end: int, *, etag: str = "", max_bytes: int | None = None
+    ) -> tuple[bytes, int, str]:
+        """Bytes start … end of the object, or fewer where it ends; its length; its version.
+
+        The client retries a request, not a body that breaks off: that is done here.
+        """
+        where = self._where(key)
+        same = {"IfMatch": etag} if etag else {}
+        for attempt in range(1, self._timeouts.attempts + 1):
+            try:
+                answer = await self._call(
+                    "get_object", Key=self._prefix + key, Range=f"bytes={start}-{end - 1}", **same
+                )
+            except S3Failure as changed:
+                if changed.status != 412:
+                    raise
+                raise StoreUnavailable(
+                    where,
+                    found="another object than at the start of the read",
+                    expected="the same object to the end",
+                    next_step="read it again",
+                ) from changed
+            body = answer["Body"]
+            try:
+                found = _CONTENT_RANGE.match(answer.get("ContentRange", ""))
+                if not found or int(found[1]) != start:
+                    raise StoreError(
+                        where,
+                        found=f"the range {answer.get('ContentRange')!r}",
+                        expected=f"bytes from {start} on",
+                        next_step="use an S3 server, or a proxy, that answers range requests",
+                    )
+                total_bytes = int(found[3])
+                if max_bytes is not None and total_bytes > max_bytes:
+                    raise too_large(where, found_bytes=total_bytes, max_bytes=max_bytes)
+                expected_bytes = min(end, total_bytes) - start
+                if answer.get("ContentLength", 0) != expected_bytes:
+                    raise too_short(
+                        where,
+                        found_bytes=answer.get("ContentLength", 0),
+                        expected_bytes=expected_bytes,
+                    )
+                data = await self._client.get().read(body)
+                if len(data) == expected_bytes:
+                    return data, total_bytes, answer.get("ETag", "")
+                failure = S3Failure(f"{len(data)} of {expected_bytes} bytes")
+            except S3Failure as error:
+                failure = error
+            finally:
+                body.close()
+            if attempt < self._timeouts.attempts:
+                await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        raise failure
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = []
+        token = {"ContinuationToken": "NextContinuationToken"}
+        for page in self._pages("list_objects_v2", token, self._prefix + prefix):
+            for entry in page.get("Contents", ()):
+                name = entry["Key"]
+                # Names that end in a slash are other tools' folders.
+                if name.startswith(self._prefix + prefix) and not name.endswith("/"):
+                    key = name[len(self._prefix) :]
+                    found.append(_info(key, entry["Size"], entry["LastModified"]))
+        # Not every server lists in the order of the keys.
+        yield from sorted(found, key=lambda info: info.key)
+
+    def _pages(
+        self, method: str, markers: Mapping[str, str], prefix: str
+    ) -> Iterator[Mapping[str, Any]]:
+        """All pages of a listing; `markers` maps arguments to where the last page has them."""
+        position: dict[str, str] = {}
+        while True:
+            page = self._run("listing", "", partial(self._call, method, Prefix=prefix, **position))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            following = {name: page[at] for name, at in markers.items() if page.get(at)}
+            if not following or following == position:
+                raise StoreError(
+                    self.url,
+                    found="a listing that does not get on",
+                    expected="a next page",
+                    next_step="report it to the maker of the store",
+                )
+            position = following
+
+    async def _call(self, method: str, **arguments: object) -> Mapping[str, Any]:
+        return await self._client.get().call(method, **arguments)
+
+    def _run(self, doing: str, key: str, request: Request[_Result], size_bytes: int = 0) -> _Result:
+        """What `request` returns.
+
+        Args:
+            doing: for the error.
+            key: the object, or empty.
+            request: makes one or several requests.
+            size_bytes: that it moves.
+        """
+        client = self._client.get()
+        try:
+            return client.run(request, seconds=self._timeouts.limit_seconds(size_bytes))
+        except S3Failure as failure:
+            raise self._error(failure, doing, self._where(key), client.endpoint) from failure
+
+    def _error(self, failure: S3Failure, doing: str, where: str, endpoint: str) -> StoreError:
+        if not failure.status:
+            return for_no_answer(where, words=str(failure), doing=doing, endpoint=endpoint)
+        return for_answer(
+            where,
+            status=failure.status,
+            code=failure.code,
+            message=str(failure),
+            doing=doing,
+            bucket=self._bucket,
+        )
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+
+def _info(key: str, size_bytes: int, modified: datetime) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=size_bytes, modified_ms=int(modified.timestamp() * 1000))

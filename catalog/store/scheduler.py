@@ -1,0 +1,328 @@
+"""Schedules the reads and writes of a store: several at once, with bounded memory.
+
+`ReadScheduler` reads ahead of a caller that takes results in order; `WriteScheduler` writes behind
+a caller that goes on. Both run in threads and end with the caller: leaving their context drops
+what is not begun, and waits for what is under way. `requests_at_once` does the same for requests
+on an event loop, which are the parts of one read or write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from recpoint.interrupts import held
+
+__all__ = [
+    "READ_SMALL_BYTES",
+    "ReadScheduler",
+    "WHOLE_CHUNK_BYTES",
+    "WriteBudget",
+    "WriteScheduler",
+    "requests_at_once",
+]
+
+
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
+
+#: What a read or write counts as whose size is not known: a chunk as a persist makes them.
+WHOLE_CHUNK_BYTES: Final = 32 << 20
+
+_RESULTS_AHEAD: Final = 2
+#: Small reads are mostly waited for, so more of them are done at once: together as large as a
+#: chunk.
+_SMALL_AT_ONCE: Final = 16
+READ_SMALL_BYTES: Final = WHOLE_CHUNK_BYTES // _SMALL_AT_ONCE
+
+#: Records are small as well; one that takes long keeps few others waiting.
+_RECORDS_AT_ONCE: Final = 8
+_RECORDS_AHEAD: Final = 24
+
+
+def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Result]:
+    """Submit it, whole: this may start a thread (`start_thread`)."""
+    with held():
+        return pool.submit(call)
+
+
+# --- reads ---------------------------------------------------------------------------------------
+
+
+class ReadScheduler:
+    """Reads in threads, ahead of a caller that takes the results in order.
+
+    Results that exist or are being made, the one handed out included, are at most
+    `threads` + `read_ahead` and 16 small ones behind them. Together they take at most that many
+    chunks of `WHOLE_CHUNK_BYTES`, and one chunk for the small ones; a result that is larger than
+    all of this is made alone.
+
+    Args:
+        threads: how many reads are done at once, not counting small ones.
+        read_ahead: how many results wait while the one before them is being used.
+        name: that the names of the threads start with.
+    """
+
+    def __init__(
+        self, threads: int, *, read_ahead: int = _RESULTS_AHEAD, name: str = "recpoint-read"
+    ) -> None:
+        # Both start threads when there is work for them.
+        self._large = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._small = ThreadPoolExecutor(_SMALL_AT_ONCE, thread_name_prefix=f"{name}-small")
+        self._window = threads + read_ahead
+        self._budget_bytes = (self._window + 1) * WHOLE_CHUNK_BYTES
+
+    @classmethod
+    def of_records(cls) -> Self:
+        """A scheduler for records: 8 are read at once, and at most 32 are kept."""
+        return cls(_RECORDS_AT_ONCE, read_ahead=_RECORDS_AHEAD)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for pool in (self._large, self._small):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def begin(self, read: Callable[[], _Result]) -> Future[_Result]:
+        """Begin one read whose outcome is asked for later; it keeps one of the threads."""
+        return _submit(self._large, read)
+
+    def in_order(
+        self,
+        jobs: Iterable[_Job],
+        work: Callable[[_Job], _Result],
+        *,
+        size_bytes: Callable[[_Job], int] | None = None,
+    ) -> Iterator[tuple[_Job, Future[_Result]]]:
+        """Do `work` for each job, and hand out the outcomes in the order of the jobs.
+
+        An error stays with its job, and the other jobs go on. A caller that stops early drops what
+        is not begun.
+
+        Args:
+            jobs: taken when there is room for them; with `size_bytes` one is taken before.
+            work: called in a thread.
+            size_bytes: what the result of a job takes; None: a whole chunk each. Those of at most
+                `READ_SMALL_BYTES` are small.
+        """
+        waiting = iter(jobs)
+        taken: list[_Job] = []
+        under_way: deque[tuple[_Job, Future[_Result]]] = deque()
+        sizes: deque[int] = deque()  # of what is under way
+        room_bytes = self._budget_bytes
+        most = self._window + (0 if size_bytes is None else _SMALL_AT_ONCE)
+        try:
+            while True:
+                while len(under_way) < most:
+                    taken = taken or list(islice(waiting, 1))
+                    if not taken:
+                        break
+                    size = WHOLE_CHUNK_BYTES if size_bytes is None else size_bytes(taken[0])
+                    small = size <= READ_SMALL_BYTES
+                    if not small and len(under_way) >= self._window:
+                        break
+                    if under_way and size > room_bytes:
+                        break
+                    pool = self._small if small else self._large
+                    job = taken.pop()
+                    under_way.append((job, _submit(pool, partial(work, job))))
+                    sizes.append(size)
+                    room_bytes -= size
+                if not under_way:
+                    return
+                yield under_way.popleft()  # and keep no reference to it here
+                room_bytes += sizes.popleft()
+        finally:
+            for _, outcome in under_way:
+                outcome.cancel()
+
+    def results(self, jobs: Iterable[_Job], work: Callable[[_Job], _Result]) -> Iterator[_Result]:
+        """As `in_order`, the results alone; the first error in this order is raised."""
+        for _, outcome in self.in_order(jobs, work):
+            yield outcome.result()
+
+
+# --- writes --------------------------------------------------------------------------------------
+
+
+class WriteBudget:
+    """How many writes may be under way at once, and of how many bytes together.
+
+    Several schedulers may share one, from several threads: who asks first gets room first. A write
+    that is larger than all of it goes alone.
+
+    Args:
+        at_once: how many writes.
+        budget_bytes: of all together; None: of so many whole chunks.
+    """
+
+    def __init__(self, at_once: int, *, budget_bytes: int | None = None) -> None:
+        self.at_once = at_once
+        self._budget_bytes = at_once * WHOLE_CHUNK_BYTES if budget_bytes is None else budget_bytes
+        self._changed = threading.Condition()
+        self._asking: deque[object] = deque()
+        self._held: list[tuple[object, int]] = []
+
+    def take(self, holder: object, size_bytes: int, *, given_up: Callable[[], bool]) -> bool:
+        """Wait for room and take it; False: `given_up` became true before there was any."""
+        ticket = object()
+        with self._changed:
+            self._asking.append(ticket)
+            try:
+                self._changed.wait_for(
+                    lambda: given_up() or (self._asking[0] is ticket and self._has_room(size_bytes))
+                )
+                if given_up():
+                    return False
+                self._held.append((holder, size_bytes))
+                return True
+            finally:
+                self._asking.remove(ticket)
+                self._changed.notify_all()
+
+    def give_back(self, holder: object, size_bytes: int) -> None:
+        """Give back the room of one write."""
+        with self._changed:
+            if (holder, size_bytes) in self._held:
+                self._held.remove((holder, size_bytes))
+            self._changed.notify_all()
+
+    def give_all_back(self, holder: object) -> None:
+        """Give back whatever `holder` still has; it has no write under way."""
+        with self._changed:
+            self._held = [one for one in self._held if one[0] is not holder]
+            self._changed.notify_all()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        taken_bytes = sum(size for _, size in self._held)
+        return not self._held or (
+            len(self._held) < self.at_once and taken_bytes + size_bytes <= self._budget_bytes
+        )
+
+
+class WriteScheduler:
+    """Writes in threads, behind a caller that goes on.
+
+    After the first error no other write is begun, and the caller is told at its next call.
+
+    Args:
+        budget: bounds what is under way; others may share it.
+        on_written: called with the bytes of each write that is done, in the order in which they
+            were begun; from the caller's thread, at one of its calls.
+        name: that the names of the threads start with.
+    """
+
+    def __init__(
+        self,
+        budget: WriteBudget,
+        *,
+        on_written: Callable[[int], object] | None = None,
+        name: str = "recpoint-write",
+    ) -> None:
+        self._budget = budget
+        self._on_written = on_written
+        self._pool = ThreadPoolExecutor(budget.at_once, thread_name_prefix=name)
+        self._begun: deque[tuple[Future[None], int]] = deque()
+        self._errors: list[BaseException] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        finally:
+            self._budget.give_all_back(self)
+
+    def reserve(self, size_bytes: int) -> int:
+        """Wait until there is room for a write of so many bytes, and take it.
+
+        To be called before the bytes are made, so that the budget covers them while they wait.
+
+        Returns:
+            `size_bytes`, for `begin`.
+
+        Raises:
+            BaseException: what an earlier write raised first.
+        """
+        while self._begun and self._begun[0][0].done():
+            self._account()
+        if not self._budget.take(self, size_bytes, given_up=lambda: bool(self._errors)):
+            raise self._errors[0]
+        return size_bytes
+
+    def begin(self, room: int, write: Callable[[], object]) -> None:
+        """Begin a write in the room that `reserve` has returned; returns while it is under way."""
+        try:
+            self._begun.append((_submit(self._pool, partial(self._run, room, write)), room))
+        except BaseException as error:  # no thread: what may lie in the queue is not to run later
+            self._errors.append(error)
+            raise
+
+    def finish(self) -> None:
+        """Wait until all writes are done.
+
+        Raises:
+            BaseException: what a write raised first.
+        """
+        while self._begun:
+            self._account()
+        if self._errors:
+            raise self._errors[0]
+
+    def _account(self) -> None:
+        outcome, size_bytes = self._begun.popleft()
+        outcome.result()
+        if self._errors:
+            raise self._errors[0]
+        if self._on_written is not None:
+            self._on_written(size_bytes)
+
+    def _run(self, room: int, write: Callable[[], object]) -> None:
+        try:
+            if not self._errors:
+                write()
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self._budget.give_back(self, room)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+async def requests_at_once(
+    requests: Iterable[Callable[[], Coroutine[Any, Any, _Result]]], *, at_once: int
+) -> list[_Result]:
+    """Results of all requests, in order; none goes on after a failure or a cancellation."""
+    turn = asyncio.Semaphore(at_once)
+
+    async def in_turn(request: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        async with turn:
+            return await request()
+
+    tasks = [asyncio.ensure_future(in_turn(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,417 @@
+"""Where a run's objects live: opening a store from its URL. The only user of fsspec and its kin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.asyn import sync
+from fsspec.spec import AbstractFileSystem
+
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.contract import (
+    ObjectInfo,
+    Store,
+    check_key,
+    check_prefix,
+    check_range,
+    for_answer,
+    for_no_answer,
+    for_os_error,
+    missing,
+    no_create_only,
+    now_ms,
+    probe_create_only,
+    too_large,
+    too_short,
+)
+from recpoint.catalog.store.local import LocalStore
+from recpoint.catalog.store.retrying import Retries, RetryingStore
+from recpoint.catalog.store.run_url import RunUrl, parse_run_url
+from recpoint.catalog.store.s3 import (
+    PerProcess,
+    Request,
+    S3Failure,
+    S3Store,
+    S3Timeouts,
+    client_settings,
+)
+from recpoint.errors import ObjectNotFound, RecpointError, SettingsError
+
+__all__ = ["ObjectInfo", "S3Timeouts", "Store", "open_store"]
+
+
+_Result = TypeVar("_Result")
+_CLOSING_SECONDS = 0.1
+
+
+def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
+    """Open the store a run URL names: a local path, `file://`, `s3://`, or any fsspec one.
+
+    Nothing is read or written. Endpoint and credentials come from the environment
+    (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, …) or from fsspec's configuration.
+
+    Args:
+        url: the run URL.
+        timeouts: of an S3 store.
+
+    Raises:
+        SettingsError: a URL without bucket, with credentials, or of an unknown scheme; or a
+            package that the scheme needs is not installed.
+    """
+    parsed = parse_run_url(url)
+    if parsed.scheme == "file":
+        return LocalStore(parsed.path)
+    _file_system_class(parsed)  # a missing package shows here, not at the first write
+    if parsed.scheme not in ("s3", "s3a"):
+        return _FsspecStore(parsed)
+    timeouts = timeouts or S3Timeouts()
+    store = S3Store(
+        url=parsed.url,
+        bucket=parsed.bucket,
+        prefix=parsed.path + "/" if parsed.path else "",
+        timeouts=timeouts,
+        client=PerProcess(partial(_S3Client, parsed, timeouts)),
+    )
+    if timeouts.refused_seconds == 0:
+        return store
+    return RetryingStore(store, Retries.of_refusals(timeouts.refused_seconds))
+
+
+def _file_system_class(parsed: RunUrl) -> Any:
+    subject = f"run URL {parsed.url!r}"
+    try:
+        return fsspec.get_filesystem_class(parsed.scheme)
+    except ImportError as error:
+        extra = parsed.scheme in ("s3", "s3a")
+        raise SettingsError(
+            subject,
+            found=f"no package for {parsed.scheme}:// ({error})",
+            expected="what fsspec needs for it",
+            next_step="pip install 'recpoint[s3]'" if extra else "install the package named here",
+        ) from error
+    except ValueError as error:
+        raise SettingsError(
+            subject,
+            found=f"the scheme {parsed.scheme!r}",
+            expected="one that fsspec knows: s3, gs, abfs, file, …",
+            next_step="correct the run URL",
+        ) from error
+
+
+class _S3Client:
+    """The client of s3fs: its credentials, its event loop, its connections.
+
+    Made at the first request of a process, so that neither a fork nor a pickle carries one.
+    """
+
+    def __init__(self, parsed: RunUrl, timeouts: S3Timeouts) -> None:
+        settings = client_settings(timeouts, configured=fsspec.config.conf.get("s3", {}))
+        self.endpoint = str(settings.get("endpoint_url", "Amazon S3"))
+        self._bucket = parsed.bucket
+        self._file_system = _file_system_class(parsed)(**settings)
+        # The SDK below retries, with pauses and a budget. A second layer of retries would only
+        # multiply the time that a dead store costs.
+        self._file_system.retries = 1
+        self._file_system.close_session = partial(_close, made_in=os.getpid())
+        self._prepared: object = None
+
+    async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
+        """See `S3Client.call`."""
+        from botocore.handlers import add_expect_header
+
+        try:
+            if self._file_system.session is None:
+                self._file_system.session = _session(self._file_system.kwargs)
+            sdk = await self._file_system.set_session()
+            if sdk is not self._prepared:
+                # With `Expect: 100-continue` a stalled server is waited for without a time-out.
+                sdk.meta.events.unregister("before-call.s3", add_expect_header)
+                self._prepared = sdk
+            answer: Mapping[str, Any] = await self._file_system._call_s3(
+                method, Bucket=self._bucket, **arguments
+            )
+        except _s3_errors() as error:
+            raise _s3_failure(error) from error
+        return answer
+
+    async def read(self, body: Any) -> bytes:
+        """See `S3Client.read`."""
+        try:
+            data: bytes = await body.read()
+        except _s3_errors() as error:
+            raise _s3_failure(error) from error
+        return data
+
+    def run(self, request: Request[_Result], *, seconds: float) -> _Result:
+        """See `S3Client.run`."""
+        try:
+            result: _Result = sync(self._file_system.loop, request, timeout=seconds)
+        except TimeoutError as error:  # cancelled: fsspec's time-out is one
+            raise S3Failure(f"no answer within {seconds:.0f} s") from error
+        return result
+
+
+def _close(loop: asyncio.AbstractEventLoop, client: Any, *, made_in: int) -> None:
+    """Close the connections of a client that nobody holds any more; in place of s3fs's own.
+
+    That one closes them on whichever loop runs in the thread that lets go of the client. Where this
+    is another loop than theirs, of a flow for instance, they stay open and asyncio logs an error
+    each (s3fs 2026.9).
+
+    Args:
+        loop: theirs.
+        client: its asynchronous context manager, entered.
+        made_in: id of the process that made it: one forked from it leaves them to it.
+    """
+    if made_in != os.getpid() or not loop.is_running():
+        return
+    closing = asyncio.run_coroutine_threadsafe(client.__aexit__(None, None, None), loop)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # no loop is held up, and the process may be about to end
+        with contextlib.suppress(Exception):  # whatever the SDK raises of a broken connection
+            closing.result(_CLOSING_SECONDS)
+
+
+def _session(settings: Mapping[str, Any]) -> Any:
+    """A session as s3fs would make it, with credentials of its own; the SDK's files are read once.
+
+    Each session would list and parse them anew, which is most of what a client costs.
+    """
+    from aiobotocore.session import AioSession
+
+    session = AioSession(**settings)
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    return session
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    """What reads the SDK's descriptions of services; keeps them, and nothing of any user."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
+
+
+def _s3_errors() -> tuple[type[Exception], ...]:
+    """What s3fs raises: OSErrors made from answers, and what lies below when there was none."""
+    from aiohttp import ClientError
+    from botocore.exceptions import BotoCoreError
+
+    return (OSError, BotoCoreError, ClientError)
+
+
+def _s3_failure(error: Exception) -> S3Failure:
+    from botocore.exceptions import (
+        BotoCoreError,
+        ChecksumError,
+        HTTPClientError,
+        IncompleteReadError,
+    )
+    from botocore.exceptions import ConnectionError as NoConnection
+    from botocore.parsers import ResponseParserError
+
+    name, words = type(error).__name__, " ".join(str(error).split())
+    answer = getattr(error.__cause__, "response", None)
+    if isinstance(answer, dict):
+        described = answer.get("Error", {})
+        return S3Failure(
+            str(described.get("Message", words)),
+            status=int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)),
+            code=str(described.get("Code", "")),
+        )
+    if "Credential" in name or "Token" in name or name == "ProfileNotFound":
+        return S3Failure(words, status=401, code=name)
+    healing = (
+        ChecksumError,
+        NoConnection,
+        HTTPClientError,
+        IncompleteReadError,
+        ResponseParserError,
+    )
+    if isinstance(error, BotoCoreError) and not isinstance(error, healing):
+        return S3Failure(words, status=400, code=name)  # refused before it was sent
+    return S3Failure(f"{name}: {words}" if words else name)
+
+
+# fsspec's memory file system hands the same file object, with one position, to all threads.
+_one_at_a_time = threading.RLock()
+
+
+class _FsspecStore(Store):
+    """Any other file system that fsspec knows, as far as its probe shows that it may be used."""
+
+    def __init__(self, parsed: RunUrl) -> None:
+        self.url = parsed.url
+        self._scheme = parsed.scheme
+        self._file_system: PerProcess[Any] = PerProcess(partial(_connect, parsed))
+
+    def __repr__(self) -> str:
+        return f"open_store({self.url!r})"
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.get`."""
+        size_bytes = self.size(key)
+        if size_bytes > max_bytes:
+            raise too_large(self._where(key), found_bytes=size_bytes, max_bytes=max_bytes)
+        return self.get_range(key, start=0, end=size_bytes)
+
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        """See `Store.get_range`."""
+        length_bytes = check_range(start, end)
+        available_bytes = self.size(key) - start
+        if available_bytes < length_bytes:
+            raise too_short(
+                self._where(key), found_bytes=max(0, available_bytes), expected_bytes=length_bytes
+            )
+        if length_bytes == 0:
+            return b""
+        data: bytes = self._run("reading", "cat_file", key, start=start, end=end)
+        if len(data) != length_bytes:
+            raise too_short(self._where(key), found_bytes=len(data), expected_bytes=length_bytes)
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        durable.step(f"put {check_key(key)}")
+        self._run("writing", "pipe_file", key, bytes(data))
+        durable.step(f"stored {key}")
+
+    def create(self, key: str, data: bytes | memoryview) -> None:
+        """See `Store.create`."""
+        durable.step(f"create {check_key(key)}")
+        self._run("writing", "pipe_file", key, bytes(data), mode="create")
+        durable.step(f"created {key}")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        return self._list(check_prefix(prefix))
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        entry = self._run("looking at", "info", check_key(key))
+        if entry.get("type") != "file":
+            raise missing(self._where(key))
+        size_bytes: int | None = entry["size"]
+        if size_bytes is None:
+            raise no_create_only(self, "objects whose size it does not say")
+        return size_bytes
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        durable.step(f"delete {check_key(key)}")
+        try:
+            self._run("deleting", "rm_file", key)
+        except ObjectNotFound:
+            pass
+        durable.step(f"deleted {key}")
+
+    def list_unfinished(self) -> Iterator[ObjectInfo]:
+        """See `Store.list_unfinished`: fsspec has no common name for any."""
+        return iter(())
+
+    def delete_unfinished(self, key: str) -> None:
+        """See `Store.delete_unfinished`."""
+        raise ValueError(f"{key[:200]!r} is not an unfinished object of {self.url}")
+
+    def probe(self) -> None:
+        """See `Store.probe`."""
+        kind = type(self._file_system.get())
+        if kind.pipe_file is AbstractFileSystem.pipe_file:
+            # It looks first and writes then, which two tries one after another would not show.
+            raise no_create_only(self, f"{kind.__name__}, which creates in two steps")
+        probe_create_only(self)
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        directory = prefix.rpartition("/")[0]
+        root = self._file_system.get()._strip_protocol(self.url).rstrip("/") + "/"
+        try:
+            entries = self._run("listing", "find", directory, detail=True)
+        except ObjectNotFound:
+            return
+        found = []
+        for name, entry in entries.items():
+            key = name.removeprefix(root)
+            if name.startswith(root) and key.startswith(prefix) and entry.get("type") == "file":
+                found.append(ObjectInfo(key=key, size_bytes=entry["size"], modified_ms=_ms(entry)))
+        yield from sorted(found, key=lambda info: info.key)
+
+    def _run(self, doing: str, method: str, key: str, *arguments: Any, **named: Any) -> Any:
+        where = self._where(key)
+        file_system = self._file_system.get()
+        try:
+            if self._scheme == "memory":
+                with _one_at_a_time:
+                    return getattr(file_system, method)(where, *arguments, **named)
+            return getattr(file_system, method)(where, *arguments, **named)
+        except OSError as error:
+            behind = _behind(error)
+            if behind is not None:
+                raise self._for_failure(behind, where, doing) from error
+            raise for_os_error(error, where, doing=doing, writing="writing" in doing) from error
+        except (NotImplementedError, TypeError) as error:
+            raise no_create_only(
+                self, f"{type(error).__name__}: {error} (while {doing})"
+            ) from error
+        except Exception as error:  # SDKs of all makers, whose errors have no base in common
+            raise self._for_failure(error, where, doing) from error
+
+    def _for_failure(self, error: Exception, where: str, doing: str) -> RecpointError:
+        """What an SDK's error means, by the status of the answer if there was one."""
+        status = next(
+            (
+                found
+                for name in ("status_code", "status", "code")
+                if isinstance(found := getattr(error, name, None), int)
+            ),
+            None,
+        )
+        if status is None:
+            words = f"{type(error).__name__}: {error}"
+            return for_no_answer(where, words=words, doing=doing, endpoint=self.url)
+        return for_answer(
+            where,
+            status=status,
+            code=type(error).__name__,
+            message=str(error),
+            doing=doing,
+            bucket=self.url,
+        )
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+
+def _behind(error: OSError) -> Exception | None:
+    """The failure that a file system has made "not found" of, as that for HTTP does of each."""
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+        return None if isinstance(cause, FileNotFoundError | LookupError) else cause
+    return None
+
+
+def _connect(parsed: RunUrl) -> Any:
+    return _file_system_class(parsed)(use_listings_cache=False, skip_instance_cache=True)
+
+
+def _ms(entry: Mapping[str, Any]) -> int:
+    """When the object was last changed, as far as the file system says."""
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        when = entry.get(name)
+        if isinstance(when, str):
+            when = datetime.fromisoformat(when)
+        if isinstance(when, datetime):
+            when = when.timestamp()
+        if isinstance(when, int | float):
+            return int(when * 1000)
+    # Not known: as if it had been written just now, so that no grace period has passed.
+    return now_ms()

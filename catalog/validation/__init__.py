@@ -1,1 +1,0 @@
-"""Whether what is stored restores, and is what the trainer had (format §10)."""

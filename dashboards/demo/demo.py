@@ -1,0 +1,425 @@
+"""Runs the demo: real training, real flows, a real SIGKILL, and the proof that all came back."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+import recpoint
+from recpoint.catalog.check.check import CheckReport, check
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.dashboards import terminal
+from recpoint.dashboards.demo.processes import (
+    Child,
+    ChildFailed,
+    DemoProgress,
+    PrefectUI,
+    RanksTrainer,
+    Trainer,
+    ended,
+    persisted_by_prefect,
+    wait_for_prefect,
+)
+from recpoint.dashboards.terminal import Listed
+from recpoint.errors import NothingToRestore, SettingsError
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
+
+__all__ = ["DemoSettings", "example_script", "make_fresh", "report_views", "run_demo"]
+
+
+# The demo: real training, real Prefect flows, a real SIGKILL, and the proof that all came back.
+#
+# Two trainers run the same script on the same data. One is left alone. The other checkpoints, is
+# killed, and is started again with another seed, so that whatever is equal at the end was restored.
+# Each trainer is one process, or several ranks under torchrun, of which one is killed.
+
+
+BITS = ("lossless", "8", "4", "3", "2")
+MOST_RANKS = 16
+
+_SEED = 0
+_OTHER_SEED = 20_101_201
+_POLL_SECONDS = 0.01
+_LOOK_SECONDS = 0.5
+_PHASE_SECONDS = 600.0
+#: A demo of a few dozen batches is over before a checkpoint can be committed: the trainer is then
+#: stopped where it will be killed, until there is something to come back to.
+_COMMITS_BEFORE_KILL = 2
+#: Room that several staged checkpoints of the demo's model need in memory.
+_STAGING_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What a demo does.
+
+    Attributes:
+        directory: for the run, logs and progress; what an earlier demo left there is removed.
+        store: URL below which the run is stored; None: in `directory`.
+        steps: batches to train.
+        interval: batches between checkpoints.
+        bits: "lossless", "8", "4", "3" or "2".
+        ranks: processes that train together; from 2 on torchrun starts them.
+    """
+
+    directory: Path
+    store: str | None = None
+    steps: int = 2000
+    interval: int = 200
+    bits: str = "lossless"
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise _refused("--bits", self.bits, f"one of {', '.join(BITS)}")
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise _refused("--ranks", str(self.ranks), f"1 to {MOST_RANKS} processes")
+        if self.interval < 1:
+            raise _refused("--interval", str(self.interval), "1 or more batches")
+        if self.steps < 4 * self.interval:
+            raise _refused(
+                "--steps",
+                f"{self.steps} steps with an interval of {self.interval}",
+                "at least four intervals: two before the kill and two after it",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """What came out.
+
+    Attributes:
+        document: the last line, for programs.
+        manifests: the checkpoints that count, newest first.
+        check: of every byte of the run.
+        run_url: where they are.
+        ui: where to look at the flows.
+    """
+
+    document: dict[str, Any]
+    manifests: list[Manifest]
+    check: CheckReport
+    run_url: str
+    ui: PrefectUI
+
+    @property
+    def ok(self) -> bool:
+        """Whether the demo showed what it is there to show."""
+        return bool(self.document["ok"])
+
+
+@dataclass
+class _Demo:
+    """One demo on its way."""
+
+    settings: DemoSettings
+    script: Path
+    run_url: str
+    staging: Path
+    progress: DemoProgress
+    children: list[Child] = field(default_factory=list)
+    committed: list[ManifestName] = field(default_factory=list)
+    looked: float = 0.0
+
+    def start_agent(self) -> None:
+        arguments = ["-m", "recpoint", "agent", f"--staging={self.staging}"]
+        log = self.settings.directory / "agent.log"
+        self.children.append(Child("agent", arguments, log=log))
+
+    def start_trainer(self, name: str, *, seed: int, checkpoints: bool) -> Trainer:
+        arguments = [f"--seed={seed}"]
+        if checkpoints:
+            arguments += [
+                f"--run={self.run_url}",
+                f"--interval={self.settings.interval}",
+                f"--bits={self.settings.bits}",
+                f"--staging={self.staging}",
+                "--max-staged=4",
+            ]
+        directory, steps = self.settings.directory, self.settings.steps
+        ranks = self.settings.ranks
+        trainer = (
+            Trainer(name, self.script, arguments, directory=directory, steps=steps)
+            if ranks == 1
+            else RanksTrainer(
+                name, self.script, arguments, directory=directory, steps=steps, ranks=ranks
+            )
+        )
+        self.children.append(trainer)
+        return trainer
+
+    def read_committed(self) -> None:
+        """See what is committed; not at every poll, since on S3 it is a request."""
+        if time.monotonic() - self.looked < _LOOK_SECONDS:
+            return
+        try:
+            self.committed = Run.open(open_store(self.run_url)).live_line()
+        except NothingToRestore:
+            self.committed = []  # the trainer has not created the run yet
+        self.looked = time.monotonic()
+
+    def watch(self, until: Callable[[], bool], *trainers: Trainer) -> None:
+        """Show progress until `until` says so.
+
+        Raises:
+            ChildFailed: a process ended badly meanwhile, or it took too long.
+        """
+        deadline = time.monotonic() + _PHASE_SECONDS
+        while not until():
+            for child in self.children:
+                child.check()
+            self.read_committed()
+            self.progress.show(trainers, self.committed)
+            if time.monotonic() > deadline:
+                raise ChildFailed(
+                    "the demo",
+                    found=f"nothing new for {_PHASE_SECONDS:.0f} s",
+                    expected="progress",
+                    next_step=f"see the logs in {self.settings.directory}",
+                )
+            time.sleep(_POLL_SECONDS)
+        self.progress.show(trainers, self.committed)
+
+    def kill_in_the_middle(self, victim: Trainer, *others: Trainer) -> int:
+        """SIGKILL between two checkpoints; returns the batches that it had done."""
+        interval = self.settings.interval
+        target = self.settings.steps // 2 // interval * interval + (interval + 1) // 2
+        self.watch(lambda: victim.step >= target, victim, *others)
+        if not self._enough():
+            victim.stop()
+            self.watch(self._enough, victim, *others)
+        victim.kill()
+        self.children.remove(victim)
+        return victim.step
+
+    def _enough(self) -> bool:
+        return len(self.committed) >= _COMMITS_BEFORE_KILL
+
+
+def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
+    """Run it; about a minute.
+
+    Args:
+        settings: what to do.
+        console: for progress.
+
+    Raises:
+        SettingsError: the example is not there, or the directory holds something else.
+        ChildFailed: a process of the demo ended badly.
+        StoreError: the store cannot be used.
+    """
+    script = example_script()
+    make_fresh(settings.directory)
+    name = f"demo-{secrets.token_hex(4)}"
+    parent = settings.store.rstrip("/") if settings.store else str(settings.directory.resolve())
+    run_url = open_store(f"{parent}/{name}").url
+    staging = _make_staging(settings.directory)
+    try:
+        with DemoProgress(
+            console, settings.steps, settings.interval, ranks=settings.ranks
+        ) as progress:
+            demo = _Demo(settings, script, run_url, staging, progress)
+            with ended(demo.children):
+                return _run(demo, name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _run(demo: _Demo, name: str) -> DemoResult:
+    demo.start_agent()
+    ui = wait_for_prefect(demo.children[0], demo.progress)
+
+    alone = demo.start_trainer("uninterrupted", seed=_SEED, checkpoints=False)
+    victim = demo.start_trainer("killed", seed=_SEED, checkpoints=True)
+    killed_at = demo.kill_in_the_middle(victim, alone)
+    committed_by_then = len(demo.committed)
+    demo.progress.killed(killed_at, committed_by_then)
+
+    # Another seed: initial weights and random numbers are different, unless they are restored.
+    resumed = demo.start_trainer("resumed", seed=_OTHER_SEED, checkpoints=True)
+    demo.watch(lambda: not (alone.running or resumed.running), resumed, alone)
+    expected, found = alone.result(), resumed.result()
+
+    run = Run.open(open_store(demo.run_url))
+    manifests = [run.manifest(*entry) for entry in run.live_line()]
+    report = check(run, level="full")
+    flows = persisted_by_prefect(ui, name)
+    document = _document(demo.settings, manifests, expected=expected, found=found) | {
+        "killed_at_step": killed_at,
+        "check_ok": report.ok,
+        "persisted_by_prefect": flows,
+        "persisted_without_prefect": max(0, len(run.manifest_names()) - flows),
+        "prefect_ui": ui.url,
+        "run": demo.run_url,
+    }
+    proven = document["resumed_bit_identical"] or demo.settings.bits != "lossless"
+    restored = document["restored_step"]
+    document["ok"] = bool(
+        proven
+        and restored is not None
+        and 0 < restored <= killed_at
+        and report.ok
+        and flows > 0
+        and (document["steps"], document["ranks"]) == (demo.settings.steps, demo.settings.ranks)
+    )
+    return DemoResult(
+        document=document, manifests=manifests, check=report, run_url=demo.run_url, ui=ui
+    )
+
+
+def _document(
+    settings: DemoSettings,
+    manifests: list[Manifest],
+    *,
+    expected: dict[str, Any],
+    found: dict[str, Any],
+) -> dict[str, Any]:
+    stalls = [manifest.stall_us / 1000 for manifest in manifests]
+    lags = [(manifest.committed_ms - manifest.snapshot_ms) / 1000 for manifest in manifests]
+    return {
+        "steps": found["steps"],
+        "killed_at_step": None,
+        "restored_step": found["restored_step"],
+        "resumed_bit_identical": found["digests"] == expected["digests"],
+        "auc": found["auc"],
+        "auc_uninterrupted": expected["auc"],
+        "auc_last_tenth": found["auc_last_tenth"],
+        "bits": settings.bits,
+        "ranks": found["ranks"],
+        "checkpoints": len(manifests),
+        "bytes_written": sum(manifest.stored_bytes for manifest in manifests),
+        "bytes_full_fp32": sum(manifest.full_bytes for manifest in manifests),
+        "stall_ms_median": round(statistics.median(stalls), 3) if stalls else None,
+        "lag_s_median": round(statistics.median(lags), 3) if lags else None,
+        "digests_equal": {
+            what: found["digests"].get(what) == digest
+            for what, digest in expected["digests"].items()
+        },
+    }
+
+
+# --- where things are --------------------------------------------------------------------------
+
+
+def example_script() -> Path:
+    """The training script of the repository that this package is installed from.
+
+    Raises:
+        SettingsError: it was installed without.
+    """
+    relative = Path("examples") / "train_dlrm.py"
+    roots = [Path(recpoint.__file__).resolve().parents[2], Path.cwd()]
+    for root in roots:
+        if (root / relative).is_file():
+            return root / relative
+    raise SettingsError(
+        str(relative),
+        found="nothing there: an installed package does not have it",
+        expected="a checkout of the repository",
+        next_step="run the demo in a checkout: make demo",
+    )
+
+
+_MARK = "recpoint-demo.txt"
+
+
+def make_fresh(directory: Path) -> None:
+    """Make `directory`; empty it when an earlier demo made it, and only then."""
+    if directory.exists() and not (directory / _MARK).is_file():
+        if not directory.is_dir() or any(directory.iterdir()):
+            raise SettingsError(
+                "--dir",
+                found=f"{directory}, which is there and was not made by a demo",
+                expected="a new or empty directory, or that of an earlier demo",
+                next_step="choose another directory",
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    for entry in directory.iterdir():
+        if entry.name == _MARK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    (directory / _MARK).write_text("Made by `recpoint demo`, and emptied by the next one.\n")
+
+
+def _make_staging(directory: Path) -> Path:
+    """A staging area of its own, so that an agent that serves real trainers is not in the way."""
+    memory = Path("/dev/shm")
+    if memory.is_dir() and shutil.disk_usage(memory).free > _STAGING_BYTES:
+        return Path(tempfile.mkdtemp(prefix="recpoint-demo-", dir=memory))
+    (directory / "staging").mkdir()
+    return directory / "staging"
+
+
+def _refused(setting: str, found: str, expected: str) -> SettingsError:
+    return SettingsError(
+        setting, found=found, expected=expected, next_step=f"give another {setting}"
+    )
+
+
+# What a demo tells at its end: its checkpoints, where to look, and the proof in words.
+
+
+def report_views(result: DemoResult, *, server_stopped: bool) -> list[RenderableType]:
+    """For a terminal; the JSON line that follows them is not among them."""
+    entries = [
+        Listed(name=ManifestName(manifest.step, manifest.generation), live=True, manifest=manifest)
+        for manifest in reversed(result.manifests)
+    ]
+    document = result.document
+    look = f"{document['prefect_ui']}, flow persist, tag run:{result.run_url.rpartition('/')[2]}"
+    if server_stopped:
+        look += " (the server was stopped: recpoint server start)"
+    elif result.ui.own_server:
+        look += " (it stays; to stop it: recpoint server stop)"
+    fields: list[tuple[str, object]] = [
+        ("run", f"{result.run_url} (recpoint list, show, check, restore)"),
+        (
+            "persisted",
+            f"{document['persisted_by_prefect']} as Prefect flows, "
+            f"{document['persisted_without_prefect']} without Prefect",
+        ),
+        ("look at", look),
+        ("AUC", f"{document['auc']:.6f}, uninterrupted {document['auc_uninterrupted']:.6f}"),
+    ]
+    return [
+        Text(),
+        terminal.checkpoints_table(entries, title="Checkpoints"),
+        Text(),
+        terminal.fields_table(fields),
+        *terminal.check_views(result.check)[-1:],
+        _proof(result),
+    ]
+
+
+def _proof(result: DemoResult) -> Text:
+    document = result.document
+    killed, restored = document["killed_at_step"], document["restored_step"]
+    ranks = document["ranks"]
+    who = f"rank {ranks - 1} of {ranks} " if ranks > 1 else ""
+    story = f"{who}killed with SIGKILL at step {killed}, restored at step {restored}: after "
+    story += (
+        f"{document['steps']} steps weights, optimizer state, random generators and next batch "
+    )
+    if document["resumed_bit_identical"]:
+        proof = "are the same, bit for bit, as those of the run that was never interrupted."
+        return Text.assemble(("proof: ", "bold green"), story, proof)
+    differing = ", ".join(name for name, same in document["digests_equal"].items() if not same)
+    if document["bits"] != "lossless":
+        proof = f"differ ({differing}), as they must at {document['bits']} bits; compare the AUC."
+        return Text.assemble(("not bit-identical: ", "yellow"), story, proof)
+    return Text.assemble(("NOT PROVEN: ", "bold red"), story, f"differ: {differing}.")

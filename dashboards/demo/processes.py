@@ -1,0 +1,478 @@
+"""Starts, watches and ends the processes of a demo: trainers, ranks under torchrun, Prefect."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from recpoint.errors import RecpointError
+from recpoint.flows import prefect_server
+from recpoint.format.naming import ManifestName
+
+__all__ = [
+    "Child",
+    "ChildFailed",
+    "DemoProgress",
+    "PrefectUI",
+    "RanksTrainer",
+    "Trainer",
+    "ended",
+    "persisted_by_prefect",
+    "wait_for_prefect",
+]
+
+
+# The processes a demo runs: started, watched through files, and ended by their own ids.
+
+
+_PROGRESS_LINE_BYTES = 1 << 10
+_LAST_LINES_BYTES = 1 << 20
+_TERM_SECONDS = 20.0
+
+
+class ChildFailed(RecpointError):
+    """A process of the demo ended, and not well."""
+
+
+class Child:
+    """One process; what it prints goes to `log`.
+
+    Args:
+        name: for messages.
+        arguments: of this Python.
+        log: file for stdout and stderr.
+        environment: added to this process's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(environment or {})},
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """SIGSTOP: it keeps everything it has and does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """SIGKILL; it has ended when this returns."""
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM, and SIGKILL when that does not help; it has ended when this returns."""
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        try:
+            self._process.wait(_TERM_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def check(self) -> None:
+        """Nothing, unless it has ended with an error.
+
+        Raises:
+            ChildFailed: it has; with the last lines it printed.
+        """
+        code = self._process.poll()
+        if code:
+            raise ChildFailed(
+                self.name,
+                found=f"exit code {code}; its last lines:\n{self.last_lines()}",
+                expected="a process that runs, or ends well",
+                next_step=f"see {self.log}",
+            )
+
+    def output(self) -> str:
+        """What it printed, the last mebibyte of it."""
+        return _tail(self.log, _LAST_LINES_BYTES).decode("utf-8", errors="replace")
+
+    def last_lines(self, count: int = 12) -> str:
+        """The end of its log."""
+        return "\n".join(self.output().splitlines()[-count:])
+
+
+class Trainer(Child):
+    """One life of the example's training script.
+
+    Args:
+        name: for messages, and of its files.
+        script: the script.
+        arguments: of the script, beside those that follow from the others.
+        directory: for its files.
+        steps: batches to train.
+        launcher: what this Python runs in place of the script, which then starts the script.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: Path,
+        arguments: Sequence[str],
+        *,
+        directory: Path,
+        steps: int,
+        launcher: Sequence[str] = (),
+    ) -> None:
+        self._progress = directory / f"{name}.progress.jsonl"
+        self.steps = steps
+        own = [str(script), f"--steps={steps}", f"--progress-file={self._progress}", *arguments]
+        super().__init__(
+            name,
+            [*launcher, *own],
+            log=directory / f"{name}.log",
+            # One thread: two trainers, an agent and a server share the machine, and the bits of
+            # a sum must not depend on how many threads there happened to be.
+            environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+
+    @property
+    def step(self) -> int:
+        """Batches done, as it said last; 0 before the first."""
+        return int(last_progress(self._progress).get("step", 0))
+
+    def result(self) -> dict[str, Any]:
+        """The object it printed last.
+
+        Raises:
+            ChildFailed: it has not ended well, or printed no such line.
+        """
+        self.check()
+        for line in reversed(self.last_lines().splitlines()):
+            if line.startswith("{"):
+                parsed: dict[str, Any] = json.loads(line)
+                return parsed
+        raise ChildFailed(
+            self.name,
+            found=f"no result in its last lines:\n{self.last_lines()}",
+            expected="a JSON object in the last one",
+            next_step=f"see {self.log}",
+        )
+
+
+@contextmanager
+def ended(children: list[Child]) -> Iterator[None]:
+    """Whatever happens in the block, every child in the list has ended after it.
+
+    In the main thread also when this process is told to end, or its terminal is closed.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP) if main}
+    try:
+        yield
+    finally:
+        for child in reversed(children):
+            if child.running:
+                child.terminate()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def last_progress(path: Path) -> dict[str, Any]:
+    """The last whole line of a file that is being appended to; {} before there is one."""
+    for line in reversed(_tail(path, 4 * _PROGRESS_LINE_BYTES).split(b"\n")[:-1]):
+        try:
+            parsed: dict[str, Any] = json.loads(line)
+            return parsed
+        except ValueError:
+            continue
+    return {}
+
+
+def _tail(path: Path, count_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - count_bytes))
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+# How far a demo is: one bar for each trainer, and the checkpoints beside it.
+
+
+class DemoProgress:
+    """A live display on a terminal; elsewhere one line an event."""
+
+    def __init__(self, console: Console, steps: int, interval: int, *, ranks: int = 1) -> None:
+        self._console = console
+        self._ranks = ranks
+        self._interval = interval
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._steps = steps
+        self._prefect = self._bars.add_task("Prefect server", total=None, note="")
+        self._tasks = {
+            name: self._bars.add_task(name, total=steps, start=False, note="", visible=False)
+            for name in ("uninterrupted", "killed", "resumed")
+        }
+        self._started: set[str] = set()
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def waiting_for_prefect(self) -> None:
+        """The agent is starting its server, or has found one."""
+        self._bars.update(self._prefect, note="starting")
+        self._print_line("starting the agent, and a local Prefect server unless there is one")
+
+    def prefect_is_up(self, url: str) -> None:
+        """It answers."""
+        self._bars.update(self._prefect, total=1, completed=1, note="up")
+        self._print_line(f"Prefect is up: {url}")
+        together = f" on {self._ranks} ranks under torchrun" if self._ranks > 1 else ""
+        self._print_line(
+            f"training twice{together}, {self._steps} batches each; one of the two is checkpointed "
+            f"every {self._interval} batches, and killed on the way"
+        )
+
+    def show(self, trainers: Sequence[Trainer], committed: Sequence[ManifestName]) -> None:
+        """Where the trainers are, and what is committed."""
+        for trainer in trainers:
+            task = self._tasks[trainer.name]
+            if trainer.name not in self._started:
+                self._started.add(trainer.name)
+                self._bars.start_task(task)
+                self._bars.update(task, visible=True)
+            note = ""
+            if trainer.name != "uninterrupted":
+                newest = committed[0].step if committed else 0
+                lag = max(0, trainer.step - newest)
+                note = f"{len(committed)} checkpoints committed, lag {lag} batches"
+            self._bars.update(task, completed=trainer.step, note=note)
+
+    def killed(self, step: int, committed: int) -> None:
+        """SIGKILL was sent."""
+        self._bars.update(self._tasks["killed"], completed=step, note=f"SIGKILL at step {step}")
+        self._bars.stop_task(self._tasks["killed"])
+        who = "the trainer" if self._ranks == 1 else f"rank {self._ranks - 1} of {self._ranks}"
+        again = "it" if self._ranks == 1 else "all ranks"
+        self._print_line(
+            f"killed {who} with SIGKILL at step {step}, {committed} checkpoints committed; "
+            f"starting {again} again, with another seed"
+        )
+
+    def _print_line(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+# What a demo asks of Prefect: that it is up, and which flows it has seen. By HTTP alone.
+
+
+_START_SECONDS = 300.0
+_POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 60.0
+_PAGE = 200
+#: The agent's own words for "from now on persists are flows".
+_AGENT_IS_READY = "Prefect is at "
+
+
+class PrefectUI(NamedTuple):
+    """Where Prefect is."""
+
+    api_url: str
+    own_server: bool
+
+    @property
+    def url(self) -> str:
+        """The page for people."""
+        return prefect_server.ui_url(self.api_url)
+
+
+def wait_for_prefect(agent: Child, progress: DemoProgress) -> PrefectUI:
+    """Wait until the API answers and the agent uses it.
+
+    Raises:
+        ChildFailed: the agent ended, or Prefect did not come up.
+    """
+    progress.waiting_for_prefect()
+    configured = prefect_server.configured_url()
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        agent.check()
+        local = prefect_server.running_server()
+        api_url = configured or (local.url if local else None)
+        if api_url and _AGENT_IS_READY in agent.output():
+            ui = PrefectUI(api_url, own_server=configured is None)
+            progress.prefect_is_up(ui.url)
+            return ui
+        if time.monotonic() > deadline:
+            raise ChildFailed(
+                "the Prefect server",
+                found=f"no answer within {_START_SECONDS:.0f} s",
+                expected="a server that starts within half a minute",
+                next_step=f"see {prefect_server.server_directory() / 'server.log'} and {agent.log}",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def persisted_by_prefect(ui: PrefectUI, run_name: str) -> int:
+    """Steps of the run for which Prefect has a completed `persist` flow run; as the API says."""
+    steps: set[str] = set()
+    offset = 0
+    while page := _persist_runs(ui, run_name, offset):
+        for flow_run in page:
+            steps.update(tag for tag in flow_run["tags"] if tag.startswith("step:"))
+        offset += len(page)
+    return len(steps)
+
+
+def _persist_runs(ui: PrefectUI, run_name: str, offset: int) -> list[dict[str, Any]]:
+    question = {
+        "flows": {"name": {"any_": ["persist"]}},
+        "flow_runs": {
+            "tags": {"all_": [f"run:{run_name}"]},
+            "state": {"type": {"any_": ["COMPLETED"]}},
+        },
+        "limit": _PAGE,
+        "offset": offset,
+    }
+    request = urllib.request.Request(
+        f"{ui.api_url.rstrip('/')}/flow_runs/filter",
+        data=json.dumps(question).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
+        page: list[dict[str, Any]] = json.load(answer)
+    return page
+
+
+# A trainer of the demo that is several processes under torchrun, of which one is killed.
+
+
+#: Everything on this host's loopback, at whatever port is free; a rank that dies is noticed soon.
+_TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--nnodes=1",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=127.0.0.1:0",
+    "--local-addr=127.0.0.1",
+    "--max-restarts=0",
+    "--monitor-interval=0.1",
+)
+
+
+class RanksTrainer(Trainer):
+    """One life of the example's training script, as `ranks` processes under torchrun.
+
+    Arguments as for `Trainer`. After `kill` nothing of it is left: torchrun ends the ranks that
+    are not killed, and then itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: Path,
+        arguments: Sequence[str],
+        *,
+        directory: Path,
+        steps: int,
+        ranks: int,
+    ) -> None:
+        first = directory / f"{name}.progress.jsonl"
+        others = [f"{first.stem}.rank{rank}{first.suffix}" for rank in range(1, ranks)]
+        self._files = [first, *(directory / other for other in others)]
+        super().__init__(
+            name,
+            script,
+            arguments,
+            directory=directory,
+            steps=steps,
+            # The "--" keeps torchrun from taking the script's --run for its own --run-path.
+            launcher=[*_TORCHRUN, f"--nproc-per-node={ranks}", "--"],
+        )
+
+    @property
+    def step(self) -> int:
+        """Batches done, as the rank says that is furthest; 0 before the first."""
+        return max(int(last_progress(file).get("step", 0)) for file in self._files)
+
+    def stop(self) -> None:
+        """SIGSTOP to each rank."""
+        self._signal(signal.SIGSTOP, self._files)
+
+    def kill(self) -> None:
+        """SIGKILL to the last rank; all have ended when this returns."""
+        self._signal(signal.SIGKILL, self._files[-1:])
+        self._signal(signal.SIGCONT, self._files[:-1])
+        self._process.wait()
+
+    def terminate(self) -> None:
+        """SIGKILL to all ranks, and SIGTERM to torchrun; all have ended when this returns."""
+        self._signal(signal.SIGKILL, self._files)
+        self._process.terminate()  # torchrun ends ranks that have not said who they are yet
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals, files: Sequence[Path]) -> None:
+        """To the ranks that write these files, once they have begun to."""
+        for file in files:
+            pid = last_progress(file).get("pid")
+            # While torchrun runs, a rank of its own that has ended is not forgotten unnoticed:
+            # torchrun ends then, too.
+            if pid is not None and self.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), number)

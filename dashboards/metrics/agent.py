@@ -1,0 +1,122 @@
+"""Metrics of an agent, for Prometheus: `recpoint agent --metrics-port`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final
+
+from recpoint.dashboards.catalog_watch import REFRESH_SECONDS, CatalogWatch
+from recpoint.dashboards.metrics.export import MetricsExport, SampleCollector, Samples
+from recpoint.dashboards.metrics.table import AGENT_METRICS
+from recpoint.flows.agent.agent import Agent
+from recpoint.flows.agent.observation import AgentObservation, RunObservation
+
+__all__ = ["TROUBLES", "agent_metrics"]
+
+
+#: Of the failures in a catalog those that somebody has to do something about.
+TROUBLES: Final = ("validation", "manifest", "chain")
+
+_LOG = logging.getLogger("recpoint.metrics")
+
+
+def agent_metrics(
+    *, port: int, address: str = "127.0.0.1", refresh_seconds: float = REFRESH_SECONDS
+) -> Callable[[Agent], AbstractContextManager[object]]:
+    """What `run_agent` takes as `watch` to serve an agent's metrics while it runs.
+
+    Args:
+        port: 0: any that is free; the log says which.
+        address: where to listen.
+        refresh_seconds: between two looks at a run's catalog.
+
+    Raises (on entry):
+        SettingsError: it cannot listen there.
+    """
+
+    @contextmanager
+    def serve(agent: Agent) -> Iterator[None]:
+        catalog = CatalogWatch(lambda: _urls(agent.observe()), refresh_seconds=refresh_seconds)
+        collector = SampleCollector(
+            AGENT_METRICS, lambda samples: _sample(samples, agent.observe(), catalog)
+        )
+        try:
+            with MetricsExport(collector, registry=None, port=port, address=address) as export:
+                _LOG.info("metrics: %s", export.url)
+                yield
+        finally:
+            catalog.stop()
+
+    return serve
+
+
+def _urls(seen: AgentObservation) -> list[str]:
+    return [run.run for run in seen.runs if run.has_url]
+
+
+def _sample(samples: Samples, seen: AgentObservation, catalog: CatalogWatch) -> None:
+    samples.add("recpoint_agent_prefect_up", int(seen.prefect))
+    samples.add("recpoint_agent_staging_free_bytes", seen.staging_free_bytes)
+    samples.add("recpoint_agent_staging_size_bytes", seen.staging_size_bytes)
+    for run in seen.runs:
+        _sample_run(samples, run)
+        if run.has_url:
+            _sample_catalog(samples, run.run, catalog)
+
+
+def _sample_run(samples: Samples, seen: RunObservation) -> None:
+    run, facts = seen.run, seen.facts
+
+    def add(name: str, value: float | None) -> None:
+        samples.add(f"recpoint_agent_{name}", value, run=run)
+
+    add("staged_jobs", seen.staged_jobs)
+    add("queue_age_seconds", seen.queue_age_seconds)
+    add("full_bytes_total", facts.full_bytes)
+    add("chain_length", facts.links_to_read)
+    add("consolidations_total", seen.consolidations)
+    add("missing_ranks", seen.missing_ranks)
+    add("trainer_running", int(seen.trainer == "training"))
+    add("trainer_lost", int(seen.trainer == "lost"))
+    if facts.last_commit_ms is not None:
+        add("last_commit_timestamp_seconds", facts.last_commit_ms / 1000)
+    samples.add("recpoint_agent_commit_lag_seconds", facts.commit_lag.read(), run=run)
+    samples.add_each("recpoint_agent_jobs_total", facts.jobs.items(), label="result", run=run)
+    samples.add_each(
+        "recpoint_agent_failures_total", facts.failures.items(), label="cause", run=run
+    )
+    samples.add_each(
+        "recpoint_agent_stored_bytes_total", facts.stored_bytes.items(), label="kind", run=run
+    )
+
+
+def _sample_catalog(samples: Samples, run: str, catalog: CatalogWatch) -> None:
+    def add(name: str, value: float | None) -> None:
+        samples.add(f"recpoint_catalog_{name}", value, run=run)
+
+    samples.add_each(
+        "recpoint_catalog_refresh_failures_total",
+        catalog.failures(run).items(),
+        label="cause",
+        run=run,
+    )
+    since_ms = catalog.since_ms(run)
+    add("watch_start_timestamp_seconds", None if since_ms is None else since_ms / 1000)
+    facts = catalog.facts(run)
+    if facts is None:
+        return
+    seen = facts.overview
+    add("refresh_timestamp_seconds", seen.refreshed_ms / 1000)
+    add("checkpoints", seen.live_checkpoints)
+    add("created_timestamp_seconds", facts.created_ms / 1000)
+    add("restarts", seen.restarts)
+    add("ended", int(seen.ended is not None))
+    add("restore_manifests", seen.restore.manifests_to_read if seen.restore else None)
+    add("restore_bytes", seen.restore.bytes_to_read if seen.restore else None)
+    kinds = [failure.kind for failure in seen.failures]
+    troubles = ((kind, kinds.count(kind)) for kind in TROUBLES)
+    samples.add_each("recpoint_catalog_troubles", troubles, label="kind", run=run)
+    if facts.last_validation_ms is not None:
+        add("last_validation_timestamp_seconds", facts.last_validation_ms / 1000)

@@ -1,0 +1,244 @@
+"""Exports metrics with prometheus_client: a collector that looks when it is asked, and a server."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from math import inf
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from recpoint.catalog.overview.overview import HistogramReading
+from recpoint.dashboards.metrics import table
+from recpoint.errors import SettingsError
+
+__all__ = ["MetricsExport", "SampleCollector", "Samples", "require_registry"]
+
+
+# Values of metrics on their way to a collector; knows nothing of any library.
+
+
+class Sample(NamedTuple):
+    """One value of a metric, or one histogram."""
+
+    labels: Mapping[str, str]
+    value: float | HistogramReading
+
+
+class Samples:
+    """Samples by the name of their metric."""
+
+    def __init__(self) -> None:
+        self.by_metric: dict[str, list[Sample]] = {}
+
+    def add(self, name: str, value: float | HistogramReading | None, **labels: str) -> None:
+        """Add a sample; None: there is none."""
+        if value is not None:
+            self.by_metric.setdefault(name, []).append(Sample(labels, value))
+
+    def add_each(
+        self, name: str, values: Iterable[tuple[str, float]], *, label: str, **labels: str
+    ) -> None:
+        """Add a sample for each of `values`: the value of `label`, and the sample's."""
+        for key, value in values:
+            self.add(name, value, **{label: key}, **labels)
+
+
+# Exporting metrics with prometheus_client: a collector that looks when it is asked, and a server.
+#
+# Nothing is counted here and nothing is kept: a scrape reads what trainer or agent count anyway.
+
+
+_Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class SampleCollector(Collector):
+    """Asks for samples at each scrape, and names them as the table of metrics does.
+
+    Args:
+        metrics: all that there may be.
+        look: adds the samples of the moment; called from the threads of scrapes.
+    """
+
+    def __init__(self, metrics: Sequence[table.Metric], look: Callable[[Samples], None]) -> None:
+        self._metrics = metrics
+        self._look = look
+
+    def describe(self) -> Iterator[Metric]:
+        """The metrics without samples, so that registering looks at nothing."""
+        return iter([_family(metric) for metric in self._metrics])
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics with the samples of this moment."""
+        samples = Samples()
+        samples.add("recpoint_build_info", 1, version=version("recpoint"))
+        self._look(samples)
+        unknown = samples.by_metric.keys() - {metric.name for metric in self._metrics}
+        if unknown:
+            raise KeyError(f"no such metrics: {sorted(unknown)}")
+        for metric in self._metrics:
+            family = _family(metric)
+            for sample in samples.by_metric.get(metric.name, ()):
+                _add(family, metric, sample)
+            yield family
+
+
+def require_registry(registry: object) -> None:
+    """Raises SettingsError for what is no registry of prometheus_client."""
+    if not isinstance(registry, CollectorRegistry):
+        raise SettingsError(
+            "registry",
+            found=type(registry).__name__,
+            expected="a prometheus_client.CollectorRegistry",
+            next_step="registry=prometheus_client.REGISTRY, or port=9401 to have them served",
+        )
+
+
+class MetricsExport:
+    """Metrics that are being exported; `close` ends that.
+
+    Attributes:
+        url: where they are; None: in the registry that was given.
+    """
+
+    def __init__(
+        self,
+        collector: SampleCollector,
+        *,
+        registry: CollectorRegistry | None,
+        port: int | None,
+        address: str,
+    ) -> None:
+        self._collector = collector
+        self._registry = CollectorRegistry(auto_describe=True) if registry is None else registry
+        try:
+            self._registry.register(collector)
+        except ValueError as error:
+            raise SettingsError(
+                "registry",
+                found=f"metrics of another Checkpointer: {error}",
+                expected="one Checkpointer to a registry",
+                next_step="give each a registry or a port of its own",
+            ) from error
+        self._registered = True
+        self._server: MetricsServer | None = None
+        if registry is None:
+            ProcessCollector(registry=self._registry)
+        if port is not None:
+            self._server = MetricsServer(self._registry, port=port, address=address)
+        self.url = None if self._server is None else self._server.url
+
+    def close(self) -> None:
+        """Stop serving, and leave the registry; twice is fine."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._registered:
+            self._registry.unregister(self._collector)
+            self._registered = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+#: Servers of this process.
+_serving: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+
+
+class MetricsServer:
+    """Serves a registry over HTTP, from daemon threads.
+
+    Args:
+        registry: what to serve.
+        port: 0: any that is free.
+        address: to listen at.
+
+    Raises:
+        SettingsError: it cannot listen there.
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, port: int, address: str) -> None:
+        try:
+            self._server, self._thread = start_http_server(port, address, registry)
+        except (OSError, OverflowError) as error:
+            raise SettingsError(
+                f"metrics at {address}:{port}",
+                found=str(error),
+                expected="an address of this host and a port that is free",
+                next_step="give another port, or stop what listens there; 0 takes any",
+            ) from error
+        host, taken = self._server.server_address[:2]
+        named = f"[{host!s}]" if ":" in str(host) else str(host)
+        self.url = f"http://{named}:{taken}/metrics"
+        _serving.add(self)
+
+    def close(self) -> None:
+        """Stop listening."""
+        _serving.discard(self)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def forget_socket(self) -> None:
+        """In a forked child: a reader's worker that outlives its trainer must not keep the port."""
+        self._server.socket.close()
+
+
+def _after_fork() -> None:
+    for server in list(_serving):
+        server.forget_socket()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _family(metric: table.Metric) -> _Family:
+    if metric.kind == "counter":
+        return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    if metric.kind == "gauge":
+        return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+    return HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+
+
+def _add(family: _Family, metric: table.Metric, sample: Sample) -> None:
+    labels = [_writable(sample.labels[name]) for name in metric.labels]
+    if isinstance(family, HistogramMetricFamily):
+        assert isinstance(sample.value, HistogramReading)
+        family.add_metric(labels, _buckets(sample.value), sample.value.total)
+    else:
+        assert not isinstance(sample.value, HistogramReading)
+        family.add_metric(labels, sample.value)
+
+
+def _writable(label: str) -> str:
+    """As UTF-8 can have it: a name that it cannot would cost the host's other samples."""
+    return label.encode(errors="backslashreplace").decode()
+
+
+def _buckets(reading: HistogramReading) -> list[tuple[str, float]]:
+    """Cumulative, as the exposition format wants them."""
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip((*reading.bounds, inf), reading.counts, strict=True):
+        total += count
+        buckets.append(("+Inf" if bound == inf else str(bound), total))
+    return buckets

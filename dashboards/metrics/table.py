@@ -1,0 +1,207 @@
+"""Every metric that trainer and agent export: its name, kind, labels and what it means.
+
+Names and units follow Prometheus' guide: base units, `_total` for counters, a time stamp where
+something happened (`time() - x` is its age). The label `run` is the run URL: as many values as a
+host trains runs. No step, checkpoint or message is ever a label.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+__all__ = ["AGENT_METRICS", "METRICS", "Metric", "TRAINER_METRICS"]
+
+
+class Metric(NamedTuple):
+    """One metric: the name as it is exposed, without a histogram's `_bucket`, `_sum`, `_count`."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+
+
+def _table(
+    prefix: str, *rows: tuple[str, Literal["counter", "gauge", "histogram"], str, str]
+) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(f"{prefix}_{name}", kind, tuple(labels.split()), text)
+        for name, kind, labels, text in rows
+    )
+
+
+_BUILD: Final = (("build_info", "gauge", "version", "Always 1; the label is recpoint's version."),)
+
+#: From a training process (`recpoint.export_metrics`).
+TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
+    "recpoint_trainer",
+    ("running", "gauge", "run", "1 from restore() to close() of the Checkpointer, else 0."),
+    (
+        *("lag_seconds", "gauge", "run"),
+        "Age of the newest committed checkpoint, counted from when it was cut; of the training if "
+        "there is none yet. Absent while not running.",
+    ),
+    (
+        *("lag_batches", "gauge", "run"),
+        "Batches that would be lost if the host died now. Absent while not running.",
+    ),
+    (
+        *("interval_seconds", "gauge", "run"),
+        "How long the last interval between two due checkpoints took. Absent in the first.",
+    ),
+    ("batches_total", "counter", "run", "Batches trained by this process."),
+    (
+        *("checkpoints_total", "counter", "run result"),
+        "Checkpoints that were due, by result: committed (in the store), skipped (an earlier one "
+        "was still on its way), cancelled (dropped for a newer one), failed.",
+    ),
+    (
+        *("pending_checkpoints", "gauge", "run"),
+        "Checkpoints that were cut and are not known to be in the store yet.",
+    ),
+    (
+        *("stall_seconds", "histogram", "run"),
+        "How long training stood still for each checkpoint that was cut.",
+    ),
+    (
+        *("stored_bytes_total", "counter", "run kind"),
+        "Bytes that committed checkpoints take in the store, by kind: full or increment.",
+    ),
+    (
+        *("failures_total", "counter", "run cause"),
+        "Checkpoints that came to nothing, by the class of their cause; their rows are in the next "
+        "one. The log has the messages.",
+    ),
+    (
+        *("restores_total", "counter", "run"),
+        "Checkpoints that this process has restored and gone on from.",
+    ),
+    (
+        *("unmarked_rows_total", "counter", "run"),
+        "Rows that Options.verify_unmarked_rows found changed, and that nothing had marked; the "
+        "log names them.",
+    ),
+    (
+        *("last_commit_timestamp_seconds", "gauge", "run"),
+        "When the newest checkpoint of this process was committed, since the epoch. Absent before.",
+    ),
+    (
+        *("agent_running", "gauge", "run"),
+        "1 if an agent serves this trainer's staging area, 0 if none does.",
+    ),
+    (
+        *("staging_free_bytes", "gauge", "run"),
+        "Room for snapshots in the staging area, that of slots in use counted as free.",
+    ),
+    (
+        *("staging_bound_bytes", "gauge", "run"),
+        "The most that this trainer's snapshots take in the staging area.",
+    ),
+)
+
+#: From an agent (`recpoint agent --metrics-port`): what it knows by itself, then what it looks up
+#: in the store in the background.
+AGENT_METRICS: Final = (
+    _table("recpoint", *_BUILD)
+    + _table(
+        "recpoint_agent",
+        ("prefect_up", "gauge", "", "1 if Prefect can be used; without it checkpoints go on."),
+        ("staging_free_bytes", "gauge", "", "Free bytes of the staging area's file system."),
+        ("staging_size_bytes", "gauge", "", "Size of the staging area's file system."),
+        ("staged_jobs", "gauge", "run", "Checkpoints in the staging area: waiting, or at work."),
+        (
+            *("queue_age_seconds", "gauge", "run"),
+            "How long the oldest staged checkpoint has been waiting; 0 without any.",
+        ),
+        (
+            *("jobs_total", "counter", "run result"),
+            "Staged checkpoints that are done with, by result: committed, cancelled (the trainer "
+            "had a newer one), rejected (it can never be stored).",
+        ),
+        (
+            *("failures_total", "counter", "run cause"),
+            "Attempts at a staged checkpoint that failed, by the class of their cause; what may "
+            "heal is tried again.",
+        ),
+        (
+            *("stored_bytes_total", "counter", "run kind"),
+            "Bytes that committed checkpoints take in the store, by kind: full or increment.",
+        ),
+        (
+            *("full_bytes_total", "counter", "run"),
+            "Bytes that these checkpoints would have taken as full, exact ones.",
+        ),
+        (
+            *("commit_lag_seconds", "histogram", "run"),
+            "From the cut of a checkpoint to its commit.",
+        ),
+        (
+            *("last_commit_timestamp_seconds", "gauge", "run"),
+            "When this agent committed its newest checkpoint, since the epoch. Absent before.",
+        ),
+        (
+            *("chain_length", "gauge", "run"),
+            "Manifests that a restore of the newest checkpoint reads, as of its commit. Absent "
+            "before.",
+        ),
+        (
+            *("consolidations_total", "counter", "run"),
+            "Chains that this agent has merged in the background.",
+        ),
+        (
+            *("missing_ranks", "gauge", "run"),
+            "Other ranks whose part a checkpoint staged here has waited for longer than a minute "
+            "(recpoint agent --name-ranks-after).",
+        ),
+        ("trainer_running", "gauge", "run", "1 if a trainer of the run is alive on this host."),
+        (
+            *("trainer_lost", "gauge", "run"),
+            "1 if the trainer is gone and did not say that it ended: killed, or stopped by an "
+            "error. 0 after a clean end, or SIGTERM.",
+        ),
+    )
+    + _table(
+        "recpoint_catalog",
+        (
+            *("refresh_timestamp_seconds", "gauge", "run"),
+            "When the agent last read the other recpoint_catalog metrics from the store, since the "
+            "epoch. They are read in the background: a store that is away makes them old.",
+        ),
+        (
+            *("watch_start_timestamp_seconds", "gauge", "run"),
+            "When the agent began to read them, since the epoch: there before anything was read.",
+        ),
+        (
+            *("refresh_failures_total", "counter", "run cause"),
+            "Times that they could not be read, by the class of the cause.",
+        ),
+        ("checkpoints", "gauge", "run", "Checkpoints in the store that count for restores."),
+        ("created_timestamp_seconds", "gauge", "run", "When the run was made, since the epoch."),
+        (
+            *("restarts", "gauge", "run"),
+            "Starts of trainers since the first, each of which went on from a checkpoint.",
+        ),
+        (
+            *("ended", "gauge", "run"),
+            "1 if the newest trainer, on whatever host, has said in the store that it ended.",
+        ),
+        (
+            *("restore_manifests", "gauge", "run"),
+            "Manifests that a restore of the newest good checkpoint reads. Absent if none is good.",
+        ),
+        ("restore_bytes", "gauge", "run", "Bytes of chunks that such a restore reads."),
+        (
+            *("troubles", "gauge", "run kind"),
+            "What is wrong with stored checkpoints, by kind: validation (one that failed stands "
+            "against it), manifest (unreadable), chain (what it needs is missing or damaged).",
+        ),
+        (
+            *("last_validation_timestamp_seconds", "gauge", "run"),
+            "When the newest validation of any checkpoint that compared its bytes (level sample or "
+            "full) and passed was recorded, since the epoch, by the store's clock. Absent before "
+            "the first.",
+        ),
+    )
+)
+
+METRICS: Final = tuple(dict.fromkeys(TRAINER_METRICS + AGENT_METRICS))

@@ -1,0 +1,100 @@
+"""Metrics of a training process, for Prometheus: `recpoint.export_metrics`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recpoint.dashboards.metrics.export import Samples
+from recpoint.dashboards.metrics.library import require_prometheus
+from recpoint.dashboards.metrics.table import TRAINER_METRICS
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.checkpointer import Checkpointer, Observation, observe
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from recpoint.dashboards.metrics.export import MetricsExport
+
+__all__ = ["export_metrics"]
+
+
+def export_metrics(
+    checkpointer: Checkpointer,
+    *,
+    port: int | None = None,
+    address: str = "127.0.0.1",
+    registry: CollectorRegistry | None = None,
+) -> MetricsExport:
+    """Export the metrics of a Checkpointer to Prometheus, from now until the process ends.
+
+        recpoint.export_metrics(checkpoints, port=9401)                        # a server of its own
+        recpoint.export_metrics(checkpoints, registry=prometheus_client.REGISTRY)  # one you serve
+
+    `step()` does nothing for it: a scrape reads, in a thread of its own and without a lock, what
+    the Checkpointer counts anyway. docs/metrics.md lists the metrics.
+
+    Args:
+        checkpointer: started, or about to be.
+        port: serve them over HTTP here; 0: any free port, see `url` of what is returned.
+        address: where to listen; all that connect may read. This host alone by default.
+        registry: add them to this one, which the caller serves, pushes or writes to a file.
+
+    Returns:
+        What `close` ends; it need not be kept.
+
+    Raises:
+        SettingsError: prometheus_client is not installed, the port is taken, or not just one of
+            `port` and `registry` is given.
+    """
+    if (port is None) == (registry is None):
+        raise SettingsError(
+            "export_metrics",
+            found="neither port nor registry" if port is None else "both port and registry",
+            expected="one of them",
+            next_step="port=9401 to have them served, registry=REGISTRY to serve them yourself",
+        )
+    require_prometheus("export_metrics")
+    from recpoint.dashboards.metrics.export import MetricsExport, SampleCollector, require_registry
+
+    if registry is not None:
+        require_registry(registry)
+
+    collector = SampleCollector(
+        TRAINER_METRICS, lambda samples: _sample(samples, observe(checkpointer))
+    )
+    return MetricsExport(collector, registry=registry, port=port, address=address)
+
+
+def _sample(samples: Samples, seen: Observation) -> None:
+    run = seen.run
+
+    def add(name: str, value: float | None) -> None:
+        samples.add(f"recpoint_trainer_{name}", value, run=run)
+
+    add("running", int(seen.running))
+    add("lag_seconds", seen.lag_seconds)
+    add("lag_batches", seen.lag_batches)
+    add("interval_seconds", seen.interval_seconds)
+    add("batches_total", seen.batches)
+    add("pending_checkpoints", seen.pending)
+    add("restores_total", seen.restores)
+    add("unmarked_rows_total", seen.unmarked_rows)
+    add("agent_running", int(seen.agent_running))
+    add("staging_free_bytes", seen.staging_free_bytes)
+    add("staging_bound_bytes", seen.staging_bound_bytes)
+    if seen.last_commit_ms is not None:
+        add("last_commit_timestamp_seconds", seen.last_commit_ms / 1000)
+    samples.add("recpoint_trainer_stall_seconds", seen.stalls, run=run)
+    results = {
+        "committed": seen.committed,
+        "skipped": seen.skipped,
+        "cancelled": seen.cancelled,
+        "failed": seen.failed,
+    }
+    samples.add_each("recpoint_trainer_checkpoints_total", results.items(), label="result", run=run)
+    samples.add_each(
+        "recpoint_trainer_stored_bytes_total", seen.stored_bytes.items(), label="kind", run=run
+    )
+    samples.add_each(
+        "recpoint_trainer_failures_total", seen.failures.items(), label="cause", run=run
+    )

@@ -1,0 +1,315 @@
+"""What a page says of a run: every figure as one short text with its unit. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from recpoint.catalog.overview.overview import (
+    CheckpointFacts,
+    ExpiringManifest,
+    Failure,
+    RunOverview,
+)
+from recpoint.dashboards.terminal import bytes_text, shown, time_text
+from recpoint.dashboards.watched_runs import Seen, WatchedRun
+from recpoint.format.retention_records import Plan
+
+__all__ = [
+    "CHECKPOINT_HEADINGS",
+    "EXPIRING_HEADINGS",
+    "FAILURE_HEADINGS",
+    "FIELDS",
+    "NONE",
+    "PLAN_HEADINGS",
+    "RUN_HEADINGS",
+    "alarm_texts",
+    "checkpoint_row",
+    "duration_text",
+    "expiring_row",
+    "failure_row",
+    "field_texts",
+    "plain",
+    "plan_rows",
+    "plan_text",
+    "run_row",
+    "standing_text",
+    "summary_text",
+]
+
+
+#: Where there is nothing to say.
+NONE = "–"
+
+RUN_HEADINGS = (
+    *("State", "Run", "Lost by a crash now", "Newest step", "Committed", "Stall", "Of full fp32"),
+    *("A restore reads", "Last validation", "Seen"),
+)
+CHECKPOINT_HEADINGS = (
+    *("Step", "Kind", "State", "Committed (UTC)", "At risk before it", "Stall", "Cut to commit"),
+    *("Stored", "Of full fp32", "Validation", "Notes"),
+)
+PLAN_HEADINGS = ("Manifest", "Becomes", "Why")
+EXPIRING_HEADINGS = ("Manifest", "Goes because", "Marked")
+FAILURE_HEADINGS = ("When (UTC)", "What", "Cause", "What to do")
+FIELDS = (
+    *("Lost by a crash now", "Age of what a restore brings back", "A checkpoint is expected"),
+    *("Stall of a checkpoint", "Written, of full fp32 checkpoints", "Chain", "A restore"),
+    *("Last validation", "Checkpoints", "Trainer", "Clocks"),
+)
+
+_LIMIT = 600
+
+
+def plain(value: object) -> str:
+    """Data of a store as text without characters that would move or hide other text."""
+    return shown(value, limit=_LIMIT).plain
+
+
+def duration_text(seconds: float) -> str:
+    """A duration with its unit."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def standing_text(seen: Seen) -> str:
+    """The state in words."""
+    if seen.standing == "alarm":
+        count = len(seen.alarms) + seen.damaged
+        return "ALARM" if count == 1 else f"ALARM ({count})"
+    return "NO ANSWER" if seen.standing == "no answer" else seen.standing
+
+
+def summary_text(runs: Sequence[WatchedRun]) -> str:
+    """One sentence on all runs."""
+    if not runs:
+        return "No run is watched. Start this page with run URLs: recpoint dashboard URL..."
+    bad = [run for run in runs if run.seen.standing in ("alarm", "no answer")]
+    count = f"{len(runs)} run" if len(runs) == 1 else f"{len(runs)} runs"
+    if not bad:
+        return f"{count}, no alarm."
+    names = ", ".join(plain(run.name) for run in bad[:5])
+    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+    needs = "needs" if len(bad) == 1 else "need"
+    return f"{len(bad)} of {count} {needs} a look: {names}{more}."
+
+
+def alarm_texts(seen: Seen, now: float) -> list[str]:
+    """Every alarm as a sentence with what to do; what keeps it from being read comes first."""
+    found = []
+    if seen.error is not None:
+        since = now - (seen.failing_since or now)
+        what = "The catalog cannot be read" if seen.damaged else "No answer"
+        found.append(f"{what} for {duration_text(since)}: {plain(seen.error)}")
+    elif seen.overdue:
+        age = seen.age_seconds()
+        silence = "" if age is None else f" for {duration_text(age)}"
+        found.append(f"No answer{silence}: a look at the store has begun and has not come back")
+    found += [f"{plain(alarm.text)}. Next: {plain(alarm.next_step)}" for alarm in seen.alarms]
+    return found
+
+
+def _risk_text(overview: RunOverview) -> str:
+    lag = overview.lag
+    if overview.ended is not None and lag.at_risk_batches == 0:
+        return "nothing: ended, all is stored"
+    if overview.generation is None:
+        return NONE
+    batches = "" if lag.at_risk_batches is None else f", {lag.at_risk_batches:,} batches"
+    about = "" if overview.ended is not None else "about "
+    return f"{about}{duration_text(lag.at_risk_seconds)}{batches}"
+
+
+def _stall_text(checkpoints: Sequence[CheckpointFacts]) -> str:
+    stalls = [one.stall_seconds for one in checkpoints if one.error is None]
+    if not stalls:
+        return NONE
+    return f"{duration_text(statistics.median(stalls))} (most {duration_text(max(stalls))})"
+
+
+def _share_text(share: float | None) -> str:
+    return NONE if share is None else f"{share:.1%}"
+
+
+def _restore_text(overview: RunOverview) -> str:
+    restore = overview.restore
+    if restore is None:
+        return "nothing restores" if overview.checkpoints else NONE
+    manifests = restore.manifests_to_read
+    of = f"{manifests} manifest{'s' if manifests != 1 else ''}"
+    return f"{bytes_text(restore.bytes_to_read)} in {of}"
+
+
+def _validation_text(overview: RunOverview) -> str:
+    last = overview.last_validated
+    if last is None:
+        return "none"
+    return f"{last.verdict.result} ({last.verdict.level}), step {last.step}"
+
+
+def run_row(run: WatchedRun, index: int) -> tuple[str, ...]:
+    """The texts of a run's row, as `RUN_HEADINGS`; the second is the link's."""
+    seen = run.seen
+    name = plain(run.name)
+    age = seen.age_seconds()
+    aged = "never" if age is None else f"{duration_text(age) if age >= 1 else '0 s'} ago"
+    overview = seen.overview
+    if overview is None:
+        reason = NONE if seen.error is None else plain(seen.error)[:160]
+        return (standing_text(seen), name, reason, *[NONE] * 6, aged)
+    newest = overview.newest
+    return (
+        standing_text(seen),
+        name,
+        _risk_text(overview),
+        NONE if newest is None else f"{newest.step:,}",
+        NONE if newest is None or newest.error else time_text(newest.committed_ms),
+        _stall_text(overview.checkpoints).partition(" (")[0],
+        _share_text(overview.totals.share_of_full),
+        _restore_text(overview),
+        _validation_text(overview),
+        aged,
+    )
+
+
+def field_texts(overview: RunOverview) -> dict[str, str]:
+    """The figures of one run, by `FIELDS`."""
+    lag, totals, restore = overview.lag, overview.totals, overview.restore
+    age = NONE if lag.seconds is None else duration_text(lag.seconds)
+    interval = "not known yet"
+    if lag.interval_seconds is not None:
+        interval = f"every {duration_text(lag.interval_seconds)}"
+        if lag.intervals is not None:
+            interval += f"; {lag.intervals:.1f} intervals at risk"
+    stall = _stall_text(overview.checkpoints)
+    if totals.stall_share is not None:
+        stall += f", {totals.stall_share:.2%} of training"
+    written = NONE
+    if totals.checkpoints:
+        written = (
+            f"{bytes_text(totals.stored_bytes)} of {bytes_text(totals.full_bytes)} "
+            f"({_share_text(totals.share_of_full)}), {totals.checkpoints} checkpoints"
+        )
+    chain = NONE
+    reading = "nothing restores" if overview.checkpoints else NONE
+    if restore is not None:
+        chain = f"{restore.chain_length} as taken, {restore.manifests_to_read} to read"
+        seconds = "duration unknown: no validation has measured a speed"
+        if restore.seconds is not None:
+            seconds = f"about {duration_text(restore.seconds)} at the last validation's speed"
+        reading = f"step {restore.step:,} from {_restore_text(overview)}; {seconds}"
+    superseded = overview.superseded_checkpoints
+    return {
+        FIELDS[0]: _risk_text(overview),
+        FIELDS[1]: age,
+        FIELDS[2]: interval,
+        FIELDS[3]: stall,
+        FIELDS[4]: written,
+        FIELDS[5]: chain,
+        FIELDS[6]: reading,
+        FIELDS[7]: _validation_text(overview),
+        FIELDS[8]: f"{overview.live_checkpoints:,} that count, {superseded:,} superseded",
+        FIELDS[9]: _trainer_text(overview),
+        FIELDS[10]: plain(lag.clock_note) or "agree",
+    }
+
+
+def _trainer_text(overview: RunOverview) -> str:
+    generation = overview.generation
+    if generation is None:
+        return "none has started"
+    came = "nothing" if generation.restored_step is None else f"step {generation.restored_step:,}"
+    text = (
+        f"generation {generation.number} on {plain(generation.host)} (process {generation.pid}), "
+        f"from {came}, {overview.restarts} restarts"
+    )
+    if overview.ended is not None:
+        text += f"; {overview.ended.reason} after step {overview.ended.step:,}"
+    return text
+
+
+def checkpoint_row(one: CheckpointFacts) -> tuple[str, ...]:
+    """The texts of a checkpoint's row, as `CHECKPOINT_HEADINGS`."""
+    notes = ["expires"] if one.expires else []
+    notes += ["merged"] if one.merged else []
+    notes += [f"pinned: {', '.join(map(plain, one.pins))}"] if one.pins else []
+    validation = NONE if one.validation is None else str(one.validation)
+    if one.error is not None:
+        notes.insert(0, plain(one.error))
+        return (f"{one.step:,}", NONE, one.state, *[NONE] * 6, validation, "; ".join(notes))
+    risk = NONE
+    if one.at_risk_seconds is not None:
+        risk = f"{duration_text(one.at_risk_seconds)}, {one.at_risk_batches:,} batches"
+    share = one.stored_bytes / one.full_bytes if one.full_bytes else None
+    return (
+        f"{one.step:,}",
+        f"{one.kind}, {one.chain_length} in chain",
+        one.state,
+        time_text(one.committed_ms),
+        risk,
+        duration_text(one.stall_seconds),
+        duration_text(one.lag_seconds),
+        bytes_text(one.stored_bytes),
+        _share_text(share),
+        validation,
+        "; ".join(notes) or NONE,
+    )
+
+
+_BECOMES = {
+    "keep": "stays",
+    "mark": "is marked",
+    "wait": "is marked, waits",
+    "delete": "is deleted",
+}
+
+
+def plan_text(plan: Plan | None, now_ms: int) -> str:
+    """The newest retention's rules, and what they came to."""
+    if plan is None:
+        return "No retention has run yet, or none that left its plan: nothing goes by itself."
+    rules = plan.rules
+    kept = [f"the newest {rules.last}"] if rules.last else []
+    if rules.within_ms:
+        kept.append(f"what is at most {duration_text(rules.within_ms / 1000)} older than that")
+    periods = {"hour": rules.hourly, "day": rules.daily, "week": rules.weekly}
+    periods["month"] = rules.monthly
+    kept += [f"one of each of {count} {name}s" for name, count in periods.items() if count]
+    kept += [f"the {one.count} best by {one.direction} {plain(one.metric)}" for one in rules.best]
+    validated = "; nothing goes unless a validated one stays" if rules.require_validated else ""
+    ago = duration_text(max(0, now_ms - plan.planned_ms) / 1000)
+    return (
+        f"Rules: {', '.join(kept)}; what is pinned{validated}. Grace "
+        f"{duration_text(plan.grace_ms / 1000)}. Planned {ago} ago by process {plan.pid} of "
+        f"{plain(plan.host)}: {plan.keep} stay, {plan.mark} to mark, {plan.wait} wait, "
+        f"{plan.delete} to delete."
+    )
+
+
+def plan_rows(plan: Plan | None, most: int) -> list[tuple[str, ...]]:
+    """The texts of a plan's rows, as `PLAN_HEADINGS`; what goes comes first."""
+    if plan is None:
+        return []
+    rows = sorted(plan.manifests, key=lambda one: one.action == "keep")[:most]
+    return [(plain(one.manifest), _BECOMES[one.action], plain(one.reason)) for one in rows]
+
+
+def expiring_row(one: ExpiringManifest) -> tuple[str, ...]:
+    """The texts of a row of what retention removes, as `EXPIRING_HEADINGS`."""
+    reason = plain(one.reason) or "its mark has not been read, or cannot be"
+    return (plain(one.key), reason, f"{duration_text(max(0.0, one.age.seconds))} ago")
+
+
+def failure_row(one: Failure) -> tuple[str, ...]:
+    """The texts of a failure's row, as `FAILURE_HEADINGS`."""
+    when = NONE if one.when_ms is None else time_text(one.when_ms)
+    return (when, plain(one.subject), plain(one.cause), plain(one.next_step))

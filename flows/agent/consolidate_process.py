@@ -1,0 +1,96 @@
+"""The process in which the agent consolidates: of the lowest priority, and gone when the agent is.
+
+The agent can stop it in the middle of anything. Killed anywhere, the next one goes on.
+
+    python -m recpoint.flows.agent.consolidate_process RUN_URL AFTER_LINKS PARENT_PID
+
+Runs the flow where `PREFECT_API_URL` is set, and the same functions bare where it is not or where
+Prefect fails. The first line on stdout is `ready`: from then on it may be stopped, since nothing
+can leave it behind. The last one is JSON: `done`, `nothing`, or `error` and its `damage`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from recpoint.catalog.consolidate.merge import (
+    NOTHING_DONE,
+    consolidate_around_damage,
+    passed_over_words,
+)
+from recpoint.catalog.consolidate.plan import (
+    ConsolidationPlan,
+    ConsolidationTriggers,
+    choose_consolidation,
+    newest_checkpoint,
+)
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.errors import RecpointError
+from recpoint.flows.agent.children import READY, damage_of, give_way, log_to_stderr, run_flow
+
+__all__ = ["main"]
+
+
+_LOG = logging.getLogger("recpoint.consolidate")
+
+
+def main(arguments: list[str]) -> int:
+    """Consolidate the newest checkpoint of a run if that pays; 0, or 1 where it failed."""
+    run_url, parent = arguments[0], int(arguments[2])
+    triggers = ConsolidationTriggers(**json.loads(arguments[1]))
+    give_way(parent)
+    print(READY, flush=True)
+    log_to_stderr()
+    try:
+        done = _consolidate(run_url, triggers)
+    except (RecpointError, OSError, MemoryError) as error:
+        print(json.dumps({"error": str(error), "damage": damage_of(error)}), flush=True)
+        return 1
+    what = "nothing" if done.startswith(NOTHING_DONE) else "done"
+    print(json.dumps({what: done}), flush=True)
+    return 0
+
+
+def _consolidate(run_url: str, triggers: ConsolidationTriggers) -> str:
+    told = run_flow(lambda: _flow(run_url, triggers), _LOG)
+    if told is not None:
+        return told
+    run = Run.open(open_store(run_url))
+    name = newest_checkpoint(run)
+    if name is None:
+        return f"{NOTHING_DONE}: there is no checkpoint"
+    plan, done = consolidate_around_damage(
+        run,
+        lambda avoid: choose_consolidation(run, name, triggers=triggers, avoid=avoid),
+        only_if_it_pays=True,
+        on_plan=_log_plan,
+    )
+    around = passed_over_words(plan)
+    if done is None:
+        return f"{NOTHING_DONE}: {plan.reason}{around}"
+    wrote = f"{done.written_bytes} bytes in {done.seconds:.1f} s"
+    return f"{done.outcome}: {done.key}, {wrote}{around}"
+
+
+def _log_plan(plan: ConsolidationPlan) -> None:
+    _LOG.info("%s, without Prefect: %s%s", plan.target.key, plan.reason, passed_over_words(plan))
+
+
+def _flow(run_url: str, triggers: ConsolidationTriggers) -> Any:
+    from recpoint.flows.consolidate import run_consolidate
+
+    return run_consolidate(
+        run_url,
+        only_if_it_pays=True,
+        after_links=triggers.links,
+        after_ratio=triggers.restore_ratio,
+        after_dead_share=triggers.dead_share,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

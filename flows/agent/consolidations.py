@@ -1,0 +1,293 @@
+"""Consolidation beside persists: one process at a time, stopped while anything is staged.
+
+A staged job never waits for a consolidation: its process has the lowest priority, is stopped
+(SIGSTOP) as long as a job is due or at work, and has its own memory. Where jobs leave it no time at
+all, chains grow, which the trainer's policy sees in its outcomes and ends with a full.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from recpoint.catalog.consolidate.plan import (
+    ConsolidationTriggers,
+    choose_consolidation,
+    newest_checkpoint,
+)
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
+from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost, StagingRefused
+from recpoint.flows.agent.children import READY, answer_of, damage_of, environment_of
+from recpoint.flows.agent.gate import growing_pause
+from recpoint.format.job import Job
+
+__all__ = ["BackgroundConsolidation", "Which"]
+
+
+#: Which runs: those whose trainer leaves it to the agent, all, or none.
+Which = Literal["auto", "all", "off"]
+
+_LOG = logging.getLogger("recpoint.consolidate")
+
+_POLL_SECONDS: Final = 0.1
+_END_SECONDS: Final = 3.0
+#: Pauses after a failure, doubled each time.
+_FIRST_PAUSE_SECONDS: Final = 15.0
+_LONGEST_PAUSE_SECONDS: Final = 3600.0
+
+
+@dataclass
+class _Candidate:
+    """A run whose chain may have become worth a consolidation."""
+
+    run_url: str
+    is_new: bool = True  # something was committed since it was last looked at
+    turn: int = 0  # when it was last looked at: whoever waits longest is next
+    failures: int = 0
+    retry_at: float = 0.0
+    done: int = 0
+    last: str | None = None
+    last_error: str | None = None
+    told: str | None = None  # what kept it from being consolidated, as it was logged last
+
+
+class BackgroundConsolidation:
+    """Looks at a run after each of its commits, and consolidates it when that pays.
+
+    Args:
+        which: of which runs.
+        triggers: from when on it pays; the defaults if None.
+        prefect_url: where Prefect answers now; None: nowhere.
+        tell: called with the run's directory when its status has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        which: Which,
+        triggers: ConsolidationTriggers | None,
+        prefect_url: Callable[[], str | None],
+        tell: Callable[[Path], None],
+    ) -> None:
+        self._which = which
+        self._triggers = triggers or ConsolidationTriggers()
+        self._prefect_url = prefect_url
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._candidates: dict[Path, _Candidate] = {}
+        self._turns = 0
+        self._at_work: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._may_be_stopped = False  # a process that is stopped too early outlives a dead agent
+        self._paused = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._keep_consolidating, name="consolidate", daemon=True
+        )
+
+    def start(self, run_dirs: list[Path]) -> None:
+        """Begin, with the runs that an earlier agent had in its care."""
+        if self._which == "off":
+            return
+        for run_dir in run_dirs:
+            if (run_url := area.consolidated_run(run_dir)) is not None:
+                self._candidates[run_dir] = _Candidate(run_url)
+        self._thread.start()
+
+    def committed(self, run_dir: Path, job: Job) -> None:
+        """A job of the run was committed."""
+        wanted = self._which == "all" or (self._which == "auto" and job.policy == "continuous")
+        try:
+            area.remember_consolidated_run(run_dir, job.run_url if wanted else None)
+        except (OSError, StagingRefused) as error:
+            _LOG.warning("%s: cannot be noted for the next agent: %s", run_dir.name, error)
+        with self._lock:
+            if not wanted:
+                self._candidates.pop(run_dir, None)
+            elif run_dir in self._candidates:
+                self._candidates[run_dir].is_new = True
+            else:
+                self._candidates[run_dir] = _Candidate(job.run_url)
+
+    def forget(self, run_dir: Path) -> None:
+        """The run's directory is gone."""
+        with self._lock:
+            self._candidates.pop(run_dir, None)
+
+    def give_way(self, busy: bool) -> None:
+        """Stop the process at work while jobs are due, and let it go on when none is."""
+        with self._lock:
+            if busy == self._paused:
+                return
+            self._paused = busy
+            if self._may_be_stopped:
+                self._signal(signal.SIGSTOP if busy else signal.SIGCONT)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do now."""
+        if self._which == "off":
+            return True
+        with self._lock:
+            return self._at_work is None and self._next() is None
+
+    def stop(self) -> None:
+        """End; what is not committed is gone on with by the next agent."""
+        self._stop.set()
+        with self._lock:
+            self._signal(signal.SIGKILL)
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def status(self, run_dir: Path) -> dict[str, object] | None:
+        """What to show of a run; None if it is none of ours."""
+        with self._lock:
+            candidate = self._candidates.get(run_dir)
+            if candidate is None:
+                return None
+            at_work = self._at_work == run_dir
+            return {
+                "state": ("waiting" if self._paused else "at work") if at_work else "idle",
+                "done": candidate.done,
+                "last": candidate.last,
+                "last_error": candidate.last_error,
+            }
+
+    def done(self, run_dir: Path) -> int:
+        """How many consolidations of a run were done; waits for nothing."""
+        candidate = self._candidates.get(run_dir)
+        return 0 if candidate is None else candidate.done
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _next(self) -> Path | None:
+        """Who is due, and has waited longest since its last turn; nobody starves the others."""
+        now = time.monotonic()
+        due = [
+            (candidate.turn, run_dir)
+            for run_dir, candidate in self._candidates.items()
+            if candidate.is_new and now >= candidate.retry_at
+        ]
+        return min(due, key=lambda pair: pair[0], default=(0, None))[1]
+
+    def _keep_consolidating(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            with self._lock:
+                run_dir = None if self._paused else self._next()
+                if run_dir is None:
+                    continue
+                candidate = self._candidates[run_dir]
+                candidate.is_new = False
+                self._turns += 1
+                candidate.turn = self._turns
+                self._at_work = run_dir
+            try:
+                self._serve(run_dir, candidate)
+            except Exception as error:  # whatever it is, persists go on
+                self._failed(
+                    run_dir, candidate, f"{type(error).__name__}: {error}", damage_of(error)
+                )
+                if not isinstance(error, RecpointError | OSError):
+                    _LOG.exception("%s: not foreseen", run_dir.name)
+            finally:
+                with self._lock:
+                    self._at_work = self._process = None
+                    self._may_be_stopped = False
+                self._tell(run_dir)
+
+    def _serve(self, run_dir: Path, candidate: _Candidate) -> None:
+        try:
+            run = Run.open(open_store(candidate.run_url))
+        except RunRecordLost:
+            raise
+        except NothingToRestore as gone:
+            # Removed, or moved away: the next commit says that it is there again.
+            candidate.last_error = str(gone)
+            _LOG.info("%s: there is nothing to consolidate: %s", run_dir.name, gone)
+            return
+        name = newest_checkpoint(run)
+        if name is None:
+            return
+        plan = choose_consolidation(run, name, triggers=self._triggers)
+        if not plan.pays:
+            candidate.last_error = candidate.told = None
+            return
+        _LOG.info("%s: consolidating step %d: %s", run_dir.name, name.step, plan.reason)
+        self._tell(run_dir)
+        answer = self._run_process(candidate.run_url)
+        if self._stop.is_set():
+            return
+        if "done" in answer or "nothing" in answer:
+            candidate.failures, candidate.last_error, candidate.told = 0, None, None
+            said = str(answer.get("done") or answer.get("nothing"))
+            if "done" in answer:
+                candidate.done += 1
+                candidate.last = said
+            _LOG.info("%s: %s", run_dir.name, said)
+        else:
+            error = str(answer.get("error", "it ended without a word"))
+            self._failed(run_dir, candidate, error, answer.get("damage"))
+
+    def _failed(self, run_dir: Path, candidate: _Candidate, error: str, damage: str | None) -> None:
+        """It is tried again after a pause; where a chain is damaged, after the next commit.
+
+        Args:
+            run_dir: of the run.
+            candidate: the run.
+            error: what happened.
+            damage: what is wrong with the chain, which no waiting mends; None: something else.
+        """
+        candidate.failures += 1
+        candidate.last_error = error
+        then = "the next try is after the next commit"
+        if damage is None:
+            pause = growing_pause(
+                candidate.failures - 1, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
+            )
+            candidate.retry_at = time.monotonic() + pause
+            candidate.is_new = True
+            then = f"next try in {pause:.0f} s"
+        # Said once, and again when it is something else: each newer checkpoint needs the same link.
+        level = (
+            logging.DEBUG if damage is not None and damage == candidate.told else logging.WARNING
+        )
+        candidate.told = damage
+        _LOG.log(level, "%s: not consolidated, %s: %s", run_dir.name, then, error)
+
+    def _run_process(self, run_url: str) -> dict[str, Any]:
+        """Consolidate in a process of its own; what it says on its last line."""
+        arguments = [run_url, json.dumps(asdict(self._triggers)), str(os.getpid())]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "recpoint.flows.agent.consolidate_process", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environment_of(self._prefect_url()),
+        )
+        with self._lock:
+            self._process = process
+            if self._stop.is_set():
+                self._signal(signal.SIGKILL)
+        assert process.stdout is not None
+        if process.stdout.readline().strip() == READY.encode():
+            with self._lock:
+                self._may_be_stopped = True
+                if self._paused:
+                    self._signal(signal.SIGSTOP)
+        said, _ = process.communicate()
+        return answer_of(said, process.returncode)

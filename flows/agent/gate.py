@@ -1,0 +1,214 @@
+"""Finds out in the background whether Prefect can be used, so that no job waits for it."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable
+from typing import Any, Final
+
+from recpoint.catalog.persist.persist import PersistJob
+from recpoint.flows import prefect_server
+
+__all__ = ["PrefectGate", "growing_pause"]
+
+
+# How long to leave alone what has failed.
+
+
+#: Doubled so often, every first pause is longer than the longest. Without a bound the number leaves
+#: the range of a float after a thousand failures, which are days of an outage.
+_MOST_DOUBLINGS: Final = 20
+
+
+def growing_pause(failed_before: int, *, first: float, longest: float) -> float:
+    """Seconds until the next try: doubled with each failure in a row.
+
+    Args:
+        failed_before: how many failures in a row there were before this one.
+        first: seconds after the first failure.
+        longest: seconds, at most.
+    """
+    return min(first * 2.0 ** min(failed_before, _MOST_DOUBLINGS), longest)
+
+
+# Whether Prefect can be used right now; found out in the background, so that no job ever waits.
+#
+# Prefect is worth having but never needed: while its API does not answer, or has just failed, jobs
+# are persisted by the same functions without it.
+
+
+_LOG = logging.getLogger("recpoint.agent")
+
+_LOOK_SECONDS = 2.0
+_SHORTEST_PAUSE_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 120.0
+
+#: How Prefect's client is to behave in this process, unless the user said otherwise: give up on
+#: an API that hangs in seconds, and never start a server by itself.
+_CLIENT = {
+    "PREFECT_API_REQUEST_TIMEOUT": "3",
+    "PREFECT_CLIENT_MAX_RETRIES": "1",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "recpoint.persist",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+    **prefect_server.OFFLINE,
+}
+
+
+class PrefectGate:
+    """Opens once an API answers and Prefect is imported; closes for a while after each failure.
+
+    Args:
+        enabled: stays closed for ever if not.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._url: str | None = None
+        self._key: str | None = None  # user and password of a configured API
+        self._own_server = False
+        self._awaits_server = False  # one that was started here has not answered yet
+        self._call: Callable[[PersistJob], Any] | None = None
+        self._open = False
+        self._told_away = False  # since it was open last
+        self._failures = 0
+        self._closed_until = 0.0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch_server, name="prefect-gate", daemon=True)
+
+    @property
+    def ui_url(self) -> str | None:
+        """Where a person can look, once that is known."""
+        return None if self._url is None else prefect_server.ui_url(self._url)
+
+    @property
+    def api_url(self) -> str | None:
+        """Where Prefect answers now; its settings are in this process's environment then."""
+        return self._url if self._open else None
+
+    def start(self) -> None:
+        """Begin to look for an API, in the background."""
+        if self._enabled:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking. A server that was started goes on running."""
+        self._stop.set()
+
+    def persist_flow(self) -> Callable[[PersistJob], Any] | None:
+        """What calls the flow `persist`, if it can be called now; takes a second at most."""
+        if not self._open or self._url is None:
+            return None
+        # It answered a moment ago, but a call of the flow takes longer to notice that it hangs.
+        if not prefect_server.is_healthy(self._url):
+            self.failed("it does not answer")
+            return None
+        return self._call
+
+    def worked(self) -> None:
+        """A flow was run."""
+        self._failures = 0
+
+    def failed(self, why: object) -> None:
+        """Prefect, not the job, failed: leave it alone for a while."""
+        with self._lock:
+            self._open, self._told_away = False, True
+            pause = growing_pause(
+                self._failures, first=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
+            )
+            self._failures += 1
+            self._closed_until = time.monotonic() + pause
+        _LOG.warning("going on without Prefect for %.0f s or more: %s", pause, why)
+
+    def _watch_server(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._check_server()
+            except Exception as error:
+                # For instance a home directory that is full or read-only: no UI, but no harm. Nor
+                # does what nobody foresaw end this thread: the gate would stay as it is for ever.
+                self.failed(f"{type(error).__name__}: {error}")
+            self._stop.wait(_LOOK_SECONDS)
+
+    def _check_server(self) -> None:
+        if time.monotonic() < self._closed_until:
+            return
+        if self._url is None or self._own_server:
+            self._find_server()
+        if time.monotonic() < self._closed_until:
+            return
+        if self._url is not None and prefect_server.is_healthy(self._url, timeout_seconds=2.0):
+            if self._call is None:
+                self._call = self._import(self._url)
+            self._awaits_server = False
+            if not self._open:
+                _LOG.info("Prefect is at %s", self.ui_url)
+                self._open, self._told_away = True, False
+        else:
+            # One that was started here takes its time, and whoever waits for it would know.
+            if self._url is not None and not self._told_away and not self._awaits_server:
+                self._told_away = True
+                _LOG.warning(
+                    "going on without Prefect until it is back: %s does not answer", self._url
+                )
+            self._open = False
+
+    def _find_server(self) -> None:
+        if self._url is None:
+            url = prefect_server.configured_url()
+            if url is not None:
+                self._url, self._key = prefect_server.without_key(url), prefect_server.key_of(url)
+                return
+        self._own_server = True
+        server = prefect_server.running_server()
+        if server is None and self._awaits_server:
+            self._awaits_server = False
+            log = prefect_server.server_directory() / "server.log"
+            self.failed(f"the local server has ended before it answered: {log} says why")
+            return
+        if server is None:
+            self._awaits_server = True
+            server = prefect_server.start_server()
+        if self._call is not None and self._url not in (None, server.url):
+            # The old port is taken, and Prefect's settings are read once in a process.
+            _LOG.warning("the Prefect server moved to %s; restart the agent to use it", server.url)
+            self._enabled = False
+            self._stop.set()
+        self._url = server.url
+
+    def _import(self, url: str) -> Callable[[PersistJob], Any]:
+        if "prefect" not in sys.modules:
+            os.environ["PREFECT_API_URL"] = url
+            if self._key is not None:
+                # From the URL Prefect takes it for requests, but not for events, which its servers
+                # refuse then: and it would log the URL with it.
+                basic = b64encode(self._key.encode()).decode()
+                headers = json.dumps({"Authorization": f"Basic {basic}"})  # for a proxy
+                os.environ.setdefault("PREFECT_API_AUTH_STRING", self._key)
+                os.environ.setdefault("PREFECT_CLIENT_CUSTOM_HEADERS", headers)
+            if self._own_server:
+                os.environ.setdefault("PREFECT_HOME", str(prefect_server.server_directory()))
+                # Our own server does not ask for the tokens, so the client need not fetch them.
+                os.environ.setdefault("PREFECT_CLIENT_CSRF_SUPPORT_ENABLED", "false")
+            for name, value in _CLIENT.items():
+                os.environ.setdefault(name, value)
+        # A line for each request, in a process that makes a dozen for each checkpoint.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        collects = gc.isenabled()
+        gc.disable()  # looking for garbage, of which there is none, takes a fifth of these seconds
+        try:
+            module = importlib.import_module("recpoint.flows.persist")
+        finally:
+            if collects:
+                gc.enable()
+        call: Callable[[PersistJob], Any] = module.run_persist
+        return call

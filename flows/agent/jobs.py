@@ -1,0 +1,345 @@
+"""Does the staged jobs of a host: picks the next of each run, persists it with Prefect or bare."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from recpoint.catalog.persist.persist import PersistJob, classify, drive, persist_job
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import is_cancelled
+from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingError, StagingRefused
+from recpoint.flows.agent.gate import PrefectGate
+from recpoint.flows.agent.runs import RunState, expect_end, postpone_or_reject
+from recpoint.format.job import Job
+from recpoint.tasks.persist import job_log
+
+__all__ = ["AgentJobs", "AgentPersist", "AgentQueue"]
+
+
+# How an agent has a job persisted: as a flow where Prefect works, by the same steps where not.
+
+
+_POLL_SECONDS: Final = 0.05
+
+
+class AgentPersist:
+    """Persists jobs; any number of threads may, each another job.
+
+    Args:
+        gate: says when Prefect can be used, and is told when it fails.
+    """
+
+    def __init__(self, gate: PrefectGate) -> None:
+        self._gate = gate
+        self._telling: list[threading.Thread] = []
+
+    @property
+    def telling(self) -> list[threading.Thread]:
+        """Flows that have answered their jobs, and only tell of it."""
+        return [thread for thread in self._telling if thread.is_alive()]
+
+    def persist(
+        self,
+        job_file: Path,
+        job: PersistJob | None,
+        state: RunState,
+        log: logging.LoggerAdapter[logging.Logger],
+    ) -> None:
+        """Take a job to its end, or, of several ranks, as far as this host can.
+
+        Args:
+            job_file: the job file.
+            job: the job; None: it cannot be read, and is to be rejected.
+            state: of its run.
+            log: where to say what became of it.
+
+        Raises:
+            RecpointError, OSError, MemoryError: not now; the job stays staged.
+        """
+        worth_a_flow = job is not None and state.is_worth_a_flow()
+        call = self._gate.persist_flow() if worth_a_flow else None
+        if job is not None and call is not None:
+            failed = self._run_flow(call, job)
+            if failed is None:
+                return self._gate.worked()
+            if isinstance(failed, RecpointError):
+                raise failed
+            self._gate.failed(f"{type(failed).__name__}: {failed}")
+        outcome = persist_job(job_file) if job is None else drive(job).outcome
+        log.info("%s", f"{outcome.result} without Prefect {outcome.error}".rstrip())
+
+    def _run_flow(self, call: Callable[[PersistJob], Any], job: PersistJob) -> BaseException | None:
+        """Run the flow; None if the job is answered, or waits for other ranks; else what failed."""
+        results: list[Any] = []
+
+        def run() -> None:
+            try:
+                state = call(job)
+                results.append(state.result(raise_on_failure=False) or state)
+            except Exception as error:
+                # Of Prefect, its client or its server, in a hundred forms.
+                results.append(error)
+
+        thread = threading.Thread(target=run, name=f"flow {job.path.stem}", daemon=True)
+        thread.start()
+        while thread.is_alive() and job.path.exists():
+            thread.join(_POLL_SECONDS)
+        if not job.path.exists():
+            # The rest of the flow only tells about it, which an API that hangs drags out.
+            self._telling = [*self.telling, thread]
+            return None
+        # None: an exit, or a cancellation, which is none of the job's faults.
+        failed = results[0] if results else "the flow ended without a state"
+        if getattr(failed, "name", None) == "Waiting":
+            return None
+        return failed if isinstance(failed, BaseException) else RuntimeError(str(failed))
+
+
+# What is staged on a host, as its agent sees it: which job of a run is next, and when.
+#
+# A directory that cannot be read holds up nothing but itself: its trouble is told of once, and it
+# counts as one without jobs until it can be read.
+
+
+_LOG = logging.getLogger("recpoint.agent")
+
+
+class AgentQueue:
+    """The jobs of a staging area; the threads of its runs may ask for theirs.
+
+    Args:
+        staging: the staging area.
+    """
+
+    def __init__(self, staging: Path) -> None:
+        self._staging = staging
+        self._unreadable: dict[Path, OSError | StagingRefused] = {}
+
+    def run_directories(self) -> list[Path] | None:
+        """Those of all runs; None while the staging area cannot be read.
+
+        Those of other users are named once, and left alone.
+        """
+        foreign: set[Path] = set()
+
+        def refused(run_dir: Path, error: StagingRefused) -> None:
+            foreign.add(run_dir)
+            if run_dir not in self._unreadable:
+                _LOG.warning("%s: left alone: %s", run_dir.name, error)
+            self._unreadable[run_dir] = error
+
+        try:
+            run_dirs = area.run_directories(self._staging, refused=refused)
+        except (OSError, StagingRefused) as error:
+            if self._staging not in self._unreadable:
+                _LOG.warning("cannot look into %s: %s", self._staging, error)
+            self._unreadable[self._staging] = error
+            return None
+        self._unreadable.pop(self._staging, None)
+        still_there = foreign.union(run_dirs)
+        for path in list(self._unreadable):
+            if path not in still_there:
+                self._unreadable.pop(path, None)
+        return run_dirs
+
+    def jobs(self, run_dir: Path) -> list[Path]:
+        """The run's jobs; none while its directory cannot be read: others must not wait for it."""
+        try:
+            jobs = area.staged_jobs(run_dir)
+        except (OSError, StagingRefused) as error:
+            if run_dir not in self._unreadable:
+                _LOG.warning("%s: its jobs cannot be read: %s", run_dir.name, error)
+            self._unreadable[run_dir] = error
+            return []
+        self._unreadable.pop(run_dir, None)
+        return jobs
+
+    def forget(self, run_dir: Path) -> None:
+        """The run's directory is gone."""
+        self._unreadable.pop(run_dir, None)
+
+    def due_job(self, run_dir: Path, state: RunState) -> Path | None:
+        """The job that a thread is to be started for now."""
+        if state.works or not state.is_to_be_looked_at():
+            return None
+        job_file = self.next_job(run_dir, state)
+        if job_file is None:
+            return None
+        due = time.monotonic() >= state.retry_at or is_dropped(job_file)
+        return job_file if due else None
+
+    def next_job(self, run_dir: Path, state: RunState) -> Path | None:
+        """The first job that something can be done about now, as far as one knows."""
+        jobs = self.jobs(run_dir)
+        if jobs:
+            state.jobs_seen = time.monotonic()
+        for job_file in jobs:
+            if state.waiting.is_due(job_file) or is_dropped(job_file):
+                return job_file
+        return None
+
+    def has_untried(self, runs: Mapping[Path, RunState]) -> bool:
+        """Whether a run has jobs that a drain stays for: not where the last try has failed, nor
+        where all wait for other ranks."""
+        return any(
+            state.failures == 0 and not all(map(state.waiting.holds, self.jobs(run_dir)))
+            for run_dir, state in runs.items()
+        )
+
+    def left(self, *, all_must_be_known: bool) -> int:
+        """How many jobs are still staged, of those that can be read.
+
+        Raises:
+            StagingError: with `all_must_be_known`, some cannot.
+        """
+        left = sum(len(self.jobs(run_dir)) for run_dir in self.run_directories() or ())
+        if all_must_be_known:
+            for path, error in list(self._unreadable.items()):  # one is enough to mend
+                subject, found = str(path), str(error)
+                if isinstance(error, StagingRefused):
+                    subject, found = error.subject, error.found
+                raise StagingError(
+                    subject,
+                    found=f"{found}; {left} checkpoints are still staged elsewhere here",
+                    expected="a directory whose jobs can be read",
+                    next_step="mend it, or take it away; then recpoint agent --once again",
+                )
+        return left
+
+
+def is_dropped(job_file: Path) -> bool:
+    """Whether a job is to be dropped, so that it need not wait for the store to come back."""
+    try:
+        return is_cancelled(job_file)
+    except (FormatError, OSError, StagingRefused):
+        return False  # what is wrong with it is told when its turn comes
+
+
+# How an agent does the jobs of one run: strictly in order, since each increment needs the last.
+#
+# A job that waits for other ranks has done its part: those after it go on. Whatever goes wrong is
+# that job's, and of no concern to other runs: it is tried again later, or rejected.
+
+
+_Log = logging.LoggerAdapter[logging.Logger]
+
+
+class AgentJobs:
+    """Does jobs; any number of threads may, each those of another run.
+
+    Args:
+        queue: where they are.
+        persist: takes one of them to the store.
+        ends: whether no further job is to be begun.
+        tell: called with the run's directory when its status has changed.
+        committed: called with the run's directory and a job of its first rank that was committed.
+    """
+
+    def __init__(
+        self,
+        queue: AgentQueue,
+        persist: AgentPersist,
+        *,
+        ends: Callable[[], bool],
+        tell: Callable[[Path], None],
+        committed: Callable[[Path, Job], None],
+    ) -> None:
+        self._queue = queue
+        self._persist = persist
+        self._ends = ends
+        self._tell = tell
+        self._committed = committed
+
+    def serve_run(self, run_dir: Path, state: RunState) -> None:
+        """Do what can be done now of the jobs of a run; returns when the rest has to wait."""
+        try:
+            while not self._ends():
+                job_file = self._queue.next_job(run_dir, state)
+                if job_file is None or not self._serve_job(run_dir, state, job_file):
+                    break
+            jobs = self._queue.jobs(run_dir)
+            state.waiting.keep(jobs)
+            for gone in state.opened.keys() - set(jobs):
+                del state.opened[gone]
+        finally:
+            state.job = None
+
+    def _serve_job(self, run_dir: Path, state: RunState, job_file: Path) -> bool:
+        """Do one job; False if it has to wait, and with it the run."""
+        log = job_log(str(job_file))
+        opened: PersistJob | None = None
+        job: Job | None = None
+        try:
+            # Kept only if it waits for other ranks: a try again opens all of it anew.
+            opened = state.opened.pop(job_file, None) or _opened(job_file)
+            if opened is not None and state.waiting.holds(job_file) and not is_dropped(job_file):
+                ranks = _ranks_awaited(opened)
+                if ranks:
+                    _wait(state, opened, ranks, log)
+                    return True
+            state.job = job_file.stem
+            self._tell(run_dir)
+            if opened is not None:
+                job = opened.job
+                if state.run_id != job.run:
+                    expect_end(run_dir, job)
+                state.run_url, state.run_id = job.run_url, job.run
+                state.saw_cut(job.generation, job.step, job.snapshot_ms)
+            if not area.finish_answered(job_file):
+                self._persist.persist(job_file, opened, state, log)
+            state.failures = state.unforeseen = 0
+            if opened is not None and job_file.exists():
+                # A flow has ended without an answer: its part is stored.
+                _wait(state, opened, opened.ranks_awaited(), log)
+                return True
+            state.jobs_done += 1
+            state.waiting.look_soon()
+            state.last_error = state.answered(job_file, job)
+            if job is not None and job.rank == 0 and state.last_error is None:
+                self._committed(run_dir, job)
+            return True
+        except Exception as error:
+            # Whatever it is, it is this job's: the agent goes on with the other runs.
+            if not job_file.exists():
+                state.unforeseen = 0
+                state.answered(job_file, job)
+                return True
+            if isinstance(error, RanksMissing) and opened is not None:
+                state.failures = state.unforeseen = 0
+                _wait(state, opened, error.ranks, log)
+                return True
+            if self._ends() and not isinstance(error, RecpointError):
+                return False  # of an end in the middle of it, which says nothing of the job
+            if not postpone_or_reject(state, job_file, error, log):
+                return False
+            state.answered(job_file, None)
+            return True
+
+
+def _wait(state: RunState, job: PersistJob, ranks: tuple[int, ...], log: _Log) -> None:
+    state.opened[job.path] = job
+    late = state.waiting.waits(job.path, ranks)
+    if late is not None:
+        log.warning("%s", late)
+
+
+def _opened(job_file: Path) -> PersistJob | None:
+    try:
+        return PersistJob.open(job_file)
+    except FormatError:
+        return None  # whoever persists it rejects it
+
+
+def _ranks_awaited(job: PersistJob) -> tuple[int, ...]:
+    """Ranks that a job still waits for; none also where persisting it is to find what is wrong."""
+    try:
+        return job.ranks_awaited()
+    except RecpointError as error:
+        if classify(error) == "deferred":
+            raise
+        return ()

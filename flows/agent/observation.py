@@ -1,0 +1,147 @@
+"""What a monitoring thread sees of an agent: its queue, its runs and what became of their jobs.
+
+Nothing here asks the store or Prefect, so that it is as good when both are away.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import TrainerState, read_note, trainer_state
+from recpoint.catalog.store.run_url import parse_run_url
+from recpoint.errors import SettingsError, StagingRefused
+from recpoint.flows.agent.runs import RunFacts, RunState
+
+__all__ = ["AgentObservation", "RunObservation", "observe_agent"]
+
+
+#: So long after training has ended its run is still shown: what came last is to be seen, and a
+#: host that trains a run a day does not collect them for ever.
+_SHOWN_AFTER_END_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunObservation:
+    """One run of a staging area.
+
+    Attributes:
+        run: the run URL; the name of its directory where neither trainer nor job has told it.
+        has_url: whether `run` is a URL.
+        staged_jobs: that wait or are at work.
+        queue_age_seconds: since the oldest of them was staged; 0 without any.
+        trainer: what has become of the newest trainer on this host.
+        facts: counters since the agent started.
+        consolidations: merges in the background since then.
+        missing_ranks: for how many other ranks checkpoints have waited too long.
+    """
+
+    run: str
+    has_url: bool
+    staged_jobs: int
+    queue_age_seconds: float
+    trainer: TrainerState
+    facts: RunFacts
+    consolidations: int
+    missing_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentObservation:
+    """An agent at one moment.
+
+    Attributes:
+        prefect: whether Prefect can be used.
+        staging_free_bytes, staging_size_bytes: of the file system of the staging area; None: it
+            cannot be asked.
+        runs: what is staged here, is being trained here, or was an hour ago.
+    """
+
+    prefect: bool
+    staging_free_bytes: int | None
+    staging_size_bytes: int | None
+    runs: tuple[RunObservation, ...]
+
+
+def observe_agent(
+    staging: Path,
+    runs: Mapping[Path, RunState],
+    *,
+    prefect: bool,
+    consolidations: Callable[[Path], int],
+) -> AgentObservation:
+    """Look at a staging area and at what its agent knows of each run.
+
+    Args:
+        staging: the staging area.
+        runs: the runs by directory.
+        prefect: see `AgentObservation`.
+        consolidations: of a run.
+    """
+    free, size = _space(staging)
+    seen = (_observe_run(run_dir, state, consolidations) for run_dir, state in runs.items())
+    return AgentObservation(
+        prefect=prefect,
+        staging_free_bytes=free,
+        staging_size_bytes=size,
+        runs=tuple(run for run in seen if run is not None),
+    )
+
+
+def _space(staging: Path) -> tuple[int | None, int | None]:
+    """Free bytes and size of the file system."""
+    try:
+        system = os.statvfs(staging)
+    except OSError:
+        return None, None
+    return system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
+
+
+def _observe_run(
+    run_dir: Path, state: RunState, consolidations: Callable[[Path], int]
+) -> RunObservation | None:
+    note = read_note(run_dir)
+    trainer = trainer_state(run_dir, note)
+    staged_at = _staged_at(run_dir)
+    now = time.time()
+    told = 0.0 if note is None else note.at_ms / 1000
+    ended = trainer in ("ended", "unknown") and now - told > _SHOWN_AFTER_END_SECONDS
+    if ended and not staged_at and not state.works:
+        return None
+    url = _url(state) if note is None else note.run_url
+    return RunObservation(
+        run=url or run_dir.name,
+        has_url=url is not None,
+        staged_jobs=len(staged_at),
+        queue_age_seconds=max(0.0, now - min(staged_at)) if staged_at else 0.0,
+        trainer=trainer,
+        facts=state.facts,
+        consolidations=consolidations(run_dir),
+        missing_ranks=len({rank for late in state.waiting.late() for rank in late.ranks}),
+    )
+
+
+def _url(state: RunState) -> str | None:
+    """The run URL as the jobs had it, in the one spelling that is safe to show."""
+    try:
+        return None if state.run_url is None else parse_run_url(state.run_url).url
+    except SettingsError:
+        return None
+
+
+def _staged_at(run_dir: Path) -> list[float]:
+    """When each job that is there was staged, in seconds since the epoch on this host's clock."""
+    found = []
+    try:
+        for path in area.staged_jobs(run_dir):
+            try:
+                found.append(path.stat().st_mtime)
+            except FileNotFoundError:
+                continue  # answered since
+    except (OSError, StagingRefused):
+        return found  # the agent's log says what cannot be read
+    return found

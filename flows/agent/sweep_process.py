@@ -1,0 +1,61 @@
+"""The process in which the agent sweeps a run: of the lowest priority, and gone when the agent is.
+
+    python -m recpoint.flows.agent.sweep_process RUN_URL RUN_DIRECTORY GRACE_SECONDS PARENT_PID
+
+Runs the flow where `PREFECT_API_URL` is set, and the same function bare where it is not or where
+Prefect fails. Unlike one that consolidates it is never stopped in the middle: what it has looked at
+it removes at once (format §6.5). Its last line on stdout is JSON: `done`, `gone` or `error`;
+beside `done` whether there is `nothing_left` to do for a later sweep.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from recpoint.catalog.retention.sweep_here import NOTHING_LEFT, sweep_here, swept_words
+from recpoint.catalog.store.store import open_store
+from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
+from recpoint.flows.agent.children import give_way, log_to_stderr, run_flow
+
+__all__ = ["main"]
+
+
+_LOG = logging.getLogger("recpoint.sweep")
+
+
+def main(arguments: list[str]) -> int:
+    """Sweep a run; 0, or 1 where it failed."""
+    run_url, run_dir, grace_seconds = arguments[0], Path(arguments[1]), float(arguments[2])
+    give_way(int(arguments[3]))
+    log_to_stderr()
+    try:
+        done = run_flow(lambda: _flow(run_url, run_dir, grace_seconds), _LOG)
+        if done is None:
+            swept = sweep_here(open_store(run_url), run_dir, grace_seconds=grace_seconds)
+            done = swept_words(swept)
+    except RunRecordLost as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    except NothingToRestore as error:  # nothing is there to be swept, and that stays so
+        print(json.dumps({"gone": str(error)}), flush=True)
+        return 0
+    except (RecpointError, OSError, MemoryError) as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        return 1
+    nothing_left = done.rstrip(".").endswith(NOTHING_LEFT)
+    print(json.dumps({"done": done, "nothing_left": nothing_left}), flush=True)
+    return 0
+
+
+def _flow(run_url: str, run_dir: Path, grace_seconds: float) -> Any:
+    from recpoint.flows.sweep import run_sweep
+
+    return run_sweep(run_url, staging=str(run_dir.parent), grace_seconds=grace_seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

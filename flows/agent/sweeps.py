@@ -1,0 +1,249 @@
+"""Sweeps of a host's runs by its agent, once a day, beside persists.
+
+Only the trainer's own host knows what is staged and will still be committed, so that it is the one
+to sweep its runs. Each in a process of its own, at the lowest priority, begun while no job is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from recpoint.catalog.retention.sweep import last_sweep, note_sweep, swept_ms
+from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.catalog.store.contract import now_ms
+from recpoint.errors import FormatError, RecpointError, SettingsError, StagingRefused
+from recpoint.flows.agent.children import answer_of, environment_of
+from recpoint.flows.agent.gate import growing_pause
+
+__all__ = ["BackgroundSweep", "SWEEP_EVERY_SECONDS", "require_sweep_period"]
+
+
+_LOG = logging.getLogger("recpoint.sweep")
+
+SWEEP_EVERY_SECONDS: Final = 24 * 3600.0
+
+#: As in prefect.yaml: longer than any persist or consolidation takes.
+_GRACE_SECONDS: Final = 24 * 3600.0
+_LOOK_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.1
+_END_SECONDS: Final = 3.0
+#: Where jobs are due without a pause, a sweep begins beside them after so long.
+_PATIENCE_SECONDS: Final = 3600.0
+#: Pauses after a failure, doubled each time.
+_FIRST_PAUSE_SECONDS: Final = 60.0
+_LONGEST_PAUSE_SECONDS: Final = 3600.0
+#: How often a run that was swept for good is asked whether it is trained again.
+_SETTLED_SECONDS: Final = 60.0
+
+
+def require_sweep_period(every_seconds: float | None) -> None:
+    """Raise SettingsError for a period of a sweep that is none."""
+    if every_seconds is not None and not every_seconds >= 1.0:
+        raise SettingsError(
+            "sweep_every",
+            found=str(every_seconds),
+            expected="at least a second, or None for never",
+            next_step="give it in seconds; 86400 is a day",
+        )
+
+
+@dataclass
+class _Swept:
+    """What is known of one run's sweeps, in this process."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+    done: int = 0
+    last: str | None = None
+    last_error: str | None = None
+
+
+class BackgroundSweep:
+    """Sweeps each run of a staging area when its last sweep is long enough ago.
+
+    When that was is kept in the run's directory, so that an agent that is started often neither
+    sweeps each time nor never. A run that is seen for the first time is due after one period. One
+    whose training has ended is swept until a sweep has found nothing to do now or later, and then
+    not before it was trained again.
+
+    Args:
+        staging: the staging area.
+        every_seconds: the period; None: never.
+        prefect_url: where Prefect answers now; None: nowhere.
+        tell: called with the run's directory when its status has changed.
+    """
+
+    def __init__(
+        self,
+        staging: Path,
+        *,
+        every_seconds: float | None,
+        prefect_url: Callable[[], str | None],
+        tell: Callable[[Path], None],
+    ) -> None:
+        require_sweep_period(every_seconds)
+        self._staging = staging
+        self._every = every_seconds
+        self._prefect_url = prefect_url
+        self._tell = tell
+        self._runs: dict[Path, _Swept] = {}
+        self._busy = False
+        self._at_work: Path | None = None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_sweeping, name="sweep", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        if self._every is not None:
+            self._thread.start()
+
+    def give_way(self, busy: bool) -> None:
+        """Begin nothing while jobs are due. A sweep that has begun goes on: it looks, and removes
+        what it has looked at, and what it has looked at long ago it must not remove."""
+        self._busy = busy
+
+    def stop(self) -> None:
+        """End; what a sweep has left is done by the next."""
+        self._stop.set()
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGKILL)
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def status(self, run_dir: Path) -> dict[str, object] | None:
+        """What to show of a run; None: it is not swept."""
+        if self._every is None:
+            return None
+        swept = self._runs.get(run_dir, _Swept())
+        return {
+            "state": "at work" if self._at_work == run_dir else "idle",
+            "done": swept.done,
+            "last": swept.last,
+            "last_ms": swept_ms(run_dir),
+            "last_error": swept.last_error,
+        }
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _keep_sweeping(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                run_dirs = area.run_directories(self._staging)
+            except (OSError, StagingRefused):
+                continue  # the agent's log says so
+            except Exception:  # or this thread would end, and nothing be swept any more
+                _LOG.exception("the runs that there are cannot be told; asked again")
+                continue
+            for gone in self._runs.keys() - set(run_dirs):
+                del self._runs[gone]
+            for run_dir in run_dirs:
+                if self._stop.is_set():
+                    return
+                try:
+                    self._sweep_if_due(run_dir)
+                except Exception as error:  # likewise
+                    self._failed(run_dir, f"{type(error).__name__}: {error}")
+                    if not isinstance(error, RecpointError | OSError):
+                        _LOG.exception("%s: not foreseen", run_dir.name)
+
+    def _sweep_if_due(self, run_dir: Path) -> None:
+        swept = self._runs.setdefault(run_dir, _Swept())
+        if time.monotonic() < swept.retry_at:
+            return
+        last = last_sweep(run_dir)
+        at_ms = now_ms()
+        if last is None or last.at_ms > at_ms:  # never, or by a clock that was ahead
+            note_sweep(run_dir)
+            return
+        assert self._every is not None
+        late_seconds = (at_ms - last.at_ms) / 1000 - self._every
+        if late_seconds < 0:
+            return
+        if self._busy and late_seconds < _PATIENCE_SECONDS:
+            return
+        ended_ms = _ended_ms(run_dir)
+        if ended_ms is not None and last.ended_ms == ended_ms:
+            swept.retry_at = time.monotonic() + _SETTLED_SECONDS
+            return
+        run_url = _run_url(run_dir)
+        if run_url is None:
+            return  # nobody has said yet which run it is
+        self._at_work = run_dir
+        try:
+            self._tell(run_dir)
+            self._sweep(run_dir, swept, run_url, ended_ms)
+        finally:
+            self._at_work = None
+            self._tell(run_dir)
+
+    def _sweep(self, run_dir: Path, swept: _Swept, run_url: str, ended_ms: int | None) -> None:
+        arguments = [run_url, str(run_dir), str(_GRACE_SECONDS), str(os.getpid())]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "recpoint.flows.agent.sweep_process", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environment_of(self._prefect_url()),
+        )
+        with self._lock:
+            self._process = process
+            if self._stop.is_set():
+                process.send_signal(signal.SIGKILL)
+        said, _ = process.communicate()
+        if self._stop.is_set():
+            return
+        answer = answer_of(said, process.returncode)
+        if "error" in answer:
+            self._failed(run_dir, str(answer["error"]))
+            return
+        for_good = answer.get("nothing_left") or "gone" in answer
+        note_sweep(run_dir, ended_ms=ended_ms if for_good else None)
+        swept.failures, swept.last_error = 0, None
+        swept.done += 1
+        swept.last = str(answer.get("done") or answer.get("gone"))
+        _LOG.info("%s: swept: %s", run_dir.name, swept.last)
+
+    def _failed(self, run_dir: Path, error: str) -> None:
+        swept = self._runs.setdefault(run_dir, _Swept())
+        pause = growing_pause(
+            swept.failures, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
+        )
+        swept.failures += 1
+        swept.last_error = error
+        swept.retry_at = time.monotonic() + pause
+        _LOG.warning("%s: not swept, next try in %.0f s: %s", run_dir.name, pause, error)
+
+
+def _ended_ms(run_dir: Path) -> int | None:
+    """When training ended, as its trainer said; None: it has not, or something is staged still."""
+    note = read_note(run_dir)
+    if note is None or trainer_state(run_dir, note) != "ended" or area.staged_jobs(run_dir):
+        return None
+    return note.at_ms
+
+
+def _run_url(run_dir: Path) -> str | None:
+    """Whose directory it is, as its trainer, an earlier agent or a staged job says."""
+    if (note := read_note(run_dir)) is not None:
+        return note.run_url
+    if (run_url := area.consolidated_run(run_dir)) is not None:
+        return run_url
+    for path in area.staged_jobs(run_dir):
+        try:
+            return area.read_job(path).run_url
+        except (FormatError, StagingRefused, FileNotFoundError):
+            continue
+    return None

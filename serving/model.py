@@ -1,0 +1,571 @@
+"""Holds the two copies of a served model: tables, coded or not, dense layers, version."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recpoint.catalog.restore.placement import TablePart, map_parts
+from recpoint.catalog.restore.restore import dense_tensors, extra_states
+from recpoint.catalog.restore.rows import LogicalTable, logical_tables
+from recpoint.catalog.restore.state import canonical_name
+from recpoint.catalog.restore.target import RowSink, TableTarget
+from recpoint.catalog.run.chain import Chain
+from recpoint.embeddings.served_tables import CodedTable, FloatTable, ServedTable
+from recpoint.errors import IncompatibleModel, NotServing, UnknownRow, UnknownTable
+from recpoint.format.dtypes import torch_dtype
+from recpoint.format.manifest import Manifest
+from recpoint.format.records import CheckpointRef
+from recpoint.kernels import dirty_bitmap
+
+__all__ = ["ALL", "Bitmaps", "Copies", "Loading", "Version", "replace_lookups"]
+
+
+# One version of a served model: what a request sees, whole.
+
+
+_MOST_NAMES: Final = 10
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Version:
+    """A checkpoint in memory: tables and dense layers of one step.
+
+    It is good inside the `with` block of `Follower.reading` that gave it, and must not be written
+    to; after that, its memory is used for a later version.
+
+    Attributes:
+        checkpoint: which one.
+        committed_ms: when it was committed, in milliseconds since the Unix epoch, by the agent's
+            clock.
+        served_ms: when it was first served, by this host's clock.
+        model: the model of the follower, if it has one, in evaluation mode.
+        tables: by name.
+        dense: parameters and buffers but for the tables, by name; on the CPU.
+    """
+
+    checkpoint: CheckpointRef
+    committed_ms: int
+    served_ms: int
+    model: nn.Module | None
+    tables: Mapping[str, ServedTable]
+    dense: Mapping[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """Batches trained."""
+        return self.checkpoint.step
+
+    def lookup(self, table: str, ids: Tensor) -> Tensor:
+        """Rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
+
+        Raises:
+            UnknownTable: there is no such table, or it is not followed; a KeyError.
+            UnknownRow: an id is out of range, in memory of the CPU; an IndexError.
+            TypeError: ids that are no integers.
+        """
+        there = self.tables.get(table)
+        if there is None:
+            names = sorted(self.tables)
+            more = len(names) - _MOST_NAMES
+            raise UnknownTable(
+                f"table {table!r}",
+                found=f"no such table at step {self.step}",
+                expected=f"one of {', '.join(map(repr, names[:_MOST_NAMES]))}"
+                + (f" and {more} more" if more > 0 else "")
+                if names
+                else "a table; none is followed",
+                next_step="look up one of these; if it is in the checkpoint (recpoint show URL), "
+                "name it in Follower(tables=...)",
+            )
+        try:
+            return there.lookup(ids)
+        except IndexError:
+            outside = ids[(ids < 0) | (ids >= there.rows)]
+            if not outside.numel():
+                raise
+            raise UnknownRow(
+                f"table {table!r}",
+                found=f"row {int(outside[0])} among {ids.numel()} ids",
+                expected=f"rows 0 … {there.rows - 1}, of {there.rows} at step {self.step}",
+                next_step="look up rows that the table has; ids that came into use later need a "
+                "larger table in training",
+            ) from None
+
+    def __call__(self, *inputs: object) -> object:
+        """What the model makes of `inputs`, without gradients."""
+        if self.model is None:
+            raise TypeError("the follower was made without a model")
+        import torch
+
+        with torch.no_grad():
+            return self.model(*inputs)
+
+
+# Lookups of a model in tables that are kept as codes.
+
+
+class CodedEmbedding(nn.Module):
+    """`nn.Embedding` whose rows come from a served table."""
+
+    def __init__(self, module: nn.Embedding) -> None:
+        super().__init__()
+        self.table: ServedTable | None = None
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
+
+    # Arguments have the names that torch gives them: a model may use those.
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Rows [..., dim] of ids [...]."""
+        return _table(self.table).lookup(input)
+
+
+class CodedBag(nn.Module):
+    """`nn.EmbeddingBag` whose rows come from a served table; each row is decoded once a call."""
+
+    def __init__(self, bag: nn.EmbeddingBag) -> None:
+        super().__init__()
+        self.table: ServedTable | None = None
+        self._mode, self._last = bag.mode, bag.include_last_offset
+        self._padding = bag.padding_idx
+        self.num_embeddings, self.embedding_dim = bag.num_embeddings, bag.embedding_dim
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """As `nn.EmbeddingBag.forward`."""
+        unique, places = input.unique(return_inverse=True)
+        padding = None
+        if self._padding is not None:
+            found = (unique == self._padding).nonzero()
+            padding = int(found[0]) if found.numel() else None
+        return F.embedding_bag(
+            places,
+            _table(self.table).lookup(unique),
+            offsets,
+            mode=self._mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self._last,
+            padding_idx=padding,
+        )
+
+
+def replace_lookups(model: nn.Module) -> None:
+    """Replace every embedding of `model`; its weights are let go.
+
+    Raises:
+        IncompatibleModel: the model is itself an embedding, or one of them does more than look its
+            rows up. Nothing is replaced.
+    """
+    found: dict[nn.Module, CodedEmbedding | CodedBag] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check(name, module)
+            if isinstance(module, nn.EmbeddingBag):
+                found[module] = CodedBag(module)
+            else:
+                found[module] = CodedEmbedding(module)
+    # Each under all names that it has.
+    for parent in list(model.modules()):
+        for name, module in parent._modules.items():
+            if module is not None and module in found:
+                setattr(parent, name, found[module])
+
+
+def _check(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Refuse what a lookup of codes would leave out, so that other values were served."""
+    reason: str | None = None
+    if not name:
+        reason = "the model itself is it"
+    elif module.max_norm is not None:
+        reason = "max_norm, which writes to rows"
+    elif type(module).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward):
+        reason = f"a {type(module).__name__} with a forward of its own"
+    elif module._forward_hooks or not all(
+        getattr(hook, "reads_only", False) for hook in module._forward_pre_hooks.values()
+    ):
+        reason = "forward hooks"
+    if reason is not None:
+        raise IncompatibleModel(
+            f"table {name or 'weight'!r}",
+            found=reason,
+            expected="embeddings inside a model that only look rows up, without max_norm",
+            next_step="follow without quantized=True",
+        )
+
+
+def _table(table: ServedTable | None) -> ServedTable:
+    if table is None:
+        raise RuntimeError("no version has been applied to this model yet")
+    return table
+
+
+def coded_lookups(model: nn.Module) -> dict[str, CodedEmbedding | CodedBag]:
+    """Those of a model by table name."""
+    return {
+        canonical_name(model, name): module
+        for name, module in model.named_modules()
+        if isinstance(module, CodedEmbedding | CodedBag)
+    }
+
+
+# A model that is served: where its tables lie, and how its dense layers are replaced.
+
+
+class ServedModel:
+    """One model of a serving process; put into evaluation mode, without gradients.
+
+    Names are those of checkpoints (`catalog.restoring.names`), also of a model that was compiled.
+
+    Args:
+        model: with embeddings of its own, or with those of `coded_modules.replace_lookups`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self._coded = coded_lookups(model)
+        self._weights: dict[str, Tensor] = {
+            canonical_name(model, name) or "weight": module.weight
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        }
+
+    def table(self, name: str) -> FloatTable | None:
+        """The weight of an embedding, as a table; None for one that is kept as codes."""
+        weight = self._weights.get(name)
+        return None if weight is None else FloatTable(weight.detach())
+
+    def use(self, tables: Mapping[str, ServedTable]) -> None:
+        """Let lookups of coded embeddings go to these tables."""
+        for name, module in self._coded.items():
+            if isinstance(module, CodedEmbedding | CodedBag):
+                module.table = tables[name]
+
+    def check_tables(self, manifest: Manifest) -> None:
+        """Whether the model's tables are those of the checkpoint.
+
+        Raises:
+            IncompatibleModel: they differ, each difference named.
+        """
+        here = {*self._weights, *self._coded}
+        there = logical_tables(manifest.tables)
+        found = [f"table {name!r} is not in the checkpoint" for name in here - there.keys()]
+        found += [f"table {name!r} is not in the model" for name in there.keys() - here]
+        for name in self._weights.keys() & there.keys():
+            weight, spec = self._weights[name], there[name]
+            stored = (spec.rows, spec.dim), torch_dtype(spec.dtype)
+            if (tuple(weight.shape), weight.dtype) != stored:
+                found.append(f"table {name!r} is {_form(weight)} in the model and {stored} stored")
+        _refuse(manifest, found)
+
+    def check_dense(self, manifest: Manifest, state: Mapping[int, object]) -> None:
+        """Whether its dense layers are those of the checkpoint; errors as `check_tables`."""
+        here, there = self._dense(), dense_tensors(state)
+        found = [f"{name!r} is not in the checkpoint" for name in here.keys() - there.keys()]
+        found += [f"{name!r} is not in the model" for name in there.keys() - here.keys()]
+        for name in here.keys() & there.keys():
+            if (here[name].shape, here[name].dtype) != (there[name].shape, there[name].dtype):
+                found.append(
+                    f"{name!r} is {_form(here[name])} in the model and {_form(there[name])} stored"
+                )
+        for name in extra_states(state).keys() - self._modules().keys():
+            found.append(f"the extra state of module {name!r} is only in the checkpoint")
+        _refuse(manifest, found)
+
+    def load_dense(self, state: Mapping[int, object]) -> None:
+        """Replace dense layers, buffers and extra state; `check_dense` has looked at them."""
+        stored = dense_tensors(state)
+        with torch.no_grad():
+            for name, tensor in self._dense().items():
+                tensor.copy_(stored[name])
+        modules = self._modules()
+        for name, extra in extra_states(state).items():
+            modules[name].set_extra_state(extra)
+
+    def _modules(self) -> dict[str, nn.Module]:
+        # What wraps the model comes before what it wraps, and has the same name.
+        named = self.model.named_modules()
+        return {canonical_name(self.model, name): module for name, module in named}
+
+    def _dense(self) -> dict[str, Tensor]:
+        tables = {id(weight) for weight in self._weights.values()}
+        found: dict[str, Tensor] = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) not in tables
+        }
+        found.update(self.model.named_buffers())
+        return {canonical_name(self.model, name): tensor for name, tensor in found.items()}
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _refuse(manifest: Manifest, differences: list[str]) -> None:
+    if differences:
+        raise IncompatibleModel(
+            f"checkpoint of {manifest.ref}",
+            found="; ".join(sorted(differences)),
+            expected="the tables and dense layers of the model that is served",
+            next_step="build the served model as the trainer builds it",
+        )
+
+
+# One of the two copies of a model that a serving process holds: one is read, one is changed.
+
+
+#: Of `ModelCopy.behind`: every row of every table.
+ALL: Final = None
+
+#: Dirty bitmaps by the table's name and the first column of its piece: of a table that was sharded
+#: by columns, an increment may hold a row of one piece and not of another.
+Bitmaps = dict[tuple[str, int], Tensor]
+
+
+class ModelCopy:
+    """Tables and dense layers of one version, and how they differ from the other copy's.
+
+    Args:
+        model: the model whose weights the tables are; None: tables have memory of their own.
+
+    Attributes:
+        version: what is in it, whole; None: nothing, or something half applied.
+        readers: requests that are looking at it.
+        behind: rows in which it may differ from the other copy; ALL: any.
+    """
+
+    def __init__(self, model: ServedModel | None) -> None:
+        self.model = model
+        self.tables: dict[str, ServedTable] = {}
+        self.dense: dict[str, Tensor] = {}
+        self.version: Version | None = None
+        self.readers = 0
+        self.behind: Bitmaps | None = ALL
+
+    def catch_up(self, other: ModelCopy) -> None:
+        """Take over the rows in which this copy differs from the other, which is whole."""
+        for name, table in other.tables.items():
+            mine, ids = self.tables.get(name), None
+            if mine is None or mine.form != table.form:
+                mine = self.tables[name] = self._like(name, table)
+            elif self.behind is not ALL:
+                rows = [bits for (of, _), bits in self.behind.items() if of == name]
+                if not rows:
+                    continue
+                ids = dirty_bitmap.collect(reduce(torch.bitwise_or, rows), rows=table.rows)
+            if isinstance(mine, FloatTable) and isinstance(table, FloatTable):
+                mine.copy_rows(table, ids)
+            elif isinstance(mine, CodedTable) and isinstance(table, CodedTable):
+                mine.copy_rows(table, ids)
+        for name in self.tables.keys() - other.tables.keys():
+            del self.tables[name]
+        self.behind = {}
+
+    def _like(self, name: str, table: ServedTable) -> ServedTable:
+        weight = None if self.model is None else self.model.table(name)
+        if weight is not None:
+            return weight
+        if isinstance(table, CodedTable):
+            return table.empty_like()
+        return FloatTable(torch.empty_like(table.values))
+
+
+class Loading:
+    """Reads a chain into a copy; a `RestoreTarget`.
+
+    Args:
+        copy: which has caught up, if the chain does not start with a full.
+        chain: what is read.
+        wanted: names of tables; None: all.
+        coded: keep rows as they are stored, in tables of which most are quantized.
+
+    Attributes:
+        changed: the rows that increments brought.
+    """
+
+    def __init__(
+        self, copy: ModelCopy, chain: Chain, wanted: Collection[str] | None, *, coded: bool
+    ) -> None:
+        self._copy = copy
+        self._chain = chain
+        self._wanted = wanted
+        self._coded = coded
+        self._from_full = chain.manifests[0].parent is None
+        self.changed: Bitmaps = {}
+
+    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
+        """See `RestoreTarget.begin`."""
+        self.changed.clear()
+        tables = logical_tables(manifest.tables)
+        for name in sorted(set(self._wanted or ()) - tables.keys()):
+            raise IncompatibleModel(
+                f"table {name!r}",
+                found=f"no such table in {manifest.ref}",
+                expected=f"one of {', '.join(sorted(tables))[:500]}",
+                next_step="name tables of the checkpoint",
+            )
+        model = self._copy.model
+        if model is not None:
+            model.check_tables(manifest)
+        if self._from_full:
+            for name in self._copy.tables.keys() - tables.keys():
+                del self._copy.tables[name]
+        wanted = [t for n, t in tables.items() if self._wanted is None or n in self._wanted]
+        coded: dict[int, CodedTable] = {}
+        parts: list[TablePart] = []
+        for table in wanted:
+            served = self._served(table)
+            if isinstance(served, CodedTable):
+                changed = self.changed[table.name, 0] = dirty_bitmap.new(table.rows)
+                coded[table.pieces[0].index] = served.into(table, changed)
+            else:
+                parts += self._parts(table, served.values)
+        into = map_parts(manifest, parts)
+        return [coded.get(index, target) for index, target in enumerate(into)]
+
+    def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
+        """See `StateCheckingTarget.check_state`."""
+        if self._copy.model is not None:
+            self._copy.model.check_dense(manifest, state)
+
+    def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
+        """See `RestoreTarget.finish`."""
+        for table in self._copy.tables.values():
+            table.finish()
+        self._copy.dense = dense_tensors(state)
+        if self._copy.model is not None:
+            self._copy.model.use(self._copy.tables)
+            self._copy.model.load_dense(state)
+
+    def _parts(self, table: LogicalTable, values: Tensor) -> Iterator[TablePart]:
+        for piece in table.pieces:
+            first, stop = piece.columns.start, piece.columns.stop
+            changed = self.changed[table.name, first] = dirty_bitmap.new(table.rows)
+            yield TablePart(
+                table=table.name, values=values[:, first:stop], first_column=first, changed=changed
+            )
+
+    def _served(self, table: LogicalTable) -> ServedTable:
+        there = self._copy.tables.get(table.name)
+        if self._from_full or there is None:
+            there = self._copy.tables[table.name] = self._table(table, there)
+        return there
+
+    def _table(self, table: LogicalTable, there: ServedTable | None) -> ServedTable:
+        weight = None if self._copy.model is None else self._copy.model.table(table.name)
+        if weight is not None:
+            return weight
+        # Pieces of a row have a scale each: what is kept as codes is stored whole.
+        bits = self._bits(table.pieces[0].index) if self._coded and len(table.pieces) == 1 else 0
+        if bits:
+            fits = isinstance(there, CodedTable) and there.fits(table) and there.bits == bits
+            return there if fits and there is not None else CodedTable(table, bits)
+        fits = isinstance(there, FloatTable) and there.fits(table)
+        return there if fits and there is not None else FloatTable.empty(table)
+
+    def _bits(self, table: int) -> int:
+        """The widest codes of a table's chunks; 0 where most rows are stored exactly."""
+        chunks = [e for link in self._chain.manifests for e in link.chunks if e.table == table]
+        coded = [entry for entry in chunks if entry.scheme == "asymmetric"]
+        rows, coded_rows = (sum(e.row_count or 0 for e in some) for some in (chunks, coded))
+        return max((e.bits or 0 for e in coded), default=0) if 2 * coded_rows > rows else 0
+
+
+# The two copies of what is served: requests read one while the other is changed.
+
+
+class Copies:
+    """Who reads which copy, and the switch between them.
+
+    Args:
+        model: becomes one copy; None: there is none, only tables.
+        url: of the run, for errors.
+    """
+
+    def __init__(self, model: nn.Module | None, url: str) -> None:
+        self._url = url
+        self._copies = [ModelCopy(None if model is None else ServedModel(model))]
+        self._active = 0
+        self.changed = threading.Condition()
+
+    @property
+    def version(self) -> Version | None:
+        """What requests are given."""
+        return self._copies[self._active].version
+
+    @property
+    def active(self) -> ModelCopy:
+        """The copy that is read."""
+        return self._copies[self._active]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables."""
+        return sum(table.nbytes for one in self._copies for table in list(one.tables.values()))
+
+    @contextmanager
+    def reading(self) -> Iterator[Version]:
+        """The version in service; it stays as it is until the block ends."""
+        with self.changed:
+            held = self._copies[self._active]
+            version = held.version
+            if version is None:
+                raise NotServing(
+                    self._url,
+                    found="no version in memory yet",
+                    expected="a checkpoint that was read",
+                    next_step="wait for Follower.wait(); Follower.status says what is missing",
+                )
+            held.readers += 1
+        try:
+            yield version
+        finally:
+            with self.changed:
+                held.readers -= 1
+                self.changed.notify_all()
+
+    def standby(self, *, wait_seconds: float) -> ModelCopy:
+        """The copy that nobody reads any more.
+
+        Raises:
+            NotServing: requests are still looking at it.
+        """
+        if self.version is None:
+            return self.active
+        if len(self._copies) == 1:
+            model = self.active.model
+            # Requests only read it.
+            other = None if model is None else ServedModel(copy.deepcopy(model.model))
+            self._copies.append(ModelCopy(other))
+        standby = self._copies[1 - self._active]
+        with self.changed:
+            if not self.changed.wait_for(lambda: standby.readers == 0, timeout=wait_seconds):
+                raise NotServing(
+                    self._url,
+                    found=f"{standby.readers} request(s) that look at an older version still",
+                    expected=f"none after {wait_seconds:g} s",
+                    next_step="end the blocks of Follower.reading(); until then nothing is updated",
+                )
+            standby.version = None
+        return standby
+
+    def switch(self, standby: ModelCopy, version: Version) -> ModelCopy:
+        """Give `standby` to requests that begin from now on; the copy that was read so far."""
+        with self.changed:
+            before = self.active
+            standby.version = version
+            self._active = self._copies.index(standby)
+            self.changed.notify_all()
+        return before

@@ -1,0 +1,359 @@
+"""Tells Prefect what people see: artifacts and their keys, progress bars, events, reports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
+from typing import Final, Literal, NamedTuple
+from uuid import UUID
+
+import httpx
+from prefect import task
+from prefect.artifacts import Artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.runtime import flow_run, task_run
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL
+
+from recpoint.catalog.persist.persist import PersistJob
+from recpoint.catalog.run.commit import Committed
+from recpoint.format.job import Job
+from recpoint.tasks.persist import job_name, run_name
+
+__all__ = [
+    "ARTIFACT_PREFIX",
+    "Checkpoint",
+    "CheckpointEvent",
+    "EVENT_PREFIX",
+    "ProgressBar",
+    "RESOURCE_PREFIX",
+    "TAG",
+    "artifact_key",
+    "emit",
+    "report",
+    "run_title",
+    "table_rows",
+]
+
+
+# Keys of artifacts: one history in Prefect's UI for each thing that a run shows.
+
+
+#: Of every artifact of ours.
+ARTIFACT_PREFIX = "recpoint-"
+
+_ID_CHARACTERS = 12
+
+
+def artifact_key(run_url: str, run_id: str, what: str) -> str:
+    """The key of what a run shows, such as its lag or the table of one checkpoint.
+
+    Artifacts of one key are versions of one thing to Prefect, so that runs of the same name, each
+    in a folder or bucket of its own, must never share one: some characters of the id are in it.
+
+    Args:
+        run_url: the run; the last part of it is for people.
+        run_id: 32 hexadecimal digits.
+        what: lower-case letters, digits and dashes.
+
+    Returns:
+        At most 80 characters of the name between `recpoint-` and the id.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", run_title(run_url).lower()).strip("-")[:80] or "run"
+    return f"{ARTIFACT_PREFIX}{name}-{run_id[:_ID_CHARACTERS]}-{what}"
+
+
+def run_title(run_url: str) -> str:
+    """What people call the run: the last part of its URL."""
+    return run_url.rstrip("/").rpartition("/")[2] or "run"
+
+
+# Events of checkpoints, with their run as the resource: what automations wait for.
+#
+# They are sent by flows and by the agent, never by a trainer, and by a thread of Prefect's: nothing
+# waits for one.
+
+
+EVENT_PREFIX = "recpoint.checkpoint."
+RESOURCE_PREFIX = "recpoint.run."
+
+#: Every flow run of ours has it: what watches or removes flow runs goes by it.
+TAG = "recpoint"
+
+CheckpointEvent = Literal[
+    "committed",
+    "failed",
+    "lagging",
+    "ended",
+    "consolidated",
+    "retained",
+    "validated",
+    "validation_failed",
+    "published",
+]
+
+#: Prefect refuses events beyond 1.5 MB; texts of errors are the only long ones.
+_LONGEST_TEXT = 2000
+
+
+def emit(
+    event: CheckpointEvent,
+    run_id: str,
+    run_url: str,
+    **payload: str | int | float | dict[str, float] | None,
+) -> None:
+    """Hand an event to Prefect's own sender; returns at once, and raises nothing if that fails.
+
+    Args:
+        event: what happened; `recpoint.checkpoint.` goes before it.
+        run_id: the run's id; the resource is `recpoint.run.<run id>`.
+        run_url: where the run is; the resource's name.
+        payload: figures and texts of the event; long texts are cut.
+    """
+    if not PREFECT_API_URL.value():
+        return  # Prefect would start a server for it, which takes many seconds
+    emit_event(
+        f"{EVENT_PREFIX}{event}",
+        resource={
+            "prefect.resource.id": f"{RESOURCE_PREFIX}{run_id}",
+            "prefect.resource.name": run_url,
+        },
+        payload={
+            name: value[:_LONGEST_TEXT] if isinstance(value, str) else value
+            for name, value in payload.items()
+        },
+    )
+
+
+# How far a long task is, as a bar in Prefect's UI.
+
+
+_LOG = logging.getLogger("recpoint.progress")
+
+#: What takes no longer needs no bar; and the server is asked no more often.
+_EVERY_SECONDS: Final = 5.0
+
+
+class ProgressBar:
+    """A progress artifact of what runs here, made once it takes long, changed in place.
+
+    Trouble of Prefect's, or a host without a thread to tell it from, ends the bar and nothing else.
+
+    Args:
+        key: of the artifact.
+        description: what is being done.
+    """
+
+    def __init__(self, key: str, description: str) -> None:
+        self._key = key
+        self._description = description
+        self._artifact: UUID | None = None
+        self._told = time.monotonic()
+        self._ended = False
+        self._teller: threading.Thread | None = None
+
+    def show(self, done: int, total: int) -> None:
+        """So much is done; both in one unit."""
+        if self._is_due():
+            self._tell(100.0 * min(done, total) / max(1, total))
+
+    def show_meanwhile(self, done: int, total: int) -> None:
+        """As `show` and, where all is done, `finish`, but whoever calls it never waits.
+
+        The server is asked from a thread, one at a time, which ends with the process at the latest;
+        to be called from one thread.
+        """
+        at_work = self._teller is not None and self._teller.is_alive()
+        if done >= total:
+            if at_work or self._artifact is not None:
+                self._meanwhile(self.finish)
+        elif not at_work and self._is_due():
+            self._meanwhile(partial(self._tell, 100.0 * done / total))
+
+    def finish(self) -> None:
+        """All is done: a bar that was shown is full."""
+        if self._artifact is not None and not self._ended:
+            self._tell(100.0)
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if self._ended or now - self._told < _EVERY_SECONDS:
+            return False
+        self._told = now
+        return True
+
+    def _meanwhile(self, tell: Callable[[], None]) -> None:
+        before = self._teller
+
+        def in_turn() -> None:
+            if before is not None:
+                before.join()
+            tell()
+
+        context = copy_context()  # which flow run this is, and where its server
+        teller = threading.Thread(
+            target=context.run, args=(in_turn,), name="recpoint-progress", daemon=True
+        )
+        try:
+            teller.start()
+        except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+            self._end(error)
+            return
+        self._teller = teller
+
+    def _tell(self, percent: float) -> None:
+        try:
+            # What is given makes it a client of its own, not the one of the flow run's thread.
+            settings = {"timeout": PREFECT_API_REQUEST_TIMEOUT.value()}
+            with get_client(settings, sync_client=True) as client:
+                if self._artifact is not None:
+                    client.update_artifact(self._artifact, ArtifactUpdate(data=percent))
+                    return
+                task, flow = task_run.get_id(), flow_run.get_id()
+                made = client.create_artifact(
+                    ArtifactCreate(
+                        type="progress",
+                        key=self._key,
+                        description=self._description,
+                        data=percent,
+                        task_run_id=None if task is None else UUID(task),
+                        flow_run_id=None if flow is None else UUID(flow),
+                    )
+                )
+                self._artifact = made.id
+        except (PrefectException, httpx.HTTPError) as error:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self._ended = True
+        _LOG.info("%s is no longer shown: %s", self._key, error)
+
+
+# Task: what a person sees of a checkpoint in Prefect's UI.
+
+
+#: Artifacts of this process by key, so that an update costs one request.
+_known: dict[str, UUID] = {}
+_MOST_KNOWN = 1000
+
+
+class Checkpoint(NamedTuple):
+    """What is told about a checkpoint; times in milliseconds since the epoch."""
+
+    run_url: str
+    run_id: str
+    kind: str
+    chain_length: int
+    rows: int
+    stored_bytes: int
+    full_bytes: int
+    chunks: int
+    stall_us: int
+    snapshot_ms: int
+    staged_ms: int
+    committed_ms: int
+    interval_batches: int
+
+
+def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
+    """What there is to tell once `job` is committed."""
+    return Checkpoint(
+        run_url=job.run_url,
+        run_id=job.run,
+        kind=job.kind,
+        chain_length=job.chain_length,
+        rows=job.dirty_rows,
+        stored_bytes=committed.stored_bytes,
+        full_bytes=job.full_bytes,
+        chunks=committed.chunks,
+        stall_us=job.stall_us,
+        snapshot_ms=job.snapshot_ms,
+        staged_ms=job.staged_ms,
+        committed_ms=committed.committed_ms,
+        interval_batches=job.interval_batches,
+    )
+
+
+@task(
+    task_run_name=run_name,
+    timeout_seconds=20,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def report(job: PersistJob, committed: Committed) -> None:
+    """Show the checkpoint as a table of its own, and bring the run's lag up to date in place."""
+    name, checkpoint = job_name(str(job.path)), _checkpoint_of(job.job, committed)
+    # A backtick would end the code span, and what follows would be taken for markup.
+    url = checkpoint.run_url.replace("`", "'")
+    key = partial(artifact_key, checkpoint.run_url, checkpoint.run_id)
+    async with get_client() as client:
+        await asyncio.gather(
+            # Made once: a job is reported after it has been removed, so never a second time.
+            Artifact(
+                type="table",
+                key=key(f"g{name.generation}-step-{name.step}-r{name.rank}"),
+                description=f"Checkpoint {name.step} of `{url}`",
+                data=[
+                    {"what": what, "value": value}
+                    for what, value in table_rows(name.step, checkpoint)
+                ],
+            ).acreate(client),
+            _update(
+                client,
+                key(f"r{name.rank}-lag"),
+                f"`{url}`, step {name.step}: a trainer that dies now loses "
+                f"**{_lag_seconds(checkpoint):.1f} s** and the {checkpoint.interval_batches} "
+                "batches of an interval, and what it has trained since.",
+                f"How far the last checkpoint of `{url}` was behind",
+            ),
+        )
+
+
+def table_rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """The table of a checkpoint: what, value."""
+    ratio = checkpoint.stored_bytes / checkpoint.full_bytes if checkpoint.full_bytes else 0.0
+    return [
+        ("step", str(step)),
+        ("kind", f"{checkpoint.kind} (chain of {checkpoint.chain_length})"),
+        ("rows", str(checkpoint.rows)),
+        ("stored", f"{checkpoint.stored_bytes} bytes in {checkpoint.chunks} chunks"),
+        ("of a full exact checkpoint", f"{ratio:.4f}"),
+        ("stall", f"{checkpoint.stall_us / 1000:.1f} ms"),
+        ("staged after", f"{(checkpoint.staged_ms - checkpoint.snapshot_ms) / 1000:.2f} s"),
+        ("lag (committed after)", f"{_lag_seconds(checkpoint):.2f} s"),
+        ("batches since the one before", str(checkpoint.interval_batches)),
+    ]
+
+
+def _lag_seconds(checkpoint: Checkpoint) -> float:
+    return max(0, checkpoint.committed_ms - checkpoint.snapshot_ms) / 1000
+
+
+async def _update(client: PrefectClient, key: str, text: str, description: str) -> None:
+    """Show `text` in place of what the markdown artifact `key` showed, if there is one."""
+    if key not in _known:
+        there = await Artifact.aget(key, client)
+        if there is not None and there.id is not None:
+            _known[key] = there.id
+    if key in _known:
+        try:
+            return await client.update_artifact(
+                _known[key], ArtifactUpdate(data=text, description=description)
+            )
+        except ObjectNotFound:
+            del _known[key]  # somebody has removed it
+    artifact = Artifact(type="markdown", key=key, description=description, data=text)
+    created = await artifact.acreate(client)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    if created.id is not None:
+        _known[key] = created.id

@@ -1,0 +1,109 @@
+"""Names the test files nearest to what changed since a commit: `make check` runs them.
+
+    python tests/changed.py [COMMIT]
+
+Prints the files to run. Says on stderr which other test files depend on the change and are left
+out: `make test` runs those.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import grimp
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("recpoint", "tests", "benchmarks")
+
+
+def changed_files(since: str) -> list[str]:
+    """Paths that differ from the last commit that `since` and HEAD share, new files included."""
+    base = _git("merge-base", since, "HEAD").strip()
+    return sorted(
+        {
+            *_git("diff", "--name-only", base).splitlines(),
+            *_git("ls-files", "--others", "--exclude-standard").splitlines(),
+        }
+    )
+
+
+def module_of(path: str) -> str:
+    """The dotted name under which a file of this repository is imported."""
+    parts = Path(path.removeprefix("src/recpoint/")).with_suffix("").parts
+    if path.startswith("src/recpoint/") or parts[0] not in _PACKAGES:
+        parts = ("recpoint", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def nearest_tests(graph: grimp.ImportGraph, changed: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Test modules to run, and those that depend on the change from further away.
+
+    Nearest are those that import what changed, themselves or by helpers of the tests. Where there
+    are none, nearest are those of the modules that import what changed.
+
+    Args:
+        graph: of all imports.
+        changed: modules; those that are gone are in no graph and are left out.
+    """
+    ring = {module for module in changed if module in graph.modules}
+    far = {
+        test
+        for module in ring
+        for test in graph.find_downstream_modules(module) | {module}
+        if _is_test(test)
+    }
+    seen = set(ring)
+    near: set[str] = set()
+    while ring and not near:
+        beyond: set[str] = set()
+        helpers = set(ring)
+        while helpers:
+            importers = {
+                importer
+                for module in helpers
+                for importer in graph.find_modules_that_directly_import(module)
+            } - seen
+            seen |= importers
+            helpers = {m for m in importers if m.startswith("tests.") and not _is_test(m)}
+            beyond |= importers - helpers
+        near = {module for module in ring | beyond if _is_test(module)}
+        ring = beyond
+    return near, far - near
+
+
+def _is_test(module: str) -> bool:
+    return module.startswith("tests.") and module.rsplit(".", 1)[1].startswith("test_")
+
+
+def _file_of(module: str) -> str:
+    return module.replace(".", "/") + ".py"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def main(since: str = "main") -> None:
+    """Print the files to run; say what is left out."""
+    files = changed_files(since)
+    python = [path for path in files if path.endswith(".py")]
+    other = [path for path in files if not path.endswith((".py", ".md"))]
+    sys.path[:0] = [str(_ROOT), str(_ROOT / "examples")]
+    graph = grimp.build_graph(*_PACKAGES, cache_dir=None)
+    near, far = nearest_tests(graph, map(module_of, python))
+    for module in sorted(near):
+        print(_file_of(module))
+    if far:
+        print(f"left out, {len(far)} test files from further away:", file=sys.stderr)
+        print(*(f"  {_file_of(module)}" for module in sorted(far)), sep="\n", file=sys.stderr)
+    if other:
+        print(f"no test is known for {', '.join(other)}: make test", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,347 @@
+"""Lays out which rank stores which rows of tables and which pieces of dense tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.restore.dense import fault_of_boxes, is_shard
+from recpoint.embeddings.tables import Table, TableDtype
+from recpoint.errors import SettingsError
+from recpoint.format.dtypes import torch_dtype
+from recpoint.format.manifest import Columns
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.tables import is_piece, piece_of
+
+__all__ = [
+    "HeldPiece",
+    "Shard",
+    "balance",
+    "copies_of",
+    "held_pieces",
+    "lay_out",
+    "local_pieces",
+    "stored_elsewhere",
+    "without_pieces",
+]
+
+
+# Which rank stores which rows: every table of a job, as this rank sees it.
+
+
+class _Held(NamedTuple):
+    """What a rank says of one of its tables."""
+
+    key: str
+    name: str
+    table_rows: int
+    dim: int
+    dtype: TableDtype
+    columns: tuple[int, int] | None
+    first_row: int
+    rows: int
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return self.table_rows, self.dim, self.dtype, self.columns and self.columns[1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """A table of the job, or a piece of its columns, and which of its rows this rank stores.
+
+    Attributes:
+        table: has the rows that this rank stores; None: it stores none, because it holds none, or
+            because a lower rank holds the same ones.
+        copy: what is here of a table that every rank holds whole, and one of them stores.
+    """
+
+    seen: _Held  # of some rank that holds rows of it
+    table: Table | None
+    copy: Table | None
+
+    @property
+    def key(self) -> str:
+        """As `Table.key`."""
+        return self.seen.key
+
+    @property
+    def name(self) -> str:
+        """As `Table.name`."""
+        return self.seen.name
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole table, over all ranks; as it is now, like the rest."""
+        return self.seen.table_rows if self.table is None else self.table.table_rows
+
+    @property
+    def dim(self) -> int:
+        """Values of a row."""
+        return self.seen.dim if self.table is None else self.table.dim
+
+    @property
+    def dtype(self) -> TableDtype:
+        """Of the values, by its stored name."""
+        return self.seen.dtype if self.table is None else self.table.dtype
+
+    @property
+    def columns(self) -> Columns | None:
+        """As `Table.columns`."""
+        if self.seen.columns is None:
+            return None
+        first, of = self.seen.columns
+        return Columns(first=first, of=of)
+
+    @property
+    def held_rows(self) -> int:
+        """Rows that this rank stores."""
+        return 0 if self.table is None else self.table.rows
+
+    @property
+    def first_row(self) -> int:
+        """Position in the whole table of the first of them; 0 without any."""
+        return 0 if self.table is None else self.table.first_row
+
+    @property
+    def held(self) -> range:
+        """Positions in the whole table of the rows that this rank stores."""
+        return range(self.first_row, self.first_row + self.held_rows)
+
+    @property
+    def weight(self) -> Tensor:
+        """[held_rows, dim]: the live values."""
+        if self.table is not None:
+            return self.table.weight
+        return torch.empty((0, self.dim), dtype=torch_dtype(self.dtype), device="cpu")
+
+
+def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
+    """All tables of the job, in the same order on each rank. Collective.
+
+    Args:
+        ranks: of the job.
+        tables: what this rank holds.
+
+    Raises:
+        SettingsError: ranks differ in a table's form, or its rows are not each in one shard.
+        RankLost: a rank did not answer.
+    """
+    here = {table.key: table for table in tables}
+    # Asked for a single process too: its tables have to be whole as well.
+    held = [dict(one) for one in ranks.gather([(key, _held(t)) for key, t in here.items()])]
+    found: list[Shard] = []
+    for key in dict.fromkeys(key for one in held for key in one):
+        by_rank = {rank: one[key] for rank, one in enumerate(held) if key in one}
+        owners = _owners(key, by_rank)
+        table = here[key] if ranks.rank in owners else None
+        first = next(iter(by_rank.values()))
+        everywhere = ranks.several and all(
+            (rank in by_rank and by_rank[rank].rows == first.table_rows)
+            for rank in range(ranks.count)
+        )
+        copy = here[key] if everywhere else None
+        found.append(Shard(seen=first, table=table, copy=copy))
+    return tuple(found)
+
+
+def copies_of(shards: Sequence[Shard]) -> dict[str, Tensor]:
+    """The live values of the tables that every rank holds whole, by key."""
+    return {shard.key: shard.copy.weight for shard in shards if shard.copy is not None}
+
+
+def _held(table: Table) -> _Held:
+    columns = table.columns
+    return _Held(
+        key=table.key,
+        name=table.name,
+        table_rows=table.table_rows,
+        dim=table.dim,
+        dtype=table.dtype,
+        columns=None if columns is None else (columns.first, columns.of),
+        first_row=table.first_row,
+        rows=table.rows,
+    )
+
+
+def _owners(key: str, by_rank: dict[int, _Held]) -> set[int]:
+    """The ranks that store a table: of those that hold the same rows the lowest.
+
+    One that lists it without rows stores nothing of it, wherever its shard would begin.
+    """
+    forms = {held.form for held in by_rank.values()}
+    if len(forms) > 1:
+        raise _refused(key, f"different forms on ranks {_listed(by_rank)}: {forms}", "one form")
+    by_rows: dict[tuple[int, int], int] = {}
+    for rank, held in sorted(by_rank.items()):
+        if held.rows:
+            by_rows.setdefault((held.first_row, held.rows), rank)
+    end, rows = 0, next(iter(by_rank.values())).table_rows
+    for (first, count), rank in sorted(by_rows.items()):
+        if first != end:
+            raise _refused(
+                key,
+                f"rows from {first} on rank {rank}, after those up to {end}",
+                "each row on one rank, or the same rows on several",
+            )
+        end = first + count
+    if end != rows:
+        raise _refused(key, f"the first {end} rows of {rows}, on all ranks", "every row")
+    return set(by_rows.values())
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _refused(key: str, found: str, expected: str) -> SettingsError:
+    return SettingsError(
+        f"table {key!r}",
+        found=found,
+        expected=f"{expected}, over all ranks of the job",
+        next_step="give each rank the model that it trains; replicas have to be whole",
+    )
+
+
+# Which rank stores which pieces of dense tensors that lie on several meshes.
+#
+# The ranks of a mesh make up a tensor that lies on it. Another mesh may make up the same one again:
+# under data and tensor parallelism the meshes `mesh["tp"]` of all replicas, and the meshes
+# `mesh["dp"]` of a layer that is in no tensor-parallel plan. The mesh with the lowest rank stores
+# it, with what the optimizers have of it; a mesh that replicates does so itself
+# (`dense_pieces.piece_of`). It is settled when training starts, so that a cut asks nobody.
+
+
+class HeldPiece(NamedTuple):
+    """What a rank says of a tensor that it has a piece of.
+
+    Attributes:
+        form: shape of the whole, and dtype.
+        mesh: the lowest rank of the mesh that it lies on.
+        box: where the piece begins, and its shape; None: another rank of the mesh stores it.
+    """
+
+    form: tuple[tuple[int, ...], str]
+    mesh: int
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+def held_pieces(tensors: Mapping[str, Tensor]) -> dict[str, HeldPiece]:
+    """Of those of a rank's dense tensors that are in pieces, by name."""
+    found: dict[str, HeldPiece] = {}
+    for name, tensor in tensors.items():
+        if is_piece(tensor):
+            piece = piece_of(tensor)
+            found[name] = HeldPiece(
+                form=(tuple(tensor.shape), str(tensor.dtype)),
+                mesh=int(tensor.device_mesh.mesh.min()),
+                box=None if piece is None else (tuple(piece["at"]), tuple(piece["tensor"].shape)),
+            )
+    return found
+
+
+def local_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is here of those that are in pieces, by name."""
+    return {name: one.to_local().detach() for name, one in tensors.items() if is_piece(one)}
+
+
+def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> frozenset[str]:
+    """The tensors of which other ranks store all that this one has.
+
+    Args:
+        held: what each rank has, in the order of ranks.
+        rank: this one.
+
+    Raises:
+        SettingsError: a rank has no piece of one, or another shape; or what is stored would not
+            make one up.
+    """
+    settled: set[object] = set()  # layers of one shape are cut alike
+    for name in sorted(set().union(*held)):
+        by_rank = [of_rank.get(name) for of_rank in held]
+        layout = tuple(by_rank)
+        if layout not in settled:
+            fault = _fault(by_rank)
+            if fault is not None:
+                raise SettingsError(
+                    f"the dense tensor {name!r}, of which ranks have pieces",
+                    found=fault,
+                    expected="pieces that make it up, over the ranks of each mesh that it lies on",
+                    next_step="give each rank the model that it trains, and divide each layer in "
+                    "the same way on all ranks",
+                )
+            settled.add(layout)
+    return frozenset(
+        name
+        for name, one in held[rank].items()
+        if one.mesh != min(of_rank[name].mesh for of_rank in held)
+    )
+
+
+def balance(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> dict[str, int]:
+    """How often a number of each piece that is here counts, so that over all ranks they add to 0.
+
+    If the numbers are the same where the pieces are: a piece that is not stored counts once, and
+    against it each time the one that is stored in its place. Tensors of one mesh are left out, and
+    pieces of a mesh that cuts otherwise: their values are not compared.
+
+    Args:
+        held: what each rank has, in the order of ranks; `stored_elsewhere` has found no fault.
+        rank: this one.
+    """
+    found: dict[str, int] = {}
+    for name, own in held[rank].items():
+        by_rank = [of_rank[name] for of_rank in held]
+        first = min(one.mesh for one in by_rank)
+        stored = {one.box for one in by_rank if one.mesh == first}
+        if own.box is None or own.box not in stored:
+            continue
+        others = sum(one.mesh != first and one.box == own.box for one in by_rank)
+        if others:
+            found[name] = 1 if own.mesh != first else -others
+    return found
+
+
+def _fault(by_rank: Sequence[HeldPiece | None]) -> str | None:
+    forms: dict[object, list[int]] = {}
+    for rank, one in enumerate(by_rank):
+        forms.setdefault(None if one is None else one.form, []).append(rank)
+    if len(forms) > 1:
+        return "; ".join(f"{form or 'no piece'} on ranks {on}" for form, on in forms.items())
+    there = [one for one in by_rank if one is not None]
+    first = min(one.mesh for one in there)
+    boxes = [
+        [range(a, a + n) for a, n in zip(*one.box, strict=True)]
+        for one in there
+        if one.mesh == first and one.box is not None
+    ]
+    return fault_of_boxes(there[0].form[0], boxes)
+
+
+def without_pieces(tree: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A rank's state tree without the pieces of these tensors, and of what optimizers have of them.
+
+    What is no piece stays, as a count of steps that each rank has.
+    """
+    tensors = {
+        name: value
+        for name, value in tree["model"]["tensors"].items()
+        if name not in names or not is_shard(value)
+    }
+    optimizers = []
+    for one in tree["optimizers"]:
+        state = {
+            name: _without(entry) if name in names else entry
+            for name, entry in one["state"].items()
+        }
+        optimizers.append({**one, "state": state})
+    return {**tree, "model": {**tree["model"], "tensors": tensors}, "optimizers": optimizers}
+
+
+def _without(entry: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in entry["values"].items() if not is_shard(value)}
+    return {**entry, "values": values}

@@ -1,0 +1,580 @@
+"""Restores into the training process: everything, checked first, or parts named by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.placement import TablePart, map_parts
+from recpoint.catalog.restore.restore import dense_tensors, weight_name
+from recpoint.catalog.restore.rows import LogicalState, LogicalTable, logical_tables
+from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget
+from recpoint.embeddings.tables import Table
+from recpoint.errors import IncompatibleModel, SettingsError
+from recpoint.format.dtypes import dtype_name, torch_dtype
+from recpoint.format.manifest import Manifest
+from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.policy import Tip
+from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
+from recpoint.trainer_plugin.state.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
+from recpoint.trainer_plugin.tables import layout_text
+
+__all__ = [
+    "ModelTarget",
+    "PartialTarget",
+    "Parts",
+    "Seed",
+    "near",
+    "parts_of",
+    "resolve_dense",
+    "tip_of",
+]
+
+
+# Parts of a checkpoint that are asked for by name: of this run, or of another to start from.
+
+
+#: Whether the optimizers' state of what is loaded comes along.
+OptimizerStates = Literal["drop", "carry"]
+
+_NEXT_OF_PARTS = "name what to load: recpoint seed URL lists what a checkpoint holds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What to load.
+
+    Attributes:
+        tables: name in the model -> name in the checkpoint.
+        dense: of dense parameters and buffers the same; or names and patterns of both.
+        optimizer_states: with "carry" also the optimizers' state of them.
+    """
+
+    tables: Mapping[str, str] = field(default_factory=dict)
+    dense: Mapping[str, str] | Sequence[str] = ()
+    optimizer_states: OptimizerStates = "drop"
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Another run, part of whose checkpoint a new run starts from.
+
+        ckpt.restore(seed=Seed("s3://b/ranker", tables={"ads": "items"}, dense=["bottom.*"]))
+
+    Args:
+        url: the other run.
+        tables: names of tables; or name in the model here -> name in the checkpoint there. Several
+            tables here may come from one there.
+        dense: names of dense parameters and buffers, or patterns of them (`*`, `?`, `[…]`), which
+            must stand for the same names here and there; or name here -> name there.
+        optimizer_states: "drop": the optimizers here begin anew. "carry": the state of every
+            parameter that is loaded comes along; it has to be of an optimizer of the same class.
+            Learning rates and other settings are always those of here.
+        step: of the checkpoint; the newest good one if None.
+        generation: with `step`: also one that is not on the live line.
+        validated_only: pass over newer checkpoints that nobody has validated.
+        validated_within: pass over them if one that was validated is at most so many batches older.
+
+    Raises:
+        SettingsError: nothing is named, or it is named in another way; or see `Selection`.
+    """
+
+    url: str
+    tables: Mapping[str, str] | Sequence[str] = ()
+    dense: Mapping[str, str] | Sequence[str] = ()
+    optimizer_states: OptimizerStates = "drop"
+    step: int | None = None
+    generation: int | None = None
+    validated_only: bool = False
+    validated_within: int | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.selection  # which refuses what cannot be
+        if self.optimizer_states not in ("drop", "carry"):
+            raise SettingsError(
+                "Seed(optimizer_states=...)",
+                found=f"{self.optimizer_states!r:.80}",
+                expected='"drop" or "carry"',
+                next_step="choose one of the two",
+            )
+        if not (_are_names(self.tables) and _are_names(self.dense) and (self.tables or self.dense)):
+            raise SettingsError(
+                "Seed(tables=..., dense=...)",
+                found=f"{self.tables!r:.200}, {self.dense!r:.200}",
+                expected='names, or {"name here": "name there"}, in one of the two or both',
+                next_step=_NEXT_OF_PARTS,
+            )
+
+    @property
+    def selection(self) -> Selection:
+        """Which checkpoint of the other run."""
+        return Selection(
+            step=self.step,
+            generation=self.generation,
+            validated_only=self.validated_only,
+            validated_within=self.validated_within,
+        )
+
+    @property
+    def parts(self) -> Parts:
+        """What to load."""
+        return Parts(
+            tables=_by_name(self.tables), dense=self.dense, optimizer_states=self.optimizer_states
+        )
+
+
+def parts_of(wanted: object) -> Parts:
+    """What `restore(partial=...)` may be: names of tables, of dense tensors, or of both.
+
+    Raises:
+        SettingsError: something else.
+    """
+    fits = (
+        isinstance(wanted, Mapping)
+        and wanted.keys() <= {"tables", "dense"}
+        and any(wanted.values())
+        and all(_are_names(names) for names in wanted.values())
+    )
+    if not fits:
+        raise SettingsError(
+            "partial",
+            found=f"{wanted!r:.200}",
+            expected='{"tables": [names], "dense": [names]}, one of the two or both',
+            next_step=_NEXT_OF_PARTS,
+        )
+    assert isinstance(wanted, Mapping)
+    return Parts(tables=_by_name(wanted.get("tables", ())), dense=wanted.get("dense", ()))
+
+
+def resolve_dense(
+    wanted: Mapping[str, str] | Sequence[str], here: Collection[str], there: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The dense tensors that names and patterns stand for: name here -> name there.
+
+    Returns:
+        Those that are on both sides, and a sentence for each name or pattern that is not.
+    """
+    if isinstance(wanted, Mapping):
+        asked = dict(wanted)
+        found: list[str] = []
+    else:
+        asked, found = _expanded(wanted, here, there)
+    for new, old in asked.items():
+        if old not in there:
+            found.append(f"{old!r} is not in the checkpoint{near(old, there)}")
+        elif new not in here:
+            found.append(f"{new!r} is not in the model{near(new, here)}")
+    return {n: o for n, o in asked.items() if n in here and o in there}, found
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """What to say after a name that is not there: those that look like it."""
+    alike = get_close_matches(name, list(names), n=3)
+    return f" (near it: {', '.join(map(repr, alike))})" if alike else ""
+
+
+def _expanded(
+    wanted: Sequence[str], here: Collection[str], there: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    asked: dict[str, str] = {}
+    found = []
+    for one in wanted:
+        if one in here or one in there or not any(sign in one for sign in "*?["):
+            asked[one] = one
+            continue
+        matches = [
+            name
+            for name in {**dict.fromkeys(there), **dict.fromkeys(here)}
+            if fnmatchcase(name, one)
+        ]
+        if not matches:
+            some = ", ".join(map(repr, sorted(there)))
+            found.append(f"no dense tensor is called like {one!r}; the checkpoint has {some:.400}")
+        asked.update((name, name) for name in matches)
+    return asked, found
+
+
+def _are_names(given: object) -> bool:
+    if isinstance(given, Mapping):
+        return all(type(name) is str for name in (*given.keys(), *given.values()))
+    return isinstance(given, list | tuple) and all(type(name) is str for name in given)
+
+
+def _by_name(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+
+
+# Restoring into the training process: everything, checked first; or what was asked for by name.
+
+
+_NEXT = (
+    "build model and optimizers as they were when it was taken, with what training had added to "
+    "them (add_param_group before restore()), or load parts of the checkpoint by name: "
+    'restore(partial={"tables": [...], "dense": [...]})'
+)
+_NEXT_OF_RANKS = (
+    "build model and optimizers as they were when it was taken, with what training had added to "
+    "them (add_param_group before restore()); parts of the checkpoint are loaded by name in a "
+    "process without other ranks: restore(partial=...)"
+)
+_NEXT_PARTS = (
+    "name other parts, or build the model to fit; recpoint seed URL lists what is there, and "
+    "recpoint.restore_parts reads rows of a table that has got another size into tensors"
+)
+
+
+class ModelTarget:
+    """Model, optimizers, schedulers, reader, extras and generators of this process.
+
+    Args:
+        tables: of the model.
+        state: everything else.
+        since_full: whether to find out which rows differ from the full of the chain.
+        rank, count: of this process, and how many ranks there are.
+        elsewhere: names of tables that other ranks hold; those that are not here are passed over.
+
+    Attributes:
+        manifest: what was restored; None before.
+        batches_done: of the restored checkpoint.
+        changed: with `since_full`: table name -> the rows that increments held, a dirty bitmap.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        state: TrainingState,
+        *,
+        since_full: bool = False,
+        rank: int = 0,
+        count: int = 1,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        self._tables = tuple(tables)
+        self._rank, self._count = rank, count
+        self._elsewhere = frozenset(elsewhere)
+        self._state = state
+        self._rows: dict[str, dict[str, Tensor]] = {}
+        self._since_full = since_full
+        self.changed: dict[str, Tensor] = {}
+        self.manifest: Manifest | None = None
+        self.batches_done = 0
+
+    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
+        """See `catalog.restoring.restore_target.RestoreTarget.begin`."""
+        there = logical_tables(manifest.tables)
+        found = table_differences(self._tables, there, elsewhere=self._elsewhere)
+        found += _row_state_differences(self._tables, there)
+        self._refuse(manifest, found)
+        self._rows.clear()
+        self.changed.clear()
+        parts = [self._part(table, there[table.name]) for table in self._tables]
+        return map_parts(manifest, parts)
+
+    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+        """See `catalog.restoring.restore_target.StateChoosingTarget.state_wanted`.
+
+        What all ranks have alike is in the tree of rank 0. Of other ranks this one needs readers'
+        states where they are to be divided anew, what trained tables that only they held, and the
+        trees that have pieces which it lacks.
+        """
+        own = {0, self._rank} & set(range(manifest.ranks))
+        saved = self._tree(manifest, known) if own <= known.keys() else None
+        if saved is None:
+            return StateWanted(whole=own)
+        briefly: set[int] = set()
+        keys: set[str] = set()
+        if self._state.lacks_ranks(saved):
+            keys |= set(OF_ALL_RANKS)
+        if self._state.lacks_trainers(saved):
+            keys |= set(OF_TRAINERS)
+        if keys:
+            briefly = set(range(manifest.ranks))
+        if self._state.lacks_pieces(saved):
+            own |= nearest(self._rank, self._count, manifest.ranks, known)
+        return StateWanted(whole=own, briefly=briefly, keys=keys)
+
+    def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
+        """See `catalog.restoring.restore_target.StateCheckingTarget.check_state`."""
+        saved, found = self._adopted(manifest, state)
+        self._refuse(manifest, found + self._state.differences(saved))
+
+    def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
+        """See `catalog.restoring.restore_target.RestoreTarget.finish`."""
+        saved, _ = self._adopted(manifest, state)
+        assert saved is not None  # check_state has looked at it
+        self.batches_done = self._state.restore(
+            saved, self._rows, ranks=self._count, attempt=manifest.attempt
+        )
+        self.manifest = manifest
+
+    def _refuse(self, manifest: Manifest, differences: Sequence[str]) -> None:
+        _refuse(manifest, differences, next_step=_NEXT if self._count == 1 else _NEXT_OF_RANKS)
+
+    def _tree(self, manifest: Manifest, state: Mapping[int, object]) -> dict[str, Any] | None:
+        return tree_for(state, self._rank, self._count, manifest.ranks)
+
+    def _adopted(
+        self, manifest: Manifest, state: Mapping[int, object]
+    ) -> tuple[dict[str, Any] | None, list[str]]:
+        elsewhere = self._elsewhere - {table.name for table in self._tables}
+        return self._state.adopt(self._tree(manifest, state), elsewhere=elsewhere)
+
+    def _part(self, table: Table, stored: LogicalTable) -> TablePart:
+        current = self._state.optimizers.row_states(table).tensors
+        rows = self._rows[table.parameter_name] = {}
+        into: dict[str, Tensor] = {}
+        for state in stored.row_states:
+            # Optimizers create state at the first step, so a fresh one has none yet.
+            shape, dtype = (table.rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
+            tensor = current.get(state.name)
+            if tensor is None or not _holds(tensor, shape, dtype):
+                tensor = torch.empty(shape, dtype=dtype, device=table.weight.device)
+            rows[state.name] = tensor
+            into[state.name] = tensor.view(shape)
+        if self._since_full:
+            self.changed[table.key] = dirty_bitmap.new(table.rows)
+        return TablePart(
+            table=table.name,
+            values=table.weight.detach(),
+            row_states=into,
+            first_row=table.first_row,
+            first_column=0 if table.columns is None else table.columns.first,
+            changed=self.changed.get(table.key),
+        )
+
+
+class PartialTarget:
+    """Tables and dense tensors that were asked for by name, and nothing else.
+
+    Args:
+        tables: of the model.
+        state: everything else here.
+        parts: what to load.
+
+    Attributes:
+        manifest: of the checkpoint they come from; None before.
+    """
+
+    def __init__(self, tables: Sequence[Table], state: TrainingState, parts: Parts) -> None:
+        self._tables: dict[str, list[Table]] = {}  # the pieces of each that are here
+        for table in tables:
+            self._tables.setdefault(table.name, []).append(table)
+        self._state = state
+        self._parts = parts
+        self._rows: dict[str, dict[str, Tensor]] = {}  # of a table of the checkpoint
+        self._dense: dict[str, str] = {}
+        self.manifest: Manifest | None = None
+
+    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
+        """See `catalog.restoring.restore_target.RestoreTarget.begin`."""
+        there = logical_tables(manifest.tables)
+        found = []
+        for new, old in self._parts.tables.items():
+            if old not in there:
+                found.append(f"table {old!r} is not in the checkpoint{near(old, there)}")
+            elif new not in self._tables:
+                found.append(f"table {new!r} is not in the model{near(new, self._tables)}")
+            else:
+                found += _shape_differences(self._tables[new][0], there[old])
+                found += self._sharded_differences(new, old)
+        _refuse(manifest, found, next_step=_NEXT_PARTS)
+        self._rows.clear()
+        into = {old: self._tables[new] for new, old in reversed(list(self._parts.tables.items()))}
+        parts = [self._part(there[old], piece) for old, pieces in into.items() for piece in pieces]
+        return map_parts(manifest, parts)
+
+    def _sharded_differences(self, new: str, old: str) -> list[str]:
+        """What is possible for a table that is here as a whole only."""
+        pieces = self._tables[new]
+        whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
+        if whole and not pieces[0].fused:
+            return []
+        found = []
+        if self._parts.optimizer_states == "carry":
+            found.append(f"table {new!r} is sharded or fused: its state cannot be carried")
+        if list(self._parts.tables.values()).count(old) > 1:
+            found.append(
+                f"table {new!r} is sharded or fused, and {old!r} goes to another table too"
+            )
+        return found
+
+    def _part(self, stored: LogicalTable, table: Table) -> TablePart:
+        rows: dict[str, Tensor] = {}
+        if self._parts.optimizer_states == "carry":
+            device = table.weight.device
+            rows = self._rows[stored.name] = {
+                state.name: torch.empty(
+                    (stored.rows, *state.shape), dtype=torch_dtype(state.dtype), device=device
+                )
+                for state in stored.row_states
+            }
+        return TablePart(
+            table=stored.name,
+            values=table.weight.detach(),
+            row_states=rows,
+            first_row=table.first_row,
+            first_column=0 if table.columns is None else table.columns.first,
+        )
+
+    def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
+        """See `catalog.restoring.restore_target.StateCheckingTarget.check_state`."""
+        here, there = self._state.model.tensors(), _dense(state)
+        self._dense, found = resolve_dense(self._parts.dense, here, there)
+        for new, old in self._dense.items():
+            model, stored = _dense_form(here[new]), _dense_form(there[old])
+            if model != stored:
+                found.append(
+                    f"{_renamed(new, old)} is {model} in the model and {stored} in the checkpoint"
+                )
+        if self._parts.optimizer_states == "carry":
+            found += self._state.optimizers.carry_differences(
+                _optimizers(state), self._parameters()
+            )
+        _refuse(manifest, found, next_step=_NEXT_PARTS)
+
+    def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
+        """See `catalog.restoring.restore_target.RestoreTarget.finish`."""
+        there = _dense(state)
+        self._state.model.restore_some({new: there[old] for new, old in self._dense.items()})
+        first: dict[str, Table] = {}
+        rows: dict[str, dict[str, Tensor]] = {}
+        for new, old in self._parts.tables.items():
+            table = self._tables[new][0]  # the only one, where more than values are wanted
+            rows[table.parameter_name] = self._rows.get(old, {})
+            if old in first:  # a second table from it, with tensors of its own
+                with torch.no_grad():
+                    table.weight.copy_(first[old].weight)
+                carried = self._rows.get(old, {})
+                rows[table.parameter_name] = {k: state.clone() for k, state in carried.items()}
+            first.setdefault(old, table)
+        if self._parts.optimizer_states == "carry":
+            self._state.optimizers.carry(_optimizers(state), self._parameters(), rows)
+        self.manifest = manifest
+
+    def _parameters(self) -> dict[str, str]:
+        """Everything that is loaded: name of the parameter here -> there."""
+        tables = {
+            self._tables[new][0].parameter_name: weight_name(old)
+            for new, old in self._parts.tables.items()
+        }
+        return tables | self._dense
+
+
+def tip_of(manifest: Manifest) -> Tip:
+    """The tip of a chain whose next increment is taken after `manifest`."""
+    return Tip(
+        ref=manifest.ref,
+        base=manifest.links.base or manifest.ref,
+        chain_length=manifest.links.chain_length,
+        tables=manifest.tables,
+    )
+
+
+def table_differences(
+    tables: Sequence[Table],
+    there: Mapping[str, LogicalTable],
+    *,
+    elsewhere: Collection[str] = (),
+) -> list[str]:
+    """How the tables of a model and of a checkpoint differ, one sentence each."""
+    names = {table.name for table in tables}
+    found = [f"table {name!r} is not in the checkpoint" for name in names if name not in there]
+    found += [
+        f"table {name!r} is not in the model"
+        for name in there
+        if name not in names and name not in elsewhere
+    ]
+    for table in tables:
+        if table.name in there:
+            found += _shape_differences(table, there[table.name])
+    return sorted(dict.fromkeys(found))
+
+
+def _shape_differences(table: Table, stored: LogicalTable) -> list[str]:
+    dim = table.dim if table.columns is None else table.columns.of
+    return [
+        f"table {_renamed(table.name, stored.name)}: {what} {here} in the model, {there} in the "
+        "checkpoint"
+        for what, here, there in (
+            ("rows", table.table_rows, stored.rows),
+            ("values a row", dim, stored.dim),
+            ("dtype", table.dtype, stored.dtype),
+        )
+        if here != there
+    ]
+
+
+def _row_state_differences(
+    tables: Sequence[Table], stored: Mapping[str, LogicalTable]
+) -> list[str]:
+    """Of tables that bring their own, which are written in place."""
+    found = []
+    for table in tables:
+        own = table.row_states
+        if own is None or table.name not in stored:
+            continue
+        here = {name: _form(dtype_name(t.dtype), tuple(t.shape[1:])) for name, t in own.items()}
+        there = {
+            state.name: _form(state.dtype, _entry_shape(state, table))
+            for state in stored[table.name].row_states
+        }
+        if here != there:
+            found.append(
+                f"table {table.name!r} has the row states {here} here and {there} in the checkpoint"
+            )
+    return found
+
+
+def _entry_shape(state: LogicalState, table: Table) -> tuple[int, ...]:
+    """Of a row's entry here: a value for each column is cut as the columns are."""
+    return (table.dim,) if state.by_column else state.shape
+
+
+def _holds(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a state has these entries; one value a row is [rows] in some, [rows, 1] in others."""
+    return _values(tuple(tensor.shape)) == _values(shape) and tensor.dtype == dtype
+
+
+def _values(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _dense_form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}{layout_text(tensor)}"
+
+
+def _form(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(_values(shape))}"
+
+
+def _renamed(new: str, old: str) -> str:
+    return f"{new!r}" if new == old else f"{new!r} (from {old!r})"
+
+
+def _optimizers(state: dict[int, object]) -> Sequence[Mapping[str, Any]]:
+    trees = {
+        n: tree for n, tree in state.items() if isinstance(tree, dict) and "optimizers" in tree
+    }
+    return optimizers_for(trees, None)
+
+
+def _dense(state: dict[int, object]) -> dict[str, Tensor]:
+    return dense_tensors(state)
+
+
+def _refuse(manifest: Manifest, differences: Sequence[str], *, next_step: str) -> None:
+    if differences:
+        raise IncompatibleModel(
+            f"checkpoint of {manifest.ref}",
+            found="; ".join(differences),
+            # Not "and nothing was loaded": rows of a newer, damaged checkpoint may have been.
+            expected="the same here as was saved",
+            next_step=next_step,
+        )

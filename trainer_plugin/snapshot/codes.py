@@ -1,0 +1,380 @@
+"""Quantizes tables where they live, in the cut, and drains rows of a GPU to the host after it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.staging.job import kernel_method
+from recpoint.embeddings.tables import Table
+from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.manifest import CODE_BITS, ChosenMethod, Quantizer
+from recpoint.format.records import CheckpointRef
+from recpoint.kernels import row_gather
+from recpoint.kernels.bit_packing.widths import packed_width
+from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows_many, quantize_rows
+from recpoint.trainer_plugin.schedule.ledger import Pending
+from recpoint.trainer_plugin.settings import Precision
+
+__all__ = ["Codes", "DeviceDrain", "RowsToCode", "TableQuantizer"]
+
+
+# Getting rows off a GPU: gathered on the device in the stall, drained to the host after it.
+
+
+#: Size of a pinned bounce buffer, and of a piece when there is no spare device memory.
+PIECE_BYTES = 32 << 20
+
+#: So much is tried without asking the device what it has.
+SMALL_BYTES = 64 << 10
+
+
+class DeviceDrain:
+    """Rows of one snapshot that are still on their device.
+
+    `gather` and `release_training` run in the stall; `drain` runs in the background thread.
+    """
+
+    def __init__(self) -> None:
+        self._gathers: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._ready: dict[torch.device, torch.cuda.Event] = {}
+
+    def gather(self, source: Tensor, ids: Tensor | None, out: Tensor) -> None:
+        """Have rows of `source` (all of them when `ids` is None) arrive in `out`, on the host.
+
+        With enough spare device memory they are copied on the device by `release_training`, those
+        of all sources in one launch. Without, the rows go to the host piece by piece, and are there
+        on return.
+        """
+        if out.nbytes == 0:
+            return
+        if out.nbytes <= SMALL_BYTES or out.nbytes <= spare_bytes(source.device):
+            try:
+                buffer = torch.empty(out.shape, dtype=out.dtype, device=source.device)
+            except torch.OutOfMemoryError:
+                pass  # spare, but in pieces that are too small: go the other way
+            else:
+                if ids is None:
+                    buffer.copy_(source)
+                else:
+                    self._gathers.append((source, ids, buffer))
+                self._waiting.append((buffer, out))
+                return
+        rows = max(1, PIECE_BYTES // max(1, out[0].nbytes))
+        for start in range(0, out.shape[0], rows):
+            part = out[start : start + rows]
+            if ids is None:
+                part.copy_(source[start : start + rows])
+            else:
+                piece = torch.empty(part.shape, dtype=out.dtype, device=source.device)
+                row_gather.gather(source, ids[start : start + rows], piece)
+                part.copy_(piece)
+
+    def take(self, buffer: Tensor, out: Tensor) -> None:
+        """Have `buffer`, contiguous and not written any more, arrive in `out`, on the host."""
+        if out.nbytes:
+            self._waiting.append((buffer, out))
+
+    def release_training(self) -> None:
+        """Gather, and mark on each device's current stream the point when all has been copied."""
+        for device in {buffer.device for _, _, buffer in self._gathers}:
+            chosen = [gather for gather in self._gathers if gather[2].device == device]
+            row_gather.gather_many(*zip(*chosen, strict=True))
+        self._gathers.clear()
+        for buffer, _ in self._waiting:
+            if buffer.device not in self._ready:
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(buffer.device))
+                self._ready[buffer.device] = event
+
+    def drain(self) -> None:
+        """Bring everything to the host, on a stream of its own; buffers are given back."""
+        if not self._waiting:
+            return
+        pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+        for device, event in self._ready.items():
+            stream = torch.cuda.Stream(device)
+            stream.wait_event(event)
+            for buffer, out in self._waiting:
+                if buffer.device != device:
+                    continue
+                # The allocator must not hand the buffer to training while this stream reads it.
+                buffer.record_stream(stream)
+                _through(pinned, stream, _bytes(buffer), _bytes(out))
+        self._waiting.clear()
+        self._ready.clear()
+
+
+def _through(pinned: Tensor, stream: torch.cuda.Stream, source: Tensor, out: Tensor) -> None:
+    for start in range(0, source.numel(), pinned.numel()):
+        piece = source[start : start + pinned.numel()]
+        with torch.cuda.stream(stream):
+            pinned[: piece.numel()].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        out[start : start + piece.numel()].copy_(pinned[: piece.numel()])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Half of what the device has free, and what the allocator holds without using it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free // 2 + cached
+
+
+# What tables are quantized with, and quantizing them where they live, in the cut (format §7).
+#
+# The method is never chosen here: that takes longer than a stall may. A setting that leaves no
+# choice says it; else it is what the agent chose for an earlier checkpoint of the chain. The job
+# names it, so that the same is stored wherever rows are quantized.
+#
+# What reaches the slot as codes is smaller by the width, and of a table on a GPU so is what has to
+# come to the host.
+
+
+_log = logging.getLogger("recpoint")
+
+#: Bytes of a row beside its codes: scale, offset, flag; on the way also a second flag and the id.
+_ROW_BYTES = 9
+_ROW_BYTES_ON_DEVICE = 18
+
+CODE_ARRAYS: dict[str, Dtype] = {"codes": "U8", "scale": "F32", "offset": "F32", "wide": "BOOL"}
+
+
+#: Rows spread as they are trained: a method is used until the job has come this many times as far
+#: as it had when it was chosen, and is chosen anew then.
+_CHOSEN_UP_TO: Final = 2
+
+
+class _Learned(NamedTuple):
+    """A method, the batch it was chosen after, and the width that it was chosen for."""
+
+    bits: int
+    step: int
+    method: ChosenMethod
+
+
+class RowsToCode(NamedTuple):
+    """Rows to be staged of a table.
+
+    Attributes:
+        bits: of a value.
+        method: as `TableQuantizer.method` returned it.
+        ids: which rows, int64 [row_count], ascending, on the table's device; None: all.
+        row_count: how many, 1 or more.
+    """
+
+    table: Table
+    bits: int
+    method: ChosenMethod
+    ids: Tensor | None
+    row_count: int
+
+    @property
+    def values(self) -> Tensor:
+        """The live table."""
+        return self.table.weight.detach()
+
+
+class Codes(NamedTuple):
+    """Rows of one table, quantized, on the table's device."""
+
+    rows: PackedRows
+    exact: ExactRows
+
+    def arrays(self) -> list[tuple[str, Dtype | None, Tensor]]:
+        """Name, stored dtype (None: the table's) and bytes of each array of the slot."""
+        named = zip(CODE_ARRAYS.items(), (*self.rows[:3], self.rows.wide), strict=True)
+        found: list[tuple[str, Dtype | None, Tensor]] = [
+            (name, dtype, array) for (name, dtype), array in named
+        ]
+        return [*found, ("exact_at", "I64", self.exact.positions), ("exact", None, self.exact[1])]
+
+
+class TableQuantizer:
+    """Knows with what each table's rows are quantized, and which to quantize in the cut.
+
+    All methods are called from the training thread.
+
+    Args:
+        tables: what this rank stores, in the order in which the job's tables are stored.
+        precision: where rows are quantized, and by which quantizer.
+
+    Attributes:
+        wanted: whether any table may be quantized here.
+    """
+
+    def __init__(self, tables: Sequence[Table | None], precision: Precision) -> None:
+        self._tables = tuple(tables)
+        self._on = precision.place
+        self._name = precision.quantizer
+        self.wanted = self._on != "host"
+        self._learned: tuple[CheckpointRef | None, dict[str, _Learned]] = (None, {})
+
+    def prepare(self, widths: Mapping[str, int | None]) -> None:
+        """Compile what is known to be needed: before training.
+
+        Args:
+            widths: `Table.key` -> bits of a value; None: any.
+        """
+        for table in self._tables:
+            if table is None:
+                continue
+            width = widths[table.key]
+            for bits in CODE_BITS if width is None else (width,):
+                method = _fixed(self._name, bits)
+                if method is not None and self.may(table, bits):
+                    _compile(table, bits, method)
+
+    def remember(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
+        """Remember what a checkpoint was quantized with, for its chain.
+
+        Args:
+            stored: it is committed.
+            quantizers: as its outcome has them, of this rank.
+        """
+        known = dict(self._learned[1]) if self._learned[0] == stored.base else {}
+        to_compile: list[tuple[Table, _Learned]] = []
+        for quantizer in quantizers:
+            table = self._tables[quantizer.table]
+            if table is None or not _is_known(quantizer.chosen):
+                continue  # not here, or of a later release, whose agent goes on choosing it
+            found = _Learned(stored.bits[quantizer.table], stored.ref.step, quantizer.chosen)
+            before = known.get(table.key)
+            if before is not None and before._replace(step=found.step) == found:
+                continue  # chosen earlier
+            known[table.key] = found
+            if table.weight.is_cuda and self.may(table, found.bits):
+                to_compile.append((table, found))
+        if not to_compile:
+            self._learned = stored.base, known
+            return
+
+        def compile_first() -> None:
+            # A GPU kernel is compiled for its method: that takes seconds, and no stall may.
+            for table, found in to_compile:
+                _compile(table, found.bits, found.method)
+            self._learned = stored.base, known
+
+        thread = threading.Thread(target=compile_first, name="recpoint-compile", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+            _log.warning("no rows are quantized on the GPU until the next commit: %s", error)
+
+    def method(
+        self, table: Table, bits: int, *, base: CheckpointRef | None, step: int
+    ) -> ChosenMethod | None:
+        """What rows of a table are to be quantized with; None: the agent chooses, or not at all.
+
+        Args:
+            table: whose.
+            bits: of a value.
+            base: of the chain; None: this is a full.
+            step: of the checkpoint.
+        """
+        if not _is_narrower(table, bits):
+            return None
+        fixed = _fixed(self._name, bits)
+        if fixed is not None:
+            return fixed
+        known, learned = self._learned
+        found = learned.get(table.key) if base is not None and known == base else None
+        if found is None or found.bits != bits or step >= _CHOSEN_UP_TO * found.step:
+            return None
+        return found.method
+
+    def codes(self, wanted: Sequence[RowsToCode]) -> list[Codes | None]:
+        """Quantize the rows of tables for which it `may`; None: the values are to be staged.
+
+        Waits once for each device of theirs, to know whether any rows have to be kept exactly, and
+        where there are some for each table.
+        """
+        packed = [_packed(one) for one in wanted]
+        done = [(one, rows) for one, rows in zip(wanted, packed, strict=True) if rows is not None]
+        try:
+            exact = exact_rows_many(
+                [one.values for one, _ in done],
+                [one.ids for one, _ in done],
+                [rows.exact for _, rows in done],
+            )
+        except torch.OutOfMemoryError:
+            return [None] * len(wanted)  # spare, but in pieces that are too small
+        kept = iter(exact)
+        return [
+            None if rows is None else _if_smaller(one, Codes(rows, next(kept)))
+            for one, rows in zip(wanted, packed, strict=True)
+        ]
+
+    def may(self, table: Table, bits: int) -> bool:
+        """Whether setting, width and the table's form allow it."""
+        wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
+        possible = table.weight.is_cuda or table.weight.is_cpu
+        return wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
+
+
+def _packed(wanted: RowsToCode) -> PackedRows | None:
+    """None where there is no room for the codes."""
+    values = wanted.values
+    code_bytes = packed_width(wanted.table.dim, wanted.bits)
+    if values.is_cuda and wanted.row_count * (code_bytes + _ROW_BYTES_ON_DEVICE) > spare_bytes(
+        values.device
+    ):
+        return None
+    method = kernel_method(wanted.method)
+    try:
+        return quantize_rows(values, wanted.ids, wanted.bits, method, half_parameters=True)
+    except torch.OutOfMemoryError:
+        return None  # spare, but in pieces that are too small
+
+
+def _if_smaller(wanted: RowsToCode, codes: Codes) -> Codes | None:
+    """None where values take less room: a slot takes a full of values at most, whatever the rows.
+
+    Args:
+        codes: of these rows.
+    """
+    table = wanted.table
+    value_bytes = table.dim * item_bytes(table.dtype)
+    kept = codes.exact.positions.numel() * (8 + value_bytes)
+    coded = wanted.row_count * (packed_width(table.dim, wanted.bits) + _ROW_BYTES)
+    return codes if coded + kept <= wanted.row_count * value_bytes else None
+
+
+def _is_narrower(table: Table, bits: int) -> bool:
+    return bits < 8 * item_bytes(table.dtype)
+
+
+def _is_known(method: ChosenMethod) -> bool:
+    try:
+        kernel_method(method)
+    except ValueError:
+        return False
+    return True
+
+
+def _compile(table: Table, bits: int, method: ChosenMethod) -> None:
+    row = torch.zeros_like(table.weight[:1], requires_grad=False)
+    first = torch.zeros(1, dtype=torch.int64, device=row.device)
+    for ids in (None, first):
+        quantize_rows(row, ids, bits, kernel_method(method), half_parameters=True)
+
+
+@cache
+def _fixed(quantizer: str, bits: int) -> ChosenMethod | None:
+    """The method of a setting that leaves the agent no choice."""
+    if quantizer == "auto" and bits == 8:
+        quantizer = "asymmetric"
+    if quantizer not in ("asymmetric", "symmetric"):
+        return None
+    return ChosenMethod(method=quantizer, bins=0, ratio_permille=0, refits=0, sample_rows=0, seed=0)

@@ -1,0 +1,446 @@
+"""Copies a planned cut into its slot: rows, row states, the state tree, a sample of rows."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpoint.format.chunk import sample_arrays
+from recpoint.format.dtypes import array_bytes, item_bytes, torch_dtype
+from recpoint.format.job import StagedTable
+from recpoint.format.manifest import TableSpec
+from recpoint.kernels import dirty_bitmap, dirty_rows, row_digest, row_gather
+from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
+from recpoint.trainer_plugin.snapshot.plan import (
+    MarkedRows,
+    Placed,
+    TablePart,
+    full_bytes,
+    place_state,
+)
+from recpoint.trainer_plugin.snapshot.staging import ALIGNMENT_BYTES, Slot
+
+__all__ = [
+    "BehindTables",
+    "CopiedCut",
+    "Sample",
+    "Sampler",
+    "StagedRows",
+    "behind_tables",
+    "copy_tables",
+    "spread_rows",
+]
+
+
+# What a checkpoint is compared with later: a few rows of each table, exactly as they are at a cut.
+#
+# Some are drawn from the whole table, whichever checkpoint stored them: they also show a change
+# that nobody marked. Those, some 64 a table, are all that a stall pays for. Some are drawn from the
+# rows that the snapshot stages, and these are digested too; the background thread does that (format
+# §3.6).
+
+
+#: Most rows of a table from each of the two sources, and most bytes they take: a sample is to be
+#: small against any increment.
+_ROWS: Final = 64
+_TABLE_BYTES: Final = 16 << 10
+#: Most bytes over all tables, where these are many.
+_TOTAL_BYTES: Final = 16 << 20
+
+_Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedRows:
+    """What a snapshot stages of one table: arrays in its slot.
+
+    Attributes:
+        ids: int64 [n], ascending; None: all rows.
+        arrays: values and row states, [n, …] each.
+    """
+
+    ids: Tensor | None
+    arrays: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """The sampled rows of one snapshot.
+
+    Attributes:
+        seed: from the attempt's name: the same rows whoever asks.
+        first_rows: of each table, the position in it of the first row that is held here; what is
+            stored are positions in the whole table, everything else here counts from that row.
+        ids: of each table, int64 [n], ascending: rows drawn from all that are held here.
+        arrays: of each table, their values and row states; filled by `copy`.
+        size_bytes: most that all of it takes in the slot.
+    """
+
+    seed: int
+    specs: tuple[TableSpec, ...]
+    first_rows: tuple[int, ...]
+    ids: tuple[Tensor, ...]
+    size_bytes: int
+    arrays: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    def copy(self, sources: Sequence[Sequence[Tensor]], device: DeviceDrain) -> None:
+        """Copy the rows; those on a device once `device` is drained.
+
+        Args:
+            sources: of each table, the live values and row states.
+            device: takes charge of rows that are on one.
+        """
+        there: dict[torch.device, tuple[Tensor, ...]] = {}
+        for index, (ids, arrays) in enumerate(zip(self.ids, sources, strict=True)):
+            found = []
+            for source in arrays:
+                if source.is_cpu:
+                    found.append(source.index_select(0, ids))
+                    continue
+                if source.device not in there:
+                    # One transfer for all tables.
+                    moved = torch.cat(self.ids).to(source.device)
+                    there[source.device] = moved.split([len(some) for some in self.ids])
+                out = torch.empty((len(ids), *source.shape[1:]), dtype=source.dtype, device="cpu")
+                device.gather(source, there[source.device][index], out)
+                found.append(out)
+            self.arrays.append(tuple(found))
+
+    def parts(self, staged: Sequence[StagedRows | None]) -> Iterator[tuple[str, Tensor]]:
+        """Name and contents of each array of format §3.6. The device has been drained.
+
+        Args:
+            staged: of each table, what the snapshot stages; None: no row of it.
+        """
+        for index, (spec, rows) in enumerate(zip(self.specs, staged, strict=True)):
+            ids, arrays = self.ids[index], self.arrays[index]
+            if rows is not None and rows.ids is not None:
+                strata = _strata(len(rows.ids), _rows_of(spec, spec.rows, len(self.specs)))
+                at = torch.from_numpy(_draw(*strata, self.seed + 1 + index))
+                # A row from both sources is the same row: the first is kept.
+                both, first = np.unique(torch.cat([ids, rows.ids[at]]).numpy(), return_index=True)
+                kept = torch.from_numpy(first)
+                ids = torch.from_numpy(both)
+                pairs = zip(arrays, rows.arrays, strict=True)
+                arrays = tuple(torch.cat([live, own[at]])[kept] for live, own in pairs)
+            if not len(ids):
+                continue  # no row of it is held here
+            first_row = self.first_rows[index]
+            named = zip(sample_arrays(spec, len(ids)), (ids + first_row, *arrays), strict=False)
+            for name, array in named:
+                yield f"sample.{index}.{name}", array
+            if rows is not None:
+                yield f"sample.{index}.digests", _digests(rows, first_row)
+
+
+class Sampler:
+    """Draws samples; what follows from the tables alone is worked out once."""
+
+    def __init__(self) -> None:
+        self._specs: tuple[TableSpec, ...] | None = None
+        self._starts = self._widths = np.empty(0, np.int64)
+        self._counts: list[int] = []
+        self._size_bytes = 0
+
+    def draw(self, specs: Sequence[TableSpec], held: Sequence[range], attempt: str) -> Sample:
+        """Rows of each table for the snapshot `attempt`.
+
+        Args:
+            specs: of all tables.
+            held: which rows of each are held here.
+            attempt: its name.
+        """
+        self._follow(tuple(specs), held)
+        seed = int(attempt, 16)
+        drawn = _draw(self._starts, self._widths, seed)
+        return Sample(
+            seed=seed,
+            specs=tuple(specs),
+            first_rows=tuple(rows.start for rows in held),
+            ids=torch.from_numpy(drawn).split(self._counts),
+            size_bytes=self._size_bytes,
+        )
+
+    def size_bytes(self, specs: Sequence[TableSpec], held: Sequence[range]) -> int:
+        """Most bytes that a sample of these tables takes in a slot; arguments as for `draw`."""
+        self._follow(tuple(specs), held)
+        return self._size_bytes
+
+    def _follow(self, specs: tuple[TableSpec, ...], held: Sequence[range]) -> None:
+        known = self._specs
+        # By identity: a cutter keeps them, and comparing records field by field takes a while.
+        if known and len(known) == len(specs) and all(map(operator.is_, known, specs)):
+            return
+        tables = [(spec, len(rows)) for spec, rows in zip(specs, held, strict=True)]
+        strata = [_strata(rows, _rows_of(spec, rows, len(specs))) for spec, rows in tables]
+        self._starts = np.concatenate([starts for starts, _ in strata] or [self._starts[:0]])
+        self._widths = np.concatenate([widths for _, widths in strata] or [self._widths[:0]])
+        self._counts = [len(starts) for starts, _ in strata]
+        self._size_bytes = sum(_size_bytes(spec, rows, len(specs)) for spec, rows in tables)
+        self._specs = specs
+
+
+def spread_rows(rows: int, count: int, seed: int) -> Tensor:
+    """`count` positions of `rows`, or all of fewer: one of each part of nearly the same size.
+
+    Returns:
+        int64 [n], ascending.
+    """
+    return torch.from_numpy(_draw(*_strata(rows, count), seed))
+
+
+def live_rows(values: Tensor, row_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The arrays of a table, as `Sample.copy` wants them."""
+    return values.detach(), *(state.detach() for state in row_states)
+
+
+def _row_bytes(spec: TableSpec) -> int:
+    states = sum(array_bytes(state.dtype, state.shape) for state in spec.row_states)
+    return spec.dim * item_bytes(spec.dtype) + states
+
+
+def _rows_of(spec: TableSpec, rows: int, tables: int) -> int:
+    """How many of `rows` rows of a table are drawn from one source."""
+    budget = min(_TABLE_BYTES, _TOTAL_BYTES // tables)
+    return min(rows, _ROWS, max(1, budget // _row_bytes(spec)))
+
+
+def _size_bytes(spec: TableSpec, rows: int, tables: int) -> int:
+    arrays = sample_arrays(spec, min(rows, 2 * _rows_of(spec, rows, tables)))
+    return sum(array_bytes(*array) + ALIGNMENT_BYTES for array in arrays.values())
+
+
+def _strata(rows: int, count: int) -> tuple[_Integers, _Integers]:
+    """Starts and widths of `count` parts of nearly the same size, or of as many as there are rows.
+
+    One row of each part: ascending, without duplicates, and spread over the whole.
+    """
+    count = min(rows, count)
+    edges = np.arange(count + 1) * rows // max(count, 1)
+    return edges[:-1], np.diff(edges)
+
+
+def _draw(starts: _Integers, widths: _Integers, seed: int) -> _Integers:
+    """One position of each part, by a hash of its number (SplitMix64, Steele et al., OOPSLA 2014).
+
+    Training waits for it, and a generator of numpy takes five times as long to be made. Widths are
+    below 2^48, so that the remainder favours no position by more than 2^-16 of its chance.
+    """
+    words = np.arange(1, len(starts) + 1, dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words += np.uint64(seed % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words ^= words >> np.uint64(shift)
+        words *= np.uint64(factor)
+    words ^= words >> np.uint64(31)
+    return starts + (words % widths.astype(np.uint64)).astype(np.int64)
+
+
+def _digests(rows: StagedRows, first_row: int) -> Tensor:
+    ids: Tensor | int = first_row if rows.ids is None else rows.ids + first_row
+    arrays = (rows.arrays[0][:, :0].contiguous(), *rows.arrays)
+    found = [row_digest.digest(array, ids) for array in arrays]
+    return torch.from_numpy(np.array(found, np.uint64).view(np.int64))
+
+
+# Copies a planned cut into its slot: rows, row states, and what comes behind the tables.
+
+
+#: Up to this size one thread copies.
+_SMALL_BYTES = 4 << 20
+
+
+class BehindTables(NamedTuple):
+    """What a slot holds besides the tables, and what the job says of both.
+
+    Attributes:
+        tree: the state tree.
+        tensors: those that it numbers, the live ones.
+        placed: where both go.
+        end: of the state, behind which the sample comes.
+        sample: sampled rows, copied, but not into the slot.
+        tables: the tables as the job describes them.
+        full_bytes: of a full, exact checkpoint.
+    """
+
+    tree: bytes
+    tensors: list[Tensor]
+    placed: tuple[Placed, ...]
+    end: int
+    sample: Sample
+    tables: tuple[StagedTable, ...]
+    full_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Where the sample, which is written later, will end."""
+        return self.end + self.sample.size_bytes
+
+    @property
+    def is_small(self) -> bool:
+        """Whether one thread is to write it."""
+        return sum(tensor.nbytes for tensor in self.tensors) <= _SMALL_BYTES
+
+    def write(self, slot: Slot) -> None:
+        """Copy it to its places, but for the sample; raises as `Slot.grow` does."""
+        slot.grow(self.slot_bytes)
+        copy_state(self.placed, slot.data, self.tree, self.tensors)
+
+
+def behind_tables(
+    parts: Sequence[TablePart],
+    end: int,
+    tree: bytes,
+    tensors: list[Tensor],
+    sample: Sample,
+    device: DeviceDrain,
+) -> BehindTables:
+    """What comes behind tables that end at `end`; copies the sampled rows.
+
+    Args:
+        parts: the tables.
+        end: in the slot, in bytes.
+        tree: as `state_tree.flatten` returned it, with its tensors.
+        sample: drawn, and not copied yet.
+        device: takes charge of sampled rows that are on one.
+    """
+    placed, state_end = place_state(tree, tensors, end)
+    with torch.no_grad():
+        sample.copy([live_rows(part.values, part.row_states) for part in parts], device)
+    return BehindTables(
+        tree=tree,
+        tensors=tensors,
+        placed=placed,
+        end=state_end,
+        sample=sample,
+        tables=tuple(part.staged for part in parts),
+        full_bytes=full_bytes(parts, tree, tensors),
+    )
+
+
+class CopiedCut(NamedTuple):
+    """A cut that lies in its slot, or is on its way there from a device.
+
+    Attributes:
+        behind: what lies behind the tables.
+        device: has to be drained before the slot can be read.
+    """
+
+    behind: BehindTables
+    device: DeviceDrain
+
+
+def copy_tables(
+    placed: Sequence[Placed],
+    data: Tensor,
+    parts: Sequence[TablePart],
+    marked: MarkedRows,
+    meanwhile: Callable[[DeviceDrain], None],
+) -> DeviceDrain:
+    """Copy the tables to their places.
+
+    Args:
+        placed: as `place_tables` returned it for the same parts.
+        data: the slot's bytes, reserved.
+        marked: the parts' dirty rows.
+        meanwhile: called once, while other threads copy where there are any.
+
+    Returns:
+        What is still on a device and has to be drained.
+    """
+    by_name = {spot.name: spot for spot in placed}
+    device = DeviceDrain()
+    together: dict[int, dirty_rows.Destination] = {}
+    with torch.no_grad():
+        for index, part in enumerate(parts):
+            if part.row_count == 0:
+                continue
+            arrays = []
+            if part.codes is None:
+                arrays.append((part.values, by_name[f"t{index}.values"]))
+            else:
+                for name, _, array in part.codes.arrays():
+                    _codes(array, by_name[f"t{index}.{name}"], data, device)
+            for number, state in enumerate(part.row_states):
+                arrays.append((state, by_name[f"t{index}.state.{number}"]))
+            if part.bitmap is None:
+                for source, spot in arrays:
+                    if source.is_cuda:
+                        device.gather(source.detach(), None, spot.view(data))
+                    else:
+                        _copy(source.detach(), spot, data)
+                continue
+            ids_spot = by_name[f"t{index}.ids"]
+            on_cpu = part.bitmap.is_cpu and all(source.is_cpu for source, _ in arrays)
+            if part.ids is None and on_cpu:
+                rooms = tuple((source, _room_for(source, spot, data)) for source, spot in arrays)
+                together[index] = dirty_rows.Destination(ids_spot.room(data), rooms)
+                continue
+            ids = part.ids
+            if ids is None:
+                ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
+            outs = tuple((source.detach(), spot.view(data)) for source, spot in arrays)
+            _rows(ids, ids_spot.view(data), outs, device)
+    marked.copy(together, lambda: meanwhile(device))
+    return device
+
+
+def copy_state(
+    placed: Sequence[Placed], data: Tensor, tree: bytes, tensors: Sequence[Tensor]
+) -> None:
+    """Copy the state to its places, which `place_state` has chosen for it.
+
+    Args:
+        data: the slot's bytes, reserved.
+    """
+    spot, *others = placed
+    ctypes.memmove(data.data_ptr() + spot.offset, tree, len(tree))
+    with torch.no_grad():
+        for tensor, spot in zip(tensors, others, strict=True):
+            _copy(tensor, spot, data)
+
+
+def _rows(
+    ids: Tensor, ids_out: Tensor, arrays: Sequence[tuple[Tensor, Tensor]], device: DeviceDrain
+) -> None:
+    """Rows of arrays that are on a device, or of which there are no values to copy."""
+    if ids.is_cuda:
+        device.take(ids, ids_out)
+    else:
+        ids_out.copy_(ids)
+    for source, out in arrays:
+        if source.is_cuda:
+            device.gather(source, ids.to(source.device), out)
+        else:
+            row_gather.gather(source, ids.to(source.device), out)
+
+
+def _room_for(source: Tensor, spot: Placed, data: Tensor) -> dirty_rows.Room:
+    """What a kernel is told of `spot`: bytes alone, which would hide that the dtype is another."""
+    if source.dtype is not torch_dtype(spot.dtype):
+        raise ValueError(f"{spot.name}: dtype {source.dtype}, expected {spot.dtype}")
+    return spot.room(data)
+
+
+def _codes(array: Tensor, place: Placed, data: Tensor, device: DeviceDrain) -> None:
+    if array.is_cuda:
+        device.take(array, place.view(data))
+    else:
+        _copy(array, place, data)
+
+
+def _copy(source: Tensor, place: Placed, data: Tensor) -> None:
+    plain = source.is_cpu and source.is_contiguous() and not source.is_neg()
+    if not plain or source.nbytes != place.size_bytes or place.size_bytes > _SMALL_BYTES:
+        place.view(data).copy_(source)
+    elif place.size_bytes:
+        # No thread is woken and no view made for what is usually one of many small tensors. Safe:
+        # `data` is the slot's memory, of which `place` is a part, and as long as the source's.
+        ctypes.memmove(data.data_ptr() + place.offset, source.data_ptr(), place.size_bytes)

@@ -1,0 +1,752 @@
+"""Keeps the trainer's side of the staging area: directories, lock, and slots mapped into memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import mmap
+import os
+import shlex
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.staging import area, locks, owned
+from recpoint.catalog.staging.agent import agent_lock_path, at_work
+from recpoint.catalog.staging.area import NoteState, cancels_directory, write_note
+from recpoint.catalog.staging.free import read_rank_jobs, remove_unnamed, slots_by_rank
+from recpoint.catalog.store import durable
+from recpoint.catalog.store.contract import Clocks
+from recpoint.errors import FormatError, StagingError, StagingFull, StagingRefused
+from recpoint.format.naming import parse_job_stem
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "HostShare",
+    "SMALLEST_BYTES",
+    "Slot",
+    "SmallStagingArea",
+    "StagingArea",
+    "advise",
+    "array_view",
+    "host_share",
+    "policy",
+    "share_of",
+]
+
+
+# What the ranks of one host take together of the staging area that they share.
+
+
+class HostShare(NamedTuple):
+    """The slots of the ranks whose staging areas are on one file system of one host.
+
+    Attributes:
+        ranks: which they are, ascending.
+        bound_bytes: most that their slots take together.
+    """
+
+    ranks: tuple[int, ...]
+    bound_bytes: int
+
+
+def host_share(ranks: Ranks, root: Path, bound_bytes: int) -> HostShare:
+    """What this rank's host has to hold. Collective: one exchange.
+
+    Args:
+        ranks: of the job.
+        root: this rank's staging area, or where it will be.
+        bound_bytes: most that the slots of this rank take.
+    """
+    return share_of(ranks.rank, ranks.exchange("the memory of hosts", [*_place(root), bound_bytes]))
+
+
+def share_of(rank: int, told: Sequence[Sequence[int]]) -> HostShare:
+    """Which ranks are at the place of `rank`, and what they take.
+
+    Args:
+        rank: one of them.
+        told: of each rank its host, its file system, and the bytes that it takes at most.
+    """
+    place = told[rank][:2]
+    together = {other: one[2] for other, one in enumerate(told) if one[:2] == place}
+    return HostShare(tuple(together), sum(together.values()))
+
+
+def _place(root: Path) -> tuple[int, int]:
+    """This host since it was started, and the file system: containers may each have their own."""
+    there = root
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    host = Clocks.read().boot or socket.gethostname()
+    digest = hashlib.sha256(host.encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True), os.stat(there).st_dev
+
+
+# Large pages for large tables: a row costs one step to memory, not one more to find its page.
+#
+# The rows that a snapshot gathers lie far apart. In a table of gigabytes nearly each of them is on
+# a page of 4 KiB of its own that the processor has to look up; pages of 2 MiB are few enough to be
+# known. Contents, addresses and the memory that a table takes stay as they are.
+
+
+_log = logging.getLogger("recpoint")
+
+#: Tables below this are left alone: the processor knows their pages.
+SMALLEST_BYTES = 32 << 20
+
+_PAGE_BYTES = 2 << 20
+_COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1; not in Python's mmap module
+_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def advise(tensors: Iterable[Tensor], *, smallest_bytes: int = SMALLEST_BYTES) -> int:
+    """Have the memory of large CPU tensors moved to large pages where the system offers them.
+
+    Takes about the time of a copy of the tensors. Nothing changes where the administrator has
+    turned large pages off (`never`), on other systems than Linux, or for memory that is shared.
+
+    Args:
+        tensors: of any dtype and device.
+        smallest_bytes: tensors below this are left alone.
+
+    Returns:
+        Bytes that were moved.
+    """
+    if not _offered():
+        return 0
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    moved = 0
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.nbytes < smallest_bytes or tensor.is_shared():
+            continue
+        if not tensor.is_contiguous():
+            continue
+        # Whole pages inside the tensor only: what lies around it belongs to others.
+        first = -(-tensor.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
+        end = (tensor.data_ptr() + tensor.nbytes) // _PAGE_BYTES * _PAGE_BYTES
+        if end <= first or madvise(first, end - first, mmap.MADV_HUGEPAGE) != 0:
+            continue
+        # Advice alone is for pages to come, and the table's are there. A kernel without collapse,
+        # or without free large pages, leaves the rest to its own background thread.
+        if madvise(first, end - first, _COLLAPSE) == 0:
+            moved += end - first
+    if moved:
+        _log.debug("%d bytes of tables are on large pages", moved)
+    return moved
+
+
+def policy() -> str:
+    """What the administrator has chosen: always, madvise or never; "none" where there is nothing
+    to choose.
+    """
+    if sys.platform != "linux":
+        return "none"
+    try:
+        text = _POLICY.read_text(encoding="ascii")
+    except OSError:
+        return "none"
+    return text.partition("[")[2].partition("]")[0] or "none"
+
+
+def _offered() -> bool:
+    return policy() in ("always", "madvise")
+
+
+# A slot: one file of the staging area, mapped into the training process and used again and again.
+#
+# Fresh pages cost more than the copy into them, so a slot is reserved and populated once. All its
+# space is reserved before a byte is written through the mapping: on a full disk a write to a mapped
+# page that has no block is no error but a SIGBUS, which kills the trainer.
+
+
+#: Segments start at multiples of this (format §7).
+ALIGNMENT_BYTES = 64
+
+
+def array_view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The array of `dtype` and `shape` at byte `offset` of `data`, uint8 [n]; no copy."""
+    count = 1
+    for size in shape:
+        count *= size
+    length = count * dtype.itemsize
+    return data[offset : offset + length].view(dtype).view(shape)
+
+
+class Slot:
+    """One slot file. Written by the training thread, then read by the background thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        self._inode = -1
+        self._data: Tensor | None = None
+
+    @property
+    def data(self) -> Tensor:
+        """The reserved bytes, uint8 [n]."""
+        if self._data is None:
+            raise ValueError(f"{self.path}: nothing is reserved")
+        return self._data
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have `size_bytes` of real space, mapped and populated; quick when it is there already.
+
+        Raises:
+            StagingFull: there is no room; what was reserved before still is.
+            StagingRefused: the file, or a directory above it, is not this user's own.
+            StagingError: the file cannot be created, extended or mapped.
+        """
+        size_bytes = max(size_bytes, 1)
+        try:
+            if not self._is_ours():
+                self._open()
+            if self._data is None or self._data.numel() < size_bytes:
+                self._extend(size_bytes)
+        except OSError as error:
+            raise self._error(error, size_bytes) from error
+
+    def grow(self, size_bytes: int) -> None:
+        """Have `size_bytes` of space in all; what was written since `reserve` stays.
+
+        Raises:
+            StagingFull: there is no room; what was reserved before still is.
+            StagingError: the file cannot be extended or mapped, or is not the reserved one any
+                more: what was written would not be in it.
+        """
+        if self._data is not None and self._data.numel() >= size_bytes:
+            return
+        try:
+            if not self._is_ours():
+                raise StagingError(
+                    str(self.path),
+                    found="another file, or none, under that name",
+                    expected="the slot that the snapshot was being copied into",
+                    next_step="find out what removes files of the staging area; the next "
+                    "checkpoint holds these rows too",
+                )
+            self._extend(size_bytes)
+        except OSError as error:
+            raise self._error(error, size_bytes) from error
+
+    def sync(self) -> None:
+        """Make what was written durable.
+
+        Raises:
+            OSError: it is not known to be.
+        """
+        if self._descriptor is None:
+            raise ValueError(f"{self.path}: nothing is reserved")
+        # Once only, see durable: after a failed fsync a second one may say success.
+        durable.fsync_file(self._descriptor)
+
+    def close(self) -> None:
+        """Let go of file and mapping; the file stays for the next trainer. Never raises."""
+        self._data = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                # As NFS reports what it could not write. It is closed nevertheless, and what was
+                # staged has been synced before its job was written.
+                _log.warning("%s: %s when it was closed", self.path, error.strerror or error)
+
+    def _is_ours(self) -> bool:
+        """Whether the file behind the mapping is still the one under the path, and as long."""
+        if self._descriptor is None:
+            return False
+        mapped = 0 if self._data is None else self._data.numel()
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return there.st_ino == self._inode and there.st_size >= mapped
+
+    def _open(self) -> None:
+        self.close()
+        area = self.path.parent.parent.parent  # <area>/<run>/slots/<name>
+        owned.make_directory(area, self.path.parent)
+        durable.step(f"open slot {self.path.name}")
+        self._descriptor = owned.open_file(area, self.path, os.O_RDWR | os.O_CREAT)
+        self._inode = os.fstat(self._descriptor).st_ino
+        with owned.directory(area, self.path.parent) as above:
+            durable.fsync_open_directory(above, self.path.parent.name)
+
+    def _extend(self, size_bytes: int) -> None:
+        assert self._descriptor is not None
+        before = os.fstat(self._descriptor).st_size
+        durable.step(f"reserve {self.path.name}")
+        try:
+            os.posix_fallocate(self._descriptor, 0, size_bytes)
+        except OSError:
+            # Half a reservation helps nobody and keeps the disk full.
+            os.ftruncate(self._descriptor, before)
+            raise
+        mapping = mmap.mmap(
+            self._descriptor,
+            size_bytes,
+            flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        # The tensor keeps the mapping alive; there is no other reference to it.
+        self._data = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def _error(self, error: OSError, size_bytes: int) -> StagingError:
+        kind = StagingFull if error.errno in durable.NO_ROOM else StagingError
+        return kind(
+            str(self.path),
+            found=error.strerror or str(error),
+            expected=f"room for {size_bytes} bytes",
+            next_step="free space there, or give a larger directory: staging= or RECPOINT_STAGING",
+        )
+
+
+# The trainer's side of the staging area: its directories, its lock, its slots (format §7).
+
+
+_POLL_SECONDS = 0.05
+
+
+class SmallStagingArea(RuntimeWarning):
+    """The staging area cannot hold the checkpoints that it may have to hold."""
+
+
+class StagingArea:
+    """One run's part of a staging area, for the training process of one rank.
+
+    Args:
+        root: the staging area; it is created when it is not there.
+        run_url: the run URL as its store spells it.
+        rank: of this process.
+    """
+
+    def __init__(self, root: Path, run_url: str, *, rank: int = 0) -> None:
+        self.root = root.absolute()  # a script may change its directory while it trains
+        self.run_url = run_url
+        self.run_directory = area.run_directory(self.root, run_url)
+        self.rank = rank
+        self._slots_directory = area.slots_directory(self.run_directory)
+        self._lock: int | None = None
+        self._lock_path = area.trainer_lock_path(self.run_directory, rank)
+        self._agent_seen = True  # until the first answer: what an agent may read is left alone
+        self._told_unanswered = False
+        self._slots: dict[int, Slot] = {}
+        self._foreign: dict[int, Path] = {}
+
+    def create(self) -> None:
+        """Make the directories that are missing.
+
+        Raises:
+            StagingRefused: one that is there is another user's, or a link, or open to others; or
+                the agent's lock is.
+            StagingError: that is not possible.
+        """
+        try:
+            owned.make_root(self.root)
+            # Other users of the host have no business with a model's weights, wherever they lie.
+            for directory in (
+                area.slots_directory(self.run_directory),
+                area.jobs_directory(self.run_directory),
+                area.outcomes_directory(self.run_directory),
+            ):
+                owned.make_directory(self.root, directory)
+            # No agent of this user could take it, and training would wait for the other user's.
+            owned.require_own(self.root, agent_lock_path(self.root))
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def create_if_cleared(self) -> None:
+        """`create` and `lock`, when somebody has removed what they made. Training waits for this.
+
+        Raises:
+            StagingError: as `create` and `lock` do: another process may write to the slots now, or
+                another user has made the directories anew.
+        """
+        try:
+            with owned.directory(self.root, self._slots_directory):
+                pass
+        except FileNotFoundError:
+            self.create()
+        except OSError as error:
+            raise self._unusable(error) from error
+        self._keep_lock()
+
+    def _keep_lock(self) -> None:
+        lost = self._lock
+        if lost is not None and locks.is_lost(lost, self._lock_path):
+            self.lock()
+            self._release(lost)
+
+    def lock(self) -> None:
+        """Become the one training process of this rank here; released when the process ends.
+
+        Raises:
+            StagingError: another process is; its number is in the message.
+        """
+        try:
+            self._lock = locks.acquire(
+                self._lock_path,
+                expected="no other trainer of this run on this staging area",
+                next_step="stop that process, or train under another run URL",
+                here="call close() of the other Checkpointer in this process first, or train "
+                "under another run URL",
+                root=self.root,
+            )
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def close(self) -> None:
+        """Release lock and slots; what is staged stays. Never raises: training is over."""
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            self._release(lock)
+
+    def _release(self, lock: int) -> None:
+        try:
+            locks.release(lock)
+        except OSError as error:
+            # Closed it is, and the lock free with it, if the host of the file can be reached.
+            _log.warning("%s: %s when released", self._lock_path, error.strerror or error)
+
+    def agent_is_running(self) -> bool:
+        """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it.
+
+        Training asks, so nothing is raised: where the file system does not say, which is logged,
+        what it said last counts.
+        """
+        try:
+            other = at_work(self.root)
+        except (OSError, StagingRefused) as error:
+            self._tell_unanswered(error)
+        else:
+            self._agent_seen = other is not None and other.serves(self.run_directory)
+            self._told_unanswered = False
+        return self._agent_seen
+
+    def _tell_unanswered(self, error: OSError | StagingRefused) -> None:
+        if self._told_unanswered:
+            return  # this is asked several times a second
+        self._told_unanswered = True
+        seen = "an agent" if self._agent_seen else "no agent"
+        if isinstance(error, StagingRefused):
+            _log.warning("%s. Training goes on as if there were %s, as before", error, seen)
+            return
+        unknown = StagingError(
+            str(error.filename or agent_lock_path(self.root)),
+            found=error.strerror or str(error),
+            expected="whether an agent holds this lock",
+            next_step="see that flock works there (on NFS: its lock daemon), or give a directory "
+            "of this host: staging= or RECPOINT_STAGING",
+        )
+        _log.warning("%s. Training goes on as if there were %s, as before", unknown, seen)
+
+    def agent_command(self) -> str:
+        """What starts the agent of this staging area."""
+        if self._is_default():
+            return "recpoint agent"
+        return f"recpoint agent --staging {shlex.quote(str(self.root))}"
+
+    def _is_default(self) -> bool:
+        try:
+            return self.root == area.default_staging_root().absolute()
+        except OSError:  # the working directory is gone, or there is no temporary one
+            return False
+
+    def parts_here(self) -> dict[tuple[int, int], dict[int, int]]:
+        """Checkpoints of which this host has parts, staged or answered.
+
+        Returns:
+            Generation and step -> rank -> how many ranks take part; 0: that cannot be told.
+        """
+        found: dict[tuple[int, int], dict[int, int]] = {}
+        answered = self._files(area.outcomes_directory(self.run_directory), ".json")
+        for path in [*answered, *area.staged_jobs(self.run_directory)]:
+            name = parse_job_stem(path.stem)
+            if name is None:
+                continue
+            ranks = 0
+            if path.parent.name == "jobs":
+                with contextlib.suppress(FormatError, OSError):
+                    ranks = area.read_job(path).ranks
+            found.setdefault((name[0], name[1]), {})[name[2]] = ranks
+        return found
+
+    def wait_until_drained(
+        self, seconds: float, incomplete: Collection[tuple[int, int]] = ()
+    ) -> int:
+        """Wait for the agent to finish what an earlier trainer staged; jobs that are left.
+
+        Ends early when there is no agent: nothing would change.
+
+        Args:
+            seconds: at most.
+            incomplete: generation and step of checkpoints that no agent can finish, since a rank
+                has never staged its part.
+        """
+
+        def left() -> int:
+            names = [parse_job_stem(path.stem) for path in self.jobs()]
+            return sum(name is not None and name[:2] not in incomplete for name in names)
+
+        deadline = time.monotonic() + seconds
+        while left() and time.monotonic() < deadline and self.agent_is_running():
+            time.sleep(_POLL_SECONDS)
+        return left()
+
+    def withdraw_cancels(self) -> None:
+        """Remove the cancel marks of an earlier trainer, and what it was writing.
+
+        It cannot take the newer checkpoint any more: the one it wanted dropped is better than none.
+
+        Raises:
+            StagingError: they cannot be removed.
+        """
+        try:
+            for path in self._files(cancels_directory(self.run_directory), ".json"):
+                name = parse_job_stem(path.stem)
+                if name is not None and name[2] == self.rank:
+                    owned.remove(self.root, path)
+            for path in self._half_written(cancels_directory(self.run_directory)):
+                owned.remove(self.root, path)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def jobs(self, rank: int | None = None) -> list[Path]:
+        """Job files of a rank, this one if None, oldest first."""
+        whose = self.rank if rank is None else rank
+        return [
+            path
+            for path in area.staged_jobs(self.run_directory)
+            if (name := parse_job_stem(path.stem)) is not None and name[2] == whose
+        ]
+
+    def take_over(self, generation: int) -> None:
+        """Deal with what trainers before `generation` left: they can commit nothing any more.
+
+        Their outcomes are removed: nobody waits for them. Their jobs are removed when no agent
+        runs, each with a line of the log; one that runs rejects them itself, and until then their
+        slots are left alone. To keep a job would keep its slot for nothing: what an earlier
+        generation commits after the claim of a later one is on no line (format §5).
+        """
+        agent = self.agent_is_running()
+        for path in self.jobs():
+            name = parse_job_stem(path.stem)
+            if name is None or name[0] >= generation:
+                continue
+            if not agent:
+                self._remove_job(path, generation)
+                continue
+            try:
+                self._foreign[_slot_index(area.read_job(path).slot)] = path
+            except (FormatError, FileNotFoundError):
+                continue  # it names no slot that anyone could read
+        self._remove_outcomes(self.rank, generation)
+        # A trainer killed while it wrote a job; this process has the lock, so none is writing now:
+        # ranks write one only once all of them have come further than this.
+        jobs = area.jobs_directory(self.run_directory)
+        for path in self._half_written(jobs):
+            owned.remove(self.root, path)
+        self._note("training")
+
+    def clear_other_ranks(self, ranks: Collection[int], generation: int) -> None:
+        """Remove what ranks that are not on this host any more have left: nobody else would.
+
+        Their jobs and outcomes of trainers before `generation`, as in `take_over`, and all slots
+        but those that a job still names. Nothing of a rank that has a training process here.
+
+        Args:
+            ranks: of this job, those that share this host.
+            generation: of this job.
+        """
+        try:
+            for rank, slots in slots_by_rank(self.run_directory).items():
+                if rank not in ranks:
+                    self._clear_rank(rank, slots, generation)
+        except (OSError, StagingRefused) as error:
+            _log.warning("slots of ranks that are gone could not be removed: %s", error)
+
+    def _clear_rank(self, rank: int, slots: list[Path], generation: int) -> None:
+        agent = self.agent_is_running()
+        old = [
+            path
+            for path in self.jobs(rank)
+            if not agent and (name := parse_job_stem(path.stem)) and name[0] < generation
+        ]
+        jobs = read_rank_jobs(self.run_directory, rank, besides={path.stem for path in old})
+        try:
+            lock = locks.acquire(
+                area.trainer_lock_path(self.run_directory, rank),
+                expected=f"no trainer of rank {rank}, which is none of this job here",
+                next_step="stop that process",
+                root=self.root,
+            )
+        except StagingRefused:
+            raise
+        except StagingError:
+            return  # it trains, or another rank of this job is here first
+        with contextlib.ExitStack() as afterwards:
+            try:
+                for path in old:
+                    self._remove_job(path, generation)
+                self._remove_outcomes(rank, generation)
+                remove_unnamed(jobs, slots, afterwards)
+            finally:
+                locks.release(lock)
+
+    def _remove_job(self, path: Path, generation: int) -> None:
+        """Remove the job of an earlier generation, and say what is lost with it."""
+        owned.remove(self.root, path)
+        name = parse_job_stem(path.stem)
+        assert name is not None  # it was chosen by its name
+        _log.warning(
+            "%s: removed. It was the checkpoint of step %d (generation %d, rank %d), which nobody "
+            "had stored; generation %d has taken the run over, and no earlier one can commit any "
+            "more. What was trained after the newest committed checkpoint is trained again. Next: "
+            "start the agent before the trainer, which then waits for it: %s",
+            path,
+            name[1],
+            name[0],
+            name[2],
+            generation,
+            self.agent_command(),
+        )
+
+    def _remove_outcomes(self, rank: int, generation: int) -> None:
+        for path in self._files(area.outcomes_directory(self.run_directory), ".json"):
+            name = parse_job_stem(path.stem)
+            if name is not None and name[0] < generation and name[2] == rank:
+                owned.remove(self.root, path)
+
+    def _files(self, directory: Path, suffix: str) -> list[Path]:
+        """What lies in a directory and ends so."""
+        names = owned.names(self.root, directory)
+        return [directory / name for name in names if name.endswith(suffix)]
+
+    def _half_written(self, directory: Path) -> list[Path]:
+        names = owned.names(self.root, directory)
+        return [directory / name for name in names if name.startswith(durable.TEMPORARY_PREFIX)]
+
+    def write_job(self, path: Path, data: bytes) -> None:
+        """Make a staged job exist (format §7, S4); `forget_outcome` comes before.
+
+        Raises:
+            StagingRefused: its directory is not this user's own.
+            OSError: it could not be written; it may exist all the same.
+        """
+        owned.write_atomically(self.root, path, data)
+
+    def forget_outcome(self, path: Path) -> None:
+        """Remove an answer of the agent, so that the slot may be written again.
+
+        Raises:
+            StagingRefused: its directory is not this user's own.
+            OSError: it could not be removed.
+        """
+        owned.remove(self.root, path)
+
+    def say_ended(self) -> None:
+        """Leave word that training has ended and was not killed; only while the lock is held.
+
+        Another process that trains here by now says it itself: killed, it would count as ended.
+        """
+        try:
+            self._keep_lock()
+        except StagingError as error:
+            _log.warning("no note for the agent that training has ended: %s", error)
+            return
+        if self._lock is not None:
+            self._note("ended")
+
+    def free_slot(self, busy: set[str]) -> Slot:
+        """The first slot that no staged job uses.
+
+        Args:
+            busy: names of the slots of this trainer's own jobs.
+        """
+        index = 0
+        while self._name(index) in busy or self._is_foreign(index):
+            index += 1
+        if index not in self._slots:
+            self._slots[index] = Slot(area.slot_path(self.run_directory, self.rank, index))
+        return self._slots[index]
+
+    def free_bytes(self, *, all_ranks: bool = False) -> int | None:
+        """Space that slots may take: what is free, and what slots have already; None: unknown.
+
+        Args:
+            all_ranks: slots of all ranks of this run here; else of this one.
+        """
+        place = self.run_directory
+        try:
+            while not place.exists() and place != place.parent:
+                place = place.parent
+            system = os.statvfs(place)
+            whose = "r*-*.bin" if all_ranks else f"r{self.rank:05d}-*.bin"
+            slots = area.slots_directory(self.run_directory).glob(whose)
+            return system.f_bavail * system.f_frsize + sum(path.stat().st_size for path in slots)
+        except OSError:
+            return None  # creating the area will say what is wrong with it
+
+    def warn_if_small(self, share: HostShare) -> None:
+        """Warn of a `shortage`: before training, while it is easy to change."""
+        shortage = self.shortage(share)
+        if shortage is not None:
+            warnings.warn(shortage, SmallStagingArea, stacklevel=3)
+
+    def shortage(self, share: HostShare) -> str | None:
+        """What is wrong when the slots of a host do not fit; the first of its ranks says it."""
+        free = self.free_bytes(all_ranks=True)
+        if free is None or free >= share.bound_bytes or self.rank != share.ranks[0]:
+            return None
+        several = f" of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
+        return (
+            f"staging area {self.root}: {free} bytes are free, and staged checkpoints{several} "
+            f"may take {share.bound_bytes} bytes; those that do not fit are left out. "
+            "Next: staging= or RECPOINT_STAGING with a larger directory"
+        )
+
+    def _note(self, state: NoteState) -> None:
+        try:
+            write_note(self.run_directory, self.run_url, state)
+        except (OSError, StagingRefused) as error:
+            # Nothing but what people are told depends on it.
+            _log.warning(
+                "%s: no note for the agent could be written: %s", self.run_directory, error
+            )
+
+    def _unusable(self, error: OSError) -> StagingError:
+        return StagingError(
+            str(error.filename or self.run_directory),
+            found=error.strerror or str(error),
+            expected="a directory that this process can create and write",
+            next_step="give another directory: staging= or RECPOINT_STAGING",
+        )
+
+    def _name(self, index: int) -> str:
+        return area.slot_name(self.rank, index)
+
+    def _is_foreign(self, index: int) -> bool:
+        job = self._foreign.get(index)
+        if job is not None and not job.exists():
+            del self._foreign[index]
+            job = None
+        return job is not None
+
+
+def _slot_index(name: str) -> int:
+    return int(name.removesuffix(".bin").rpartition("-")[2])

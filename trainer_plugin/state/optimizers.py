@@ -1,0 +1,311 @@
+"""Reads optimizers: which rows they change, which state belongs to rows, how it is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recpoint.embeddings.optimizers import row_states
+from recpoint.embeddings.tables import Table
+from recpoint.trainer_plugin.tables import (
+    are_pieces,
+    group_names,
+    is_piece,
+    lacks_some,
+    parameter_names,
+    piece_of,
+    restored_like,
+)
+
+__all__ = ["OptimizerState", "RowState"]
+
+
+class RowState:
+    """Row states of one table: which, and the tensors."""
+
+    def __init__(self, optimizer: int | None, tensors: Mapping[str, Tensor]) -> None:
+        self.optimizer = optimizer
+        self.tensors = dict(tensors)
+
+
+class OptimizerState:
+    """The optimizers of one model."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], tables: Sequence[Table]
+    ) -> None:
+        self._model = model
+        self.optimizers = tuple(optimizers)
+        self._tables = tuple(tables)
+
+    def row_states(self, table: Table) -> RowState:
+        """State with one entry for each row of `table`, as it is now."""
+        own = table.row_states
+        if own is not None:
+            return RowState(None, own)
+        weight = table.weight
+        for number, optimizer in enumerate(self.optimizers):
+            state = optimizer.state.get(weight)
+            if state:
+                return RowState(number, row_states(state, weight.shape[0]))
+        return RowState(None, {})
+
+    def written_in_place(self) -> dict[str, Tensor]:
+        """What a restore writes to: tables, their row states, and tensors in parameter groups.
+
+        Returns:
+            By a name for people.
+        """
+        found: dict[str, Tensor] = {}
+        for table in self._tables:
+            found[f"table {table.name!r}"] = table.weight
+            for name, state in self.row_states(table).tensors.items():
+                found[f"the row state {name!r} of table {table.name!r}"] = state
+        for number, optimizer in enumerate(self.optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                for name, value in group.items():
+                    if isinstance(value, Tensor):
+                        found[f"optimizers[{number}], group {position}, {name!r}"] = value
+        return found
+
+    def table_names(self) -> set[str]:
+        """Of the tables of which it has row states."""
+        return {table.name for table in self._tables}
+
+    def classes(self) -> str:
+        """Of which classes they are."""
+        return ", ".join(map(_class_name, self.optimizers))
+
+    def capture(self) -> list[dict[str, Any]]:
+        """Hyperparameters and all state that is not row state; the tensors are the live ones.
+
+        Raises:
+            SettingsError: an optimizer trains what is not in the model, or not any more.
+        """
+        names = parameter_names(self._model)
+        rows = {id(table.weight): table.rows for table in self._tables}
+        return [
+            {
+                "class": _class_name(optimizer),
+                "groups": [
+                    {**group, "params": group_names(names, group, number, position)}
+                    for position, group in enumerate(optimizer.param_groups)
+                ],
+                "state": {
+                    names[id(parameter)]: _entry(parameter, state, rows.get(id(parameter)))
+                    for parameter, state in optimizer.state.items()
+                    if isinstance(parameter, Tensor) and id(parameter) in names
+                },
+                "other": {
+                    key: value
+                    for key, value in optimizer.state.items()
+                    if not isinstance(key, Tensor)
+                },
+            }
+            for number, optimizer in enumerate(self.optimizers)
+        ]
+
+    def lacks(self, saved: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether other ranks have pieces of state of parameters that are here, beside these."""
+        names = parameter_names(self._model)
+        by_name = {names[id(p)]: p for p in self._model.parameters()}
+        return any(
+            name in by_name and are_pieces(value) and lacks_some(by_name[name], value, name=name)
+            for one in saved
+            for name, entry in one["state"].items()
+            for value in entry["values"].values()
+        )
+
+    def differences(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What does not fit, one sentence each."""
+        if len(saved) != len(self.optimizers):
+            return [f"{len(self.optimizers)} optimizers here, {len(saved)} in the checkpoint"]
+        names = parameter_names(self._model)
+        found = []
+        for number, (optimizer, there) in enumerate(zip(self.optimizers, saved, strict=True)):
+            here_name, there_name = _class_name(optimizer), there["class"]
+            if here_name != there_name:
+                found.append(
+                    f"optimizer {number} is {here_name} here and {there_name} in the checkpoint"
+                )
+            here = [
+                group_names(names, group, number, position)
+                for position, group in enumerate(optimizer.param_groups)
+            ]
+            stored = [group["params"] for group in there["groups"]]
+            if here != stored:
+                found.append(
+                    f"optimizer {number} has other parameter groups: {_brief(here)} here, "
+                    f"{_brief(stored)} in the checkpoint"
+                )
+        return found
+
+    def restore(
+        self, saved: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Make every optimizer what it was.
+
+        Args:
+            saved: as `capture` returned it.
+            rows: parameter name -> its row states, restored already.
+        """
+        names = parameter_names(self._model)
+        by_name = {names[id(p)]: p for p in self._model.parameters()}
+        groups = self._torch_groups()
+        for optimizer, there in zip(self.optimizers, saved, strict=True):
+            for group, stored in zip(optimizer.param_groups, there["groups"], strict=True):
+                _restore_group(group, stored)
+            optimizer.state.clear()
+            for name, entry in there["state"].items():
+                mine = by_name[name]
+                own = _for_device(entry, groups.get(id(mine)))
+                optimizer.state[mine] = _restored(mine, own, rows.get(name, {}))
+            optimizer.state.update(there["other"])
+
+    def carry_differences(
+        self, saved: Sequence[Mapping[str, Any]], parameters: Mapping[str, str]
+    ) -> list[str]:
+        """Why the state of these parameters (name here -> there) cannot come along."""
+        here = {name: _class_name(optimizer) for name, optimizer in self._trained_by().items()}
+        there = {name: str(one["class"]) for name, one in _trained_by(saved).items()}
+        return [
+            f"{old!r} was trained by {there[old]}, and here {new!r} is by "
+            f"{here.get(new, 'no optimizer')}, so that its state cannot be carried"
+            for new, old in parameters.items()
+            if old in there and here.get(new) != there[old]
+        ]
+
+    def carry(
+        self,
+        saved: Sequence[Mapping[str, Any]],
+        parameters: Mapping[str, str],
+        rows: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Give parameters the state that others had; hyperparameters stay what they are here.
+
+        Args:
+            saved: as `capture` returned it.
+            parameters: name here -> name there.
+            rows: parameter name here -> its row states, restored already.
+        """
+        here, there = self._trained_by(), _trained_by(saved)
+        groups = self._torch_groups()
+        names = parameter_names(self._model)
+        by_name = {names[id(p)]: p for p in self._model.parameters()}
+        for new, old in parameters.items():
+            entry = there[old]["state"].get(old) if old in there else None
+            if entry is not None:
+                # Two parameters may come from one, and never share what they train.
+                values = {key: _copied(value) for key, value in entry["values"].items()}
+                mine = by_name[new]
+                own = _for_device({**entry, "values": values}, groups.get(id(mine)))
+                here[new].state[mine] = _restored(mine, own, rows.get(new, {}))
+
+    def _torch_groups(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter that an optimizer of torch trains, by its id."""
+        return {
+            id(parameter): group
+            for optimizer in self.optimizers
+            if type(optimizer).__module__.startswith("torch.optim")
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def _trained_by(self) -> dict[str, Optimizer]:
+        names = parameter_names(self._model)
+        return {
+            name: optimizer
+            for number, optimizer in enumerate(self.optimizers)
+            for position, group in enumerate(optimizer.param_groups)
+            for name in group_names(names, group, number, position)
+        }
+
+
+def _trained_by(saved: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    # By their states too: groups are those of one rank, and tables may be others'.
+    in_groups = {name: one for one in saved for group in one["groups"] for name in group["params"]}
+    return {name: one for one in saved for name in one["state"]} | in_groups
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _restore_group(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    for key in [key for key in group if key != "params" and key not in stored]:
+        del group[key]
+    for key, value in stored.items():
+        if key == "params":
+            continue
+        current = group.get(key)
+        if isinstance(current, Tensor) and isinstance(value, Tensor):
+            # A captured learning rate is read through this very tensor (and by schedulers).
+            current.copy_(value)
+        else:
+            group[key] = value
+
+
+def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dict[str, Any]:
+    """State of one parameter without its row state, and in which order it stood."""
+    by_row = {} if rows is None else row_states(state, rows)
+    rest = {key: value for key, value in state.items() if key not in by_row}
+    return {
+        "keys": list(state),
+        "values": {
+            key: value
+            for key, whole in rest.items()
+            if (value := piece_of(whole) if is_piece(whole) else whole) is not None
+        },
+        # Step counts stay on the host unless the optimizer is capturable; moments do not.
+        "on_host": [
+            key
+            for key, value in rest.items()
+            if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu
+        ],
+    }
+
+
+def _for_device(entry: Mapping[str, Any], group: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """`entry` with a step count on the host or not, as torch has it.
+
+    A state from a CPU does not say so: there all is on the host. On a GPU each step would wait for
+    it, for each parameter.
+
+    Args:
+        entry: as `_entry` made it.
+        group: of the parameter, if an optimizer of torch trains it.
+    """
+    if group is None:
+        return entry
+    others = [key for key in entry["on_host"] if key != "step"]
+    on_device = group.get("capturable") or group.get("fused")
+    return {**entry, "on_host": others if on_device else [*others, "step"]}
+
+
+def _restored(
+    parameter: Tensor, entry: Mapping[str, Any], rows: Mapping[str, Tensor]
+) -> dict[Any, Any]:
+    state: dict[Any, Any] = {}
+    for key in entry["keys"]:
+        if key in entry["values"]:
+            value = entry["values"][key]
+            if are_pieces(value) or (isinstance(value, Tensor) and is_piece(parameter)):
+                value = restored_like(parameter, value, name=str(key))
+            if isinstance(value, Tensor) and key not in entry["on_host"]:
+                value = value.to(parameter.device)
+            state[key] = value
+        else:
+            state[key] = rows[key]
+    return state
+
+
+def _brief(groups: list[list[str]]) -> str:
+    text = repr(groups)
+    return text if len(text) <= 300 else f"{text[:300]}…"

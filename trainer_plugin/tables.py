@@ -1,0 +1,366 @@
+"""Finds the tables of a model and its sharded dense tensors; refuses models that do not fit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recpoint.catalog.restore.dense import DenseShard, fill_part, has_part, join_shards
+from recpoint.catalog.restore.state import canonical_name
+from recpoint.embeddings.tables import Table, TableSource, plain_tables, refuse_unstorable
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.integrations import find_sources
+from recpoint.trainer_plugin.setting_checks import several
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "Stored",
+    "are_pieces",
+    "find_tables",
+    "form_of",
+    "group_names",
+    "hold_pieces",
+    "is_piece",
+    "lacks_some",
+    "layout_text",
+    "optimizer_list",
+    "parameter_names",
+    "piece_of",
+    "restored_like",
+    "write_into",
+]
+
+
+# Dense tensors of which this rank holds a piece (`fully_shard`): stored as pieces, format §3.4.
+#
+# A piece that several ranks hold, where a mesh both shards and replicates, is stored by the first;
+# of several meshes, `piece_layout` says which stores a tensor.
+
+
+#: A dense tensor as a checkpoint has it: whole, or the pieces of all ranks.
+Stored = Tensor | Sequence[DenseShard]
+
+
+def is_piece(tensor: object) -> TypeGuard[DTensor]:
+    """Whether only a piece of it is here."""
+    # Who has one has imported it, which takes a while.
+    there = sys.modules.get("torch.distributed.tensor")
+    return there is not None and isinstance(tensor, there.DTensor)
+
+
+def hold_pieces(model: nn.Module) -> None:
+    """Have what `fully_shard` has cut be in pieces: not collective, and nothing where it is.
+
+    After a forward pass without a backward one, as in an evaluation, its outermost modules keep
+    their parameters whole, and these are not what the optimizer has. The next pass gathers anew.
+    """
+    module_type = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if module_type is not None:
+        for module in model.modules():
+            if isinstance(module, module_type):
+                module.reshard()
+
+
+def are_pieces(value: object) -> TypeGuard[Sequence[DenseShard]]:
+    """Whether it is a tensor that was stored in pieces, and no list of the user's."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], DenseShard)
+
+
+def piece_of(tensor: DTensor) -> dict[str, Any] | None:
+    """The piece that is here, for the state tree; None: another rank of its mesh stores it."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(
+        place.is_replicate() and at for place, at in zip(tensor.placements, coordinate, strict=True)
+    ):
+        return None
+    local = tensor.to_local()
+    return {
+        "shard_of": list(tensor.shape),
+        "at": list(_offset(tensor)),
+        "tensor": local.detach(),
+    }
+
+
+def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
+    """Whether pieces that `write_into`, or `restored_like`, would need are not among these.
+
+    Args:
+        here: a parameter or buffer.
+        stored: it, or a part of its optimizer's state; pieces of all ranks, or of some.
+        name: for errors.
+    """
+    if isinstance(stored, Tensor):
+        return False
+    shape, _ = form_of(stored)
+    if shape == tuple(here.shape):
+        local, at = _local(here)
+        sizes = local.shape
+    else:  # state of another shape, which is needed whole
+        at, sizes = (0,) * len(shape), torch.Size(shape)
+    if not sizes.numel():
+        return False
+    return not has_part(
+        stored, [range(a, a + n) for a, n in zip(at, sizes, strict=True)], name=name
+    )
+
+
+def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
+    """Write a tensor, or what is here of it, in place; shapes and dtypes have been checked."""
+    with torch.no_grad():
+        local, at = _local(here)
+        if not local.numel():
+            return
+        if isinstance(stored, Tensor) and stored.is_sparse:
+            local.copy_(stored)  # never a piece, and nothing can be cut out of it
+        elif isinstance(stored, Tensor):
+            box = tuple(slice(a, a + n) for a, n in zip(at, local.shape, strict=True))
+            local.copy_(stored[box])
+        else:
+            fill_part(stored, at, local, name=name)
+
+
+def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:
+    """Optimizer state of a parameter: cut as the parameter is, where it has its shape.
+
+    Else the whole of it, where the checkpoint had it.
+    """
+    shape, _ = form_of(stored)
+    if not is_piece(parameter) or shape != tuple(parameter.shape):
+        return stored if isinstance(stored, Tensor) else join_shards(stored, name=name)
+    dtype = stored.dtype if isinstance(stored, Tensor) else stored[0].tensor.dtype
+    local = torch.empty_like(parameter.to_local(), dtype=dtype, requires_grad=False)
+    from torch.distributed.tensor import DTensor
+
+    found = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    write_into(found, stored, name=name)
+    return found
+
+
+def form_of(stored: Stored) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape of the whole, and dtype."""
+    if isinstance(stored, Tensor):
+        return tuple(stored.shape), stored.dtype
+    return stored[0].shape, stored[0].tensor.dtype
+
+
+def layout_text(stored: Stored) -> str:
+    """How a sparse tensor lies in memory, as the end of a sentence on its shape; else empty."""
+    if not isinstance(stored, Tensor) or not stored.is_sparse:
+        return ""
+    return f", sparse in {stored.sparse_dim()} of its dimensions"
+
+
+def _local(here: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    if is_piece(here):
+        return here.to_local(), _offset(here)
+    return here, (0,) * here.dim()
+
+
+def _offset(tensor: DTensor) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    # Of an empty piece it may lie behind the end.
+    return tuple(min(at, size) for at, size in zip(offset, tensor.shape, strict=True))
+
+
+# Finds a model's tables and their optimizers, and refuses what cannot be stored.
+
+
+class Found(NamedTuple):
+    """What a model and its optimizers are made of.
+
+    Attributes:
+        tables: plain modules in the order of the model, then those of sources.
+        optimizers: without those that train tables of sources alone.
+        sources: what supplies tables of another kind.
+    """
+
+    tables: tuple[Table, ...]
+    optimizers: tuple[Optimizer, ...]
+    sources: tuple[TableSource, ...]
+
+
+def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
+    """All tables of `model`.
+
+    Raises:
+        SettingsError: two names for one table, a table that is trained by no optimizer, a
+            parameter in two optimizers or outside the model, a weight that cannot be stored, or
+            state of which ranks hold different parts without saying which.
+    """
+    if not isinstance(model, nn.Module):
+        raise _refused("model", f"{model!r:.200}", "a torch.nn.Module", "pass the model itself")
+    _refuse_unnamed_shards(model, optimizers)
+    sources = tuple(find_sources(model))
+    for source in sources:
+        optimizers = source.optimizers(optimizers)
+    tables, names = plain_tables(model, sources)
+    theirs = [table for source in sources for table in source.tables]
+    names |= {id(table.weight): table.parameter_name for table in theirs if not table.fused}
+    _refuse_unknown_parameters(optimizers, names)
+    tables += theirs
+    for table in tables:
+        _refuse_piece(table)
+    refuse_unstorable(tables)
+    for table in tables:
+        _refuse_untrained(table, optimizers)
+        _refuse_unwatched(table, optimizers)
+    return Found(tuple(tables), tuple(optimizers), sources)
+
+
+def _refuse_unnamed_shards(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what gives each rank other values in a tensor that looks whole.
+
+    Its values would be stored as those that all ranks have, and restored to ranks that had others.
+    """
+    # Who has one has imported it, which takes a while.
+    flat: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, module in model.named_modules():
+        if isinstance(module, flat):
+            raise _refused(
+                f"module {name!r}" if name else "the model",
+                "FullyShardedDataParallel, whose flat parameters do not say which part is where",
+                "torch.distributed.fsdp.fully_shard (FSDP2), DDP, or no wrapper",
+                "use fully_shard on the dense layers",
+            )
+    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    for number, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, zero):
+            raise _refused(
+                f"optimizers[{number}]",
+                "ZeroRedundancyOptimizer, of which each rank has the state of other parameters",
+                "an optimizer whose state each rank has for what it holds",
+                "use fully_shard on the dense layers, which divides their optimizer's state too",
+            )
+
+
+def optimizer_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimizer or several as a list.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    return several("optimizers", given)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """id of each parameter -> its canonical name in the model; a tied one has its first name."""
+    return {
+        id(parameter): canonical_name(model, name) for name, parameter in model.named_parameters()
+    }
+
+
+def group_names(
+    names: Mapping[int, str], group: Mapping[str, Any], optimizer: int, position: int
+) -> list[str]:
+    """Names of the parameters of one group, in its order.
+
+    Args:
+        names: as `parameter_names` returns them, of the model as it is now.
+        group: of an optimizer.
+        optimizer: its number.
+        position: of the group in it.
+
+    Raises:
+        SettingsError: one is not in the model, or not any more.
+    """
+    found = []
+    for index, parameter in enumerate(group["params"]):
+        name = names.get(id(parameter))
+        if name is None:
+            raise _refused(
+                _place(optimizer, position, index),
+                f"a parameter of shape {tuple(parameter.shape)} outside the model",
+                "parameters of the model only: the others would not be saved",
+                "pass a model that contains it, or an optimizer without it; build both anew where "
+                "a module or a weight was replaced",
+            )
+        found.append(name)
+    return found
+
+
+def _place(optimizer: int, group: int, index: int) -> str:
+    return f"optimizers[{optimizer}], group {group}, parameter {index}"
+
+
+def _refuse_piece(table: Table) -> None:
+    if is_piece(table.weight):
+        raise _refused(
+            f"table {table.name!r}",
+            "a weight that fully_shard has cut",
+            "a table that is whole on each rank, or one that a library of sharded embeddings cuts",
+            "apply fully_shard to the dense layers and leave embeddings out of it",
+        )
+
+
+def _refuse_untrained(table: Table, optimizers: Sequence[Optimizer]) -> None:
+    needs_one = table.trained and not table.fused
+    if needs_one and not any(_holds(optimizer, table.weight) for optimizer in optimizers):
+        raise _refused(
+            f"table {table.name!r}",
+            "a weight that requires gradients and is in no optimizer",
+            "each table trained by one optimizer, or frozen",
+            "pass its optimizer to Checkpointer, or set weight.requires_grad_(False)",
+        )
+
+
+def _refuse_unwatched(table: Table, optimizers: Sequence[Optimizer]) -> None:
+    for number, optimizer in enumerate(optimizers):
+        watched = hasattr(optimizer, "_optimizer_step_post_hooks")
+        if not watched and _holds(optimizer, table.weight):
+            raise _refused(
+                f"optimizers[{number}]",
+                f"a {type(optimizer).__name__}, which trains table {table.name!r} and whose steps "
+                "call no hooks",
+                "an optimizer whose steps can be watched",
+                "pass the optimizer inside the wrapper, as it was before Accelerate's prepare()",
+            )
+
+
+def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
+    return any(parameter is other for group in optimizer.param_groups for other in group["params"])
+
+
+def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
+    seen: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, Optimizer):
+            raise _refused(
+                f"optimizers[{number}]",
+                type(optimizer).__name__,
+                "a torch.optim.Optimizer",
+                "pass the optimizer itself, not a wrapper",
+            )
+        for position, group in enumerate(optimizer.param_groups):
+            group_names(names, group, number, position)
+            for index, parameter in enumerate(group["params"]):
+                if seen.setdefault(id(parameter), number) != number:
+                    raise _refused(
+                        _place(number, position, index),
+                        f"{names[id(parameter)]!r}, which optimizer {seen[id(parameter)]} has too",
+                        "each parameter in one optimizer",
+                        "take it out of one of the two",
+                    )
+
+
+def _refused(subject: str, found: str, expected: str, next_step: str) -> SettingsError:
+    return SettingsError(subject, found=found, expected=expected, next_step=next_step)
