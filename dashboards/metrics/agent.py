@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from recpoint.dashboards.catalog_watch import REFRESH_SECONDS, CatalogWatch
-from recpoint.dashboards.metrics.export import MetricsExport, SampleCollector, Samples
+from recpoint.dashboards.metrics.export import MetricsExport, SampleCollector
+from recpoint.dashboards.metrics.samples import Samples
 from recpoint.dashboards.metrics.table import AGENT_METRICS
 from recpoint.flows.agent.agent import Agent
 from recpoint.flows.agent.observation import AgentObservation, RunObservation

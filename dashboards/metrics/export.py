@@ -1,14 +1,17 @@
-"""Exports metrics with prometheus_client: a collector that looks when it is asked, and a server."""
+"""Exports metrics with prometheus_client: a collector that looks when it is asked, and a server.
+
+Nothing is counted here and nothing is kept: a scrape reads what trainer or agent count anyway.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from math import inf
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import (
@@ -21,43 +24,10 @@ from prometheus_client.registry import Collector
 
 from recpoint.catalog.overview.overview import HistogramReading
 from recpoint.dashboards.metrics import table
+from recpoint.dashboards.metrics.samples import Sample, Samples
 from recpoint.errors import SettingsError
 
-__all__ = ["MetricsExport", "SampleCollector", "Samples", "require_registry"]
-
-
-# Values of metrics on their way to a collector; knows nothing of any library.
-
-
-class Sample(NamedTuple):
-    """One value of a metric, or one histogram."""
-
-    labels: Mapping[str, str]
-    value: float | HistogramReading
-
-
-class Samples:
-    """Samples by the name of their metric."""
-
-    def __init__(self) -> None:
-        self.by_metric: dict[str, list[Sample]] = {}
-
-    def add(self, name: str, value: float | HistogramReading | None, **labels: str) -> None:
-        """Add a sample; None: there is none."""
-        if value is not None:
-            self.by_metric.setdefault(name, []).append(Sample(labels, value))
-
-    def add_each(
-        self, name: str, values: Iterable[tuple[str, float]], *, label: str, **labels: str
-    ) -> None:
-        """Add a sample for each of `values`: the value of `label`, and the sample's."""
-        for key, value in values:
-            self.add(name, value, **{label: key}, **labels)
-
-
-# Exporting metrics with prometheus_client: a collector that looks when it is asked, and a server.
-#
-# Nothing is counted here and nothing is kept: a scrape reads what trainer or agent count anyway.
+__all__ = ["MetricsExport", "SampleCollector", "require_registry"]
 
 
 _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

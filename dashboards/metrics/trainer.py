@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recpoint.dashboards.metrics.export import Samples
-from recpoint.dashboards.metrics.library import require_prometheus
+from recpoint.dashboards.metrics.samples import Samples, require_prometheus
 from recpoint.dashboards.metrics.table import TRAINER_METRICS
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.checkpointer import Checkpointer, Observation, observe

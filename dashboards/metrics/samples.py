@@ -1,0 +1,49 @@
+"""Collects values of metrics on their way to a collector, without the library that exports them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from recpoint.catalog.overview.overview import HistogramReading
+from recpoint.errors import SettingsError
+
+__all__ = ["Sample", "Samples", "require_prometheus"]
+
+
+class Sample(NamedTuple):
+    """One value of a metric, or one histogram."""
+
+    labels: Mapping[str, str]
+    value: float | HistogramReading
+
+
+class Samples:
+    """Samples by the name of their metric."""
+
+    def __init__(self) -> None:
+        self.by_metric: dict[str, list[Sample]] = {}
+
+    def add(self, name: str, value: float | HistogramReading | None, **labels: str) -> None:
+        """Add a sample; None: there is none."""
+        if value is not None:
+            self.by_metric.setdefault(name, []).append(Sample(labels, value))
+
+    def add_each(
+        self, name: str, values: Iterable[tuple[str, float]], *, label: str, **labels: str
+    ) -> None:
+        """Add a sample for each of `values`: the value of `label`, and the sample's."""
+        for key, value in values:
+            self.add(name, value, **{label: key}, **labels)
+
+
+def require_prometheus(what: str) -> None:
+    """Raise SettingsError if prometheus_client is not installed; `what` needs it."""
+    if find_spec("prometheus_client") is None:
+        raise SettingsError(
+            what,
+            found="no prometheus_client installed",
+            expected="prometheus_client",
+            next_step="pip install 'recpoint[metrics]'",
+        )
