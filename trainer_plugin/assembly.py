@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recpoint import kernels
-from recpoint.catalog.staging import area as staged
+from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.optimizers import OptimizerWatch
 from recpoint.embeddings.tables import Table, TableSource
@@ -151,7 +151,7 @@ def assemble(
         )
         directory = settings.staging.directory
         area = StagingArea(
-            Path(directory) if directory else staged.default_staging_root(),
+            Path(directory) if directory else default_staging_root(),
             run_url,
             rank=ranks.rank,
         )

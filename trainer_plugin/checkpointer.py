@@ -28,8 +28,17 @@ from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.pipeline.pipeline import Pace, Pipeline
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
-from recpoint.trainer_plugin.restore import start as takeover
-from recpoint.trainer_plugin.restore.start import Wanted, announce_start
+from recpoint.trainer_plugin.restore.start import (
+    Job,
+    StagedParts,
+    Start,
+    Wanted,
+    announce_start,
+    open_run,
+    start_training,
+    store_of,
+    take_area,
+)
 from recpoint.trainer_plugin.restore.target import Seed
 from recpoint.trainer_plugin.schedule.ledger import Statistics, Stats
 from recpoint.trainer_plugin.settings import (
@@ -149,7 +158,7 @@ class Checkpointer:
             )
             settings.check_ranks(self._ranks.count)
             with rng.untouched():
-                self._store = takeover.store_of(run)
+                self._store = store_of(run)
             trained = look_at(model, optimizers)
         parts = assemble(
             self._ranks,
@@ -266,7 +275,7 @@ class Checkpointer:
     def _restore(self, wanted: Wanted, hold: Hold) -> RestoreReport | None:
         generators, gradients = rng.capture(), torch.is_grad_enabled()
         try:
-            staged = takeover.take_area(self._area, self._ranks)
+            staged = take_area(self._area, self._ranks)
             # As long as this takes, it may be interrupted: training has not begun, and a repeated
             # call writes over what is there.
             run, start = hold.let_through(lambda: self._taken_over(wanted, staged))
@@ -280,21 +289,19 @@ class Checkpointer:
         self._begin(run, start)
         return start.report
 
-    def _taken_over(
-        self, wanted: Wanted, staged: takeover.StagedParts
-    ) -> tuple[Run, takeover.Start]:
+    def _taken_over(self, wanted: Wanted, staged: StagedParts) -> tuple[Run, Start]:
         drain_seconds = self._settings.timeouts.drain_seconds
-        run = takeover.open_run(self._store, self._area, self._ranks, staged, drain_seconds)
-        job = takeover.Job(
+        run = open_run(self._store, self._area, self._ranks, staged, drain_seconds)
+        job = Job(
             ranks=self._ranks,
             tables=self._tables,
             names=frozenset(shard.name for shard in self._shards),
             state=self._state,
             staged=max((generation for parts in staged for generation, _ in parts), default=0),
         )
-        return run, takeover.start(run, job, self._settings.policy, wanted)
+        return run, start_training(run, job, self._settings.policy, wanted)
 
-    def _begin(self, run: Run, start: takeover.Start) -> None:
+    def _begin(self, run: Run, start: Start) -> None:
         self.batches_done = start.batches_done
         for name, tracker in self._trackers.items():
             tracker.forget(start.changed.get(name))

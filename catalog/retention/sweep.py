@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.lineage import Representation
@@ -271,6 +271,49 @@ class SweepResult:
         return sum(swept.size_bytes for swept in self.removed)
 
 
+class _Listing(NamedTuple):
+    """The objects of a store, by what their keys say of them.
+
+    Attributes:
+        chunks: of each attempt.
+        parts: of each attempt.
+        probes: objects that tried whether a store creates once.
+        said: metrics and validations, each with the checkpoint that it is about.
+        pins: their names, of each checkpoint.
+        unrecognised: keys that are not ours.
+    """
+
+    chunks: dict[AttemptName, list[ObjectInfo]]
+    parts: dict[AttemptName, list[ObjectInfo]]
+    probes: list[ObjectInfo]
+    said: list[tuple[ObjectInfo, ManifestName]]
+    pins: dict[ManifestName, list[str]]
+    unrecognised: list[str]
+
+    @classmethod
+    def of(cls, infos: Iterable[ObjectInfo]) -> Self:
+        """Sort them."""
+        listing = cls({}, {}, [], [], {}, [])
+        for info in infos:
+            if (attempt := parse_chunk_key(info.key)) is not None:
+                listing.chunks.setdefault(attempt, []).append(info)
+            elif is_probe_key(info.key):
+                listing.probes.append(info)
+            elif (kind := kind_of(info.key)) is None:
+                listing.unrecognised.append(info.key)
+            else:
+                match kind.keys.parse(info.key):
+                    case PartName() as part:
+                        listing.parts.setdefault(part.checkpoint, []).append(info)
+                    case NamedCheckpoint() as pin if kind is PIN:
+                        of = ManifestName(pin.step, pin.generation)
+                        listing.pins.setdefault(of, []).append(pin.name)
+                    case NamedCheckpoint() | ValidationName() as about:
+                        of = ManifestName(about.step, about.generation)
+                        listing.said.append((info, of))
+        return listing
+
+
 def plan_sweep(
     run: Run,
     *,
@@ -310,37 +353,20 @@ def plan_sweep(
         )
     # Chunks before manifests: a chunk that is seen here, and named by the time of the second
     # listing, is seen to be named. The other order would take a fresh commit for an orphan.
-    chunks: dict[AttemptName, list[ObjectInfo]] = {}
-    objects: list[SweptObject] = []
-    parts: dict[AttemptName, list[ObjectInfo]] = {}
-    said: list[tuple[ObjectInfo, ManifestName]] = []
-    pins: dict[ManifestName, list[str]] = {}
-    young = 0
-    unrecognised: list[str] = []
     there_now = list(run.store.list())
     began_ms = _by_both_clocks(run.store if ask_store else None, there_now)
-    for info in there_now:
-        if (attempt := parse_chunk_key(info.key)) is not None:
-            chunks.setdefault(attempt, []).append(info)
-        elif is_probe_key(info.key):
-            if _is_old((info,), began_ms, grace_seconds):
-                objects.append(SweptObject(info.key, info.size_bytes, "left by a killed probe"))
-            else:
-                young += 1
-        elif (kind := kind_of(info.key)) is None:
-            unrecognised.append(info.key)
+    listing = _Listing.of(there_now)
+    objects: list[SweptObject] = []
+    young = 0
+    for probe in listing.probes:
+        if _is_old((probe,), began_ms, grace_seconds):
+            objects.append(SweptObject(probe.key, probe.size_bytes, "left by a killed probe"))
         else:
-            match kind.keys.parse(info.key):
-                case PartName() as part:
-                    parts.setdefault(part.checkpoint, []).append(info)
-                case NamedCheckpoint() as pin if kind is PIN:
-                    pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
-                case NamedCheckpoint() | ValidationName() as about:  # a metric, or a validation
-                    said.append((info, ManifestName(about.step, about.generation)))
-    named = NamedChunks(run, spare_newest=spare_newest, pins=pins)
+            young += 1
+    named = NamedChunks(run, spare_newest=spare_newest, pins=listing.pins)
     named.read_new_manifests(on_step)
     there = run.representations()
-    for info, of in said:
+    for info, of in listing.said:
         if of in there or named.unreadable or named.lost.why_needed(of):
             continue
         if _is_old((info,), began_ms, grace_seconds):
@@ -354,11 +380,11 @@ def plan_sweep(
     doomed: list[AttemptName] = []
     kept: list[KeptPrefix] = []
     lost: dict[str, None] = {}
-    for attempt in {**parts, **chunks}:
-        all_infos = chunks.get(attempt, [])
+    for attempt in {**listing.parts, **listing.chunks}:
+        all_infos = listing.chunks.get(attempt, [])
         infos = [info for info in all_infos if info.key not in named.chunks]
         # Parts before chunks: one that is there says that its chunks are.
-        infos = parts.get(attempt, []) + infos
+        infos = listing.parts.get(attempt, []) + infos
         if not infos:
             continue
         reason = _reason_to_keep(attempt, infos, named, needed, began_ms, grace_seconds)
@@ -386,7 +412,7 @@ def plan_sweep(
         kept=tuple(kept),
         lost=tuple(lost),
         young=young + len(unfinished) - len(old),
-        unrecognised=tuple(unrecognised),
+        unrecognised=tuple(listing.unrecognised),
         blocked=tuple(named.unreadable),
         grace_seconds=grace_seconds,
         now_ms=began_ms,

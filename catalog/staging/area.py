@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
-from recpoint.catalog.staging import locks as host_lock
 from recpoint.catalog.staging import owned
+from recpoint.catalog.staging.locks import is_held
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.run_url import parse_run_url
@@ -169,7 +169,7 @@ def trainer_is_running(run_dir: Path | str) -> bool:
     """
     run_dir = Path(run_dir)
     locks = [name for name in owned.names(run_dir.parent, run_dir) if _TRAINER_LOCK.match(name)]
-    return any(host_lock.is_held(run_dir / name, root=run_dir.parent) for name in locks)
+    return any(is_held(run_dir / name, root=run_dir.parent) for name in locks)
 
 
 # --- the queue ------------------------------------------------------------------------------------

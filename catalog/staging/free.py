@@ -25,9 +25,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recpoint.catalog.run.run import Run, read_end
-from recpoint.catalog.staging import area as staged
 from recpoint.catalog.staging import locks, owned
-from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.catalog.staging.area import (
+    jobs_directory,
+    outcomes_directory,
+    read_job,
+    read_note,
+    slots_directory,
+    staged_jobs,
+    trainer_lock_path,
+    trainer_state,
+)
 from recpoint.catalog.store import durable
 from recpoint.errors import FormatError, StagingError, StagingRefused
 from recpoint.format.naming import parse_job_stem
@@ -90,7 +98,7 @@ def free_slots(
         ]
         reason = "training has ended" if ended else f"unused for more than {grace_seconds:g} s"
         if dry_run:
-            lock = staged.trainer_lock_path(run_dir, rank)
+            lock = trainer_lock_path(run_dir, rank)
             if not locks.is_held(lock, root=run_dir.parent):
                 found += [
                     FreeSlot(path.name, path.stat().st_size, reason)
@@ -126,7 +134,7 @@ def free_slots_of_ended(run_dir: Path) -> list[FreeSlot]:
         StagingRefused: something in the run's directory is not this user's own.
         OSError: the staging area cannot be read or written.
     """
-    if not slots_by_rank(run_dir) or staged.staged_jobs(run_dir):
+    if not slots_by_rank(run_dir) or staged_jobs(run_dir):
         return []
     if trainer_state(run_dir, read_note(run_dir)) != "ended":
         return []
@@ -177,7 +185,7 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
         try:
             files[path.name] = _identity(path)  # first: what replaces it then is seen by it
             if slots is not None:
-                slots.add(staged.read_job(path).slot)
+                slots.add(read_job(path).slot)
         except FileNotFoundError:
             continue  # answered since
         except (FormatError, StagingRefused):
@@ -189,7 +197,7 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
 def slots_by_rank(run_dir: Path) -> dict[int, list[Path]]:
     """Slot files of a run by rank, by name; links are not followed."""
     slots: dict[int, list[Path]] = {}
-    directory = staged.slots_directory(run_dir)
+    directory = slots_directory(run_dir)
     try:
         with owned.directory(run_dir.parent, directory) as opened:
             for name in sorted(os.listdir(opened)):
@@ -238,7 +246,7 @@ def remove_unnamed(
 def _remove(jobs: RankJobs, slots: list[Path]) -> list[tuple[str, int]]:
     try:
         lock = locks.acquire(
-            staged.trainer_lock_path(jobs.run_dir, jobs.rank),
+            trainer_lock_path(jobs.run_dir, jobs.rank),
             expected="no trainer of this rank",
             next_step="nothing: its slots are its own",
             root=jobs.run_dir.parent,
@@ -265,7 +273,7 @@ def _is_plain(name: str, directory: int) -> bool:
 def _jobs_of(run_dir: Path, rank: int) -> list[Path]:
     return [
         path
-        for path in staged.staged_jobs(run_dir)
+        for path in staged_jobs(run_dir)
         if (name := parse_job_stem(path.stem)) is not None and name[2] == rank
     ]
 
@@ -277,7 +285,7 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 def _idle_seconds(run_dir: Path) -> float:
     """Since something was staged or answered. A slot in memory does not tell when it was used."""
-    directories = (staged.jobs_directory(run_dir), staged.outcomes_directory(run_dir))
+    directories = (jobs_directory(run_dir), outcomes_directory(run_dir))
     return min(map(_age_seconds, directories))
 
 

@@ -15,8 +15,13 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from recpoint.catalog.staging import area as staged
-from recpoint.catalog.staging.area import remove_mark, write_mark
+from recpoint.catalog.staging.area import (
+    job_path,
+    outcome_path,
+    read_outcome,
+    remove_mark,
+    write_mark,
+)
 from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import check_quantizers
@@ -275,7 +280,7 @@ class Handoff:
             if _may_exist(self._job_path(ref)):
                 return None
             path = self._outcome_path(ref)
-            outcome = staged.read_outcome(path)
+            outcome = read_outcome(path)
             self._area.forget_outcome(path)
         except FileNotFoundError:
             error: Exception = StagingError(
@@ -308,12 +313,10 @@ class Handoff:
         return Answered(ref=ref, outcome=outcome)
 
     def _job_path(self, ref: CheckpointRef) -> Path:
-        return staged.job_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
+        return job_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
 
     def _outcome_path(self, ref: CheckpointRef) -> Path:
-        return staged.outcome_path(
-            self._area.run_directory, ref.generation, ref.step, self._area.rank
-        )
+        return outcome_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
 
 
 def _may_exist(path: Path) -> bool:

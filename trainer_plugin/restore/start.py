@@ -58,7 +58,7 @@ __all__ = [
     "announce_start",
     "open_run",
     "restore_together",
-    "start",
+    "start_training",
     "store_of",
     "take_area",
 ]
@@ -490,7 +490,7 @@ def open_run(
     return Run.open(store) if run is None else run
 
 
-def start(
+def start_training(
     run: Run,
     job: Job,
     policy: Policy,

@@ -11,7 +11,7 @@ import pytest
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run, tell_ended
-from recpoint.catalog.staging import area, locks
+from recpoint.catalog.staging import area, free, locks
 from recpoint.catalog.staging.area import write_note
 from recpoint.catalog.staging.free import (
     RankJobs,
@@ -109,7 +109,7 @@ def test_no_job_is_read_while_a_starting_trainer_would_be_kept_out(
         held.append(locks.is_held(area.trainer_lock_path(run_dir)))
         return read(path)
 
-    monkeypatch.setattr(area, "read_job", watched)
+    monkeypatch.setattr(free, "read_job", watched)
     assert len(free_slots(run_dir, ended=True, grace_seconds=0.0)) == 3
     assert held and not any(held)
 
