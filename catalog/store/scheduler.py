@@ -18,7 +18,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from recpoint.interrupts import held
+from recpoint.interrupts import came_from_handler
 
 __all__ = [
     "READ_SMALL_BYTES",
@@ -48,9 +48,18 @@ _RECORDS_AHEAD: Final = 24
 
 
 def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Result]:
-    """Submit it, whole: this may start a thread (`start_thread`)."""
-    with held():
+    """Submit it. What a signal's handler raises comes out as it is.
+
+    Python makes a RuntimeError of it where it starts a thread, as if there were none left.
+    `start_thread` would keep that from happening, for longer than a small read takes.
+    """
+    try:
         return pool.submit(call)
+    except RuntimeError as error:
+        raised = error.__context__
+        if raised is not None and came_from_handler(raised):
+            raise raised from None
+        raise
 
 
 # --- reads ---------------------------------------------------------------------------------------

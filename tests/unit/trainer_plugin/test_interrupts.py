@@ -20,9 +20,10 @@ import pytest
 
 from recpoint.catalog.staging.agent import AgentLock
 from recpoint.catalog.staging.area import staged_jobs
+from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler, held, is_interrupted, start_thread
-from tests.interrupted import Arrival, Interrupt, Visits, handler_raises
+from tests.interrupted import Arrival, Interrupt, Spot, Visits, handler_raises
 from tests.polling import until
 from tests.training_builder import Place, checkpointer, simple_training
 
@@ -382,6 +383,10 @@ def test_ctrl_c_ends_the_wait_for_the_agent_and_nothing_else(place: Place) -> No
         ckpt.step()
 
 
+def _in_threading(visits: Visits) -> list[Spot]:
+    return [spot for spot in visits.counts if os.path.basename(spot.file) == "threading.py"]
+
+
 def test_a_thread_is_started_whole() -> None:
     def start() -> None:
         thread = threading.Thread(target=list)
@@ -392,11 +397,27 @@ def test_a_thread_is_started_whole() -> None:
     visits = Visits()
     with handler_raises(Interrupt):
         visits.call(start)
-    within = [spot for spot in visits.counts if os.path.basename(spot.file) == "threading.py"]
-    assert len(within) > 30
-    for spot in within:
+    spots = _in_threading(visits)
+    assert len(spots) > 30
+    for spot in spots:
         arriving = Visits(Arrival(spot, 1, Interrupt))
         with handler_raises(Interrupt), pytest.raises(Interrupt):
             arriving.call(start)
     for thread in begun:
         thread.join()
+
+
+def test_reads_that_start_threads_raise_what_a_handler_raises() -> None:
+    def read() -> None:
+        with ReadScheduler(1) as reads:
+            reads.begin(list).result()
+
+    visits = Visits()
+    with handler_raises(TimeOut):
+        visits.call(read)
+    spots = [spot for spot in _in_threading(visits) if spot.function.startswith("Condition.")]
+    assert len(spots) > 5
+    for spot in spots:
+        arriving = Visits(Arrival(spot, 1, Interrupt))
+        with handler_raises(Interrupt), pytest.raises(Interrupt):
+            arriving.call(read)
