@@ -13,7 +13,7 @@ A row is marked where it is cheapest to know that nothing is missed:
 Marked is what could change, never less. Every in-place change counts up the weight's version: a
 count that neither steps nor lookups explain makes the whole table dirty. What is written into
 `weight.data`, or through numpy, is not counted: such rows are to be marked by hand, and
-`trainer_plugin.unmarked_rows` looks for those that were not.
+`trainer_plugin.snapshot.unmarked_rows` looks for those that were not.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Tracker:
         version: the weight's, as far as what changed it is known.
         changes: of the weight in steps, since the row states were looked at.
         rewrites: lookups since `version` that were marked and have changed the weight once each.
-        quick: for `optimizer_watch.after_steps`, of a table on the CPU that is marked by gradient:
+        quick: for `optimizers.after_steps`, of a table on the CPU that is marked by gradient:
             weight, what marks (`dirty_bitmap.compiled_mark`), address of the bitmap, rows.
     """
 
@@ -134,7 +134,7 @@ class Tracker:
         self.quick, self._mark, self.bitmap = quick, mark, bitmap
 
     def _quick(self, bitmap: Tensor) -> tuple[Tensor, Callable[..., int], int, int] | None:
-        """What `optimizer_watch.after_steps` needs."""
+        """What `optimizers.after_steps` needs."""
         if self.by_gradient and bitmap.is_cpu:
             return self.weight, dirty_bitmap.compiled_mark(), bitmap.data_ptr(), self.rows
         return None

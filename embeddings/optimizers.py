@@ -206,7 +206,7 @@ _INT64 = torch.int64
 
 
 class OtherSteps(Protocol):
-    """Notices the steps of optimizers that are not watched; `trainer_plugin.unknown_optimizers`."""
+    """Notices steps of unwatched optimizers: `trainer_plugin.state.unknown_optimizers`."""
 
     def install(self) -> None:
         """Notice them from now on; `remove` undoes it."""

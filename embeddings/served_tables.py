@@ -112,7 +112,7 @@ class CodedTable:
 
     @property
     def wanted(self) -> None:
-        """See `catalog.restoring.restore_target.RowSink`: all rows."""
+        """See `catalog.restore.target.RowSink`: all rows."""
         return None
 
     @property
@@ -149,7 +149,7 @@ class CodedTable:
         return self
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        """See `catalog.restoring.restore_target.RowSink.take`."""
+        """See `catalog.restore.target.RowSink.take`."""
         if positions is not None and positions.numel() == 0:
             return
         ids = _ids(stored.rows, positions)
@@ -170,7 +170,7 @@ class CodedTable:
             self._offset[at] = stored.offset[chosen]
 
     def mark(self, rows: range | Tensor) -> None:
-        """See `catalog.restoring.restore_target.RowSink.mark`."""
+        """See `catalog.restore.target.RowSink.mark`."""
         mark_rows(self.changed, rows, of=self._spec.rows)
 
     def finish(self) -> None:

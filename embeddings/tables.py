@@ -80,7 +80,7 @@ class Table(ABC):
 
     Attributes:
         name: of the whole table, the same in each process and whatever wraps the model: the full
-            name of its module, as `catalog.restoring.names` spells it.
+            name of its module, as `catalog.restore.state.canonical_name` spells it.
         parameter_name: of its weight; what an optimizer keeps for it is stored under it.
     """
 

@@ -1,6 +1,6 @@
 """Flow: merge a checkpoint's chain, a task for each group of tables, to be seen in Prefect's UI.
 
-It does what `catalog.consolidation.consolidate.consolidate` does, through the same functions.
+It does what `catalog.consolidate.merge.consolidate` does, through the same functions.
 Killed or failed anywhere, the next one goes on under the same keys.
 """
 

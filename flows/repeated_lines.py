@@ -21,7 +21,7 @@ _ENDED: Final = re.compile(r"Finished in state \w+\('Flow run encountered an exc
 
 
 class ResultNotStored(OSError):
-    """A result that Prefect would store, and that is not to be: no fault, see `no_results`."""
+    """A result that Prefect would store, and that is not to be: no fault, see `NO_RESULTS`."""
 
 
 def is_repeated(record: logging.LogRecord) -> bool:

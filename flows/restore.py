@@ -1,6 +1,6 @@
 """Flow: restore a checkpoint into files of safetensors, a task for each file.
 
-It does what `catalog.restoring.shards.restore_shards` does, through the same functions. Killed or
+It does what `catalog.restore.files.restore_shards` does, through the same functions. Killed or
 failed anywhere, the next one goes on with the files that are missing, if it chooses the same
 checkpoint: of a run that trains meanwhile, name the step. An error that refuses says which.
 """
@@ -94,7 +94,7 @@ async def restore(
 
     Raises:
         SettingsError: something else is in the target; or see `Selection`.
-        RecpointError: of `catalog.restoring.shards.restore_shards`, which says what is left then.
+        RecpointError: of `catalog.restore.files.restore_shards`, which says what is left then.
     """
     selection = Selection(
         step=step,

@@ -226,10 +226,11 @@ def coded_lookups(model: nn.Module) -> dict[str, CodedEmbedding | CodedBag]:
 class ServedModel:
     """One model of a serving process; put into evaluation mode, without gradients.
 
-    Names are those of checkpoints (`catalog.restoring.names`), also of a model that was compiled.
+    Names are those of checkpoints (`catalog.restore.state.canonical_name`), also of a model that
+    was compiled.
 
     Args:
-        model: with embeddings of its own, or with those of `coded_modules.replace_lookups`.
+        model: with embeddings of its own, or with those of `replace_lookups`.
     """
 
     def __init__(self, model: nn.Module) -> None:

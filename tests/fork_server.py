@@ -1,7 +1,7 @@
 """The last thing that the server of `tests.forked` imports: what each process would do again.
 
 To make its first S3 client the SDK imports some 190 modules and parses megabytes of JSON, which
-takes longer than all that a test has a process do. `catalog.stores.store` keeps what was parsed.
+takes longer than all that a test has a process do. `catalog.store.store` keeps what was parsed.
 """
 
 from __future__ import annotations

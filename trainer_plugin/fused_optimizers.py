@@ -123,7 +123,7 @@ def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
     Tables that are trained in one way on both sides stay as they are, and so does all else.
 
     Args:
-        saved: as `rank_trees.tree_for` returned it; not changed.
+        saved: as `model.tree_for` returned it; not changed.
         here: what trains the tables here.
 
     Returns:

@@ -41,7 +41,7 @@ __all__ = [
 # Dense tensors of which this rank holds a piece (`fully_shard`): stored as pieces, format §3.4.
 #
 # A piece that several ranks hold, where a mesh both shards and replicates, is stored by the first;
-# of several meshes, `piece_layout` says which stores a tensor.
+# of several meshes, `ranks.sharding` says which stores a tensor.
 
 
 #: A dense tensor as a checkpoint has it: whole, or the pieces of all ranks.

@@ -391,7 +391,7 @@ def validate(
             decoding, the rows of the sample that lie in them. `"full"`: each byte of the whole
             chain, all sampled rows of each link that it restores, and digests of the restored
             tables.
-        leased: as for `catalog.restoring.restore.restore`.
+        leased: as for `catalog.restore.restore.restore`.
         threads: chunks read at once.
         on_progress: called with bytes read so far and bytes to read, from this thread.
 

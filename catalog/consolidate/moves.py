@@ -75,7 +75,7 @@ class MovedRows:
 
 
 def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> MovedRows:
-    """Read one row chunk and check all of it; errors as for `chunk_reader.read_chunk`."""
+    """Read one row chunk and check all of it; errors as for `read_chunk`."""
     chunk = read_chunk(source, manifest, entry)
     if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")

@@ -61,10 +61,10 @@ class MergeSizes:
         merged: manifests that become one.
         links_before, links_after: manifests that a restore reads.
         read_bytes: of the sources' rows and of the newest state. A chunk counts once for each
-            section of a large table (`seen_rows.SECTION_ROWS`) that it may hold rows of; less is
+            section of a large table (`rows.SECTION_ROWS`) that it may hold rows of; less is
             read where newer links turn out to hold every row.
         write_bytes: into a full: its rows at the mean size of those stored; into an increment: at
-            most, since which rows two links share follows from their ends only (`live_rows`).
+            most, since which rows two links share follows from their ends only (`LiveRows`).
         write_rows: rows in the chunks to be written; of an increment, too, at most.
         merged_rows: stored in the sources.
         restore_bytes_before, restore_bytes_after: that a restore reads; after as for
@@ -608,7 +608,7 @@ def weigh(
     what was merged before, or what has little in common with the newest.
 
     An increment counts only if it leaves at least half of the way to each trigger that was reached.
-    What it saves is what is known without reading chunks (`live_rows`).
+    What it saves is what is known without reading chunks (`LiveRows`).
 
     Args:
         merges: of `merge_sizes`; the last is into a full.

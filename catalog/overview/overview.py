@@ -144,7 +144,7 @@ class Histogram:
 
 # What a run looks like from its catalog alone: lag, stalls, bytes, chain, states, failures.
 #
-# Pure: `run_watch.RunWatch` reads, the functions here only compute, so that a page, a command and a
+# Pure: `watch.RunWatch` reads, the functions here only compute, so that a page, a command and a
 # metric say the same. Nothing here asks Prefect, a trainer or an agent.
 #
 # Whose clock. `snapshot_ms`, `staged_ms` and `committed_ms` of a checkpoint, and `created_ms` of

@@ -362,7 +362,7 @@ class PersistJob:
         """Tell the trainer that the checkpoint is there, and remove the job (format §7, S6).
 
         Raises:
-            StagingRefused, OSError: as `staged.finish`.
+            StagingRefused, OSError: as `area.finish`.
         """
         outcome = _outcome(self.job.step, self.job.generation, self.job.attempt, there=there)
         finish(self.path, outcome)
@@ -374,7 +374,7 @@ class PersistJob:
         Then leave word of it in the store, where that can be reached.
 
         Raises:
-            StagingRefused, OSError: as `staged.finish`.
+            StagingRefused, OSError: as `area.finish`.
         """
         job = self.job
         outcome = _outcome(job.step, job.generation, job.attempt, error=error)
@@ -522,7 +522,7 @@ def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
     Raises:
         FileNotFoundError: there is no such job (any more).
         RecpointError: it cannot be read, and has no name of a job.
-        StagingRefused, OSError: as `staged.finish`.
+        StagingRefused, OSError: as `area.finish`.
     """
     try:
         job = PersistJob.open(job_file)

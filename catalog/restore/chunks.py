@@ -45,7 +45,7 @@ __all__ = [
 class ChunkSource(Protocol):
     """What reading chunks needs; called from several threads.
 
-    A source gives bytes and is not believed: `chunk_reader` compares them with the digest in the
+    A source gives bytes and is not believed: `read_chunk` compares them with the digest in the
     manifest, and asks a second time for those that differ.
     """
 
@@ -302,7 +302,7 @@ def read_rows(
     *,
     buffers: ReadBuffers | None = None,
 ) -> StoredRows:
-    """Read one row chunk and check all of it; `row_placement.place` decodes what is wanted.
+    """Read one row chunk and check all of it; `placement.place` decodes what is wanted.
 
     Arguments and errors as for `read_chunk`.
     """

@@ -230,7 +230,7 @@ def plan_shards(
     leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> ShardPlan:
-    """Choose the checkpoint as `catalog.restoring.restore.restore` does, and divide it into files.
+    """Choose the checkpoint as `catalog.restore.restore.restore` does, and divide it into files.
 
     A table and its row states are in one file, since they are read together, and so is all that is
     of no table. Several of these share a file as long as they fit into `shard_bytes`; one that is
@@ -238,12 +238,12 @@ def plan_shards(
 
     Args:
         run: the run.
-        selection, damaged, leased: as for `catalog.restoring.restore.restore`.
+        selection, damaged, leased: as for `catalog.restore.restore.restore`.
         shard_bytes: of a file that has more than one table.
 
     Raises:
         SettingsError: more files than their names can count.
-        RecpointError: as for `catalog.restoring.restore.restore`; no row has been read yet.
+        RecpointError: as for `catalog.restore.restore.restore`; no row has been read yet.
     """
     target = MemoryTarget(())
     report = restore(run, target, selection, damaged=damaged, leased=leased)
@@ -545,14 +545,14 @@ def restore_shards(
 ) -> RestoreReport:
     """Restore a checkpoint into files, one after another.
 
-    Memory: as `catalog.restoring.restore.restore` says, and the state of all ranks. Tables go
+    Memory: as `catalog.restore.restore.restore` says, and the state of all ranks. Tables go
     through mapped files, which the system writes back and takes from memory as it needs to. A store
     that is no local directory needs room for the largest file in the directory for temporary files.
 
     Args:
         run: the run.
         into: where the files go; others there are left alone.
-        selection, leased: as for `catalog.restoring.restore.restore`.
+        selection, leased: as for `catalog.restore.restore.restore`.
         shard_bytes: as for `plan_shards`.
         on_progress: called with bytes written so far and bytes to write.
 
@@ -560,7 +560,7 @@ def restore_shards(
         SettingsError: another checkpoint, or part of one, is there already.
         RestoreError: the index is there, and a file is missing that damage keeps from being made
             again; or another writer has removed files meanwhile. What is there was left alone.
-        RecpointError: as for `catalog.restoring.restore.restore`; no index has been written. Files
+        RecpointError: as for `catalog.restore.restore.restore`; no index has been written. Files
             that were finished stay for the next try.
     """
     damaged: dict[ManifestName, str] = {}

@@ -351,19 +351,18 @@ def restore_parts(
         part = TablePart(table="items", values=torch.empty(1_000_000, 64), first_row=5_000_000)
         restore_parts("s3://b/ranker", [part])
 
-    Memory beyond the parts: as `catalog.restoring.restore.restore` says, for the rows that are
-    wanted.
+    Memory beyond the parts: as `restore` says, for the rows that are wanted.
 
     Args:
         url: of the run.
         parts: any number, of any tables.
         step, generation, validated_only, validated_within: see `Selection`.
-        on_progress: as for `catalog.restoring.restore.restore`.
+        on_progress: as for `restore`.
 
     Raises:
         SettingsError: see `Selection`.
         IncompatibleModel: a part is none of the checkpoint; nothing has been written.
-        RecpointError: as for `catalog.restoring.restore.restore`.
+        RecpointError: as for `restore`.
     """
     selection = Selection(
         step=step,

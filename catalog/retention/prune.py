@@ -433,7 +433,7 @@ def _ms(seconds: float) -> int:
 
 # Retention, executed: mark, wait for the grace, delete; killed anywhere, finished by the next.
 #
-# The steps are those of format §6.6; what is kept is decided by `catalog.retention.retention`.
+# The steps are those of format §6.6; what is kept is decided by `catalog.retention.keep`.
 
 
 _AT_ONCE = 8

@@ -100,7 +100,7 @@ class LostManifests:
         links: of all manifests that there are, in any order.
         pins: names of the pins of each pinned checkpoint, whether it is there or not: retention
             deletes none that is pinned.
-        gone: what says that all manifests are gone (`manifests_gone.why_gone`); else empty.
+        gone: what says that all manifests are gone (`why_gone`); else empty.
     """
 
     def __init__(

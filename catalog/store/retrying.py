@@ -3,10 +3,10 @@
 Callers write no loops over a store's failures. They put this decorator around the store, and say
 with `Retries` which failures it tries again, and for how long. Two do so:
 
-- `catalog.stores.stored_records` creates every record through it, with `Retries()`. A commit or a
+- `catalog.store.records` creates every record through it, with `Retries()`. A commit or a
   claim has to end with an answer, and where the answer to a create is lost, only a look at the
   store tells what became of it (format §6.2).
-- `catalog.stores.store.open_store` puts it, with `Retries.of_refusals`, around an S3 store whose
+- `catalog.store.store.open_store` puts it, with `Retries.of_refusals`, around an S3 store whose
   time-outs have `refused_seconds`. Such is the store of a trainer that starts.
 
 How it relates to S3's own retries: after a time-out, a reset, a 429 or a 5xx the SDK sends the

@@ -81,7 +81,7 @@ class PerProcess(Generic[_Made]):
         return made[1]
 
 
-# What `s3_store` needs of an S3 SDK; `store` makes a client that keeps it.
+# What `S3Store` needs of an S3 SDK; `catalog.store.store` makes a client that keeps it.
 
 
 _Result = TypeVar("_Result")
@@ -253,7 +253,7 @@ def _section(configured: Mapping[str, object], name: str) -> Mapping[str, object
 
 # A run in S3, or in what speaks its language: which requests are made, and what answers mean.
 #
-# The requests go through a client that `catalog.stores.store` makes; no SDK is imported here. They
+# The requests go through a client that `catalog.store.store` makes; no SDK is imported here. They
 # are made one by one, rather than by the SDK's file operations, which read without checking
 # lengths, leave uploads behind, and retry on top of the client's own retries. The client sends a
 # request again that got no answer, or one that may pass; only a body that breaks off is asked for

@@ -164,7 +164,7 @@ def free_ended_slots(runs: Mapping[Path, RunState]) -> None:
 # The turn of an agent: after a sweep or drain, which end by themselves, and beside no other agent.
 #
 # An agent that ended instead would leave all runs of its host without one until somebody starts it.
-# Its lock may be lost while it serves (`host_lock.is_lost`). Then nothing would tell trainers that
+# Its lock may be lost while it serves (`locks.is_lost`). Then nothing would tell trainers that
 # there is an agent, nor keep another one from starting.
 
 
@@ -251,7 +251,7 @@ def _wait_for(lock: AgentLock) -> bool:
 # The resident agent of a host: takes staged jobs to the store, whatever Prefect is doing.
 #
 # It decides which run is next. Runs do not wait for each other: the jobs of each are done by a
-# thread of its own (`agent_jobs.py`). A job stays staged until it is committed or can never be: a
+# thread of its own (`jobs.py`). A job stays staged until it is committed or can never be: a
 # store that is away for a week costs retries, not checkpoints.
 
 

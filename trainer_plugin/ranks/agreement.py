@@ -42,7 +42,7 @@ __all__ = [
 #
 # Dense parameters that are no pieces, tables that every rank holds whole, and pieces that ranks of
 # several meshes have. That all of them have the same ones is found when training starts (and so is
-# who stores which pieces, `piece_layout`), that the values are the same at each cut, by sums over a
+# who stores which pieces, `sharding`), that the values are the same at each cut, by sums over a
 # sample: comparing every byte would be a stall. What ranks need not have alike (buffers, extra
 # states, hyperparameters, schedulers) each of them stores.
 
@@ -71,7 +71,7 @@ class Sketch(NamedTuple):
     Attributes:
         total: of each tensor the weighted sum of its sample over that of its absolute values, and
             the logarithm of their mean, added.
-        balance: the same of pieces, each counted as `piece_layout.balance` says.
+        balance: the same of pieces, each counted as `sharding.balance` says.
     """
 
     total: float

@@ -213,7 +213,7 @@ def _refused(key: str, found: str, expected: str) -> SettingsError:
 # under data and tensor parallelism the meshes `mesh["tp"]` of all replicas, and the meshes
 # `mesh["dp"]` of a layer that is in no tensor-parallel plan. The mesh with the lowest rank stores
 # it, with what the optimizers have of it; a mesh that replicates does so itself
-# (`dense_pieces.piece_of`). It is settled when training starts, so that a cut asks nobody.
+# (`tables.piece_of`). It is settled when training starts, so that a cut asks nobody.
 
 
 class HeldPiece(NamedTuple):

@@ -191,7 +191,7 @@ class RestoreOne(Protocol):
     """Restores one checkpoint into this rank."""
 
     def __call__(self, before: int | None, name: ManifestName) -> CheckpointRef | None:
-        """Raises what `catalog.restoring.restore.restore` does of a checkpoint that is named."""
+        """Raises what `catalog.restore.restore.restore` does of a checkpoint that is named."""
 
 
 class _Order(NamedTuple):
@@ -238,7 +238,7 @@ def restore_together(
         ranks: of the job, several.
         run: the run.
         restore_one: restores a checkpoint into this rank.
-        selection: see `catalog.restoring.restore.restore`.
+        selection: see `catalog.restore.restore.restore`.
         above: see `Run.claim`.
 
     Returns:
@@ -246,7 +246,7 @@ def restore_together(
 
     Raises:
         NothingToRestore, FormatError, ChainError: on rank 0, as
-            `catalog.restoring.restore.restore`.
+            `catalog.restore.restore.restore`.
         RankLost: on the others when another rank could not go on.
     """
     if ranks.rank != 0:

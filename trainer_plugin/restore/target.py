@@ -267,7 +267,7 @@ class ModelTarget:
         self.batches_done = 0
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `catalog.restoring.restore_target.RestoreTarget.begin`."""
+        """See `catalog.restore.target.RestoreTarget.begin`."""
         there = logical_tables(manifest.tables)
         found = table_differences(self._tables, there, elsewhere=self._elsewhere)
         found += _row_state_differences(self._tables, there)
@@ -278,7 +278,7 @@ class ModelTarget:
         return map_parts(manifest, parts)
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
-        """See `catalog.restoring.restore_target.StateChoosingTarget.state_wanted`.
+        """See `catalog.restore.target.StateChoosingTarget.state_wanted`.
 
         What all ranks have alike is in the tree of rank 0. Of other ranks this one needs readers'
         states where they are to be divided anew, what trained tables that only they held, and the
@@ -301,12 +301,12 @@ class ModelTarget:
         return StateWanted(whole=own, briefly=briefly, keys=keys)
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restoring.restore_target.StateCheckingTarget.check_state`."""
+        """See `catalog.restore.target.StateCheckingTarget.check_state`."""
         saved, found = self._adopted(manifest, state)
         self._refuse(manifest, found + self._state.differences(saved))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restoring.restore_target.RestoreTarget.finish`."""
+        """See `catalog.restore.target.RestoreTarget.finish`."""
         saved, _ = self._adopted(manifest, state)
         assert saved is not None  # check_state has looked at it
         self.batches_done = self._state.restore(
@@ -373,7 +373,7 @@ class PartialTarget:
         self.manifest: Manifest | None = None
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `catalog.restoring.restore_target.RestoreTarget.begin`."""
+        """See `catalog.restore.target.RestoreTarget.begin`."""
         there = logical_tables(manifest.tables)
         found = []
         for new, old in self._parts.tables.items():
@@ -424,7 +424,7 @@ class PartialTarget:
         )
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restoring.restore_target.StateCheckingTarget.check_state`."""
+        """See `catalog.restore.target.StateCheckingTarget.check_state`."""
         here, there = self._state.model.tensors(), _dense(state)
         self._dense, found = resolve_dense(self._parts.dense, here, there)
         for new, old in self._dense.items():
@@ -440,7 +440,7 @@ class PartialTarget:
         _refuse(manifest, found, next_step=_NEXT_PARTS)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restoring.restore_target.RestoreTarget.finish`."""
+        """See `catalog.restore.target.RestoreTarget.finish`."""
         there = _dense(state)
         self._state.model.restore_some({new: there[old] for new, old in self._dense.items()})
         first: dict[str, Table] = {}

@@ -278,7 +278,7 @@ class Cutter:
         taken: Mapping[str, Dirty],
         moment: CutMoment,
     ) -> Cut:
-        """Describe what was copied; `cut_seal.seal` goes on from there in the background.
+        """Describe what was copied; `seal.seal` goes on from there in the background.
 
         Args:
             plan: of what lies in the slot.

@@ -1,6 +1,6 @@
 """Plans a cut: which rows of each table it holds, and where everything goes in the slot.
 
-Reads marks and sizes, and writes nothing. `cut_copy` copies what is planned, `cut_seal` describes
+Reads marks and sizes, and writes nothing. `copy` copies what is planned, `seal` describes
 what lies in the slot then.
 """
 

@@ -38,8 +38,8 @@ class _Named(NamedTuple):
 class ModelState:
     """Dense parameters, buffers (also those that are not persistent) and extra state, by name.
 
-    Names are canonical (`catalog.restoring.names`); a tied parameter appears once, under its first
-    name.
+    Names are canonical (`catalog.restore.state.canonical_name`); a tied parameter appears once,
+    under its first name.
 
     Args:
         model: whose.
@@ -166,8 +166,9 @@ def _form(tensor: Stored) -> str:
 # The state trees of all ranks of a checkpoint, as one of the ranks that restore it needs them.
 #
 # Dense parameters that every rank has, and what optimizers have of them, are in the tree of rank 0
-# alone (`replicas.py`). Of the others each has what is its own: pieces of dense tensors, buffers,
-# extra states, hyperparameters, schedulers, generators, reader, extras, the state of its tables.
+# alone (`ranks/agreement.py`). Of the others each has what is its own: pieces of dense tensors,
+# buffers, extra states, hyperparameters, schedulers, generators, reader, extras, the state of its
+# tables.
 
 
 _WHOLE = frozenset(("model", "optimizers"))

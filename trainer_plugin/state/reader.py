@@ -32,7 +32,8 @@ _MAX_PARTS = 32
 def capture(loader: object) -> dict[str, Any]:
     """The states of its own generators, and the epochs that its samplers are in.
 
-    The global generators are `rng_state`'s. What workers draw from are copies, which nobody sees.
+    The global generators are captured in `rng`. What workers draw from are copies, which nobody
+    sees.
     """
     return {
         "states": {name: _state(generator) for name, generator in _generators(loader)},

@@ -259,12 +259,12 @@ class TrainingState:
         refuse_prepared("reader", reader)
 
     def warn_of_schedulers(self) -> None:
-        """Call before a restore; see `left_out`."""
+        """Call before a restore; see the function `warn_of_schedulers`."""
         extras = self._extras.values()
         warn_of_schedulers(self.optimizers.optimizers, self._schedulers, extras)
 
     def warn_of_batches(self, batches_done: int) -> None:
-        """Call after a restore; see `left_out`."""
+        """Call after a restore; see the function `warn_of_batches`."""
         warn_of_batches(self._reader, tuple(self._extras), batches_done)
         self._batches_before = batches_done
         self._in_no_optimizer = in_no_optimizer(
@@ -383,7 +383,7 @@ class TrainingState:
         """`saved` as if its tables had been trained by what trains them here; why they were not.
 
         Args:
-            saved: as `rank_trees.tree_for` returned it for this rank.
+            saved: as `model.tree_for` returned it for this rank.
             elsewhere: names of tables that this rank does not hold, and others do.
         """
         if saved is None or any(key not in saved for key in _KEYS):

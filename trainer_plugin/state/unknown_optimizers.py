@@ -13,8 +13,8 @@ Some optimizers that were not given are no loss:
 - A wrapper around one that was given, which steps within each step of the wrapper.
 - One in `extras`: its state is in the checkpoint under that name.
 - One that trains other models, or only parameters that no optimizer was given for: these are named
-  in the log instead (`left_out`), since a script may keep that state itself. Tables are not among
-  them.
+  in the log instead (`training_state`), since a script may keep that state itself. Tables are not
+  among them.
 """
 
 from __future__ import annotations

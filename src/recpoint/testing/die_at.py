@@ -4,7 +4,7 @@
     python -m recpoint.testing.die_at N script.py arguments…
     python -m recpoint.testing.die_at --count FILE -m package.module arguments…
 
-A step is what `catalog.stores.durable.step` announces: every write, fsync, rename, link, unlink,
+A step is what `catalog.store.durable.step` announces: every write, fsync, rename, link, unlink,
 upload and deletion, right before it is done. With N larger than the number of steps the program
 ends by itself. `--count` kills nothing and appends a line `number<TAB>pid<TAB>name` to FILE at each
 step, so that a test can go through all of them. With `--children` before the program, the Python
