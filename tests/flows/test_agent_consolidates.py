@@ -155,7 +155,7 @@ def is_gone(process: psutil.Process) -> bool:
 STOPS_ITSELF = """
 import os, signal, sys
 if "recpoint.flows.agent.consolidate_process" in sys.orig_argv:
-    from recpoint.catalog.stores import durable
+    from recpoint.catalog.store import durable
     durable.set_observer(lambda step: os.kill(os.getpid(), signal.SIGSTOP))
 """
 

@@ -290,9 +290,9 @@ def test_of_many_threads_one_wins_and_the_others_know(run: Run) -> None:
 _COMMITTER = """
 import sys
 from pathlib import Path
-from recpoint.catalog.runs.commit import commit
-from recpoint.catalog.stores.local_store import LocalStore
-from recpoint.catalog.runs.run import Run
+from recpoint.catalog.run.commit import commit
+from recpoint.catalog.store.local import LocalStore
+from recpoint.catalog.run.run import Run
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.records import unpack_record

@@ -20,11 +20,11 @@ _PROGRAM = """
 import json, sys, threading
 import psutil
 from recpoint import kernels
-from recpoint.catalog.consolidation.consolidate import consolidate
-from recpoint.catalog.consolidation.consolidate_plan import plan_consolidation
-from recpoint.catalog.runs.lineage import ManifestName
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.format.naming import ManifestName
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 
 kernels.warm_up()
 run = Run.open(open_store(sys.argv[1]))

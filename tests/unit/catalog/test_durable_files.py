@@ -93,7 +93,7 @@ def test_what_an_observer_raises_stops_the_step(tmp_path: Path) -> None:
 
 _PROGRAM = """
 import sys
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import ObjectExists
 store = open_store(sys.argv[1])
 for key, data in [("a/one", b"1" * 1000), ("a/two", b"2" * 1000)]:

@@ -13,21 +13,21 @@ from recpoint.errors import StagingError
 IN_A_CHILD = """
 import os, sys
 from pathlib import Path
-from recpoint.catalog.staging import host_lock
+from recpoint.catalog.staging import locks
 
 path = Path(sys.argv[1])
-lock = host_lock.acquire(path, expected="a free lock", next_step="wait")
+lock = locks.acquire(path, expected="a free lock", next_step="wait")
 child = os.fork()
 if child == 0:
     # Under the number of the lock's file, which is free in the child.
     own = os.dup2(os.open(path.with_name("own"), os.O_CREAT | os.O_RDWR), lock)
-    host_lock.release(lock)  # as a child does that leaves the trainer's `with Checkpointer`
+    locks.release(lock)  # as a child does that leaves the trainer's `with Checkpointer`
     os.write(own, b"mine")
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert host_lock.is_held(path)
-host_lock.release(lock)
-assert not host_lock.is_held(path)
+assert locks.is_held(path)
+locks.release(lock)
+assert not locks.is_held(path)
 """
 
 

@@ -19,8 +19,8 @@ import json, os, sys, time
 from pathlib import Path
 import psutil, threading
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.staged import read_job, spool_directory
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.staging.area import read_job, spool_directory
+from recpoint.catalog.store.store import open_store
 
 process = psutil.Process()
 persist_job(sys.argv[1])

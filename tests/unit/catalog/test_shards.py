@@ -476,10 +476,10 @@ def test_a_file_that_was_cut_off_is_said_to_be_so(
 _PROGRAM = """
 import json, sys, threading
 from recpoint import kernels
-from recpoint.catalog.runs.run import Run
-from recpoint.catalog.restoring.selection import Selection
-from recpoint.catalog.restoring.shards import restore_shards
-from recpoint.catalog.stores.store import open_store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.files import restore_shards
+from recpoint.catalog.store.store import open_store
 
 def anonymous_bytes():
     with open("/proc/self/status") as status:

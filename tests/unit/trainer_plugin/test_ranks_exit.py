@@ -14,7 +14,7 @@ def say():
 
 atexit.register(say)  # called after those of what is imported below
 import torch.distributed as dist
-from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.ranks.ranks import Ranks
 
 dist.init_process_group(
     "gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2
@@ -39,7 +39,7 @@ import os, sys
 
 import torch.distributed as dist
 from recpoint.errors import RankLost
-from recpoint.trainer_plugin.ranks import Ranks
+from recpoint.trainer_plugin.ranks.ranks import Ranks
 from tests.no_threads import no_threads
 
 rank = int(sys.argv[2])

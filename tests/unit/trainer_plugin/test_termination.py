@@ -243,7 +243,7 @@ UNCLOSED = """
 import gc, os, sys
 import torch._dynamo  # as the first optimizer does
 from pathlib import Path
-from recpoint.catalog.staging import staged
+from recpoint.catalog.staging import area
 from tests import training_builder
 from tests.training_builder import Place, checkpointer, simple_training
 training_builder.ROWS = 2_000_000  # which takes longer to stage than a process to end
@@ -259,7 +259,7 @@ for _ in range(3):
         ckpt.step()
         break
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(code, len(staged.staged_jobs(place.run_directory)), flush=True)
+    print(code, len(area.staged_jobs(place.run_directory)), flush=True)
 """
 
 
