@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from recpoint.catalog.store.contract import check_key
 from recpoint.catalog.store.store import ObjectInfo, Store
 from recpoint.errors import (
     StoreError,
@@ -25,6 +26,7 @@ Operation = Literal[
 OPERATIONS: frozenset[Operation] = frozenset(get_args(Operation))
 READS: frozenset[Operation] = frozenset({"get", "get_range"})
 WRITES: frozenset[Operation] = frozenset({"put", "create", "delete", "delete_unfinished"})
+_WITHOUT_KEY: frozenset[Operation] = frozenset({"list", "list_unfinished", "probe"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,8 @@ class FaultStore(Store):
     def _begin(self, operation: Operation, key: str) -> builtins.list[Fault]:
         """Faults that strike this call; raises the error of one that fails it."""
         self.calls.append((operation, key))
+        if operation not in _WITHOUT_KEY and not _is_key(key):
+            return []  # the store refuses it, at any time
         striking = [
             fault
             for fault, count in self._plan
@@ -196,6 +200,14 @@ class FaultStore(Store):
             expected="an answer",
             next_step="try again" if kind.retryable else "change the plan of the faults",
         )
+
+
+def _is_key(key: str) -> bool:
+    try:
+        check_key(key)
+    except ValueError:
+        return False
+    return True
 
 
 class _Count:
