@@ -135,7 +135,7 @@ def parse_chunk(
         key: where it was read from, for errors.
         entry: what the manifest says about it.
         manifest: the manifest that names it. The checkpoint it was written for is the one in
-            `entry.key`: after a consolidation another than the manifest's (format §4, I1).
+            `entry.key`: after a consolidation another than the manifest's (format §4, invariant 1).
 
     Returns:
         The chunk. Of a row set it is known that its section is there, not what is in it:

@@ -373,7 +373,7 @@ class Manifest(StoredRecord):
 
     @model_validator(mode="after")
     def _under_one_prefix(self) -> Self:
-        """That all chunks are its own, or those of one consolidation of it (format §4, I1)."""
+        """All chunks are its own, or those of one consolidation of it (format §4, invariant 1)."""
         at = naming.AttemptName(self.step, self.generation, self.attempt)
         if self.stands_for is not None:
             found = naming.parse_chunk_key(self.chunks[0].key)

@@ -71,7 +71,7 @@ def find_route(
 
     Walks from it towards older checkpoints, through all their representations, cheapest first,
     until it comes to a full, or to the checkpoint that is served: by its attempt, so that another
-    checkpoint of the same step is no way. Every check of format §4 (I4) is made.
+    checkpoint of the same step is no way. Every check of format §4 (invariant 4) is made.
 
     Args:
         name: where to.

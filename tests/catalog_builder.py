@@ -240,7 +240,7 @@ def build(
 
 
 def upload(store: Store, checkpoint: Checkpoint) -> None:
-    """Write the chunks (format §6.1 W3)."""
+    """Write the chunks (format §6.1, write order, rule 3)."""
     for key, data in checkpoint.chunks.items():
         store.put(key, data)
 

@@ -58,7 +58,8 @@ from recpoint.format.records import GenerationRecord
 __all__ = ["CheckReport", "Level", "Severity", "check"]
 
 
-# How all manifests of a run depend on each other: what a check has to know (format §4, I4).
+# How all manifests of a run depend on each other: what a check has to know (format §4,
+# invariant 4).
 
 
 Damage: TypeAlias = FormatError | ChainError | ObjectNotFound
@@ -176,7 +177,7 @@ class RepresentationGraph:
         )
 
     def _contradiction(self, manifest: Manifest) -> ChainError | None:
-        """Where a consolidated manifest says other things of its checkpoint than its own (I6)."""
+        """Where a consolidated manifest contradicts the own one (format §4, invariant 6)."""
 
         def read(own: Representation) -> Manifest:
             found = self.read(own)

@@ -68,8 +68,8 @@ class Uploads:
     """Writes chunks in threads; leaving the context waits for those under way.
 
     The first chunk is written whatever is there: it makes the attempt young, so that no sweep
-    that begins now takes what is found under it (format §6.8 C4). Of the others those that are
-    there, byte for byte, are not written again.
+    that begins now takes what is found under it (format §6.8, consolidation order, rule 4). Of
+    the others those that are there, byte for byte, are not written again.
 
     Args:
         store: where to.
@@ -140,7 +140,8 @@ def moved_chunk(chunk: Chunk, entry: ChunkEntry, attempt: str) -> tuple[ChunkEnt
     return ChunkEntry.model_validate(entry.model_dump() | changes), data
 
 
-# Moving the rows of a consolidation: some tables, newest source first (format §6.8 C3).
+# Moving the rows of a consolidation: some tables, newest source first (format §6.8,
+# consolidation order, rule 3).
 
 
 #: Chunks that are read at once, and those that may wait besides: each is in memory whole.
@@ -254,7 +255,7 @@ class _TableMerge:
 
 
 def _may_be_in(entry: ChunkEntry, section: range) -> bool:
-    """By the ends that the manifest says, which a chunk has when it is read (format §6.3 R5)."""
+    """By the ends that the manifest says; reading a chunk checks them (format §6.3, rule 5)."""
     first, last = entry.first_row, entry.last_row
     assert first is not None and last is not None  # of a chunk of rows
     return first < section.stop and last >= section.start
@@ -413,7 +414,7 @@ def commit_consolidation(
 
 def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[ChunkEntry, ...]:
     # Last, and written whatever is there: on a local disk this makes the directory durable, with
-    # all that an earlier call had put into it (format §6.8 C4).
+    # all that an earlier call had put into it (format §6.8, consolidation order, rule 4).
     prefix = attempt_prefix(*plan.target.name, plan.attempt)
     with Uploads(run.store, prefix, trust=False) as uploads:
         for entry in newest.chunks:
@@ -430,7 +431,10 @@ def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[Ch
 
 
 def _make_sure(run: Run, plan: ConsolidationPlan, there: Manifest) -> None:
-    """Write what a sweep has removed since it was looked at: from now on none does (C6)."""
+    """Write what a sweep has removed since the look (format §6.8, consolidation order, rule 6).
+
+    From now on no sweep removes anything of it.
+    """
     if _may_be_swept(run, plan, there):
         time.sleep(_SWEEPS_END_SECONDS)
     if not _has_gap(run, plan, there):
@@ -513,7 +517,7 @@ def _manifest(
 
 
 def _look_last(run: Run, manifest: Manifest, prefix: str) -> None:
-    """All that C5 asks for, seen right before the manifest is created."""
+    """Make, right before the manifest, the checks of consolidation order, rule 5 (format §6.8)."""
     for _ in range(_LOOKS):
         began_seconds = host_seconds()
         _check_all_there(run, manifest, prefix)
@@ -529,7 +533,10 @@ def _check_all_there(run: Run, manifest: Manifest, prefix: str) -> None:
 
 
 def _check_still_wanted(run: Run, manifest: Manifest) -> None:
-    """That the checkpoint, and the parent that the manifest will need, still exist (C5)."""
+    """Check that the checkpoint, and the parent that the manifest will need, still exist.
+
+    The consolidation order asks for it in rule 5 (format §6.8).
+    """
     for ref in (manifest.ref, manifest.parent):
         if ref is None:
             continue
@@ -552,7 +559,8 @@ def _check_still_wanted(run: Run, manifest: Manifest) -> None:
             )
 
 
-# A consolidation that goes around what is damaged, as a restore does (format §6.8 C3).
+# A consolidation that goes around what is damaged, as a restore does (format §6.8,
+# consolidation order, rule 3).
 #
 # Plans are made from manifests alone, so that a damaged chunk is found when it is read: by then
 # half a plan may be done. A new plan then does without the manifest that names the chunk, where

@@ -1,4 +1,7 @@
-"""Rows from stored chunks into new ones, as they are stored: none is decoded (format §6.8 C3)."""
+"""Moves rows from stored chunks into new ones, and decodes none of them.
+
+This is rule 3 of the consolidation order (format §6.8).
+"""
 
 from __future__ import annotations
 

@@ -191,7 +191,8 @@ def _as_a_full(manifests: Sequence[Manifest], specs: Sequence[TableSpec]) -> Liv
     return Live(sum(rows), size_bytes)
 
 
-# What a consolidation would read, write and free, and whether it pays (format §6.8 C1, C2).
+# What a consolidation would read, write and free, and whether it pays (format §6.8,
+# consolidation order, rules 1 and 2).
 
 
 #: Raised with every change of which chunks come out of the same sources.
@@ -273,7 +274,8 @@ class ConsolidationPlan:
 
     Attributes:
         target: the representation to make.
-        attempt: under which its chunks lie: follows from the sources (format §6.8 C2).
+        attempt: under which its chunks lie: follows from the sources (format §6.8,
+            consolidation order, rule 2).
         sources: what is merged, oldest first; empty when there is nothing to do.
         parts: the work on rows, in steps.
         links_before, links_after, read_bytes, write_bytes, write_rows, restore_bytes_before,
@@ -483,7 +485,9 @@ def _digest(manifest: Manifest) -> str:
 
 
 def _attempt(run: Run, target: Representation, attempt: str, digests: Sequence[str]) -> str:
-    """Everything that the bytes of the chunks follow from, in 128 bits (format §6.8 C2).
+    """Everything that the bytes of the chunks follow from, in 128 bits.
+
+    The consolidation order names the attempt by it, in rule 2 (format §6.8).
 
     Args:
         run: the run.

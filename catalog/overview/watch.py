@@ -192,7 +192,8 @@ class RunWatch:
 
     def _list(self) -> _Listing:
         began = time.monotonic()
-        # Generations first, own manifests before consolidated ones (format §6.3 R3).
+        # Generations first, own manifests before consolidated ones (format §6.3, read order,
+        # rule 3).
         generations = dict(self.run.records(GENERATION).listed())
         if not generations:
             # A local directory that is gone lists as empty: a run that is away is not a new one.

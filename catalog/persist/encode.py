@@ -1,4 +1,6 @@
-"""Second and third step of a persist: recipes of chunks, and from them chunks in the store (W3).
+"""Second and third step of a persist: makes recipes of chunks, and writes chunks from them.
+
+At its end the chunks are in the store (format §6.1, write order, rule 3).
 
 A recipe holds a chunk's header and names the extents of slot and spool that make up its body, so
 that exact rows and states go from the slot to the store without a copy in between.

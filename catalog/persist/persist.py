@@ -342,7 +342,10 @@ class PersistJob:
         return [entry for group in self.groups for entry in encoded_entries(self.staged, group)]
 
     def _require_uploaded(self, run: Run, entries: list[ChunkEntry]) -> None:
-        """That the store still has what the spool says was uploaded, maybe long ago (W4b)."""
+        """That the store still has what the spool says was uploaded, maybe long ago.
+
+        Rule 5 of the write order asks for it (format §6.1).
+        """
         prefix = attempt_prefix(self.job.step, self.job.generation, self.job.attempt)
         missing = not_there(run.store, prefix, entries)
         if missing:
@@ -359,7 +362,9 @@ class PersistJob:
         )
 
     def finish(self, there: Committed) -> Outcome:
-        """Tell the trainer that the checkpoint is there, and remove the job (format §7, S6).
+        """Tell the trainer that the checkpoint is there, and remove the job.
+
+        This is rule 7 of the staging order (format §7).
 
         Raises:
             StagingRefused, OSError: as `area.finish`.

@@ -281,7 +281,7 @@ def _identity(ref: CheckpointRef) -> tuple[int, int, str]:
     return ref.step, ref.generation, ref.attempt
 
 
-# --- from the parts of all ranks to one manifest (P3): no reading, no writing ---------------------
+# --- from the parts of all ranks to one manifest (joining order, rule 3): no I/O -----------------
 
 
 _MOST_TEXT: Final = 255

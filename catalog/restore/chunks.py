@@ -137,7 +137,7 @@ class ReadBuffers:
 
 # From stored chunks to checked rows: nothing is believed before it is checked.
 #
-# Read order R5 (format §6.3): length and crc32c of all bytes, then the header against the
+# Read order, rule 5 (format §6.3): length and crc32c of all bytes, then the header against the
 # manifest's entry, then the row set and the row parameters.
 
 

@@ -129,7 +129,7 @@ def logical_tables(tables: Sequence[TableSpec]) -> dict[str, LogicalTable]:
     }
 
 
-# Whether the chunks of a table hold each row at most once (format §4, I2 and I3).
+# Whether the chunks of a table hold each row at most once (format §4, invariants 2 and 3).
 
 
 class RowCoverage:

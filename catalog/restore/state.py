@@ -64,7 +64,8 @@ def canonical_name(model: nn.Module, name: str) -> str:
 
 # From stored chunks to the state trees of ranks: of all, or of those that a reader needs.
 #
-# What is read passes R5 (format §6.3) before it is parsed; a chunk is read whole or not at all.
+# A chunk is read whole or not at all, and checked before it is parsed (format §6.3, read order,
+# rule 5).
 
 
 _NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-# Rules of retention: which checkpoints are worth keeping (format §6.6 T1, §6.7).
+# Rules of retention: which checkpoints are worth keeping (format §6.6, plan; §6.7).
 
 
 _MOST = 10**9
@@ -264,7 +264,9 @@ def plan(facts: RunFacts, policy: RetentionPolicy) -> RetentionPlan:
 
 
 def needed_manifests(facts: RunFacts, doomed: frozenset[str]) -> dict[str, str]:
-    """Which of `doomed`, keys of manifests, something else still needs, and what (format §6.6 T4).
+    """Which of `doomed`, keys of manifests, something else still needs, and what.
+
+    This is the second look of a retention (format §6.6, look again).
 
     No rule is asked: what counts is every manifest that is not doomed, pins, leases and the
     newest checkpoint of the live line.

@@ -97,7 +97,7 @@ def require_grace(
         )
 
 
-# Marks: manifests whose deletion is announced (format §6.6 T2).
+# Marks: manifests whose deletion is announced (format §6.6, mark).
 
 
 def marked(run: Run) -> set[str]:
@@ -145,7 +145,8 @@ def _read_mark(run: Run, manifest: str) -> Mark | None:
         return None
 
 
-# What a retention would do now: what to mark, what waits, what to delete (format §6.6, T1-T3).
+# What a retention would do now: what to mark, what waits, what to delete (format §6.6,
+# plan to announce).
 
 
 class Waiting(NamedTuple):
@@ -473,7 +474,7 @@ def execute(
     take_over_seconds: float = TAKE_OVER_SECONDS,
     on_step: OnStep = unwatched,
 ) -> PruneResult:
-    """Do what a plan says (format §6.6, T2 to T6), and leave it for people to see.
+    """Do what a plan says (format §6.6, mark to sweep), and leave it for people to see.
 
     Killed anywhere, the next one goes on.
 
@@ -633,7 +634,9 @@ def _look_and_delete(
     spared: dict[str, str],
     on_step: OnStep,
 ) -> tuple[str, ...] | None:
-    """Delete what was announced and is not needed, then the announcement (format T4, T5).
+    """Delete what was announced and is not needed, then the announcement.
+
+    These are the steps look again and delete of format §6.6.
 
     Returns:
         What there was no time for; None: nothing may be deleted now.
@@ -693,7 +696,7 @@ class _Seen(NamedTuple):
 
 
 def _find_doomed(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen | None:
-    """Which of the announced manifests nothing needs (format T4); None: nothing may go now."""
+    """Which announced manifests nothing needs; None: nothing may go now (§6.6, look again)."""
     announced = mine.manifests
     facts = gather(run)
     # After the manifests, which take long to read: who comes meanwhile is seen.
@@ -715,7 +718,7 @@ def _find_doomed(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen 
 def _delete_seen(
     run: Run, mine: Announcement, seen: _Seen, deleted: list[str], on_step: OnStep
 ) -> tuple[str, ...]:
-    """Delete manifests (format T5) until time is up or somebody comes; returns what is left."""
+    """Delete manifests until time is up or somebody comes; return what is left (§6.6, delete)."""
     doomed = seen.doomed
     for number, manifest in enumerate(doomed):
         if seen.present.anybody_new(run):

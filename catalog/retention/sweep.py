@@ -195,7 +195,8 @@ class NamedChunks:
 GRACE_NEEDED = "what is being written is younger"
 
 #: So long after a look at an attempt it is looked at again before more of it goes: a consolidation
-#: may have gone on with it. That waits twice as long before its last look (format §6.8 C6).
+#: may have gone on with it. That waits twice as long before its last look (format §6.8,
+#: consolidation order, rule 6).
 _LOOK_AGAIN_SECONDS: Final = 10.0
 
 #: Where looks take longer than that, so many are in vain; then each is good for one object.

@@ -114,7 +114,8 @@ class ManifestsAhead:
                 newest = choice.after
 
 
-# Which manifests must be read to restore a checkpoint, and whether they join up (format §4, I4).
+# Which manifests must be read to restore a checkpoint, and whether they join up (format §4,
+# invariant 4).
 #
 # A checkpoint may have several representations: its own manifest, and consolidated ones with a
 # shorter chain. Walks take the one that reads least, and the next one where that is damaged.
@@ -345,8 +346,9 @@ def _choices(name: ManifestName, there: _There) -> Sequence[Representation]:
 
 
 def check_with_own(manifest: Manifest, read: Callable[[Representation], Manifest]) -> None:
-    """Whether a consolidated manifest says of its checkpoint what the own one does (format §4, I6).
+    """Whether a consolidated manifest says of its checkpoint what the own one does.
 
+    Invariant 6 of format §4 asks for it.
     Of a parent `check_link` shows it, by what its child says.
 
     Args:

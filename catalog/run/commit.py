@@ -122,13 +122,16 @@ def _links_to_read(run: Run, manifest: Manifest) -> int:
     return len(chain.manifests)
 
 
-# Making a checkpoint exist: fence, parent, create-only, read back (format §6.1 W4-W5, §6.2).
+# Making a checkpoint exist: fence, parent, create-only, read back (format §6.1, write order, rules
+# 4 to 6; §6.2).
 
 
 def commit(
     run: Run, manifest: Manifest, *, expect_generation_newest: bool = True
 ) -> Literal["created", "already"]:
-    """Create the manifest. Every chunk it names MUST be durable by now (format §6.1 W3).
+    """Create the manifest. Every chunk it names MUST be durable by now.
+
+    The write order says so in rule 3 (format §6.1).
 
     May be called again with the same attempt as often as one likes, by any process, also after
     the trainer has been replaced: what has been committed stays committed.
@@ -206,7 +209,7 @@ def manifest_bytes(manifest: Manifest, *, next_step: str) -> bytes:
 
 
 def check_fence(run: Run, generation: int, step: int) -> None:
-    """Whether a generation may still commit (format §6.1 W4).
+    """Whether a generation may still commit (format §6.1, write order, rule 4).
 
     Args:
         run: the run.

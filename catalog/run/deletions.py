@@ -23,7 +23,8 @@ from recpoint.format.retention_records import Deletion
 __all__ = ["Announcement", "Going", "TAKE_OVER_SECONDS", "announce", "standing", "take_over"]
 
 
-# The announcement of a deletion: whose it is, how long it holds, who may take it over (§6.6 T3).
+# The announcement of a deletion: whose it is, how long it holds, who may take it over (§6.6,
+# announce).
 #
 # A pin is safe because whoever deletes a manifest has named it in `deletion.json` from before the
 # last look until after the deletion. So nobody deletes under an announcement that is not their own,

@@ -1,4 +1,4 @@
-"""What retention has to know of a run, read from its store (format §6.6 T1)."""
+"""What retention has to know of a run, read from its store (format §6.6, plan)."""
 
 from __future__ import annotations
 

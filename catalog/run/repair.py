@@ -46,9 +46,10 @@ __all__ = [
 # Checkpoints whose manifests are gone though a restore needs them: lost, not let go (format §6.5).
 #
 # How the two are told apart. Retention deletes a manifest only when what stands on it has gone
-# before it, or has a chain without it (format §6.4, D1). So where a checkpoint is there, none of
-# its manifests leads to a full, and the parent of one has no manifest, that one was lost. Its
-# checkpoint is whole again once it is put back, unless somebody has removed the chunks until then.
+# before it, or has a chain without it (format §6.4, delete order, rule 1). So where a
+# checkpoint is there, none of its manifests leads to a full, and the parent of one has no manifest,
+# that one was lost. Its checkpoint is whole again once it is put back, unless somebody has removed
+# the chunks until then.
 # Where all are gone, no manifest tells what another needs: everything stays (`manifests_gone`).
 
 
@@ -86,7 +87,8 @@ class _Gap(NamedTuple):
     last: AttemptName
 
     def has(self, name: ManifestName) -> bool:
-        # Steps ascend along a chain, and no parent is of a later generation (format §4, I4).
+        # Steps ascend along a chain, and no parent is of a later generation (format §4,
+        # invariant 4).
         return (
             self.first.step <= name.step <= self.last.step
             and self.first.generation <= name.generation <= self.last.generation

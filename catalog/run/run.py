@@ -64,7 +64,8 @@ __all__ = [
 ]
 
 
-# `run.json`: reading it, making it, and making it anew where it was lost (format §6.1 W1).
+# `run.json`: reading it, making it, and making it anew where it was lost (format §6.1, write
+# order, rule 1).
 
 
 #: Generation records first: there are few, and each start of a trainer makes one.
@@ -72,7 +73,7 @@ _TELLING: tuple[AnyKind, ...] = (GENERATION, MANIFEST, CONSOLIDATED)
 
 
 def read_run_record(store: Store) -> RunRecord:
-    """What makes this URL a run (format §6.3 R1).
+    """What makes this URL a run (format §6.3, read order, rule 1).
 
     Raises:
         NothingToRestore: there is none: no run.
@@ -227,7 +228,7 @@ class Run:
 
     @classmethod
     def open(cls, store: Store) -> Self:
-        """The run that is there (format §6.3 R1).
+        """The run that is there (format §6.3, read order, rule 1).
 
         Raises:
             NothingToRestore: there is no run under this URL.
@@ -238,7 +239,9 @@ class Run:
 
     @classmethod
     def create(cls, store: Store) -> Self:
-        """The run that is there, or a new one when there is none (format §6.1 W1).
+        """The run that is there, or a new one when there is none.
+
+        This is rule 1 of the write order (format §6.1).
 
         Raises:
             StoreUnsupported: the store does not honour create-only writes (format §6.2).
@@ -309,7 +312,7 @@ class Run:
         Two listings, no reads.
         """
         # In this order: a checkpoint whose own manifest is removed in between has been
-        # consolidated before, and is found by the second listing (format §6.3 R3).
+        # consolidated before, and is found by the second listing (format §6.3, read order, rule 3).
         own = [Representation(name) for name in self.records(MANIFEST).names()]
         return by_checkpoint([*own, *self._consolidated()])
 
@@ -427,7 +430,7 @@ class Run:
     # --- taking over ---------------------------------------------------------------------------
 
     def claim(self, restored: CheckpointRef | None, *, above: int = 0) -> GenerationRecord:
-        """Take the run over: create the next generation record (format §6.1 W1).
+        """Take the run over: create the next generation record (format §6.1, write order, rule 1).
 
         From then on no earlier trainer can commit. Two trainers that claim at once get different
         numbers; the later number owns the run. The number is above all that anything in the store
@@ -515,7 +518,9 @@ class Run:
     def claim_from_newest(
         self, restore: Callable[[int | None], CheckpointRef | None], *, above: int = 0
     ) -> GenerationRecord:
-        """Restore and claim so that no commit falls in between unnoticed (format §6.1 W1).
+        """Restore and claim so that no commit falls in between unnoticed.
+
+        This is rule 1 of the write order (format §6.1).
 
         Not for a trainer that was told which step to restore: what others commit meanwhile is
         then left behind on purpose, and `claim` is all it needs.

@@ -226,7 +226,7 @@ class Doubts:
         return None
 
 
-# Manifests that validations have found damaged while others stood in for them (format §6.6 T1).
+# Manifests that validations have found damaged while others stood in for them (format §6.6, plan).
 #
 # Such a validation passes, so that its key does not tell: its record does.
 

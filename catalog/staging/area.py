@@ -285,7 +285,9 @@ def read_outcome(path: Path | str) -> Outcome:
 
 
 def finish(job_file: Path | str, outcome: Outcome) -> None:
-    """Answer a job (format §7, S6): the job file goes last, so that no slot is free unanswered.
+    """Answer a job; the job file goes last, so that no slot is free unanswered.
+
+    This is rule 7 of the staging order (format §7).
 
     Raises:
         StagingRefused: one of the directories is not this user's own.
@@ -415,7 +417,7 @@ def _read_record(area: Path, path: Path) -> bytes:
     return owned.read(area, path, MAX_RECORD_BYTES + 1)
 
 
-# Cancel marks: a trainer asks for a staged job to be dropped (format §7, S4b).
+# Cancel marks: a trainer asks for a staged job to be dropped (format §7, staging order, rule 5).
 
 
 def cancels_directory(run_dir: Path | str) -> Path:

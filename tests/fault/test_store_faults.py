@@ -339,7 +339,7 @@ def test_a_break_in_one_of_many_ranges_costs_only_that(
 
 
 def test_flipped_bytes_arrive_silently(store: Store, proxy: FaultProxy) -> None:
-    """Which is why every byte that is read is checked against the manifest (format §6.3 R5)."""
+    """So every byte that is read is checked against the manifest (format §6.3, read order)."""
     data = secrets.token_bytes(10_000)
     store.put("new", data)
     proxy.plan = [Break(match="GET", flip_body_byte=5_000)]

@@ -1,7 +1,8 @@
-"""The background thread between a snapshot and its outcome (format §7, S3, S4, S7).
+"""The background thread between a snapshot and its outcome (format §7).
 
-It makes a snapshot durable, writes its job file, and waits for the agent's answer. What it learns
-comes back as events, which the training thread fetches; it changes nothing that training uses.
+It makes a snapshot durable, writes its job file, and waits for the agent's answer: rules 3, 4 and
+8 of the staging order. What it learns comes back as events, which the training thread fetches; it
+changes nothing that training uses.
 """
 
 from __future__ import annotations

@@ -349,7 +349,8 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
     return restored
 
 
-# A trainer's start on a run: what it restores, and taking the run over (format §6.1, W1).
+# A trainer's start on a run: what it restores, and taking the run over (format §6.1, write
+# order, rule 1).
 
 
 #: A start tries again when the store refuses a call. Later calls through this store do so too.

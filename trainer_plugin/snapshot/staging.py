@@ -642,7 +642,7 @@ class StagingArea:
         return [directory / name for name in names if name.startswith(durable.TEMPORARY_PREFIX)]
 
     def write_job(self, path: Path, data: bytes) -> None:
-        """Make a staged job exist (format §7, S4); `forget_outcome` comes before.
+        """Make a staged job exist (format §7, staging order, rule 4), after `forget_outcome`.
 
         Raises:
             StagingRefused: its directory is not this user's own.

@@ -346,8 +346,8 @@ def list_checkpoints(
     run = open_run(url)
     live: list[ManifestName] = []
     unknown: FormatError | ChainError | None = None
-    # Generations first (format §6.3 R3); and what counts of these very checkpoints: one that is
-    # committed meanwhile would look superseded.
+    # Generations first (format §6.3, read order, rule 3); and what counts of these very
+    # checkpoints: one that is committed meanwhile would look superseded.
     numbers, forms = run.generation_numbers(), run.representations()
     try:
         live = run.line_of(numbers, forms)

@@ -1,4 +1,4 @@
-"""Dropping a staged job at the trainer's wish (format §7, S4b)."""
+"""Dropping a staged job at the trainer's wish (format §7, staging order, rule 5)."""
 
 from __future__ import annotations
 

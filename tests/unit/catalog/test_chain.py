@@ -1,4 +1,4 @@
-"""Chains: the links join up, or the error names the one that does not (format §4, I4)."""
+"""Chains: the links join up, or the error names the one that does not (format §4, invariant 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commits: one winner, and everybody knows who it is (format §6.1 W4-W5, §6.2)."""
+"""Commits: one winner, and everybody knows who it is (format §6.1, §6.2)."""
 
 from __future__ import annotations
 

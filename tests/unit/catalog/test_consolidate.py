@@ -1,4 +1,4 @@
-"""A consolidation restores, bit for bit, what its chain restores (format §6.8, I6)."""
+"""A consolidation restores, bit for bit, what its chain restores (format §6.8, invariant 6)."""
 
 from __future__ import annotations
 

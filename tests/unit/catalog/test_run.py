@@ -341,7 +341,7 @@ def test_keys_that_are_not_ours_are_ignored(tmp_path: Path) -> None:
 
 
 class TestClaimFromNewest:
-    """A trainer that starts while another still commits (format §6.1 W1)."""
+    """A trainer that starts while another still commits (format §6.1, write order, rule 1)."""
 
     def test_nothing_is_restored_twice_when_nothing_happens(self, tmp_path: Path) -> None:
         run = new_run(tmp_path)
