@@ -280,13 +280,19 @@ class TableSource(Protocol):
 
 
 def modules_of(
-    model: nn.Module, sources: Sequence[TableSource] = ()
+    model: nn.Module, sources: Sequence[TableSource] = (), *, every_name: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Canonical name and module of all that no source answers for; each module once."""
+    """Canonical name and module of all that no source answers for.
+
+    Each module comes once, or with `every_name` once for each of its names.
+    """
     theirs = tuple(name for source in sources for name in source.modules)
     below = tuple(f"{name}." if name else "" for name in theirs)
-    for name, module in model.named_modules():
-        if name not in theirs and not name.startswith(below):
+    answered_for: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=not every_name):
+        if name in theirs or name.startswith(below):
+            answered_for.add(id(module))
+        elif id(module) not in answered_for:
             yield canonical_name(model, name), module
 
 

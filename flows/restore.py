@@ -20,6 +20,7 @@ from prefect.states import Completed
 
 from recpoint.catalog.restore.files import (
     DEFAULT_SHARD_BYTES,
+    Include,
     ShardPlan,
     damaged_checkpoint,
     summary,
@@ -71,6 +72,7 @@ async def restore(
     generation: GenerationNumber | None = None,
     validated_only: bool = False,
     validated_within: BatchCount | None = None,
+    include: Include = "model",
     shard_bytes: ShardBytes = DEFAULT_SHARD_BYTES,
     parts_at_once: PartsAtOnce = 1,
 ) -> State[Any]:
@@ -85,6 +87,8 @@ async def restore(
         validated_only: without a step: only one that was validated.
         validated_within: without a step: the newest that was validated, if it is at most so many
             batches older than the newest; else the newest.
+        include: model: what `load_state_dict` takes, under its names. all: also the row states of
+            tables, and the state of each rank.
         shard_bytes: of a file; a table that is larger has one of its own.
         parts_at_once: files that the task runner has at a time; each takes up to half a gigabyte of
             memory where it runs, or the dense state if that is more, and disk for the file.
@@ -110,7 +114,13 @@ async def restore(
         )
         try:
             plan, done, outcome = await _restore(
-                run_url, target, selection, shard_bytes, parts_at_once, leased=held is not None
+                run_url,
+                target,
+                selection,
+                include,
+                shard_bytes,
+                parts_at_once,
+                leased=held is not None,
             )
         finally:
             await asyncio.to_thread(lease.close)
@@ -128,6 +138,7 @@ async def _restore(
     run_url: str,
     target: str,
     selection: Selection,
+    include: Include,
     shard_bytes: int,
     at_once: int,
     *,
@@ -138,7 +149,7 @@ async def _restore(
     instead_of: ShardPlan | None = None
     while True:
         plan, there = await plan_restore(
-            run_url, target, selection, damaged, shard_bytes, instead_of, leased
+            run_url, target, selection, include, damaged, shard_bytes, instead_of, leased
         )
         if there:
             return plan, plan.report, "already"

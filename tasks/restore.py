@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from recpoint.catalog.restore.files import (
+    Include,
     ShardPlan,
     check_place,
     finish_shards,
@@ -51,6 +52,7 @@ async def plan_restore(
     run_url: str,
     target_url: str,
     selection: Selection,
+    include: Include,
     damaged: Mapping[ManifestName, str],
     shard_bytes: int,
     instead_of: ShardPlan | None = None,
@@ -65,6 +67,7 @@ async def plan_restore(
         made = plan_shards(
             open_run(run_url),
             selection,
+            include=include,
             damaged=damaged,
             leased=leased,
             shard_bytes=shard_bytes,

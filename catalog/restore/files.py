@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from recpoint.catalog.restore.restore import (
     RestoreReport,
     dense_tensors,
     restore,
+    state_dict,
+    tied_names,
+    transient_buffers,
     weight_name,
 )
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
@@ -44,10 +47,13 @@ from recpoint.errors import (
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
+from recpoint.format.records import CheckpointRef
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
     "INDEX",
+    "SHARD_NAME",
+    "Include",
     "ShardPlan",
     "check_place",
     "collect_tensors",
@@ -58,24 +64,50 @@ __all__ = [
     "restore_shards",
     "summary",
     "take_back",
+    "transient_tensors",
     "without_model",
+    "write_one_file",
     "write_shard",
 ]
 
 
 # Names for every tensor of the state trees, as files of named tensors need them.
 
+#: What files have of a checkpoint: what `Module.load_state_dict` takes, or all that is stored.
+Include = Literal["model", "all"]
 
-def state_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
-    """All tensors of the state tree of each rank: model/NAME, ranks/RANK/…; dense ones."""
+
+def state_tensors(state: Mapping[int, object], include: Include) -> dict[str, torch.Tensor]:
+    """The tensors of the state tree of each rank by their names in a file; dense ones.
+
+    Args:
+        state: the state tree of each rank.
+        include: model: the names are those of `Module.state_dict`. all: model/NAME for these,
+            buffers/NAME for the buffers that are not persistent, ranks/RANK/… for all else.
+    """
     named: dict[str, torch.Tensor] = {}
-    collect_tensors(named, "model", dense_tensors(state), "/")
-    collect_tensors(named, "ranks", without_model(state), "/")
+    for name, value in state_dict(state, {}).items():
+        if isinstance(value, torch.Tensor | np.ndarray):  # an extra state may be anything
+            collect_tensors(named, model_name(name, include), value, "/")
+    if include == "all":
+        collect_tensors(named, "buffers", transient_tensors(state), "/")
+        collect_tensors(named, "ranks", without_model(state), "/")
     return named
 
 
+def model_name(name: str, include: Include) -> str:
+    """The name in a file of what `Module.state_dict` calls `name`."""
+    return name if include == "model" else f"model/{name}"
+
+
+def transient_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
+    """The buffers by name that `Module.state_dict` leaves out."""
+    transient = transient_buffers(state)
+    return {name: t for name, t in dense_tensors(state).items() if name in transient}
+
+
 def without_model(state: Mapping[int, object]) -> dict[int, object]:
-    """The state trees without what `dense_tensors` takes from them."""
+    """The state trees without the model."""
     return {
         rank: {key: value for key, value in tree.items() if key != "model"}
         if isinstance(tree, Mapping)
@@ -109,7 +141,7 @@ def collect_tensors(
 #
 # The layout that programs know which share models: `model-00001-of-00004.safetensors`, …, and
 # `model.safetensors.index.json` with a `weight_map` from each tensor's name to its file. The names
-# are those of `recpoint restore --to FILE.safetensors`.
+# are those of one file with everything, which `write_one_file` writes.
 
 
 INDEX: Final = "model.safetensors.index.json"
@@ -123,7 +155,7 @@ _ALIGNMENT_BYTES: Final = 8
 _ORIGIN: Final = re.compile(
     rb'(?:.{8}\{"__metadata__":\{"format":"pt"|\{\s*"metadata":\s*\{\s*"total_size":\s*[0-9]+)'
     rb',\s*"run":\s*"([^"]*)",\s*"step":\s*"([0-9]+)",\s*"generation":\s*"([0-9]+)"'
-    rb',\s*"attempt":\s*"([^"]*)"',
+    rb',\s*"attempt":\s*"([^"]*)",\s*"include":\s*"([^"]*)"',
     re.DOTALL,
 )
 
@@ -133,6 +165,7 @@ class Origin(NamedTuple):
 
     name: ManifestName
     attempt: str
+    include: str
 
 
 class ShardTensor(NamedTuple):
@@ -183,11 +216,13 @@ class ShardPlan:
 
     Attributes:
         run: the run's id.
+        include: what of the checkpoint.
         report: of the checkpoint that was chosen; what was read for it is its state alone.
         shards: the files.
     """
 
     run: str
+    include: Include
     report: RestoreReport
     shards: tuple[Shard, ...]
 
@@ -204,12 +239,7 @@ class ShardPlan:
     @property
     def metadata(self) -> dict[str, str]:
         """What each file says of where it comes from."""
-        return {
-            "run": self.run,
-            "step": str(self.name.step),
-            "generation": str(self.name.generation),
-            "attempt": self.report.restored.attempt,
-        }
+        return _metadata(self.run, self.report.restored, self.include)
 
     @property
     def index(self) -> bytes:
@@ -226,6 +256,7 @@ def plan_shards(
     run: Run,
     selection: Selection = NEWEST,
     *,
+    include: Include = "model",
     damaged: Mapping[ManifestName, str] | None = None,
     leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -239,6 +270,7 @@ def plan_shards(
     Args:
         run: the run.
         selection, damaged, leased: as for `catalog.restore.restore.restore`.
+        include: see `state_tensors`; of tables model: their values, all: their row states too.
         shard_bytes: of a file that has more than one table.
 
     Raises:
@@ -248,12 +280,15 @@ def plan_shards(
     target = MemoryTarget(())
     report = restore(run, target, selection, damaged=damaged, leased=leased)
     assert target.manifest is not None  # as of every target that was restored into
-    units = [_of_table(table) for table in logical_tables(target.manifest.tables).values()]
+    tied = tied_names(target.state)
+    units = [
+        _of_table(table, tied, include) for table in logical_tables(target.manifest.tables).values()
+    ]
     named = {tensor.name for unit in units for tensor in unit}
     units.append(
         [
             ShardTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in state_tensors(target.state).items()
+            for name, tensor in state_tensors(target.state, include).items()
             if name not in named  # a state that lists a table's values too
         ]
     )
@@ -275,12 +310,10 @@ def plan_shards(
         )
     return ShardPlan(
         run=run.id,
+        include=include,
         report=report,
         shards=tuple(
-            Shard(
-                f"model-{number:05}-of-{len(files):05}.safetensors",
-                tuple(sorted(tensors, key=lambda tensor: (-item_bytes(tensor.dtype), tensor.name))),
-            )
+            _shard(f"model-{number:05}-of-{len(files):05}.safetensors", tensors)
             for number, tensors in enumerate(files, 1)
         ),
     )
@@ -296,14 +329,36 @@ def checkpoint_in(start: bytes, run: str) -> Origin | None:
     match = _ORIGIN.match(start)
     if match is None or match[1] != run.encode():
         return None
-    return Origin(ManifestName(int(match[2]), int(match[3])), match[4].decode(errors="replace"))
+    attempt, include = (part.decode(errors="replace") for part in match.group(4, 5))
+    return Origin(ManifestName(int(match[2]), int(match[3])), attempt, include)
 
 
-def _of_table(table: LogicalTable) -> list[ShardTensor]:
-    values = ShardTensor(
-        f"model/{weight_name(table.name)}", table.dtype, (table.rows, table.dim), table.name
-    )
-    return [values] + [
+def _metadata(run: str, restored: CheckpointRef, include: Include) -> dict[str, str]:
+    return {
+        "run": run,
+        "step": str(restored.step),
+        "generation": str(restored.generation),
+        "attempt": restored.attempt,
+        "include": include,
+    }
+
+
+def _shard(file: str, tensors: Iterable[ShardTensor]) -> Shard:
+    """A file of these tensors in the order that it has them in."""
+    ordered = sorted(tensors, key=lambda tensor: (-item_bytes(tensor.dtype), tensor.name))
+    return Shard(file, tuple(ordered))
+
+
+def _of_table(table: LogicalTable, tied: Mapping[str, str], include: Include) -> list[ShardTensor]:
+    first = weight_name(table.name)
+    names = [first, *(name for name, whose in tied.items() if whose == first)]
+    values = [
+        ShardTensor(model_name(name, include), table.dtype, (table.rows, table.dim), table.name)
+        for name in names
+    ]
+    if include == "model":
+        return values
+    return values + [
         ShardTensor(
             f"row_states/{table.name}/{state.name}",
             state.dtype,
@@ -488,7 +543,13 @@ def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
             f"(step={step}, generation={generation} in Python and of the flow); or "
         )
     elif begun is not None and begun.attempt == plan.report.restored.attempt:
-        if _has_header(into, plan, key):
+        if begun.include != plan.include:
+            found = f"of this checkpoint, restored with include={begun.include}"
+            go_on = (
+                f"give the same as before: --include {begun.include} "
+                f'(include="{begun.include}" in Python and of the flow); or '
+            )
+        elif _has_header(into, plan, key):
             found = "of this very restore, in another length: it was changed since"
             go_on = f"remove {key}, which is made again; or "
         else:
@@ -539,6 +600,7 @@ def restore_shards(
     into: Store,
     selection: Selection = NEWEST,
     *,
+    include: Include = "model",
     leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -553,7 +615,7 @@ def restore_shards(
         run: the run.
         into: where the files go; others there are left alone.
         selection, leased: as for `catalog.restore.restore.restore`.
-        shard_bytes: as for `plan_shards`.
+        include, shard_bytes: as for `plan_shards`.
         on_progress: called with bytes written so far and bytes to write.
 
     Raises:
@@ -566,7 +628,14 @@ def restore_shards(
     damaged: dict[ManifestName, str] = {}
     instead_of: ShardPlan | None = None
     while True:
-        plan = plan_shards(run, selection, damaged=damaged, leased=leased, shard_bytes=shard_bytes)
+        plan = plan_shards(
+            run,
+            selection,
+            include=include,
+            damaged=damaged,
+            leased=leased,
+            shard_bytes=shard_bytes,
+        )
         if instead_of is not None:
             take_back(into, instead_of)
         reports: list[RestoreReport] = []
@@ -642,7 +711,7 @@ def write_shard(
     header = shard.header(plan.metadata)
     with _mapped(into, shard.file, len(header) + shard.size_bytes) as (path, mapped):
         mapped[: len(header)] = np.frombuffer(header, np.uint8)
-        target = _ShardTarget(shard, torch.from_numpy(mapped[len(header) :]))
+        target = _ShardTarget(shard, torch.from_numpy(mapped[len(header) :]), plan.include)
         report = restore(run, target, Selection.of(plan.name), on_progress=on_progress)
         with _translated(path):
             mapped.flush()
@@ -657,9 +726,10 @@ def write_shard(
 class _ShardTarget(PartsTarget):
     """Restores the tensors of one file into the bytes that follow its header."""
 
-    def __init__(self, shard: Shard, body: Tensor) -> None:
+    def __init__(self, shard: Shard, body: Tensor, include: Include) -> None:
+        self._include: Include = include
         self._of_no_table: dict[str, Tensor] = {}
-        values: dict[str, Tensor] = {}
+        values: dict[str, list[Tensor]] = {}  # one for each name of a table
         row_states: dict[str, dict[str, Tensor]] = {}
         for tensor, part in zip(
             shard.tensors, body.split([tensor.size_bytes for tensor in shard.tensors]), strict=True
@@ -668,13 +738,18 @@ class _ShardTarget(PartsTarget):
             if tensor.table is None:
                 self._of_no_table[tensor.name] = view
             elif tensor.state is None:
-                values[tensor.table] = view
+                values.setdefault(tensor.table, []).append(view)
             else:
                 row_states.setdefault(tensor.table, {})[tensor.state] = view
         super().__init__(
             [
-                TablePart(table=table, values=into, row_states=row_states.get(table, {}))
-                for table, into in values.items()
+                TablePart(
+                    table=table,
+                    values=into,
+                    row_states=row_states.get(table, {}) if into is each[0] else {},
+                )
+                for table, each in values.items()
+                for into in each
             ]
         )
 
@@ -684,10 +759,39 @@ class _ShardTarget(PartsTarget):
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `RestoreTarget.finish`."""
-        found = state_tensors(state) if self._of_no_table else {}
+        found = state_tensors(state, self._include) if self._of_no_table else {}
         for name, into in self._of_no_table.items():
             into.copy_(found[name])
         super().finish(manifest, state)
+
+
+def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
+    """Write what was restored into memory into one new file of safetensors.
+
+    Raises:
+        ValueError: nothing was restored.
+    """
+    if target.manifest is None:
+        raise ValueError("nothing was restored")
+    named = state_tensors(target.state, include)
+    tied = tied_names(target.state)
+    for name, table in target.tables.items():
+        states = zip(target.specs[name].row_states, table.row_states, strict=True)
+        of_state = {state.name: into for state, into in states}
+        for tensor in _of_table(target.specs[name], tied, include):
+            found = table.values if tensor.state is None else of_state[tensor.state]
+            assert found is not None  # as of every target whose row states are to be written
+            named[tensor.name] = found
+    shard = _shard(
+        path.name,
+        [ShardTensor(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in named.items()],
+    )
+    with open(path, "xb") as file:
+        file.write(shard.header(_metadata(target.manifest.run, target.manifest.ref, include)))
+        for tensor in shard.tensors:
+            # One by one: none has to be in memory twice that is contiguous.
+            flat = named[tensor.name].detach().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
@@ -48,6 +49,9 @@ __all__ = [
     "model_tensors",
     "restore",
     "restore_parts",
+    "state_dict",
+    "tied_names",
+    "transient_buffers",
     "weight_name",
 ]
 
@@ -60,16 +64,19 @@ class MemoryTarget:
 
     Args:
         tables: names of the tables wanted; None: all.
+        row_states: whether the row states of these tables are wanted.
 
     Attributes:
         manifest: the checkpoint that was restored.
-        tables: whole ones by name, with their row states in the order of `specs`.
+        tables: whole ones by name, with their row states in the order of `specs`; None for each
+            state that is not wanted.
         specs: of these tables.
         state: the state tree of each rank.
     """
 
-    def __init__(self, tables: Iterable[str] | None = None) -> None:
+    def __init__(self, tables: Iterable[str] | None = None, *, row_states: bool = True) -> None:
         self._wanted = None if tables is None else frozenset(tables)
+        self._row_states = row_states
         self.manifest: Manifest | None = None
         self.tables: dict[str, TableTarget] = {}
         self.specs: dict[str, LogicalTable] = {}
@@ -90,7 +97,9 @@ class MemoryTarget:
             for name, table in known.items()
             if self._wanted is None or name in self._wanted
         }
-        self.tables = {name: _empty(table) for name, table in self.specs.items()}
+        self.tables = {
+            name: _empty(table, row_states=self._row_states) for name, table in self.specs.items()
+        }
         return map_parts(manifest, [self._part(name) for name in self.specs])
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
@@ -110,17 +119,22 @@ class MemoryTarget:
         )
 
 
-def _empty(table: LogicalTable) -> TableTarget:
+def _empty(table: LogicalTable, *, row_states: bool) -> TableTarget:
     return TableTarget(
         values=torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype), device="cpu"),
         row_states=tuple(
             torch.empty(table.rows, *state.shape, dtype=torch_dtype(state.dtype), device="cpu")
+            if row_states
+            else None
             for state in table.row_states
         ),
     )
 
 
 # A restored checkpoint as the state of a model, without the code that built it.
+
+#: What torch calls a module's extra state in a `state_dict`.
+_EXTRA_STATE_KEY: Final = "_extra_state"
 
 
 def model_tensors(target: MemoryTarget) -> dict[str, torch.Tensor]:
@@ -164,6 +178,46 @@ def extra_states(state: Mapping[int, object]) -> dict[str, object]:
         if isinstance(extra, Mapping):
             found.update((str(name), value) for name, value in extra.items())
     return found
+
+
+def state_dict(state: Mapping[int, object], tables: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What `Module.state_dict` of the trained model returns, as far as it is given here.
+
+    A tied parameter has each of its names. Buffers that are not persistent are left out.
+
+    Args:
+        state: the state tree of each rank.
+        tables: the tables' values by parameter name; names that are tied to other tables are left
+            out.
+    """
+    named: dict[str, Any] = {**dense_tensors(state), **tables}
+    for name, first in tied_names(state).items():
+        if first in named:
+            named[name] = named[first]
+    for name in transient_buffers(state):
+        named.pop(name, None)
+    for module, value in extra_states(state).items():
+        named[f"{module}.{_EXTRA_STATE_KEY}" if module else _EXTRA_STATE_KEY] = value
+    return named
+
+
+def tied_names(state: Mapping[int, object]) -> dict[str, str]:
+    """Each further name of a tied parameter, and the name that the parameter is stored under."""
+    found = _of_model(state, "tied")
+    if not isinstance(found, Mapping):
+        return {}
+    return {str(name): str(first) for name, first in found.items()}
+
+
+def transient_buffers(state: Mapping[int, object]) -> frozenset[str]:
+    """Names of the buffers that are stored, and that `Module.state_dict` leaves out."""
+    found = _of_model(state, "transient")
+    return frozenset(map(str, found)) if isinstance(found, list | tuple) else frozenset()
+
+
+def _of_model(state: Mapping[int, object], key: str) -> object:
+    """What the lowest rank's tree says of the model."""
+    return _at(_at(state[min(state)], "model"), key) if state else None
 
 
 def _at(tree: object, key: str) -> object:

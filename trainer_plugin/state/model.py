@@ -27,12 +27,22 @@ __all__ = ["ModelState", "nearest", "optimizers_for", "own_part", "tree_for"]
 
 
 class _Named(NamedTuple):
-    """Live tensors by name; `lookups`: by module, of plain embeddings; `own`: ids of the tables."""
+    """Live tensors by name.
+
+    Attributes:
+        parameters, buffers: all but the tables.
+        lookups: by module, of plain embeddings.
+        own: ids of the tables' parameters.
+        tied: each further name of a parameter or buffer, a table's included -> its first name.
+        transient: names of the buffers that are not persistent.
+    """
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     lookups: dict[str, Tensor]
     own: set[int]
+    tied: dict[str, str]
+    transient: list[str]
 
 
 class ModelState:
@@ -77,22 +87,35 @@ class ModelState:
     def _named(self) -> _Named:
         hold_pieces(self._model)
         own = {id(table.weight) for table in self._own_tables}
-        seen = own | {id(table.weight) for table in self._others_tables}
+        seen: dict[int, str | None] = {id(t.weight): t.parameter_name for t in self._own_tables}
+        seen |= dict.fromkeys(id(table.weight) for table in self._others_tables)
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
         lookups: dict[str, Tensor] = {}
-        for prefix, module in self._modules():
+        tied: dict[str, str] = {}
+        transient: list[str] = []
+        for prefix, module in modules_of(self._model, self._sources, every_name=True):
             if (
                 isinstance(module, Lookup)
                 and (weight := module._parameters.get("weight")) is not None
             ):
                 lookups[prefix] = weight
-            for found, named in ((parameters, module._parameters), (buffers, module._buffers)):
+            for found, named, unsaved in (
+                (parameters, module._parameters, frozenset()),
+                (buffers, module._buffers, module._non_persistent_buffers_set),
+            ):
                 for name, tensor in named.items():
-                    if tensor is not None and id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        found[f"{prefix}.{name}" if prefix else name] = tensor
-        return _Named(parameters, buffers, lookups, own)
+                    if tensor is None:
+                        continue
+                    full = f"{prefix}.{name}" if prefix else name
+                    if id(tensor) not in seen:
+                        seen[id(tensor)] = full
+                        found[full] = tensor
+                    elif (first := seen[id(tensor)]) is not None and first != full:
+                        tied[full] = first
+                    if name in unsaved:
+                        transient.append(full)
+        return _Named(parameters, buffers, lookups, own, tied, transient)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return modules_of(self._model, self._sources)
@@ -103,20 +126,26 @@ class ModelState:
         Raises:
             SettingsError: the model has come to other tables than those that it was given with.
         """
-        parameters, buffers, lookups, own = self._named()
-        if {id(weight) for weight in lookups.values()} != own:
-            refuse_other_tables(lookups, self._own_tables)
+        named = self._named()
+        if {id(weight) for weight in named.lookups.values()} != named.own:
+            refuse_other_tables(named.lookups, self._own_tables)
         extra = {
             name: module.get_extra_state()
             for name, module in self._modules()
             if _has_extra_state(module)
         }
-        tensors: dict[str, Any] = parameters | buffers
+        tensors: dict[str, Any] = named.parameters | named.buffers
         for name in [name for name, tensor in tensors.items() if is_piece(tensor)]:
             tensors[name] = piece_of(tensors[name])
             if tensors[name] is None:
                 del tensors[name]
-        return {"tensors": tensors, "extra": extra}
+        # What a file for `load_state_dict` needs to know besides; most models have neither.
+        names = {"tied": named.tied, "transient": named.transient}
+        return {
+            "tensors": tensors,
+            "extra": extra,
+            **{key: value for key, value in names.items() if value},
+        }
 
     def lacks(self, saved: Mapping[str, Any]) -> bool:
         """Whether other ranks may have pieces of tensors that are here, beside these."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from recpoint.catalog.restore.order import Selection, Skipped, skipped_lines
 from recpoint.catalog.run.leases import reading
 from recpoint.catalog.store.run_url import naming_run
+from recpoint.cli import export_target
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
 from recpoint.dashboards import terminal
@@ -30,6 +31,13 @@ def restore_to_file(
             "FILE.parquet or FILE.csv."
         ),
     ],
+    include: Annotated[
+        Literal["model", "all"] | None,
+        typer.Option(
+            help="model (the default): what load_state_dict takes; all: everything that is "
+            "stored, also the optimizer's rows and the state of each rank."
+        ),
+    ] = None,
     step: Annotated[
         int | None, typer.Option(help="This checkpoint; default: the newest good one.")
     ] = None,
@@ -45,7 +53,9 @@ def restore_to_file(
             help="Without a step: a validated one goes first, if it is at most so much older.",
         ),
     ] = None,
-    table: Annotated[str | None, typer.Option(help="Only this table.")] = None,
+    table: Annotated[
+        str | None, typer.Option(help="Only this table, with the optimizer's rows.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     json_output: JsonOption = False,
 ) -> Result:
@@ -53,27 +63,46 @@ def restore_to_file(
 
     Newest first; a failed validation rules one out; with --validated-within a validated one within
     so many batches goes first.
+
+    \b
+    Load the file in plain torch, into the model that was trained:
+      FILE.safetensors  model.load_state_dict(safetensors.torch.load_file(FILE))
+      FILE.pt           model.load_state_dict(torch.load(FILE))
+      DIRECTORY.dcp     torch.distributed.checkpoint.load(
+                            {"model": model.state_dict()}, checkpoint_id=DIRECTORY)
+
+    With --include all these names begin with model/ in safetensors, and a .pt file has them under
+    "model".
     """
     if step is not None and (validated or validated_within is not None):
         # Whoever asks for both may believe that a checkpoint without a validation is refused.
         option = "--validated" if validated else "--validated-within"
         raise typer.BadParameter("goes without --step", param_hint=option)
-    from recpoint.catalog.restore.files import restore_shards
-    from recpoint.catalog.restore.restore import MemoryTarget, restore
-    from recpoint.catalog.store.local import LocalStore
-    from recpoint.cli import export
-
+    if table is not None and include is not None:
+        raise typer.BadParameter(
+            "goes without --table: of one table its values and row states are written",
+            param_hint="--include",
+        )
     selection = Selection(
         step=step,
         generation=generation,
         validated_only=validated,
         validated_within=validated_within,
     )
-    in_shards = export.is_for_shards(to, table=table, force=force)
+    in_shards = export_target.is_for_shards(to, table=table, force=force)
     if not in_shards:
-        write = export.writer(to, table=table)
-        export.check_target(to, force=force)
-    target = MemoryTarget(None if table is None else [table])
+        export_target.check_ending(to, table=table)
+        export_target.check_place(to, force=force)
+    # Imports torch, which takes seconds.
+    from recpoint.catalog.restore.files import restore_shards
+    from recpoint.catalog.restore.restore import MemoryTarget, restore
+    from recpoint.catalog.store.local import LocalStore
+    from recpoint.cli import export
+
+    chosen = include or "model"
+    target = MemoryTarget(
+        None if table is None else [table], row_states=table is not None or chosen == "all"
+    )
     console = progress_console()
     with Progress(
         TextColumn("restoring"),
@@ -87,7 +116,7 @@ def restore_to_file(
         task = progress.add_task("restoring", total=None)
         run = open_run(url)
         restoring = (
-            partial(restore_shards, run, LocalStore(to.absolute()))
+            partial(restore_shards, run, LocalStore(to.absolute()), include=chosen)
             if in_shards
             else partial(restore, run, target)
         )
@@ -98,12 +127,17 @@ def restore_to_file(
                 on_progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
     if not in_shards:
-        with export.replacing(to, force=force) as temporary:
-            write(temporary, target)
+        with export_target.replacing(to, force=force) as temporary:
+            export.write(temporary, target, chosen)
+    file_bytes = export.size_bytes(to)
+    tensors_only = to.suffix in (".safetensors", ".dcp")
+    left_out = export.only_in_torch_files(target) if tensors_only else []
     skipped = [Skipped(name, naming_run(error, url)) for name, error in report.skipped]
     verdict = report.validation
     document = {
         "file": str(to),
+        "file_bytes": file_bytes,
+        "left_out": left_out,
         "step": report.restored.step,
         "generation": report.restored.generation,
         "attempt": report.restored.attempt,
@@ -128,7 +162,13 @@ def restore_to_file(
         terminal.shown(f"passed over {key}: {naming_run(error, url)}", limit=2000, style="yellow")
         for key, error in report.passed_over
     ]
-    read = f"{terminal.bytes_text(report.bytes_read)} in {report.seconds:.1f} s"
+    views += [
+        terminal.shown(
+            f"left out {name}, which is no tensor: a .pt file has it", limit=2000, style="yellow"
+        )
+        for name in left_out
+    ]
+    written = f"{terminal.bytes_text(file_bytes)} in {report.seconds:.1f} s"
     state = terminal.verdict_text(verdict)
-    line = terminal.shown(f"{to}: {report.restored}, {state}, {read}", limit=2000)
+    line = terminal.shown(f"{to}: {report.restored}, {state}, {written}", limit=2000)
     return Result(document, *views, line)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from recpoint.catalog.restore.files import (
     INDEX,
+    Include,
     finish_shards,
     plan_shards,
     restore_shards,
@@ -111,15 +112,21 @@ def left(directory: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (s.st_ino, s.st_mtime_ns, s.st_size) for name, s in there.items()}
 
 
+@pytest.mark.parametrize("include", ["model", "all"])
 @pytest.mark.parametrize(("shard_bytes", "files"), [(1, 5), (1500, 3), (1 << 30, 1)])
 def test_the_same_tensors_as_in_one_file(
-    chain: tuple[Run, list[Manifest]], tmp_path: Path, shard_bytes: int, files: int
+    chain: tuple[Run, list[Manifest]],
+    tmp_path: Path,
+    shard_bytes: int,
+    files: int,
+    include: Include,
 ) -> None:
     run, _ = chain
     into = tmp_path / "out"
-    report = restore_shards(run, open_store(str(into)), shard_bytes=shard_bytes)
+    report = restore_shards(run, open_store(str(into)), include=include, shard_bytes=shard_bytes)
     assert report.restored.step == 3 and report.chain_length == 3
-    require_same(by_index(into), in_one_file(run, tmp_path / "one.safetensors"))
+    one = in_one_file(run, tmp_path / "one.safetensors", "--include", include)
+    require_same(by_index(into), one)
     names = {f"model-{number:05}-of-{files:05}.safetensors" for number in range(1, files + 1)}
     assert {path.name for path in into.iterdir()} == {INDEX, *names}
 
@@ -476,9 +483,9 @@ def test_a_file_that_was_cut_off_is_said_to_be_so(
 _PROGRAM = """
 import json, sys, threading
 from recpoint import kernels
-from recpoint.catalog.run.run import Run
-from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.files import restore_shards
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 
 def anonymous_bytes():
@@ -519,7 +526,7 @@ def test_a_table_larger_than_its_share_of_memory(tmp_path: Path) -> None:
     answer = run_program(_PROGRAM, run.url, str(tmp_path))
     assert answer.returncode == 0, answer.stderr
     with safe_open(next((tmp_path / "large").glob("model-*")), framework="pt") as file:
-        assert torch.equal(file.get_tensor("model/t.weight"), values)
+        assert torch.equal(file.get_tensor("t.weight"), values)
     # Of a table of 410 MB. Four threads let seven chunks of 15 MB be there at once, the one that is
     # being used and the one after it included: 108, and what is around them.
     assert json.loads(answer.stdout) < 125

@@ -75,6 +75,8 @@ def test_export_to_safetensors(
     url, expected = sharded
     path = tmp_path / "model.safetensors"
     assert invoke("restore", url, "--to", path).code == 0
+    require_model(load_file(path), expected)
+    assert invoke("restore", url, "--to", path, "--force", "--include", "all").code == 0
     found = load_file(path)
     require_model(found, expected, "model/")
     for number, state in enumerate(expected[0].states):
@@ -84,7 +86,7 @@ def test_export_to_safetensors(
 def test_export_to_torch(invoke: Invoke, sharded: tuple[Path, list[Table]], tmp_path: Path) -> None:
     url, expected = sharded
     path = tmp_path / "model.pt"
-    assert invoke("restore", url, "--to", path).code == 0
+    assert invoke("restore", url, "--to", path, "--include", "all").code == 0
     found = torch.load(path, weights_only=True)
     require_model(found["model"], expected)
     assert [tree["rng"] for tree in found["ranks"].values()] == [0, 1]
