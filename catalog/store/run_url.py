@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from recpoint.errors import RecpointError, SettingsError
 
-__all__ = ["RunUrl", "name_run_in", "naming_errors", "naming_run", "parse_run_url"]
+__all__ = ["S3_INSTEAD", "RunUrl", "name_run_in", "naming_errors", "naming_run", "parse_run_url"]
 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
@@ -23,6 +23,9 @@ _CREDENTIAL_FIRST = re.compile(r"[^/]*:.*(?:@|%40)")  # secrets have slashes in 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
 _PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
+
+#: What to do with the address of a web server.
+S3_INSTEAD = "if it speaks S3: export AWS_ENDPOINT_URL=ADDRESS, and give s3://BUCKET/PREFIX"
 
 _NEXT = "give a local path, file:///path, s3://bucket/prefix, or another fsspec URL"
 _LOCAL_ANYWAY = "; a local path that looks like this begins with ./"
@@ -88,8 +91,21 @@ def parse_run_url(url: str) -> RunUrl:
     # abfs://container@account.dfs.core.windows.net is an address; with a colon it is a password.
     if at and (":" in user or not scheme.startswith(("abfs", "wasb"))):
         raise _refused(url, "a credential in the URL")
+    if scheme in ("http", "https") and ":" in parts.netloc:
+        raise _refused(
+            url,
+            "the address of a web server",
+            expected="a bucket; an S3 server's own address comes from the environment",
+            next_step=S3_INSTEAD,
+        )
     if scheme != "memory" and not _BUCKET.match(parts.netloc.replace("@", "-")):
-        raise _refused(url, "no bucket" if not parts.netloc else "a malformed bucket name")
+        raise _refused(
+            url,
+            _bucket_text(parts.netloc),
+            expected="a bucket's name: 2 to 255 letters, digits, dots, dashes and underscores, of "
+            "which the first is a letter or a digit",
+            next_step=f"correct the bucket's name: {scheme}://BUCKET/PREFIX",
+        )
     pieces = [piece for piece in parts.path.split("/") if piece]
     for piece in pieces:
         if piece in (".", "..") or not _PATH_PART.match(piece):
@@ -97,6 +113,14 @@ def parse_run_url(url: str) -> RunUrl:
     path = "/".join(pieces)
     address = f"{parts.netloc}/{path}".rstrip("/")
     return RunUrl(scheme=scheme, bucket=parts.netloc, path=path, url=f"{scheme}://{address}")
+
+
+def _bucket_text(bucket: str) -> str:
+    """What is wrong with a bucket; never a credential that a URL has without the `@`."""
+    if not bucket:
+        return "no bucket"
+    shown = ":" not in bucket and not _AT.search(bucket)
+    return f"the bucket {bucket!r}" if shown else "a `:` in the bucket's name"
 
 
 def _local_url(url: str, host: str, path: str) -> RunUrl:
@@ -127,7 +151,14 @@ def _require_utf8(text: str, url: str) -> None:
         raise _refused(url, found, or_else=_RENAME) from None
 
 
-def _refused(url: str, found: str, *, or_else: str = "") -> SettingsError:
+def _refused(
+    url: str,
+    found: str,
+    *,
+    expected: str = "where the run's objects are, credentials coming from the environment",
+    next_step: str = _NEXT,
+    or_else: str = "",
+) -> SettingsError:
     # Only the scheme and what is after the last @ are shown, and nothing after a ? or #. In this
     # order: a secret may have these two characters in it.
     *hidden, shown = _AT.split(url)
@@ -141,8 +172,8 @@ def _refused(url: str, found: str, *, or_else: str = "") -> SettingsError:
     return SettingsError(
         f"run URL {shown[:200]!r}",
         found=found,
-        expected="where the run's objects are, credentials coming from the environment",
-        next_step=_NEXT + or_else,
+        expected=expected,
+        next_step=next_step + or_else,
     )
 
 

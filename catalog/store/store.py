@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import fsspec
 from fsspec.asyn import sync
@@ -35,7 +35,7 @@ from recpoint.catalog.store.contract import (
 )
 from recpoint.catalog.store.local import LocalStore
 from recpoint.catalog.store.retrying import Retries, RetryingStore
-from recpoint.catalog.store.run_url import RunUrl, parse_run_url
+from recpoint.catalog.store.run_url import S3_INSTEAD, RunUrl, parse_run_url
 from recpoint.catalog.store.s3 import (
     PerProcess,
     Request,
@@ -44,7 +44,7 @@ from recpoint.catalog.store.s3 import (
     S3Timeouts,
     client_settings,
 )
-from recpoint.errors import ObjectNotFound, RecpointError, SettingsError
+from recpoint.errors import ObjectNotFound, RecpointError, SettingsError, StoreUnsupported
 
 __all__ = ["ObjectInfo", "S3Timeouts", "Store", "open_store"]
 
@@ -86,17 +86,29 @@ def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
     return RetryingStore(store, Retries.of_refusals(timeouts.refused_seconds))
 
 
+#: What reaches the stores that are most asked for.
+_PACKAGES: Final = {
+    "s3": "recpoint[s3]",
+    "s3a": "recpoint[s3]",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+}
+
+
 def _file_system_class(parsed: RunUrl) -> Any:
     subject = f"run URL {parsed.url!r}"
     try:
         return fsspec.get_filesystem_class(parsed.scheme)
     except ImportError as error:
-        extra = parsed.scheme in ("s3", "s3a")
+        package = _PACKAGES.get(parsed.scheme)
         raise SettingsError(
             subject,
             found=f"no package for {parsed.scheme}:// ({error})",
-            expected="what fsspec needs for it",
-            next_step="pip install 'recpoint[s3]'" if extra else "install the package named here",
+            expected=f"{package or 'the package that fsspec needs for it'}, installed",
+            next_step=f"pip install '{package}'" if package else "install the package named here",
         ) from error
     except ValueError as error:
         raise SettingsError(
@@ -325,6 +337,13 @@ class _FsspecStore(Store):
 
     def probe(self) -> None:
         """See `Store.probe`."""
+        if self._scheme in ("http", "https"):
+            raise StoreUnsupported(
+                self.url,
+                found="a web server, from which a run can only be read",
+                expected="a store that a run is written to",
+                next_step=S3_INSTEAD,
+            )
         kind = type(self._file_system.get())
         if kind.pipe_file is AbstractFileSystem.pipe_file:
             # It looks first and writes then, which two tries one after another would not show.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,32 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "found", "next_step"),
+    [
+        ("s3://my_bucket!/run", "the bucket 'my_bucket!'", "correct the bucket's name"),
+        ("s3://a/run", "the bucket 'a'", "correct the bucket's name"),
+        ("s3:///run", "no bucket", "s3://BUCKET/PREFIX"),
+        ("https://minio:9000/bucket/run", "the address of a web server", "AWS_ENDPOINT_URL"),
+        ("http://10.0.0.1:9000/bucket/run", "the address of a web server", "AWS_ENDPOINT_URL"),
+        pytest.param(
+            "gs://bucket/run", "no package for gs://", "pip install 'gcsfs'",
+            marks=pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed"),
+        ),
+        pytest.param(
+            "abfs://box@account.dfs.core.windows.net/run", "no package for abfs://", "'adlfs'",
+            marks=pytest.mark.skipif(find_spec("adlfs") is not None, reason="adlfs is installed"),
+        ),
+        ("nosuchscheme://bucket/run", "the scheme 'nosuchscheme'", "correct the run URL"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(url: str, found: str, next_step: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        open_store(url)
+    assert found in caught.value.found and next_step in caught.value.next_step
+    assert caught.value.subject.startswith("run URL ")
+
+
+@pytest.mark.parametrize(
     "url",
     [
         "s3://KEY:HIDDEN@bucket/run",
@@ -66,6 +93,7 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
         "s3::HIDDEN#x@://bucket",
         "file://user:HIDDEN#x@host/run",
         "s3://KEY:HIDDEN/bucket/run",
+        "https://KEY:HIDDEN/bucket/run",
         "s3://KEY:x/HIDDEN/bucket/run",
         "s3://KEY:x#HIDDEN/bucket/run",
         "s3:KEY:HIDDEN/bucket/run",
