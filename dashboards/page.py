@@ -467,7 +467,6 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
         texts.RUN_HEADINGS,
         links=1,
         long=(1, 2, 7, 8),
-        empty="No run is watched.",
     )
 
     def fill() -> None:

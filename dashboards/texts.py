@@ -91,8 +91,6 @@ def standing_text(seen: Seen) -> str:
 
 def summary_text(runs: Sequence[WatchedRun]) -> str:
     """One sentence on all runs."""
-    if not runs:
-        return "No run is watched. Start this page with run URLs: recpoint dashboard URL..."
     bad = [run for run in runs if run.seen.standing in ("alarm", "no answer")]
     count = f"{len(runs)} run" if len(runs) == 1 else f"{len(runs)} runs"
     if not bad:

@@ -31,12 +31,14 @@ def load_function(name: str) -> Callable[[dict[str, Any]], object]:
         SettingsError: there is no such function, or its module cannot be imported.
     """
     module, _, function = name.partition(":")
+    if not module or not function:
+        raise _no_function(name, "no module and function with a `:` between them")
     try:
-        found = getattr(importlib.import_module(module), function) if function else None
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _no_function(name, str(error)) from error
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # importing runs the user's code
+        raise _no_function(name, f"{type(error).__name__}: {error}") from error
     if not callable(found):
-        raise _no_function(name, f"{type(found).__name__}")
+        raise _no_function(name, f"a {type(found).__name__}, which cannot be called")
     loaded: Callable[[dict[str, Any]], object] = found
     return loaded
 
@@ -121,8 +123,10 @@ def _number(function_name: str, key: object, value: object) -> float:
 
 def _no_function(name: str, found: str) -> SettingsError:
     return SettingsError(
-        f"{name!r:.200}",
+        f"evaluation function {name!r:.200}",
         found=found[:300],
-        expected="module:function, importable from here",
-        next_step="name a function that takes the state of a model and returns metrics",
+        expected="MODULE:FUNCTION, as metrics:recall for `def recall(state)` in metrics.py, where "
+        "Python finds it",
+        next_step="recpoint validate URL --eval MODULE:FUNCTION, in the directory of that file or "
+        "with PYTHONPATH naming it",
     )

@@ -154,12 +154,11 @@ def shows(page: Page, words: str) -> None:
     page.get_by_text(words).first.wait_for()
 
 
-def test_no_run(page: Page, tmp_path: Path) -> None:
-    with dashboard(tmp_path / "log") as address:
+def test_no_such_run(page: Page, tmp_path: Path) -> None:
+    with dashboard(tmp_path / "log", str(tmp_path / "run")) as address:
         page.goto(address)
-        assert "No run is watched" in status(page)
         assert page.get_by_role("heading", level=1).inner_text() == "recpoint: runs"
-        page.goto(address + "run/0")
+        page.goto(address + "run/1")
         shows(page, "No such run")
 
 

@@ -43,9 +43,9 @@ __all__ = [
 @command
 def serve_dashboard(
     urls: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(metavar="URL...", help="Runs: local paths, s3://bucket/prefix, …"),
-    ] = None,
+    ],
     interval: Annotated[
         float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks at a run.")
     ] = 5.0,
@@ -77,7 +77,7 @@ def serve_dashboard(
     def ready(address: str) -> None:
         progress_console().print(f"the page is at {address}", soft_wrap=True)
 
-    runs = WatchedRuns(urls or [], interval_seconds=interval, intervals=alarm_after)
+    runs = WatchedRuns(urls, interval_seconds=interval, intervals=alarm_after)
     serve(runs, host=host, port=port, on_ready=ready)
     return Result({"runs": len(runs.runs)})
 

@@ -108,13 +108,42 @@ def test_a_validated_one_that_is_near_goes_first_when_asked(
     [
         ("--level", "all"),
         ("--generation", 2),
-        ("--eval", "no_such_module:f"),
-        ("--eval", "json:no_such_function"),
-        ("--eval", "json"),
     ],
 )
 def test_wrong_usage(recpoint: Invoke, saved_run: SavedRun, options: tuple[object, ...]) -> None:
     assert recpoint("validate", saved_run.directory, *options).code == 2
+    assert verdicts(saved_run.run) == {}
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        ("foo", "no module and function with a `:` between them"),
+        ("json", "no module and function with a `:` between them"),
+        ("foo:", "no module and function with a `:` between them"),
+        (":f", "no module and function with a `:` between them"),
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("json:no_such_function", "AttributeError: module 'json' has no attribute"),
+        ("json:__name__", "a str, which cannot be called"),
+        ("module_that_fails:f", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_function_that_is_none(
+    recpoint: Invoke,
+    saved_run: SavedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    found: str,
+) -> None:
+    (tmp_path / "module_that_fails.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = recpoint("validate", saved_run.directory, "--eval", function, "--json")
+    assert ended.code == 2 and ended.json["error"] == "SettingsError"
+    assert ended.json["subject"] == f"evaluation function {function!r}"
+    assert ended.json["found"].startswith(found)
+    assert "MODULE:FUNCTION" in ended.json["expected"]
+    assert f"recpoint validate {saved_run.directory} --eval" in ended.json["next_step"]
     assert verdicts(saved_run.run) == {}
 
 
