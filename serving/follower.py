@@ -325,7 +325,8 @@ class Follower:
     rows from the other one.
 
     Args:
-        url: the run; it need not exist yet.
+        url: the run; it need not exist yet: as long as it does not, the log says so from the first
+            look on, and so does what `reading` raises.
         model: a model as the trainer builds it. It becomes one of the two copies: it is put into
             evaluation mode, its weights are replaced, and it must not be used but through
             `reading`. None: tables and dense layers are given by name.
@@ -390,7 +391,7 @@ class Follower:
         Raises:
             NotServing: on entering, before the first version is there.
         """
-        return self._copies.reading()
+        return self._copies.reading(lambda: self._error)
 
     @property
     def version(self) -> int | None:
@@ -542,7 +543,7 @@ class Follower:
                 self.poll()
             except RecpointError:
                 if self._error != told:
-                    _log.warning("serving step %s still: %s", self.version, self._error)
+                    self._log_error()
             except Exception as error:  # a bug must not end the following silently
                 self._error = f"{type(error).__name__}: {error}"
                 _log.exception("following %s", self._store.url)
@@ -550,6 +551,14 @@ class Follower:
                 _log.info("following %s again", self._store.url)
             told = self._error
             self._wake.wait(self._poll_seconds)
+
+    def _log_error(self) -> None:
+        if self.version is not None:
+            _log.warning("serving step %s still: %s", self.version, self._error)
+            return
+        _log.warning(
+            "serving nothing yet: %s; looking again every %g s", self._error, self._poll_seconds
+        )
 
     def _poll(self, on_progress: OnProgress | None) -> bool:
         run, updater = self._opened()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -517,17 +517,24 @@ class Copies:
         return sum(table.nbytes for one in self._copies for table in list(one.tables.values()))
 
     @contextmanager
-    def reading(self) -> Iterator[Version]:
-        """The version in service; it stays as it is until the block ends."""
+    def reading(self, missing: Callable[[], str | None]) -> Iterator[Version]:
+        """The version in service; it stays as it is until the block ends.
+
+        Args:
+            missing: says why there is none yet, if that is known.
+        """
         with self.changed:
             held = self._copies[self._active]
             version = held.version
             if version is None:
+                why = missing()
                 raise NotServing(
                     self._url,
-                    found="no version in memory yet",
+                    found="no version in memory yet" + (f" ({why})" if why else ""),
                     expected="a checkpoint that was read",
-                    next_step="wait for Follower.wait(); Follower.status says what is missing",
+                    next_step="do what that says, or wait with Follower.wait()"
+                    if why
+                    else "wait with Follower.wait(); Follower.status says what is missing",
                 )
             held.readers += 1
         try:

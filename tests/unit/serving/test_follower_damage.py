@@ -21,6 +21,7 @@ from recpoint.serving.follower import CHANNELS, Channel
 from tests.catalog_builder import build, new_run, tables
 from tests.consolidation import chain_of, merge
 from tests.followed_run import Trainer, require, validated
+from tests.polling import until
 
 
 def test_a_gap_is_refused_and_named(trainer: Trainer) -> None:
@@ -215,13 +216,23 @@ def test_no_run_yet(tmp_path: Path) -> None:
         follower.poll()
     assert follower.version is None and follower.lag_seconds is None
     assert follower.status.error is not None
-    with pytest.raises(NotServing), follower.reading():
+    with pytest.raises(NotServing, match="no run.json") as caught, follower.reading():
         pass
+    assert "do what that says" in caught.value.next_step
     run = new_run(tmp_path / "later")
     run.claim(None)
     trainer = Trainer(run, tables())
     trainer.commit(1)
     assert follower.poll() and follower.version == 1
+
+
+def test_no_run_is_said_at_the_first_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Follower(str(tmp_path / "typo"), poll_seconds=3600) as follower:
+        until(lambda: bool(caplog.records))
+    (said,) = caplog.messages
+    assert said.startswith("serving nothing yet: NothingToRestore: ")
+    assert str(tmp_path / "typo") in said and "found no run.json" in said
+    assert "looking again every 3600 s" in said and follower.version is None
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
