@@ -185,7 +185,9 @@ class Checkpointer:
         try:
             if self._replicas.stored_elsewhere:
                 self._memory.measure()  # which is less now
-            self._area.warn_if_small(self._memory.agree())
+            share = self._memory.agree()
+            self._area.refuse_if_small(share, jobs=settings.staging.jobs)
+            self._area.warn_if_small(share)
             self._watch.warn()
         except BaseException:  # a warning that is an error, for one
             self._ranks.close()  # so that the others notice when they next ask

@@ -26,7 +26,7 @@ from recpoint.catalog.staging.area import NoteState, cancels_directory, write_no
 from recpoint.catalog.staging.free import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import Clocks
-from recpoint.errors import FormatError, StagingError, StagingFull, StagingRefused
+from recpoint.errors import FormatError, SettingsError, StagingError, StagingFull, StagingRefused
 from recpoint.format.naming import parse_job_stem
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 
@@ -691,16 +691,51 @@ class StagingArea:
         Args:
             all_ranks: slots of all ranks of this run here; else of this one.
         """
-        place = self.run_directory
+        system = self._file_system()
+        if system is None:
+            return None
         try:
-            while not place.exists() and place != place.parent:
-                place = place.parent
-            system = os.statvfs(place)
             whose = "r*-*.bin" if all_ranks else f"r{self.rank:05d}-*.bin"
             slots = area.slots_directory(self.run_directory).glob(whose)
             return system.f_bavail * system.f_frsize + sum(path.stat().st_size for path in slots)
         except OSError:
             return None  # creating the area will say what is wrong with it
+
+    def _file_system(self) -> os.statvfs_result | None:
+        """Of the staging area, which need not be there yet; None: unknown."""
+        place = self.run_directory
+        try:
+            while not place.exists() and place != place.parent:
+                place = place.parent
+            return os.statvfs(place)
+        except OSError:
+            return None  # creating the area will say what is wrong with it
+
+    def refuse_if_small(self, share: HostShare, *, jobs: int) -> None:
+        """Refuse a file system on which not even the first snapshots can ever be staged.
+
+        What fills it now may go, so only its whole size counts.
+
+        Args:
+            share: of the ranks on this file system.
+            jobs: how many staged jobs each has room for in it.
+
+        Raises:
+            SettingsError: it is too small.
+        """
+        system = self._file_system()
+        size_bytes = 0 if system is None else system.f_blocks * system.f_frsize
+        needed_bytes = share.bound_bytes // jobs
+        if size_bytes == 0 or needed_bytes <= size_bytes:  # 0: a tmpfs without a limit
+            return
+        several = f"s of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
+        raise SettingsError(
+            f"staging area {self.root}",
+            found=f"a file system of {size_bytes} bytes",
+            expected=f"at least {needed_bytes} bytes, which the first snapshot{several} may take",
+            next_step="staging= or RECPOINT_STAGING with a directory of a larger file system, the "
+            "same for the agent; in a container enlarge /dev/shm, as docker run --shm-size does",
+        )
 
     def warn_if_small(self, share: HostShare) -> None:
         """Warn of a `shortage`: before training, while it is easy to change."""

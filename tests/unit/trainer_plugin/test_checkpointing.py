@@ -20,7 +20,7 @@ from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.optimizers import FullyDirtyTables
-from recpoint.errors import StagingError
+from recpoint.errors import SettingsError, StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.naming import END_KEY, GENERATION_KEY
 from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea, StagingArea
@@ -377,6 +377,30 @@ def test_a_staging_area_that_is_too_small_is_told_when_built(
 
     monkeypatch.setattr(os, "statvfs", nearly_full)
     with pytest.warns(SmallStagingArea, match="bytes are free"):
+        checkpointer(simple_training(), place)
+
+
+def test_a_staging_area_that_no_snapshot_fits_is_refused_when_built(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs
+
+    def tiny(path: Path) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, 1, 1, 1, *real(path)[5:]))
+
+    monkeypatch.setattr(os, "statvfs", tiny)
+    with pytest.raises(SettingsError) as caught:
+        checkpointer(simple_training(), place)
+    assert caught.value.subject == f"staging area {place.staging}"
+    assert caught.value.found == "a file system of 4096 bytes"
+    assert "the first snapshot may take" in caught.value.expected
+    assert "RECPOINT_STAGING" in caught.value.next_step
+
+    def unlimited(path: Path) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, 0, 0, 0, *real(path)[5:]))
+
+    monkeypatch.setattr(os, "statvfs", unlimited)
+    with pytest.warns(SmallStagingArea):
         checkpointer(simple_training(), place)
 
 
