@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from recpoint.errors import SettingsError
 from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
+from recpoint.trainer_plugin.loop import Bound, Loop
 from recpoint.trainer_plugin.pipeline.pipeline import Pace, Pipeline
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
@@ -62,6 +63,7 @@ __all__ = ["Checkpointer", "Observation", "observe"]
 
 
 T = TypeVar("T")
+B = TypeVar("B")
 
 _log = logging.getLogger("recpoint")
 
@@ -71,9 +73,10 @@ class Checkpointer:
 
         with Checkpointer(model, optimizer, run=URL, reader=reader, interval_batches=1000) as ckpt:
             ckpt.restore()
-            for batch in reader:
+            for batch in ckpt.batches(epochs=3):
                 train(batch)  # up to and including optimizer.step()
-                ckpt.step()
+
+    A loop of one's own calls `step` after each batch instead.
 
     Nothing that goes wrong with a checkpoint reaches the training loop: it is counted, logged
     (logger "recpoint"), shown in `stats`, and its rows are in the next checkpoint. With
@@ -113,6 +116,7 @@ class Checkpointer:
 
     Attributes:
         batches_done: batches whose updates the model holds.
+        epochs_done: passes over the reader that `batches` has been through.
         memory_bound_bytes: most that slots take in the staging area, with the state that is there:
             what optimizers make of it when they first step counts from the `step()` after that.
         host_memory_bound_bytes: the same of all ranks whose staging areas share a file system; of
@@ -179,6 +183,13 @@ class Checkpointer:
         self._pace: Pace | None = None
         self._closed = False
         self._is_busy = False  # in one of its calls
+        self._loop = Loop(
+            self._state,
+            batches_done=lambda: self.batches_done,
+            step=self._step,
+            count=self._count_batch,
+        )
+        self._has_position = reader is not None or bool(extras)
         self._close_wanted: bool | None = None  # by a call from within another; `final` of it
         self._process = os.getpid()
         self.batches_done = 0
@@ -362,16 +373,84 @@ class Checkpointer:
         """See `Attributes`."""
         return self._memory.host.bound_bytes
 
+    @property
+    def epochs_done(self) -> int:
+        """See `Attributes`."""
+        passes = self._state.passes
+        return 0 if passes is None else passes.done
+
+    @overload
+    def batches(
+        self, reader: Iterable[B], *, epochs: int | None = None, total: int | None = None
+    ) -> Iterator[B]: ...
+
+    @overload
+    def batches(
+        self, reader: None = None, *, epochs: int | None = None, total: int | None = None
+    ) -> Iterator[Any]: ...
+
+    def batches(
+        self,
+        reader: Iterable[Any] | None = None,
+        *,
+        epochs: int | None = None,
+        total: int | None = None,
+    ) -> Iterator[Any]:
+        """The batches that are left to train, with `step` after each; call it after `restore`.
+
+        Both bounds count from the beginning of the run, whichever process trained: a training that
+        was killed trains what is left, and one that is finished trains nothing. A batch counts when
+        the next one is asked for, and when the loop is left by `break`. The reader is iterated once
+        for each epoch. Before an epoch begins, `set_epoch` is called with its number, from 0 on, of
+        the reader, its samplers and its dataset, where they have it.
+
+        Args:
+            reader: where batches come from; None: the reader that the Checkpointer was given. For
+                one that is wrapped, in a progress bar for instance, or that is no reader itself.
+            epochs: passes over the reader; this or `total`.
+            total: batches, from as many passes as that takes.
+
+        Raises:
+            SettingsError: not exactly one bound; no reader; `restore` was not called; with
+                `epochs`, checkpoints that do not say where in which epoch training is; or, from the
+                loop, a reader that gives no more batches before the bound is met.
+            RecpointError, BaseException: from the loop, as by `step`.
+        """
+        self._running("batches()")
+        bound = Bound(epochs=epochs, total=total)
+        source: object = self._reader if reader is None else reader
+        if not isinstance(source, Iterable):
+            raise SettingsError(
+                "batches(reader)",
+                found="no reader" if source is None else f"a {type(source).__name__}",
+                expected="an iterable of batches",
+                next_step="Checkpointer(reader=...), or batches(reader, ...)",
+            )
+        self._loop.check(bound, has_position=self._has_position)
+        return self._loop.run(source, bound)
+
     def step(self) -> None:
         """One more batch is done; take a checkpoint when one is due. Call after the optimizers.
 
+        A loop over `batches` calls it.
+
         Raises:
             SettingsError: `restore` was not called; or this is a forked child of the process that
-                built this.
+                built this; or a loop over `batches` calls it already.
             RecpointError: with `Options.on_error="raise"`: what went wrong with a checkpoint.
             BaseException: what a signal's handler has raised, once a checkpoint that is due has
                 been cut.
         """
+        if self._loop.is_waiting:
+            raise SettingsError(
+                "step()",
+                found="a call in a loop over batches(), which calls it after each batch",
+                expected="no other call",
+                next_step="take step() out of the loop",
+            )
+        self._step()
+
+    def _step(self) -> None:
         pipeline, pace = self._running("step()")
         self.batches_done += 1
         if (
@@ -383,6 +462,10 @@ class Checkpointer:
             self._whole(lambda _: self._act(pipeline, pace))
         if self._end.is_done:
             self._end.hand_on()
+
+    def _count_batch(self) -> None:
+        if not self._is_over():
+            self.batches_done += 1
 
     def _act(self, pipeline: Pipeline, pace: Pace) -> None:
         pipeline.outcomes.fetch()
@@ -508,6 +591,7 @@ class Checkpointer:
                 pipeline.say_ended()
         finally:
             self._is_busy, self._closed = False, True
+            self._loop.end()
             if pipeline is not None:
                 pipeline.close()
             self._watch.remove()

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,7 +16,16 @@ from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler, let_into
 from recpoint.trainer_plugin.state import rng
 
-__all__ = ["Divisible", "ResumableLoader", "Stateful", "announce", "capture", "refuse_prepared"]
+__all__ = [
+    "Divisible",
+    "Passes",
+    "ResumableLoader",
+    "Stateful",
+    "announce",
+    "capture",
+    "refuse_prepared",
+    "tell_epoch",
+]
 
 
 # The random generators that a dataloader, its samplers and its dataset draw from.
@@ -224,6 +233,31 @@ class Divisible(Protocol):
             rank: of this process.
             ranks: how many there are now; another number than of states.
         """
+
+
+class Passes(NamedTuple):
+    """How far training has gone through its reader; stored with the reader's position.
+
+    A reader's position alone does not say which epoch it is in. Nor does it say whether the end of
+    an epoch was reached or only its last batch, so that `batches` is stored too.
+
+    Attributes:
+        done: epochs that have ended.
+        batches: of the epoch that goes on; 0: it has not begun.
+    """
+
+    done: int = 0
+    batches: int = 0
+
+
+def tell_epoch(reader: object, epoch: int) -> None:
+    """Call `set_epoch(epoch)` of the reader, its samplers and its dataset, where they have it."""
+    loader = reader.loader if isinstance(reader, ResumableLoader) else reader
+    told: list[Any] = [reader] if loader is reader else [reader, loader]
+    told += [part for _, part in _with_epoch(loader)]
+    for part in told:
+        if callable(getattr(type(part), "set_epoch", None)):
+            part.set_epoch(epoch)
 
 
 def announce(reader: object, n: int) -> bool:

@@ -22,9 +22,11 @@ from recpoint.trainer_plugin.state.model import ModelState, own_part
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.state.reader import (
     Divisible,
+    Passes,
     ResumableLoader,
     Stateful,
     refuse_prepared,
+    tell_epoch,
 )
 
 __all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState", "within"]
@@ -212,6 +214,9 @@ class TrainingState:
     """Everything stateful that the checkpointer was given.
 
     `copies`: parameters of tables that every rank holds whole.
+
+    Attributes:
+        passes: over the reader; None: nobody counts them.
     """
 
     def __init__(
@@ -245,6 +250,7 @@ class TrainingState:
         self._reader = reader
         self._sources = {source.name: source for source in sources}
         self._extras = dict(extras)
+        self.passes: Passes | None = None
         for subject, thing in self._given():
             if not isinstance(thing, Stateful):
                 raise SettingsError(
@@ -341,6 +347,8 @@ class TrainingState:
             "sources": {name: source.state_dict() for name, source in self._sources.items()},
             "rng": rng.capture(),
         }
+        if self.passes is not None:
+            tree["passes"] = self.passes._asdict()
         return without_pieces(tree, self._stored_elsewhere) if self._stored_elsewhere else tree
 
     def forms(self) -> dict[str, str]:
@@ -467,7 +475,11 @@ class TrainingState:
             source.load_state_dicts(saved["sources"][name])
         for name, extra in self._extras.items():
             extra.load_state_dict(_like(extra.state_dict(), saved["extras"][name]))
+        passes = saved.get("passes")
+        self.passes = None if passes is None else Passes(passes["done"], passes["batches"])
         if self._reader is not None:
+            if self.passes is not None:
+                tell_epoch(self._reader, self.passes.done)  # the order of samples depends on it
             if saved["reader"] is not None:
                 self._reader.load_state_dict(saved["reader"])
             else:
