@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recpoint import Checkpointer, Timeouts
+from recpoint import Checkpointer, Options, Timeouts
 from recpoint.errors import RecpointError
 from recpoint.trainer_plugin.ranks.agreement import Replicas
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from tests.polling import until
 
-__all__ = ["Unlike", "exhausted_rank", "failing_rank", "own_state_life"]
+__all__ = ["Unlike", "exhausted_rank", "failing_rank", "own_state_life", "told_of_start"]
 
 #: What a rank has that others have not; the first two no rank has to have alike.
 Unlike = Literal["buffers", "tables", "parameters", "a table", "names", "buffer names"]
@@ -178,4 +179,39 @@ def failing_rank(place: str, rank: int, told: str) -> None:
         except Exception as error:
             found[case] = [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
     Path(told).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def told_of_start(place: str, rank: int, announce: bool, stderr: str) -> None:
+    """One of two ranks that start, train a batch, and start once more; what it says is in a file.
+
+    The file is its standard error while it starts, and nothing else.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=2)
+    for _ in range(2):
+        net = _Net(0, "buffers")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with Checkpointer(
+            net,
+            optimizer,
+            run=f"{place}/run",
+            staging=f"{place}/staging",
+            extras={"position": nn.Linear(1, 1)},  # without any, a warning is on stderr too
+            interval_batches=1,
+            timeouts=Timeouts(ranks_seconds=240.0),
+            options=Options(announce=announce),
+        ) as c:
+            before = os.dup(2)
+            with open(stderr, "ab") as file:
+                os.dup2(file.fileno(), 2)
+                c.restore()
+                os.dup2(before, 2)
+            os.close(before)
+            net(torch.arange(16)).sum().backward()
+            for parameter in net.parameters():  # what DDP would do
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            c.step()
+            until(lambda c=c: c.stats.committed == 1)
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, dense_tensors, extra_states, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
-from tests.fault.own_state_lives import Unlike, exhausted_rank, failing_rank, own_state_life
+from tests.fault.own_state_lives import (
+    Unlike,
+    exhausted_rank,
+    failing_rank,
+    own_state_life,
+    told_of_start,
+)
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 from tests.training_builder import InlineAgent
@@ -113,6 +120,31 @@ def test_what_one_rank_only_has_is_refused_by_name(
     first, second = train(tmp_path, 1, 2, unlike)
     assert first == second and said in first["error"]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("announce", [True, False])
+def test_of_several_ranks_the_first_says_how_training_begins(
+    tmp_path: Path, announce: bool
+) -> None:
+    said = [tmp_path / f"said-{rank}" for rank in range(2)]
+    lives = [
+        ForkedProcess(
+            target=told_of_start, args=(str(tmp_path), rank, announce, str(said[rank])), daemon=True
+        )
+        for rank in range(2)
+    ]
+    with InlineAgent(tmp_path / "staging"):
+        for life in lives:
+            life.start()
+        for life in lives:
+            life.join(PATIENCE_SECONDS)
+            assert life.exitcode == 0
+    first, second = (path.read_text() for path in said)
+    assert second == ""
+    url = tmp_path / "run"
+    begins = rf"recpoint: {url} begins: nothing is restored\n"
+    restored = rf"recpoint: {url} is restored: step 1 \(.*\)\n"
+    assert re.fullmatch(begins + restored if announce else "", first), first
 
 
 def test_what_fails_on_one_rank_at_the_start_ends_all_of_them_at_once(tmp_path: Path) -> None:
