@@ -1,0 +1,45 @@
+"""What a repository is expected to have beside its code can be read, and agrees with it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def test_the_workflow_runs_what_a_contributor_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    steps = workflow["jobs"]["test"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == ["make test"]
+    declared = " ".join(_project()["classifiers"])
+    assert all(one in declared for one in workflow["jobs"]["test"]["strategy"]["matrix"]["python"])
+
+
+@pytest.mark.parametrize("form", ["bug.yml", "idea.yml"])
+def test_an_issue_form_asks_for_something(form: str) -> None:
+    asked = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE" / form).read_text())
+    assert asked["name"] and asked["description"]
+    identifiers = [field["id"] for field in asked["body"]]
+    assert len(set(identifiers)) == len(identifiers)
+    assert any(field.get("validations", {}).get("required") for field in asked["body"])
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = _project()
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+
+
+def test_what_to_do_about_a_vulnerability_is_said() -> None:
+    assert "privately" in (ROOT / "SECURITY.md").read_text()
