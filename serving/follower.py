@@ -447,7 +447,15 @@ class Follower:
                 return version, standing
 
     def wait(self, *, seconds: float, step: int | None = None) -> bool:
-        """Wait until something is served, or step `step` or a later one; whether it is."""
+        """Wait until something is served.
+
+        Args:
+            seconds: how long to wait at most.
+            step: wait until this step, or a later one, is served; None: any.
+
+        Returns:
+            Whether it is served.
+        """
         copies = self._copies
 
         def there() -> bool:

@@ -516,13 +516,27 @@ class Checkpointer:
             tracker.mark(ids if one.rows == one.table_rows else held_ids(one, ids))
 
     def mark_all(self, table: str) -> None:
-        """All rows of `table`, or of its row states, changed or may have: reset, or decayed."""
+        """All rows of `table`, or of its row states, changed or may have: reset, or decayed.
+
+        Args:
+            table: name of the embedding module.
+
+        Raises:
+            SettingsError: no such table.
+        """
         for _, tracker in self._named(table):
             tracker.mark_all()
 
     def delete_rows(self, table: str, ids: Tensor) -> None:
         """Rows that are not in use any more: they and their row states become zeros, here and in
-        checkpoints, until they are trained again. Call it after a step; arguments as for `mark`.
+        checkpoints, until they are trained again. Call it after a step.
+
+        Args:
+            table: name of the embedding module.
+            ids: as for `mark`.
+
+        Raises:
+            SettingsError, IndexError, ValueError: as from `mark`.
         """
         for one, tracker in self._named(table):
             here = held_ids(one, ids)

@@ -13,17 +13,26 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.checkpointer import Checkpointer
+from recpoint.trainer_plugin.policy import Policy, PolicyName
 from recpoint.trainer_plugin.setting_checks import instance_of
-from recpoint.trainer_plugin.settings import Options
-from recpoint.trainer_plugin.state.reader import ResumableLoader
+from recpoint.trainer_plugin.settings import (
+    Bits,
+    ExpectedFailures,
+    Options,
+    Precision,
+    Staging,
+    Timeouts,
+)
+from recpoint.trainer_plugin.state.reader import ResumableLoader, Stateful
 
-__all__ = ["LightningCallback"]
+__all__ = ["CheckpointerArguments", "LightningCallback"]
 
 
 try:
@@ -51,6 +60,21 @@ _EXTRA = "lightning"
 _OF_LIGHTNING = ("model", "optimizers", "reader", "schedulers")
 
 
+class CheckpointerArguments(TypedDict, total=False):
+    """Keywords of `Checkpointer` that a callback takes, with the defaults that they have there."""
+
+    run: Required[str]
+    extras: Mapping[str, Stateful] | None
+    interval_batches: int | None
+    interval_seconds: float | Literal["auto"] | None
+    bits: Precision | Bits
+    policy: Policy | PolicyName
+    failures: ExpectedFailures | None
+    staging: Staging | str | Path | None
+    timeouts: Timeouts
+    options: Options
+
+
 class LightningCallback(Callback):
     """Restores before the first batch, and takes checkpoints of the whole of `Trainer.fit`.
 
@@ -75,9 +99,12 @@ class LightningCallback(Callback):
 
     Args:
         restore: arguments of `Checkpointer.restore`, such as `{"fresh": True}`.
-        arguments: those of `Checkpointer`, but for `model`, `optimizers`, `reader` and
-            `schedulers`, which are Lightning's. With `Options.handle_sigterm` the final checkpoint
-            on SIGTERM is taken before the next batch.
+        arguments: those of `Checkpointer`, which says more of each, but for `model`, `optimizers`,
+            `reader` and `schedulers`, which are Lightning's: `run`, the run URL; `extras`, by name
+            what else has a state; `interval_batches` or `interval_seconds` between checkpoints;
+            `bits` of stored rows; `policy`, what a checkpoint holds; `failures` to expect;
+            `staging` area; `timeouts`; `options`. With `Options.handle_sigterm` the final
+            checkpoint on SIGTERM is taken before the next batch.
 
     Attributes:
         checkpointer: while a fit runs, and after it; None: no fit has begun.
@@ -98,7 +125,12 @@ class LightningCallback(Callback):
         ]
     )
 
-    def __init__(self, *, restore: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        restore: Mapping[str, Any] | None = None,
+        **arguments: Unpack[CheckpointerArguments],
+    ) -> None:
         super().__init__()
         for name in _OF_LIGHTNING:
             if name in arguments:
@@ -113,7 +145,7 @@ class LightningCallback(Callback):
         self._restore = {} if restore is None else dict(restore)
         self._extras = dict(given.arguments["extras"] or {})
         self._options = instance_of("options", given.arguments["options"], Options)
-        self._arguments = arguments
+        self._arguments: dict[str, Any] = dict(arguments)
         self.checkpointer: Checkpointer | None = None
         self._position = _Position()
         self._loops: dict[str, Any] | None = None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from recpoint import errors, loggers
 
 if TYPE_CHECKING:
+    __version__: str
+
     from recpoint.catalog.restore.placement import TablePart
     from recpoint.catalog.restore.restore import restore_parts
     from recpoint.dashboards.metrics.trainer import export_metrics
@@ -41,6 +44,7 @@ __all__ = [
     "Staging",
     "TablePart",
     "Timeouts",
+    "__version__",
     "errors",
     "export_metrics",
     "restore_parts",
@@ -72,6 +76,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("recpoint")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

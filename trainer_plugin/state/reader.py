@@ -393,14 +393,22 @@ class ResumableLoader:
         return {**self._before, "then": rng.capture()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position of `state_dict`, with the next `iter`."""
+        """Go on from a position with the next `iter`.
+
+        Args:
+            state: what `state_dict` returned, in this or another process.
+        """
         if isinstance(self.loader, Stateful) and state["own"] is not None:
             self.loader.load_state_dict(state["own"])
         self._loaded = self.resumed_from = state
 
     @staticmethod
     def decides_next_epoch(state: dict[str, Any]) -> bool:
-        """Whether what an epoch gives that begins at this position follows from it."""
+        """Whether what an epoch gives that begins at this position follows from it.
+
+        Args:
+            state: the position, as `state_dict` returned it.
+        """
         drawing = state.get("drawing")
         return state["own"] is not None or (drawing is not None and bool(drawing["states"]))
 
@@ -408,6 +416,9 @@ class ResumableLoader:
         """Begin the next epoch as it would begin after a position at the end of one.
 
         For frameworks that begin another epoch then, and do without `load_state_dict`.
+
+        Args:
+            state: the position, as `state_dict` returned it.
         """
         if isinstance(self.loader, Stateful) and state["own"] is not None:
             self.load_state_dict(state)

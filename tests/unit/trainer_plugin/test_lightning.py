@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from recpoint import Checkpointer, LightningCallback, ResumableLoader  # noqa: E
 from recpoint.catalog.run.run import Run  # noqa: E402
 from recpoint.catalog.store.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
+from recpoint.trainer_plugin import lightning as of_lightning  # noqa: E402
 from tests.forked import ForkedProcess  # noqa: E402
 from tests.lightning_builder import (  # noqa: E402
     Breaks,
@@ -294,16 +295,24 @@ def test_a_loader_without_a_position_is_refused(place: Place) -> None:
 
 def test_what_lightning_has_is_not_asked_for() -> None:
     with pytest.raises(SettingsError, match="optimizers"):
-        LightningCallback(run="/nowhere", interval_batches=1, optimizers=[])
+        LightningCallback(
+            run="/nowhere",
+            interval_batches=1,
+            optimizers=[],  # type: ignore[call-arg]  # mypy says so too
+        )
 
 
 def test_what_a_checkpointer_has_not_is_refused_before_a_fit() -> None:
     with pytest.raises(TypeError, match="interval"):
-        LightningCallback(run="/nowhere", interval=1)
+        LightningCallback(run="/nowhere", interval=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="run"):
-        LightningCallback(interval_batches=1)
+        LightningCallback(interval_batches=1)  # type: ignore[call-arg]
     with pytest.raises(SettingsError, match=r"options: found 'raise'.*recpoint\.Options"):
-        LightningCallback(run="/nowhere", interval_batches=1, options="raise")
+        LightningCallback(
+            run="/nowhere",
+            interval_batches=1,
+            options="raise",  # type: ignore[arg-type]
+        )
 
 
 def test_the_callback_takes_what_the_checkpointer_does() -> None:
@@ -312,6 +321,10 @@ def test_the_callback_takes_what_the_checkpointer_does() -> None:
     assert taken.pop("restore").default is None
     assert own.keys() - taken.keys() == {"model", "optimizers", "reader", "schedulers"}
     assert all(own[name] == parameter for name, parameter in taken.items())
+    # What mypy is told of them is stated once more.
+    types = get_type_hints(of_lightning.CheckpointerArguments)
+    own_types = get_type_hints(Checkpointer.__init__)
+    assert types == {name: own_types[name] for name in taken}
 
 
 def test_a_fast_run_for_development_takes_no_checkpoint(place: Place) -> None:
