@@ -25,6 +25,7 @@ __all__ = [
     "RUN_HEADINGS",
     "alarm_texts",
     "checkpoint_row",
+    "counted",
     "duration_text",
     "expiring_row",
     "failure_row",
@@ -32,6 +33,7 @@ __all__ = [
     "plain",
     "plan_rows",
     "plan_text",
+    "risk_text",
     "run_row",
     "standing_text",
     "summary_text",
@@ -116,15 +118,22 @@ def alarm_texts(seen: Seen, now: float) -> list[str]:
     return found
 
 
-def _risk_text(overview: RunOverview) -> str:
+def risk_text(overview: RunOverview) -> str:
+    """What a crash now would cost, and how well that is known."""
     lag = overview.lag
     if overview.ended is not None and lag.at_risk_batches == 0:
         return "nothing: ended, all is stored"
     if overview.generation is None:
         return NONE
-    batches = "" if lag.at_risk_batches is None else f", {lag.at_risk_batches:,} batches"
-    about = "" if overview.ended is not None else "about "
-    return f"{about}{duration_text(lag.at_risk_seconds)}{batches}"
+    batches = "" if lag.at_risk_batches is None else f", {counted(lag.at_risk_batches, 'batch')}"
+    known = "up to " if lag.overdue else "" if overview.ended is not None else "about "
+    return f"{known}{duration_text(lag.at_risk_seconds)}{batches}"
+
+
+def counted(count: int, what: str) -> str:
+    """How many there are of something, in the singular where there is one."""
+    plural = f"{what}es" if what.endswith(("s", "x", "ch", "sh")) else f"{what}s"
+    return f"{count:,} {what if count == 1 else plural}"
 
 
 def _stall_text(checkpoints: Sequence[CheckpointFacts]) -> str:
@@ -168,7 +177,7 @@ def run_row(run: WatchedRun, index: int) -> tuple[str, ...]:
     return (
         standing_text(seen),
         name,
-        _risk_text(overview),
+        risk_text(overview),
         NONE if newest is None else f"{newest.step:,}",
         NONE if newest is None or newest.error else time_text(newest.committed_ms),
         _stall_text(overview.checkpoints).partition(" (")[0],
@@ -207,7 +216,7 @@ def field_texts(overview: RunOverview) -> dict[str, str]:
         reading = f"step {restore.step:,} from {_restore_text(overview)}; {seconds}"
     superseded = overview.superseded_checkpoints
     return {
-        FIELDS[0]: _risk_text(overview),
+        FIELDS[0]: risk_text(overview),
         FIELDS[1]: age,
         FIELDS[2]: interval,
         FIELDS[3]: stall,
@@ -246,7 +255,7 @@ def checkpoint_row(one: CheckpointFacts) -> tuple[str, ...]:
         return (f"{one.step:,}", NONE, one.state, *[NONE] * 6, validation, "; ".join(notes))
     risk = NONE
     if one.at_risk_seconds is not None:
-        risk = f"{duration_text(one.at_risk_seconds)}, {one.at_risk_batches:,} batches"
+        risk = f"{duration_text(one.at_risk_seconds)}, {counted(one.at_risk_batches or 0, 'batch')}"
     share = one.stored_bytes / one.full_bytes if one.full_bytes else None
     return (
         f"{one.step:,}",

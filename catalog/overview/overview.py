@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
+from recpoint.format.records import EndRecord
 from recpoint.format.retention_records import Plan
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "expected_interval_seconds",
     "kept",
     "lag_of",
+    "longest_wait_seconds",
     "measured_interval_seconds",
     "pace",
     "restore_estimate",
@@ -150,9 +153,9 @@ class Histogram:
 # Whose clock. `snapshot_ms`, `staged_ms` and `committed_ms` of a checkpoint, and `created_ms` of
 # its generation, are of one clock: that of the trainer's host, where the agent runs too.
 # Differences among them (`stall`, `lag_seconds`, `at_risk_seconds` of a checkpoint) do not depend
-# on whether it is right. How long ago something happened is measured by `Age`: the store's time of
-# the object against this host's, held within what this process has seen itself on its monotonic
-# clock.
+# on whether it is right. `ended_ms` of a trainer is of that clock too. How long ago something
+# happened is measured by `Age`: the store's time of the object against this host's, held within
+# what this process has seen itself on its monotonic clock.
 
 
 #: A run is lagging when this many of its intervals have passed without a commit.
@@ -204,11 +207,13 @@ class CheckpointFacts:
         snapshot_ms, staged_ms, committed_ms: when it was cut, durable in staging, committed.
         stall_seconds: how long training waited for it.
         lag_seconds: from cut to commit.
-        at_risk_seconds: training that would have been lost right before its commit: from the cut
-            of the checkpoint before it that is there, or the start of its trainer if that is later.
-            None: what came before is not known.
+        interval_seconds: from the cut of the checkpoint before it that is there, or the start of
+            its trainer if that is later, to its cut. None: what came before is not known.
         interval_batches: batches from there to its cut; exact.
-        at_risk_batches: those and what was trained until the commit, at the pace of the interval.
+        at_risk_seconds: training that would have been lost right before its commit: the interval,
+            and what was trained until the commit. A trainer that had ended trained nothing more.
+        at_risk_batches: the same in batches, at the pace of the interval; never more than the
+            trainer is known to have trained.
         stored_bytes: of its chunks. full_bytes: of a full, exact (fp32) checkpoint of the same.
         error: what is wrong with its manifest; the figures are then 0 or None.
     """
@@ -227,8 +232,9 @@ class CheckpointFacts:
     committed_ms: int
     stall_seconds: float
     lag_seconds: float
-    at_risk_seconds: float | None
+    interval_seconds: float | None
     interval_batches: int | None
+    at_risk_seconds: float | None
     at_risk_batches: int | None
     stored_bytes: int
     full_bytes: int
@@ -265,11 +271,16 @@ class Lag:
 
     Attributes:
         seconds: age of the state that a restore would bring back; None: there is none.
-        at_risk_seconds: training that would be lost: as `seconds`, but no longer than the newest
-            trainer has been running, and 0 once a run has ended with everything stored. A trainer
-            that is dead already looks like one whose agent is: the catalog cannot tell them apart.
-        at_risk_batches: the same in batches, at the pace of the newest checkpoints; None: not
-            known yet. Exact once the run has ended.
+        silent_seconds: how long no checkpoint that restores has come: as `seconds`, but no longer
+            than the newest trainer has been running. It grows after the end of training too.
+        at_risk_seconds: training that would be lost: the silence, and what earlier trainers had
+            trained that does not restore any more. It stands still once the run has ended, and is
+            0 if all is stored.
+        at_risk_batches: the same in batches, at the pace of the newest checkpoints. Exact once the
+            run has ended. None: not known, as where `overdue`.
+        overdue: the run has not ended, and is silent for longer than a checkpoint takes to come. A
+            dead trainer looks like one whose agent is dead: the catalog cannot tell them apart.
+            `at_risk_seconds` is then what is lost if it still trains, which is the most.
         clock: what decided the age, see `Age`.
         interval_seconds: from one checkpoint to the next, as its trainer meant it or as it turns
             out, whichever is longer; None: not known yet.
@@ -278,8 +289,10 @@ class Lag:
     """
 
     seconds: float | None
+    silent_seconds: float
     at_risk_seconds: float
     at_risk_batches: int | None
+    overdue: bool
     clock: Literal["store", "watched"]
     interval_seconds: float | None
     intervals: float | None
@@ -428,12 +441,8 @@ def measured_interval_seconds(checkpoints: Sequence[CheckpointFacts]) -> float |
     Args:
         checkpoints: of the live line, newest first.
     """
-    gaps = [
-        one.at_risk_seconds - one.lag_seconds
-        for one in checkpoints
-        if one.error is None and one.at_risk_seconds is not None
-    ][:_GAPS]
-    gaps = [gap for gap in gaps if gap > 0]
+    gaps = [one.interval_seconds for one in checkpoints if one.interval_seconds is not None]
+    gaps = [gap for gap in gaps[:_GAPS] if gap > 0]
     return statistics.median(gaps) if gaps else None
 
 
@@ -470,20 +479,34 @@ def alarms(
 def _silence(
     overview: RunOverview, intervals: float, unknown_interval_seconds: float
 ) -> Alarm | None:
-    lag = overview.lag
-    if overview.generation is None or lag.at_risk_seconds <= 0:
+    lag, generation, ended = overview.lag, overview.generation, overview.ended
+    if generation is None or (ended is not None and lag.at_risk_batches == 0):
         return None
     known = lag.interval_seconds
-    allowed = unknown_interval_seconds if known is None else intervals * known
-    if lag.at_risk_seconds <= allowed:
+    silence = lag.silent_seconds
+    if silence <= (unknown_interval_seconds if known is None else intervals * known):
         return None
+    host = generation.host
+    if ended is not None:
+        return Alarm(
+            "no_commit",
+            f"training has {_ENDED[ended.reason]} after step {ended.step}, and its last "
+            f"{lag.at_risk_batches} batches are not stored",
+            f"on {host}: run recpoint agent, which stores what is staged there; "
+            "what is not staged, a new start trains again",
+        )
     since = "checkpoint that restores" if overview.checkpoints else "checkpoint at all"
-    expected = "" if known is None else f", one is expected every {known:.3g} s"
-    what = f"no new {since} for {lag.at_risk_seconds:.3g} s{expected}"
-    if overview.ended is not None:
-        what = f"the trainer has ended, and its last {lag.at_risk_batches} batches are not stored"
-    host = overview.generation.host
+    expected = "" if known is None else f", one is expected every {_seconds_text(known)}"
+    what = f"no new {since} for {_seconds_text(silence)}{expected}"
     return Alarm("no_commit", what, f"on {host}: is the trainer alive, and recpoint agent running?")
+
+
+#: What becomes of "training has …" by the reason of its end.
+_ENDED: Final[dict[str, str]] = {"finished": "finished", "terminated": "been terminated"}
+
+
+def _seconds_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def clock_note(*, store_less_trainer_seconds: float, ahead_seconds: float) -> str:
@@ -562,8 +585,23 @@ def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:
     return "validated" if verdict.passed("sample") else "committed"
 
 
-def with_risk(facts: Sequence[CheckpointFacts], run: Run) -> tuple[CheckpointFacts, ...]:
-    """With what was at risk right before each commit; `facts` newest first."""
+def with_risk(
+    facts: Sequence[CheckpointFacts], run: Run, ends: Mapping[int, EndRecord]
+) -> tuple[CheckpointFacts, ...]:
+    """With what was at risk right before each commit.
+
+    Args:
+        facts: of the live line, newest first.
+        run: the run.
+        ends: of each generation whose trainer has said that it has ended, its word.
+    """
+    newest_steps = {one.generation: one.step for one in reversed(facts)}
+    # A trainer that has gone on after its word has not ended (format §5).
+    last_steps = {
+        generation: end.step
+        for generation, end in ends.items()
+        if end.step >= newest_steps.get(generation, 0)
+    }
     found = []
     for position, one in enumerate(facts):
         before = facts[position + 1] if position + 1 < len(facts) else None
@@ -577,15 +615,37 @@ def with_risk(facts: Sequence[CheckpointFacts], run: Run) -> tuple[CheckpointFac
         # One host's clock; it may have been set meanwhile.
         gap_seconds = max(0, one.snapshot_ms - since_ms) / 1000
         meanwhile = one.lag_seconds * batches / gap_seconds if gap_seconds > 0 else 0.0
+        last_step = last_steps.get(one.generation)
+        trained = min(meanwhile, _most_meanwhile(one, facts[:position], last_step))
+        share = trained / meanwhile if meanwhile else 1.0
         found.append(
             replace(
                 one,
-                at_risk_seconds=gap_seconds + one.lag_seconds,
+                interval_seconds=gap_seconds,
                 interval_batches=batches,
-                at_risk_batches=batches + round(meanwhile),
+                at_risk_seconds=gap_seconds + one.lag_seconds * share,
+                at_risk_batches=batches + round(trained),
             )
         )
     return tuple(found)
+
+
+def _most_meanwhile(
+    one: CheckpointFacts, newer: Sequence[CheckpointFacts], last_step: int | None
+) -> float:
+    """How many batches the trainer of `one` can have trained from its cut to its commit.
+
+    Args:
+        one: a checkpoint.
+        newer: those after it, newest first.
+        last_step: that its trainer has ended with; None: not known.
+    """
+    for other in reversed(newer):
+        if other.generation != one.generation:
+            break
+        if other.error is None and other.snapshot_ms >= one.committed_ms:
+            return other.step - one.step
+    return math.inf if last_step is None else last_step - one.step
 
 
 def _before(
@@ -603,9 +663,9 @@ def _before(
 def pace(facts: Sequence[CheckpointFacts]) -> float | None:
     """Batches a second between the newest cuts; None: not known."""
     known = [
-        (one.interval_batches, one.at_risk_seconds - one.lag_seconds)
+        (one.interval_batches, one.interval_seconds)
         for one in facts
-        if one.interval_batches is not None and one.at_risk_seconds is not None
+        if one.interval_batches is not None and one.interval_seconds is not None
     ][:_GAPS]
     seconds = sum(gap for _, gap in known)
     return sum(batches for batches, _ in known) / seconds if seconds > 0 else None
@@ -636,38 +696,88 @@ def expected_interval_seconds(
     return max(meant, measured_interval_seconds(facts) or 0.0)
 
 
+def longest_wait_seconds(
+    interval_seconds: float | None, facts: Sequence[CheckpointFacts]
+) -> float | None:
+    """How long after a cut the next commit has come, of the newest and as meant; None: not known.
+
+    Args:
+        interval_seconds: see `expected_interval_seconds`.
+        facts: of the live line, newest first.
+    """
+    known = [one for one in facts if one.interval_seconds is not None][:_GAPS]
+    waits = [one.lag_seconds + (one.interval_seconds or 0.0) for one in known]
+    if interval_seconds is not None:
+        waits.append(interval_seconds + max((one.lag_seconds for one in known), default=0.0))
+    return max(waits, default=None)
+
+
 def lag_of(
     seconds: float | None,
-    at_risk_seconds: float,
-    pace: float | None,
+    silent_seconds: float,
     clock: Literal["store", "watched"],
-    interval_seconds: float | None,
+    *,
+    facts: Sequence[CheckpointFacts] = (),
+    interval_seconds: float | None = None,
+    earlier_batches: int = 0,
     note: str = "",
 ) -> Lag:
-    """The lag; `pace` in batches a second turns it into batches."""
+    """The lag of a run whose trainer has not said that it has ended.
+
+    Args:
+        seconds, silent_seconds, clock, interval_seconds: see `Lag`.
+        facts: of the live line, newest first.
+        earlier_batches: that earlier trainers had trained, and that do not restore any more.
+        note: `Lag.clock_note`.
+    """
+    rate = pace(facts)
+    at_risk = silent_seconds + (earlier_batches / rate if rate else 0.0)
+    if seconds is not None:
+        at_risk = min(at_risk, seconds)
+    longest = longest_wait_seconds(interval_seconds, facts)
+    overdue = longest is not None and silent_seconds > longest
+    batches = None if rate is None or overdue else round(rate * silent_seconds) + earlier_batches
     return Lag(
         seconds=seconds,
-        at_risk_seconds=at_risk_seconds,
-        at_risk_batches=None if pace is None else round(pace * at_risk_seconds),
+        silent_seconds=silent_seconds,
+        at_risk_seconds=at_risk,
+        at_risk_batches=batches,
+        overdue=overdue,
         clock=clock,
         interval_seconds=interval_seconds,
-        intervals=at_risk_seconds / interval_seconds if interval_seconds else None,
+        intervals=at_risk / interval_seconds if interval_seconds else None,
         clock_note=note,
     )
 
 
-def ended_lag(lag: Lag, ended: Ended, safe_step: int | None) -> Lag:
+def ended_lag(
+    lag: Lag, ended: Ended, safe_step: int | None, *, most_seconds: float, pace: float | None
+) -> Lag:
     """The lag of a run whose trainer has ended: what is at risk is what it could not store.
+
+    Nothing of it grows with time but `seconds` and `silent_seconds`.
 
     Args:
         lag: as if it still trained.
         ended: its word.
         safe_step: of the newest checkpoint that restores; None: there is none.
+        most_seconds: that the trainer can have trained what is missing.
+        pace: in batches a second; None: not known.
     """
     missing = ended.step - (safe_step or 0)
     if missing <= 0:
-        return replace(lag, at_risk_seconds=0.0, at_risk_batches=0, intervals=None)
-    return replace(lag, at_risk_batches=missing)
+        return replace(lag, at_risk_seconds=0.0, at_risk_batches=0, overdue=False, intervals=None)
+    # A trainer waits for its agent before it says that it has ended: it trained nothing meanwhile.
+    at_pace = missing / pace if pace else math.inf
+    trained = min(lag.at_risk_seconds, most_seconds, at_pace)
+    interval = lag.interval_seconds
+    return replace(
+        lag,
+        at_risk_seconds=trained,
+        at_risk_batches=missing,
+        overdue=False,
+        intervals=trained / interval if interval else None,
+    )
 
 
 def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEstimate:
@@ -693,9 +803,7 @@ def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEst
 def totals(facts: Sequence[CheckpointFacts]) -> Totals:
     """Sums over all that could be read."""
     readable = [one for one in facts if one.error is None]
-    gaps = [
-        one.at_risk_seconds - one.lag_seconds for one in readable if one.at_risk_seconds is not None
-    ]
+    gaps = [one.interval_seconds for one in readable if one.interval_seconds is not None]
     return Totals(
         checkpoints=len(readable),
         stored_bytes=sum(one.stored_bytes for one in readable),

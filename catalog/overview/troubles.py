@@ -27,6 +27,7 @@ from recpoint.format.naming import (
     ValidationName,
 )
 from recpoint.format.record_kinds import MARK, PART, VALIDATION
+from recpoint.format.records import EndRecord
 from recpoint.format.validation import ValidationRecord
 
 __all__ = ["Troubles"]
@@ -62,7 +63,7 @@ class Troubles:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._reasons: dict[tuple[str, int], str] = {}
-        self._ends: dict[int, bool] = {}
+        self._ends: dict[int, EndRecord | None] = {}
         self._records: dict[ValidationName, ValidationRecord | None] = {}
         self.chains: dict[ManifestName, RecpointError] = {}
         self.end: FormatError | None = None
@@ -91,20 +92,37 @@ class Troubles:
         live: Sequence[ManifestName],
         known: Mapping[ManifestName, Verdict],
         checkpoints: Iterable[CheckpointFacts],
+        *,
+        training: int | None,
     ) -> tuple[Failure, ...]:
-        """What went wrong, newest first where the time is known."""
+        """What went wrong, newest first where the time is known.
+
+        Args:
+            live: checkpoints of the live line, newest first.
+            known: what validations say of them.
+            checkpoints: those that were read.
+            training: the generation whose trainer has not ended; None: there is none.
+        """
         found = [
             *self._validations(live, known),
             *self._manifests(checkpoints),
             *self._chains(),
             *self._deletion(),
             *self._restarts(),
-            *self._rejected(),
+            *self._rejected(training),
             *self._records_for_people(),
             *self._lost(),
             *self._ranks(live),
         ]
         return tuple(sorted(found, key=lambda one: -(one.when_ms or 0)))
+
+    def ends(self, generations: Iterable[int]) -> dict[int, EndRecord]:
+        """The ends of trainers that have a successor, where they left word; each is read once."""
+        new = [number for number in generations if number not in self._ends]
+        if new:
+            with ReadScheduler.of_records() as reads:
+                self._ends.update(zip(new, reads.results(new, self._end_of), strict=True))
+        return {number: end for number, end in self._ends.items() if end is not None}
 
     def bytes_per_second(
         self, live: Sequence[ManifestName], known: Mapping[ManifestName, Verdict]
@@ -220,14 +238,16 @@ class Troubles:
             for number in self.lost[-_TOLD:]
         ]
 
-    def _rejected(self) -> list[Failure]:
+    def _rejected(self, training: int | None) -> list[Failure]:
         found = [
             Failure(
                 kind="rejected",
                 subject=f"{one.checkpoint}" + (f" of rank {record.rank}" if record.rank else ""),
                 cause=f"{one.error_type}: {one.error}",
                 when_ms=one.rejected_ms,
-                next_step="see the agent's log; the trainer stages its rows again",
+                next_step="see the agent's log; the trainer stages its rows again"
+                if one.checkpoint.generation == training
+                else "see the agent's log; its rows are in a later checkpoint, or trained again",
             )
             for record in self._rejections.refresh()
             for one in record.newest
@@ -271,12 +291,13 @@ class Troubles:
 
     def _restarts(self) -> list[Failure]:
         numbers = self._run.generation_numbers()[-_TOLD - 1 :]
+        ended = self.ends(numbers[:-1])
         found = []
         for before, number in pairwise(numbers):
+            if before in ended:
+                continue
             try:
                 record = self._run.generation(number)
-                if self._ended_by_itself(before):
-                    continue
             except (FormatError, ObjectNotFound):
                 continue
             went_on = "nothing" if record.restored is None else f"step {record.restored.step}"
@@ -292,15 +313,6 @@ class Troubles:
             )
         return found
 
-    def _ended_by_itself(self, generation: int) -> bool:
-        # Its successor is there, so that it says nothing more.
-        known = self._ends.get(generation)
-        if known is None:
-            if len(self._ends) > 10 * _TOLD:
-                self._ends.clear()
-            known = self._ends[generation] = read_end(self._run, generation) is not None
-        return known
-
     # --- reading -------------------------------------------------------------------------------
 
     def _record(self, name: ManifestName, verdict: Verdict) -> ValidationRecord | None:
@@ -313,6 +325,12 @@ class Troubles:
             except (FormatError, ObjectNotFound):
                 self._records[named] = None
         return self._records[named]
+
+    def _end_of(self, generation: int) -> EndRecord | None:
+        try:
+            return read_end(self._run, generation)
+        except FormatError:
+            return None
 
     def _reason(self, manifest: str) -> str:
         try:

@@ -40,6 +40,7 @@ from recpoint.errors import ChainError, FormatError, ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.format.record_kinds import GENERATION, MANIFEST
+from recpoint.format.records import EndRecord
 
 __all__ = ["RunWatch"]
 
@@ -152,16 +153,25 @@ class RunWatch:
         facts = tuple(
             self._facts(listing, name, read, pinned_names, doomed) for name, read in checkpoints
         )
-        facts = with_risk(facts, self.run)
         generation = self._generation(listing)
         newest = 0 if generation is None else generation.number
+        end = self._end(newest)
+        ends = self._troubles.ends({one.generation for one in facts} - {newest})
+        facts = with_risk(facts, self.run, ends if end is None else {**ends, newest: end})
         readable = next((read for _, read in checkpoints if read.error is None), None)
         interval = expected_interval_seconds(readable, facts)
+        ended = _ended(end, facts)
         lag = self._lag(listing, facts, generation, safe, interval)
-        ended = self._ended(newest, facts)
+        if generation is not None and ended is not None:
+            rate = pace(facts)
+            lag = ended_lag(
+                lag,
+                ended,
+                None if safe is None else safe.name.step,
+                most_seconds=_seconds_to_end(ended, generation, safe, rate),
+                pace=rate,
+            )
         speed = self._troubles.bytes_per_second(listing.live, listing.verdicts)
-        if ended is not None:
-            lag = ended_lag(lag, ended, None if safe is None else safe.name.step)
         return RunOverview(
             url=self.run.url,
             run=self.run.id,
@@ -185,7 +195,12 @@ class RunWatch:
             totals=totals(facts),
             plan=self._troubles.plan.refresh(),
             expiring=expiring,
-            failures=self._troubles.failures(listing.live, listing.verdicts, facts),
+            failures=self._troubles.failures(
+                listing.live,
+                listing.verdicts,
+                facts,
+                training=None if generation is None or ended is not None else generation.number,
+            ),
         )
 
     # --- listing -------------------------------------------------------------------------------
@@ -338,8 +353,9 @@ class RunWatch:
             committed_ms=read.committed_ms,
             stall_seconds=read.stall_us / 1e6,
             lag_seconds=max(0, read.committed_ms - read.snapshot_ms) / 1000,
-            at_risk_seconds=None,
+            interval_seconds=None,
             interval_batches=None,
+            at_risk_seconds=None,
             at_risk_batches=None,
             stored_bytes=read.stored_bytes,
             full_bytes=read.full_bytes,
@@ -360,17 +376,14 @@ class RunWatch:
             restored_step=None if record.restored is None else record.restored.step,
         )
 
-    def _ended(self, generation: int, facts: Sequence[CheckpointFacts]) -> Ended | None:
-        """The newest trainer's word that it has ended; not if it has gone on nevertheless."""
+    def _end(self, generation: int) -> EndRecord | None:
+        """The word of the newest trainer that it has ended; None: there is none to go by."""
+        self._troubles.end = None
         try:
-            record = read_end(self.run, generation) if generation else None
+            return read_end(self.run, generation) if generation else None
         except FormatError as error:
             self._troubles.end = error
             return None
-        self._troubles.end = None
-        if record is None or (facts and facts[0].step > record.step):
-            return None
-        return Ended(step=record.step, reason=record.reason, ended_ms=record.ended_ms)
 
     def _lag(
         self,
@@ -381,10 +394,18 @@ class RunWatch:
         interval: float | None,
     ) -> Lag:
         if generation is None:
-            return lag_of(None, 0.0, None, "store", None)
+            return lag_of(None, 0.0, "store")
+        earlier = _earlier_batches(generation, safe)
         if safe is None:
             age = generation.age
-            return lag_of(None, age.seconds, pace(facts), age.clock, interval)
+            return lag_of(
+                None,
+                age.seconds,
+                age.clock,
+                facts=facts,
+                interval_seconds=interval,
+                earlier_batches=earlier,
+            )
         newest = safe.chain.newest
         info = listing.manifests.get(safe.name)
         if info is None:  # consolidated, and its own manifest let go of
@@ -398,10 +419,45 @@ class RunWatch:
             )
         # From cut to commit: one host's clock.
         seconds = age.seconds + max(0, newest.committed_ms - newest.snapshot_ms) / 1000
-        at_risk = seconds
+        silent = seconds
         if generation.number > safe.name.generation:
-            at_risk = min(at_risk, generation.age.seconds)
-        return lag_of(seconds, at_risk, pace(facts), age.clock, interval, note)
+            silent = min(silent, generation.age.seconds)
+        return lag_of(
+            seconds,
+            silent,
+            age.clock,
+            facts=facts,
+            interval_seconds=interval,
+            earlier_batches=earlier,
+            note=note,
+        )
+
+
+def _ended(end: EndRecord | None, facts: Sequence[CheckpointFacts]) -> Ended | None:
+    """The newest trainer's word that it has ended; not if it has gone on nevertheless."""
+    if end is None or (facts and facts[0].step > end.step):
+        return None
+    return Ended(step=end.step, reason=end.reason, ended_ms=end.ended_ms)
+
+
+def _earlier_batches(generation: Generation, safe: _Safe | None) -> int:
+    """How many batches the newest trainer went on from that do not restore any more."""
+    restorable = 0 if safe is None else safe.name.step
+    return max(0, (generation.restored_step or 0) - restorable)
+
+
+def _seconds_to_end(
+    ended: Ended, generation: Generation, safe: _Safe | None, pace: float | None
+) -> float:
+    """How long what was trained until the end, and does not restore, can have taken.
+
+    Of the newest trainer by its own clock, of those before it at the pace of batches a second.
+    """
+    since_ms = generation.created_ms
+    if safe is not None and safe.name.generation == generation.number:
+        since_ms = safe.chain.newest.snapshot_ms
+    earlier = _earlier_batches(generation, safe) / pace if pace else 0.0
+    return max(0, ended.ended_ms - since_ms) / 1000 + earlier
 
 
 def _chain_forms(chain: Chain) -> list[Representation]:

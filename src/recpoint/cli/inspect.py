@@ -293,6 +293,7 @@ def _figures(seen: RunOverview) -> dict[str, Any]:
         "lag_seconds": lag.seconds,
         "at_risk_seconds": lag.at_risk_seconds,
         "at_risk_batches": lag.at_risk_batches,
+        "overdue": lag.overdue,
         "interval_seconds": lag.interval_seconds,
         "step": None if newest is None else newest.step,
         "stall_seconds": None if newest is None else newest.stall_seconds,

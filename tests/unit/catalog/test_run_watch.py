@@ -233,9 +233,11 @@ def test_a_run_that_has_ended_alarms_only_for_what_is_not_stored(
     tell_ended(run, 1, step=35, reason="terminated")
     lacking = seen.refresh()
     assert lacking.ended is not None and lacking.ended.reason == "terminated"
-    assert lacking.lag.at_risk_batches == 5
+    # What it costs stands still: that of 5 batches, and not a day.
+    assert (lacking.lag.at_risk_batches, lacking.lag.at_risk_seconds) == (5, 50.0)
     (alarm,) = alarms(lacking)
     assert "its last 5 batches are not stored" in alarm.text
+    assert "alive" not in alarm.next_step and "recpoint agent" in alarm.next_step
     commit(run, 35, at=0, parent=made[-1])
     ended = seen.refresh()
     assert alarms(ended) == () and ended.lag.at_risk_batches == 0
@@ -247,6 +249,31 @@ def test_a_run_that_has_ended_alarms_only_for_what_is_not_stored(
     assert again.lag.clock == "watched"  # it has just appeared, whatever the store's clock says
     again = watch(run).refresh()
     assert [alarm.trouble for alarm in alarms(again)] == ["no_commit"]
+
+
+def test_a_last_checkpoint_has_no_more_at_risk_than_was_trained(run: Run) -> None:
+    """It is cut soon after the one before it, and its commit takes long."""
+    begin(run, at=100)
+    commit(run, 140, at=60)
+    commit(run, 150, at=59, took=30.0)
+    assert watch(run).refresh().checkpoints[0].at_risk_batches == 10 + 300  # if it went on
+    tell_ended(run, 1, step=150, reason="finished")
+    last = watch(run).refresh().checkpoints[0]
+    assert (last.at_risk_batches, last.at_risk_seconds) == (10, 1.0)
+
+
+def test_what_is_overdue_is_not_counted_in_batches(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that is dead looks like one whose agent is."""
+    three(run)
+    now = "recpoint.catalog.overview.watch.time.time"
+    monkeypatch.setattr(now, lambda: NOW_MS / 1000 + 51.0)
+    lag = watch(run).refresh().lag
+    assert (lag.overdue, lag.at_risk_batches) == (False, 10)
+    monkeypatch.setattr(now, lambda: NOW_MS / 1000 + 53.0)
+    lag = watch(run).refresh().lag
+    assert (lag.overdue, lag.at_risk_batches, lag.at_risk_seconds) == (True, None, 103.0)
 
 
 def ended_ref(run: Run) -> CheckpointRef:

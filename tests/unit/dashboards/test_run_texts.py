@@ -14,8 +14,10 @@ from recpoint.catalog.overview.overview import (
     Age,
     Alarm,
     CheckpointFacts,
+    Ended,
     ExpiringManifest,
     Failure,
+    Generation,
     Lag,
     RunOverview,
     Totals,
@@ -43,8 +45,10 @@ NOTHING = RunOverview(
     ended=None,
     lag=Lag(
         seconds=None,
+        silent_seconds=0.0,
         at_risk_seconds=0.0,
         at_risk_batches=None,
+        overdue=False,
         clock="store",
         interval_seconds=None,
         intervals=None,
@@ -75,8 +79,9 @@ def facts(step: int, **changed: object) -> CheckpointFacts:
         "committed_ms": 1000 * step + 500,
         "stall_seconds": 0.002,
         "lag_seconds": 0.5,
-        "at_risk_seconds": 10.5,
+        "interval_seconds": 10.0,
         "interval_batches": 10,
+        "at_risk_seconds": 10.5,
         "at_risk_batches": 11,
         "stored_bytes": 100,
         "full_bytes": 1000,
@@ -107,6 +112,22 @@ def test_a_run_of_which_nothing_is_known_has_texts_for_everything() -> None:
     for chart in (page.lag_chart, page.stall_chart, page.bytes_chart):
         options, words = chart(())
         assert words.endswith(".") and all(not one["data"] for one in options["series"])
+
+
+def test_a_loss_says_how_well_it_is_known() -> None:
+    began = Generation(
+        number=1, host="h", pid=1, created_ms=0, age=Age(9.0, "store"), restored_step=None
+    )
+    lag = replace(NOTHING.lag, at_risk_seconds=90.0, at_risk_batches=1)
+    going_on = replace(NOTHING, generation=began, lag=lag)
+    assert texts.risk_text(NOTHING) == texts.NONE
+    assert texts.risk_text(going_on) == "about 1 min 30 s, 1 batch"
+    overdue = replace(going_on, lag=replace(lag, overdue=True, at_risk_batches=None))
+    assert texts.risk_text(overdue) == "up to 1 min 30 s"
+    ended = replace(going_on, ended=Ended(step=7, reason="finished", ended_ms=0))
+    assert texts.risk_text(ended) == "1 min 30 s, 1 batch"
+    stored = replace(ended, lag=replace(lag, at_risk_seconds=0.0, at_risk_batches=0))
+    assert texts.risk_text(stored) == "nothing: ended, all is stored"
 
 
 def test_charts_run_from_old_to_new_and_leave_out_what_cannot_be_read() -> None:
