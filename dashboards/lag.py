@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from recpoint.catalog.overview.overview import RunOverview, alarms
-from recpoint.dashboards.terminal import plain_table, shown, verdict_text
-from recpoint.dashboards.texts import duration_text
+from recpoint.dashboards.terminal import FittedColumn, FittedTable, shown, verdict_text
+from recpoint.dashboards.texts import NONE, duration_text, risk_text
 from recpoint.errors import RecpointError
 
-__all__ = ["RunLag", "lag_table"]
+__all__ = ["RunLag", "lag_views"]
 
 
 class RunLag(NamedTuple):
@@ -24,41 +24,53 @@ class RunLag(NamedTuple):
     above: bool = False
 
 
-def lag_table(runs: Sequence[RunLag]) -> Table:
-    """One line a run."""
-    table = plain_table("")
-    for name in ("run", "training", "newest", "would be lost", "", "interval", "chain", "stall"):
-        left = name in ("run", "training")
-        # A URL is copied from here: it may take several lines, and is never cut.
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
-    table.add_column("validated")
-    table.add_column("trouble", overflow="fold")
+_COLUMNS = (
+    FittedColumn("run", drop=5, own_line=True),  # a URL is copied from here, and never cut
+    FittedColumn("training"),
+    FittedColumn("newest", right=True),
+    FittedColumn("would be lost"),
+    FittedColumn("interval", right=True, drop=2),
+    FittedColumn("chain", right=True, drop=4),
+    FittedColumn("stall", right=True, drop=3),
+    FittedColumn("validated", drop=1),
+)
+
+
+def lag_views(runs: Sequence[RunLag]) -> list[RenderableType]:
+    """One line a run that can be read; then what is wrong, each in a line of its own."""
+    views: list[RenderableType] = []
+    rows = [
+        ([shown(run.url, limit=2000), *_cells(run, run.found)], Text())
+        for run in runs
+        if isinstance(run.found, RunOverview)
+    ]
+    if rows:
+        views.append(FittedTable("", _COLUMNS, rows))
     for run in runs:
         if isinstance(run.found, RecpointError):
-            blank = [""] * 8
-            said = f"{type(run.found).__name__}: {run.found}"
-            trouble = shown(said, limit=2000, style="red")
-            table.add_row(shown(run.url), *blank, trouble)
+            said = [f"{type(run.found).__name__}: {run.found}"]
         else:
-            table.add_row(shown(run.url), *_cells(run, run.found))
-    return table
+            said = [f"{alarm.text}. Next: {alarm.next_step}" for alarm in alarms(run.found)]
+        url = f"{run.url}: " if run.url else ""
+        views += [shown(f"{url}{text}", limit=2000, style="red") for text in said]
+    return views
 
 
-def _cells(run: RunLag, seen: RunOverview) -> list[Text | str]:
+def _cells(run: RunLag, seen: RunOverview) -> list[Text]:
     lag, newest, restore = seen.lag, seen.newest, seen.restore
-    batches = lag.at_risk_batches
     validated = seen.last_validated
     state = "not started" if seen.generation is None else "going on"
     if seen.ended is not None:
         state = seen.ended.reason
+    elif lag.overdue:
+        state = "overdue"
+    interval = NONE if lag.interval_seconds is None else duration_text(lag.interval_seconds)
     return [
-        shown(state),
-        "none" if newest is None else str(newest.step),
-        Text(duration_text(lag.at_risk_seconds), style="red" if run.above else ""),
-        "" if batches is None else f"{batches} batches",
-        "" if lag.interval_seconds is None else duration_text(lag.interval_seconds),
-        "" if restore is None else str(restore.manifests_to_read),
-        "" if newest is None else f"{newest.stall_seconds * 1000:.1f} ms",
+        Text(state),
+        Text("none" if newest is None else str(newest.step)),
+        Text(risk_text(seen), style="red" if run.above else ""),
+        Text(interval),
+        Text(NONE if restore is None else str(restore.manifests_to_read)),
+        Text(NONE if newest is None else f"{newest.stall_seconds * 1000:.1f} ms"),
         Text("never") if validated is None else verdict_text(validated.verdict),
-        shown("; ".join(alarm.text for alarm in alarms(seen)), style="red"),
     ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from recpoint.catalog.retention.sweep import SweepPlan
 
 __all__ = [
+    "FittedColumn",
+    "FittedTable",
     "Listed",
     "bytes_text",
     "chain_table",
@@ -114,45 +118,129 @@ def time_text(milliseconds: int) -> str:
     return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def checkpoints_table(entries: Iterable[Listed], *, title: str) -> Table:
+class FittedColumn(NamedTuple):
+    """A column of a `FittedTable`.
+
+    Attributes:
+        heading: above it.
+        right: its cells are flush right.
+        drop: where there is no room the highest of these goes first; 0: it stays.
+        own_line: what has no room in it stands in a line of its own, above that of its row.
+    """
+
+    heading: str
+    right: bool = False
+    drop: int = 0
+    own_line: bool = False
+
+
+class FittedTable:
+    """A table that leaves out columns where a terminal has no room for them, and breaks no cell.
+
+    Args:
+        title: above it; "": none.
+        columns: of the cells.
+        rows: the cells of each line, and a note on it, which may be empty. Notes stand in a last
+            column where all of them have room there, else each below its line.
+        below: lines under the table.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[FittedColumn],
+        rows: Sequence[tuple[Sequence[Text], Text]],
+        *,
+        below: Sequence[Text] = (),
+    ) -> None:
+        self._title = title
+        self._columns = columns
+        self._rows = rows
+        self._below = below
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [
+            max([cell_len(column.heading), *(cells[at].cell_len for cells, _ in self._rows)])
+            for at, column in enumerate(self._columns)
+        ]
+        shown_columns = list(range(len(widths)))
+
+        def room() -> int:
+            return options.max_width - sum(widths[at] + 2 for at in shown_columns) + 2
+
+        while room() < 0 and any(self._columns[at].drop for at in shown_columns):
+            shown_columns.remove(max(shown_columns, key=lambda at: self._columns[at].drop))
+        longest = max((note.cell_len for _, note in self._rows), default=0)
+        beside = room() >= longest + 2
+        if self._title:
+            yield shown(self._title, limit=2000, style="italic")
+        headings = [Text(column.heading, style="bold") for column in self._columns]
+        head = Text("notes", style="bold") if beside and longest else Text()
+        above = [
+            at
+            for at, column in enumerate(self._columns)
+            if column.own_line and at not in shown_columns
+        ]
+        for cells, note in ((headings, head), *self._rows):
+            if cells is not headings:
+                yield from (cells[at] for at in above)
+            texts = [self._padded(cells[at], widths[at], at) for at in shown_columns]
+            line = Text("  ").join([*texts, note] if beside else texts)
+            line.rstrip()
+            line.no_wrap = True
+            yield line
+            if note and not beside:
+                yield Padding(note, (0, 0, 0, 6), expand=False)
+        yield from self._below
+
+    def _padded(self, cell: Text, width: int, at: int) -> Text:
+        blank = Text(" " * (width - cell.cell_len))
+        return blank + cell if self._columns[at].right else cell + blank
+
+
+_CHECKPOINT_COLUMNS = (
+    FittedColumn("step", right=True),
+    FittedColumn("gen", right=True, drop=1),
+    FittedColumn("kind"),
+    FittedColumn("chain", right=True, drop=3),
+    FittedColumn("rows", right=True, drop=4),
+    FittedColumn("stored", right=True),
+    FittedColumn("of full", right=True, drop=2),
+    FittedColumn("stall", right=True),
+    FittedColumn("lag", right=True),
+    FittedColumn("committed (UTC)"),
+)
+
+
+def checkpoints_table(entries: Iterable[Listed], *, title: str) -> FittedTable:
     """One line a checkpoint, in the order given."""
-    table = plain_table(title)
-    for heading in ("step", "gen"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    for heading in ("chain", "rows", "stored", "of full", "stall", "lag"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    # This one gives way in a narrow terminal, to two lines: a figure that is cut has lost its unit,
-    # and with it its meaning.
-    table.add_column("committed (UTC)", overflow="fold", min_width=len("2026-01-01"))
+    rows: list[tuple[Sequence[Text], Text]] = []
     below: list[Text] = []
     policies: dict[str, None] = {}  # in order, each once
     for entry in entries:
-        step, generation = entry.name
+        name = [Text(str(number)) for number in entry.name]
         if isinstance(entry.manifest, RecpointError):
-            damaged = Text("damaged", style="red")
-            table.add_row(str(step), str(generation), damaged)
-            problem = shown(f"{entry.name}: {type(entry.manifest).__name__}: {entry.manifest}")
-            below.append(problem)
+            blank = [Text()] * (len(_CHECKPOINT_COLUMNS) - 3)
+            rows.append(([*name, Text("damaged", style="red"), *blank], Text()))
+            problem = f"{entry.name}: {type(entry.manifest).__name__}: {entry.manifest}"
+            below.append(shown(problem, limit=2000, style="red"))
         else:
-            *figures, time = _figures(entry.manifest)
-            when = Text(time)
-            notes = ["superseded"] if entry.live is False else []
-            notes += [f"merged: {', '.join(entry.merged)}"] if entry.merged else []
-            notes += ["expires"] if entry.expires else []
-            notes += [f"pinned: {', '.join(entry.pins)}"] if entry.pins else []
-            if notes:
-                when.append(f" {', '.join(notes)}", style="dim")
-            if entry.verdict is not None:
-                when.append(" ").append(verdict_text(entry.verdict))
-            table.add_row(str(step), str(generation), *figures, when)
+            figures = [Text(figure) for figure in _figures(entry.manifest)]
+            rows.append(([*name, *figures], _notes(entry)))
             policies[entry.manifest.policy] = None
     if policies:
         below.append(shown(f"policy: {', '.join(policies)}"))
-    if below:
-        table.caption = Text("\n").join(below)
-        table.caption_justify = "left"
-    return table
+    return FittedTable(title, _CHECKPOINT_COLUMNS, rows, below=below)
+
+
+def _notes(entry: Listed) -> Text:
+    notes = ["superseded"] if entry.live is False else []
+    notes += [f"merged: {', '.join(entry.merged)}"] if entry.merged else []
+    notes += ["expires"] if entry.expires else []
+    notes += [f"pinned: {', '.join(entry.pins)}"] if entry.pins else []
+    texts = [shown(", ".join(notes), style="dim")] if notes else []
+    texts += [] if entry.verdict is None else [verdict_text(entry.verdict)]
+    return Text(" ").join(texts)
 
 
 def verdict_text(verdict: Verdict | None) -> Text:

@@ -705,7 +705,7 @@ def longest_wait_seconds(
         interval_seconds: see `expected_interval_seconds`.
         facts: of the live line, newest first.
     """
-    known = [one for one in facts if one.interval_seconds is not None][:_GAPS]
+    known = [one for one in facts if one.interval_seconds][:_GAPS]
     waits = [one.lag_seconds + (one.interval_seconds or 0.0) for one in known]
     if interval_seconds is not None:
         waits.append(interval_seconds + max((one.lag_seconds for one in known), default=0.0))

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -40,7 +40,7 @@ from recpoint.cli.reporting import (
 )
 from recpoint.dashboards import terminal
 from recpoint.dashboards.catalog_watch import current_watch
-from recpoint.dashboards.lag import RunLag, lag_table
+from recpoint.dashboards.lag import RunLag, lag_views
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
@@ -232,14 +232,14 @@ def lag(
     if watch is not None:
         with Live(console=output_console(), auto_refresh=False) as live:
             while True:
-                live.update(lag_table(lags.refresh()), refresh=True)
+                live.update(Group(*lag_views(lags.refresh())), refresh=True)
                 time.sleep(watch)
     found = lags.refresh()
     code = max(
         exit_code(one.found) if isinstance(one.found, RecpointError) else int(one.above)
         for one in found
     )
-    return Result({"runs": [_document(one) for one in found]}, lag_table(found), code=code)
+    return Result({"runs": [_document(one) for one in found]}, *lag_views(found), code=code)
 
 
 class _Lags:

@@ -161,8 +161,22 @@ def test_list_cuts_no_figure_in_a_terminal_of_80_columns(
     narrow = recpoint("list", saved_run.directory).stdout
     assert max(map(len, narrow.splitlines()[1:])) <= 80 < max(map(len, wide.splitlines()))
     assert "…" not in narrow
-    for figure in re.findall(r"[0-9.]+ (?:kB|ms|s)\b|increment|full", wide):
+    for figure in re.findall(r"[0-9.]+ (?:kB|ms|s)\b|increment", wide):
         assert figure in narrow
+    times = re.findall(r"2[0-9]{3}-[0-9]{2}-[0-9]{2} [0-9:]{8}", wide)
+    assert len(times) == 3 and all(time in narrow for time in times)
+
+
+def test_list_tells_what_is_to_note_of_a_checkpoint_below_it_in_80_columns(
+    recpoint: Invoke, saved_run: SavedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recpoint("pin", saved_run.directory, 20, "--name", "the-release-of-november")
+    wide = recpoint("list", saved_run.directory).stdout.splitlines()
+    assert wide[1].endswith("notes") and wide[3].endswith("pinned: the-release-of-november")
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = recpoint("list", saved_run.directory).stdout.splitlines()
+    at = narrow.index("      pinned: the-release-of-november")
+    assert narrow[at - 1].lstrip().startswith("20 ") and max(map(len, narrow[1:])) <= 80
 
 
 def test_list_comes_out_whole_although_a_manifest_is_damaged(

@@ -41,8 +41,25 @@ def test_a_url_is_never_cut(
     directory = tmp_path / ("of-a-long-name-" * 8)
     new_run(directory)
     monkeypatch.setenv("COLUMNS", "80")
-    column = [line[:40].split(" ")[0] for line in recpoint("lag", directory).stdout.splitlines()]
-    assert str(directory) in "".join(column)
+    assert str(directory) in recpoint("lag", directory).stdout.replace("\n", "")
+
+
+def test_it_fits_80_columns_and_shows_more_where_there_is_room(
+    recpoint: Invoke, saved_run: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = recpoint("lag", saved_run.directory, tmp_path / "none").stdout
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = recpoint("lag", saved_run.directory, tmp_path / "none").stdout
+    monkeypatch.setenv("COLUMNS", "200")
+    widest = recpoint("lag", saved_run.directory).stdout.splitlines()
+    error = [line for line in narrow.splitlines() if "NothingToRestore" in line]
+    assert len(error) == 1 and error[0].startswith(f"{tmp_path / 'none'}: ")
+    url, heading, row = str(saved_run.directory), "training  newest  would be lost", "going on"
+    assert f"\n{url}\n" in narrow.replace("\r", "") and heading in narrow
+    (line,) = [line for line in narrow.splitlines() if line.startswith(row)]
+    assert len(line) <= 80 and "never" in line and "30" in line.split()
+    assert len(widest) == 2 and "0.1 ms" in widest[1] and widest[1].startswith(url)
+    assert "validated" in wide
 
 
 def test_above_the_limit_it_ends_with_1(recpoint: Invoke, saved_run: SavedRun) -> None:
