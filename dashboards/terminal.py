@@ -268,7 +268,7 @@ def validation_table(
 ) -> Table:
     """One line a finding, the worst first."""
     table = plain_table("Findings")
-    for heading in ("", "object", "row", "what", "found", "expected", "within"):
+    for heading in ("kind", "object", "row", "what", "found", "expected", "within"):
         table.add_column(heading, overflow="fold")
     marked = [("error", "red", finding) for finding in findings]
     marked += [("note", "dim", finding) for finding in notes]
@@ -412,7 +412,7 @@ def check_views(report: CheckReport) -> list[RenderableType]:
     views: list[RenderableType] = []
     if report.findings:
         table = plain_table("Findings")
-        table.add_column("")
+        table.add_column("severity")
         table.add_column("object", overflow="fold")
         table.add_column("what", overflow="fold")
         for severity, key, text in report.findings:
@@ -442,7 +442,7 @@ def sweep_table(plan: SweepPlan) -> Table:
     count = len(plan.objects) + len(plan.unfinished)
     table = plain_table(f"to remove: {count} objects, {bytes_text(plan.size_bytes)}")
     table.show_header = bool(count or plan.kept or plan.unrecognised or plan.blocked)
-    table.add_column("")
+    table.add_column("action")
     table.add_column("object", overflow="fold")
     table.add_column("bytes", justify="right")
     table.add_column("why", overflow="fold")
@@ -509,7 +509,7 @@ def retention_table(made: PrunePlan) -> Table:
     for heading in ("step", "gen"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("merged", no_wrap=True)
-    table.add_column("")
+    table.add_column("action")
     table.add_column("stored", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for row in rows:
@@ -547,7 +547,7 @@ def staged_views(work: StagedWork, run_url: str) -> list[Table]:
     if not work.jobs:
         return []
     table = plain_table(f"staged here: {len(work.jobs)} job{'' if len(work.jobs) == 1 else 's'}")
-    for name in ("", "job", "why"):
+    for name in ("fate", "job", "why"):
         table.add_column(name, overflow="fold")
     for job, fate, why in work.jobs:
         said = shown(naming_run(why, run_url), limit=1000)

@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from recpoint.dashboards.terminal import bytes_text, error_text, fields_table, shown, time_text
+from recpoint.dashboards.terminal import (
+    bytes_text,
+    error_text,
+    fields_table,
+    shown,
+    time_text,
+    validation_table,
+)
 from recpoint.errors import SettingsError
+from recpoint.format.validation import ValidationFinding
 
 
 def printed(view: object) -> str:
@@ -76,3 +84,11 @@ def test_an_error_tells_all_four_things() -> None:
     for part in ("SettingsError", "bits", r"5\x1b[1m", "8", "choose 8"):
         assert part in text
     assert "\x1b" not in text
+
+
+def test_every_column_of_findings_has_a_heading() -> None:
+    finding = ValidationFinding(
+        subject="items", row=7, what="values", found="1", expected="2", bound="0"
+    )
+    heading = printed(validation_table([finding], [])).splitlines()[1]
+    assert heading.split() == ["kind", "object", "row", "what", "found", "expected", "within"]
