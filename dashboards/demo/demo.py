@@ -216,7 +216,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
         console: for progress.
 
     Raises:
-        SettingsError: the example is not there, or the directory holds something else.
+        SettingsError: the directory holds something else.
         ChildFailed: a process of the demo ended badly.
         StoreError: the store cannot be used.
     """
@@ -314,22 +314,8 @@ def _document(
 
 
 def example_script() -> Path:
-    """The training script of the repository that this package is installed from.
-
-    Raises:
-        SettingsError: it was installed without.
-    """
-    relative = Path("examples") / "train_dlrm.py"
-    roots = [Path(recpoint.__file__).resolve().parents[2], Path.cwd()]
-    for root in roots:
-        if (root / relative).is_file():
-            return root / relative
-    raise SettingsError(
-        str(relative),
-        found="nothing there: an installed package does not have it",
-        expected="a checkout of the repository",
-        next_step="run the demo in a checkout: make demo",
-    )
+    """The training script, which ships with this package."""
+    return Path(recpoint.__file__).resolve().parent / "examples" / "train_dlrm.py"
 
 
 _MARK = "recpoint-demo.txt"

@@ -1,0 +1,73 @@
+"""Builds the wheel of this repository, and runs programs from it as where nothing else is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import ZipFile
+
+__all__ = ["InstalledWheel"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+_NO_SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+class InstalledWheel:
+    """The files that a wheel of this repository installs.
+
+    Args:
+        folder: a new directory for them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.site = folder / "site"
+        self.path = _build(folder / "sources", folder)
+        with ZipFile(self.path) as wheel:
+            wheel.extractall(self.site)
+
+    def run(
+        self, arguments: Sequence[str], *, directory: Path, home: Path
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python with `arguments` in `directory`, where `import recpoint` finds the wheel's.
+
+        Args:
+            arguments: of Python.
+            directory: where the program runs.
+            home: for what recpoint keeps of a host, such as its Prefect server.
+        """
+        environment = {name: v for name, v in os.environ.items() if "PREFECT" not in name}
+        environment |= {"PYTHONPATH": str(self.site), "RECPOINT_HOME": str(home)}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=directory,
+            env=environment,
+            check=False,
+        )
+
+
+def _build(sources: Path, folder: Path) -> Path:
+    """Build a wheel of a copy: what a build leaves in the repository ends up in the next wheel."""
+    links = [path for path in (_ROOT / "src" / "recpoint").iterdir() if path.is_symlink()]
+    for name in ("src", *(link.name for link in links)):
+        shutil.copytree(_ROOT / name, sources / name, symlinks=True, ignore=_NO_SOURCES)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(_ROOT / name, sources / name)
+    # Without a connection: with the setuptools that is installed here.
+    build = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, *build, "--disable-pip-version-check", f"--wheel-dir={folder}", sources],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("recpoint-*.whl")
+    return wheel
