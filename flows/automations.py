@@ -140,7 +140,7 @@ def publishing(client: SyncPrefectClient, which: Publishes, *, name: str) -> Aut
             "publish",
             found=f"no deployment {_DEPLOYMENT}",
             expected="one of the flow `publish`",
-            next_step="prefect deploy --all --no-prompt, with recpoint's prefect.yaml",
+            next_step="recpoint deployments init, then prefect deploy --all --no-prompt",
         ) from None
     run_url = "{{ event.resource['prefect.resource.name'] }}"
     return AutomationCore(

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from zipfile import ZipFile
 
-__all__ = ["InstalledWheel"]
+__all__ = ["ROOT", "InstalledWheel"]
 
-_ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 _NO_SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -54,11 +54,11 @@ class InstalledWheel:
 
 def _build(sources: Path, folder: Path) -> Path:
     """Build a wheel of a copy: what a build leaves in the repository ends up in the next wheel."""
-    links = [path for path in (_ROOT / "src" / "recpoint").iterdir() if path.is_symlink()]
+    links = [path for path in (ROOT / "src" / "recpoint").iterdir() if path.is_symlink()]
     for name in ("src", *(link.name for link in links)):
-        shutil.copytree(_ROOT / name, sources / name, symlinks=True, ignore=_NO_SOURCES)
+        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=_NO_SOURCES)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(_ROOT / name, sources / name)
+        shutil.copy(ROOT / name, sources / name)
     # Without a connection: with the setuptools that is installed here.
     build = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     done = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheel import InstalledWheel
+from tests.wheel import ROOT, InstalledWheel
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
@@ -36,3 +36,23 @@ def test_the_demo_is_there_and_trains_on_data_that_has_its_licence(
 
     assert "CC BY 4.0" in (script.parent / "data" / "README.md").read_text()
     assert not list(empty.iterdir())
+
+
+def test_deployments_begin_with_the_file_of_the_repository(
+    wheel: InstalledWheel, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = ["-m", "recpoint", "deployments", "init"]
+    done = wheel.run(command, directory=empty, home=tmp_path)
+    assert done.returncode == 0 and "wrote prefect.yaml" in done.stdout, done.stderr
+    written = empty / "prefect.yaml"
+    assert written.read_bytes() == (ROOT / "prefect.yaml").read_bytes()
+
+    elsewhere = wheel.run([*command, "new/folder", "--json"], directory=empty, home=tmp_path)
+    assert json.loads(elsewhere.stdout) == {"written": "new/folder/prefect.yaml"}
+
+    written.write_text("mine")
+    refused = wheel.run([*command, "--json"], directory=empty, home=tmp_path)
+    assert refused.returncode == 2 and json.loads(refused.stdout)["subject"] == "prefect.yaml"
+    assert written.read_text() == "mine"

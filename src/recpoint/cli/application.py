@@ -123,5 +123,6 @@ for name, function in (
 ):
     app.command(name)(function)
 app.add_typer(host.server, name="server")
+app.add_typer(host.deployments, name="deployments")
 app.add_typer(host.automations, name="automations")
 app.add_typer(host.prometheus, name="prometheus")

@@ -1,4 +1,4 @@
-"""Commands that run things on this host: agent, server, demo, dashboard, automations."""
+"""Commands that run things on this host, and set up its Prefect: deployments, automations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
+from recpoint import flows
 from recpoint.catalog.overview.overview import INTERVALS_OF_SILENCE
 from recpoint.cli.gc import StagingOption, seconds_of
 from recpoint.cli.reporting import JsonOption, Result, command, output_console, progress_console
@@ -30,6 +31,7 @@ __all__ = [
     "agent",
     "automations",
     "demo",
+    "deployments",
     "prometheus",
     "serve_dashboard",
     "server",
@@ -375,6 +377,43 @@ def demo(
     return Result(result.document, *views, last_line, code=0 if result.ok else 1)
 
 
+# The command that writes what Prefect deploys: `recpoint deployments init`.
+
+
+_DEPLOYMENTS = "prefect.yaml"
+
+deployments = typer.Typer(
+    help="Deployments of the flows on a Prefect server: retention, validation and the others.",
+    no_args_is_help=True,
+)
+
+
+@deployments.command("init")
+@command
+def write_deployments(
+    directory: Annotated[
+        Path, typer.Argument(metavar="[DIRECTORY]", help="Where to write it; made if not there.")
+    ] = Path(),
+    json_output: JsonOption = False,
+) -> Result:
+    """Write a prefect.yaml to start from, which `prefect deploy --all` reads; replace none."""
+    shipped = Path(flows.__file__).with_name(_DEPLOYMENTS).read_bytes()
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / _DEPLOYMENTS
+    try:
+        with path.open("xb") as file:
+            file.write(shipped)
+    except FileExistsError:
+        raise SettingsError(
+            str(path),
+            found="a file that is there already",
+            expected="a directory without a prefect.yaml",
+            next_step=f"name another directory, or move {path} away",
+        ) from None
+    text = f"wrote {path}: set your runs and schedules in it; its first lines say how to deploy it"
+    return Result({"written": str(path)}, terminal.shown(text))
+
+
 # The commands for what Prefect watches: `recpoint automations apply|list|remove`.
 
 
@@ -448,8 +487,8 @@ def apply_automations(
             "name the runs whose intervals count; --no-commit is for all",
             param_hint="--intervals",
         )
-    flows = _flows("apply")
-    settings = flows.AlertSettings(
+    alerts = _automations("apply")
+    settings = alerts.AlertSettings(
         no_commit_seconds=_seconds_of(no_commit, option="--no-commit"),
         runs=tuple(dict.fromkeys(urls or ())),
         no_commit_intervals=intervals,
@@ -457,7 +496,7 @@ def apply_automations(
         notify=notify,
         publish=publish,
     )
-    done = flows.apply(settings)
+    done = alerts.apply(settings)
     return Result(
         {"automations": [one._asdict() for one in done]},
         *(terminal.shown(_words(**one._asdict())) for one in done),
@@ -487,7 +526,7 @@ def _words(
 @command
 def list_automations(json_output: JsonOption = False) -> Result:
     """The alerts that the server has."""
-    found = _flows("list").find_ours()
+    found = _automations("list").find_ours()
     return Result(
         {"automations": [one._asdict() for one in found]},
         *(
@@ -501,11 +540,11 @@ def list_automations(json_output: JsonOption = False) -> Result:
 @command
 def remove_automations(json_output: JsonOption = False) -> Result:
     """Remove them."""
-    removed = _flows("remove").remove_ours()
+    removed = _automations("remove").remove_ours()
     return Result({"removed": removed}, *(terminal.shown(f"removed: {name}") for name in removed))
 
 
-def _flows(name: str) -> ModuleType:
+def _automations(name: str) -> ModuleType:
     """The module that does it, with the API that is configured, else the local server's."""
     require_flows(f"recpoint automations {name}")
     from recpoint.flows import prefect_server
