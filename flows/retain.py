@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any, Literal
 
-from prefect import flow
+from prefect import State, flow
 from prefect.artifacts import Artifact
 from prefect.runtime import flow_run
+from prefect.states import Completed
 from pydantic import BaseModel, Field
 
 from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
@@ -106,7 +107,7 @@ async def retain(
     grace_seconds: GraceSeconds = 24 * 3600.0,
     staging: StagingArea | None = None,
     dry_run: bool = False,
-) -> None:
+) -> State[Any]:
     """Mark manifests that no rule keeps and no kept chain needs; delete what was marked before.
 
     Args:
@@ -117,6 +118,10 @@ async def retain(
             name are kept; so is, on any host, what the newest trainer may still commit.
         dry_run: only say what would be done.
 
+    Returns:
+        Completed; its message says what was done, or why the rules drop nothing yet: nothing that
+        they would keep has been validated.
+
     Raises:
         RecpointError: of `recpoint.catalog.retention.prune`.
     """
@@ -125,9 +130,12 @@ async def retain(
     run_dir = area.run_directory(root, open_store(run_url).url)
     staged_here = await asyncio.to_thread(area.staged_attempts, run_dir)
     found = await retain_store(run_url, policy, grace_seconds, sorted(staged_here), dry_run)
+    if found.refused:
+        return Completed(name="Refused", message=found.refused)
     if not dry_run:
         emit("retained", found.run, run_url, summary=found.summary, manifests=len(found.rows))
     await _show(run_url, found, dry_run=dry_run)
+    return Completed(message=found.summary)
 
 
 async def _show(run_url: str, found: Retained, *, dry_run: bool) -> None:

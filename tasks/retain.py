@@ -12,17 +12,26 @@ from recpoint.catalog.retention.keep import RetentionPolicy
 from recpoint.catalog.retention.prune import PrunePlan, execute, plan_prune
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
+from recpoint.errors import NothingValidated
 from recpoint.tasks.persist import RETRIES, may_heal
 
 __all__ = ["Retained", "retain_store"]
 
 
 class Retained(NamedTuple):
-    """What a retention found and did: the run's id, a line, and one row for each manifest."""
+    """What a retention found and did.
+
+    Attributes:
+        run: the run's id.
+        summary: a line.
+        rows: one for each manifest.
+        refused: why its own policy drops nothing yet; empty: it does not refuse.
+    """
 
     run: str
     summary: str
     rows: list[dict[str, str | int]]
+    refused: str = ""
 
 
 @task(
@@ -44,7 +53,12 @@ def _retain(
     run_url: str, policy: RetentionPolicy, grace_seconds: float, keep: list[str], dry_run: bool
 ) -> Retained:
     run = Run.open(open_store(run_url))
-    made = plan_prune(run, policy, grace_seconds=grace_seconds, keep=keep, ask_store=not dry_run)
+    try:
+        made = plan_prune(
+            run, policy, grace_seconds=grace_seconds, keep=keep, ask_store=not dry_run
+        )
+    except NothingValidated as error:
+        return Retained(run.id, "nothing marked, nothing deleted", [], refused=str(error))
     rows = _rows(made)
     if dry_run:
         return Retained(run.id, f"{len(made.mark)} to mark, {len(made.delete)} to delete", rows)

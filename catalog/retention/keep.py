@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
 from recpoint.catalog.run.representations import Representations, RunFacts, StoredManifest
-from recpoint.errors import RetentionRefused, SettingsError
+from recpoint.errors import NothingValidated, RetentionRefused, SettingsError
 from recpoint.format.naming import GENERATION_KEY, ManifestName, is_label
 
 __all__ = [
@@ -353,7 +353,7 @@ def _refuse_to_keep_nothing(
             next_step="wait for the trainer's next checkpoint; recpoint check URL",
         )
     if policy.require_validated and not any(there.is_validated(name) for name in good):
-        raise RetentionRefused(
+        raise NothingValidated(
             "retention",
             found="no validated checkpoint among those it would keep",
             expected="at least one before anything is deleted",

@@ -24,6 +24,7 @@ __all__ = [
     "NonFiniteValue",
     "NotServing",
     "NothingToRestore",
+    "NothingValidated",
     "ObjectExists",
     "ObjectNotFound",
     "RankLost",
@@ -217,6 +218,10 @@ class RanksMissing(RecpointError):
 
 class RetentionRefused(RecpointError):
     """A deletion or a pin that would contradict what is kept, or what is already being deleted."""
+
+
+class NothingValidated(RetentionRefused):
+    """A retention drops nothing yet: no checkpoint that it would keep has been validated."""
 
 
 class RankLost(RecpointError):

@@ -32,7 +32,7 @@ def test_nothing_is_marked_before_a_checkpoint_was_validated(
 ) -> None:
     before = files(saved_run)
     ended = recpoint("retain", saved_run.directory, "--keep-last", 1, "--json")
-    assert ended.code == 1 and ended.json["error"] == "RetentionRefused"
+    assert ended.code == 1 and ended.json["error"] == "NothingValidated"
     assert f"recpoint validate {saved_run.directory}" in ended.json["next_step"]
     assert files(saved_run) == before
     assert recpoint("validate", saved_run.directory).code == 0
