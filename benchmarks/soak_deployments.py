@@ -83,7 +83,7 @@ def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
     ]
     for one in chosen:
         flow = _flow(one)
-        pace_of = "validate_full" if one["name"] == "recpoint-full" else flow
+        pace_of = "validate_full" if one["name"] == "recpoint-validate-full" else flow
         one["schedules"] = [{"slug": "soak", "interval": getattr(pace, pace_of), "active": True}]
         if flow not in _OF_NO_RUN:
             one["parameters"]["run_url"] = run_url

@@ -117,7 +117,7 @@ def _parts(notify: str) -> list[str]:
 #: What is published, and after which event: every commit, or every validation that passed.
 Publishes = Literal["committed", "validated"]
 
-_DEPLOYMENT = "publish/recpoint"
+_DEPLOYMENT = "publish/recpoint-publish"
 
 
 def publishing(client: SyncPrefectClient, which: Publishes, *, name: str) -> AutomationCore:

@@ -81,10 +81,18 @@ def deployed(server: Server) -> dict[str, dict[str, Any]]:
 def test_each_deployment_is_there_with_schema_schedules_and_queue(
     deployed: dict[str, dict[str, Any]],
 ) -> None:
-    everywhere = {"consolidate/recpoint", "forget/recpoint", "publish/recpoint"}
-    everywhere |= {"restore/recpoint", "retain/recpoint"}
-    everywhere |= {"validate/recpoint", "validate/recpoint-full"}
-    here = {"drain/host-1", "persist/host-1", "sweep/host-1"}
+    everywhere = {
+        "consolidate/recpoint-consolidate",
+        "forget/recpoint-forget",
+        "publish/recpoint-publish",
+    }
+    everywhere |= {"restore/recpoint-restore", "retain/recpoint-retain"}
+    everywhere |= {"validate/recpoint-validate", "validate/recpoint-validate-full"}
+    here = {
+        "drain/recpoint-drain-host-1",
+        "persist/recpoint-persist-host-1",
+        "sweep/recpoint-sweep-host-1",
+    }
     assert deployed.keys() == everywhere | here
     for name, one in deployed.items():
         assert one["entrypoint"].startswith("recpoint.flows.") and one["pull_steps"] == []
@@ -93,17 +101,22 @@ def test_each_deployment_is_there_with_schema_schedules_and_queue(
         assert "recpoint" in one["tags"]
         assert one["global_concurrency_limit"]["limit"] == 1
         # That one alone needs no run.
-        assert {schedule["active"] for schedule in one["schedules"]} <= {name == "forget/recpoint"}
-    retain = deployed["retain/recpoint"]
+        assert {schedule["active"] for schedule in one["schedules"]} <= {
+            name == "forget/recpoint-forget"
+        }
+    retain = deployed["retain/recpoint-retain"]
     schema = retain["parameter_openapi_schema"]
     assert schema["required"] == ["run_url", "keep"]
     assert schema["properties"]["run_url"]["minLength"] == 1
     assert schema["definitions"]["Keep"]["properties"]["last"]["minimum"] == 0
-    schema = deployed["restore/recpoint"]["parameter_openapi_schema"]
+    schema = deployed["restore/recpoint-restore"]["parameter_openapi_schema"]
     assert schema["required"] == ["run_url", "target"]
     assert schema["properties"]["shard_bytes"]["default"] == 1 << 30
     assert retain["concurrency_options"]["collision_strategy"] == "ENQUEUE"
-    assert deployed["drain/host-1"]["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    assert (
+        deployed["drain/recpoint-drain-host-1"]["concurrency_options"]["collision_strategy"]
+        == "CANCEL_NEW"
+    )
     (schedule,) = retain["schedules"]
     assert schedule["slug"] == "retain-hourly"
     assert schedule["schedule"] == {"cron": "17 * * * *", "timezone": "UTC", "day_or": True}
@@ -123,7 +136,7 @@ def test_deploying_again_adds_nothing(server: Server, deployed: dict[str, dict[s
 def test_a_run_without_its_run_is_refused_at_once(
     server: Server, deployed: dict[str, dict[str, Any]], run_url: str | None
 ) -> None:
-    path = f"/deployments/{deployed['retain/recpoint']['id']}/create_flow_run"
+    path = f"/deployments/{deployed['retain/recpoint-retain']['id']}/create_flow_run"
     given = {} if run_url is None else {"run_url": run_url}
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.ask(path, {"parameters": {**given, "keep": {"last": 1}}})
@@ -139,9 +152,10 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     job = stage(run, staging, tables(), step=3, generation=1)
 
     create = partial(flow_run_of, server, deployed)
-    drained = create("drain/host-1", {"staging": str(staging)})
+    drained = create("drain/recpoint-drain-host-1", {"staging": str(staging)})
     retained = create(
-        "retain/recpoint", {"run_url": run.url, "keep": {"last": 2, "require_validated": False}}
+        "retain/recpoint-retain",
+        {"run_url": run.url, "keep": {"last": 2, "require_validated": False}},
     )
     anywhere, on_host = worker_commands()
     assert on_host[-1] == "host-1"
@@ -164,7 +178,7 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
-    left = create("drain/host-1", {"staging": str(staging)})
+    left = create("drain/recpoint-drain-host-1", {"staging": str(staging)})
     state = server.worked_off(retained)
     assert state["type"] == "COMPLETED", state
     # Nor does one for anywhere take what only a host can do.
@@ -196,17 +210,17 @@ def test_a_worker_persists_sweeps_validates_merges_publishes_restores_and_forget
     os.utime(tmp_path / "run" / orphan, (0, 0))
     of_run = {"run_url": run.url}
     swept = {**of_run, "staging": str(staging), "include_newest": True}
-    work_off({"persist/host-1": {"job_path": str(newest)}}, on_host=True)
+    work_off({"persist/recpoint-persist-host-1": {"job_path": str(newest)}}, on_host=True)
     assert run.live_line() == [(3, 1), (2, 1), (1, 1)]
-    work_off({"sweep/host-1": swept}, on_host=True)
+    work_off({"sweep/recpoint-sweep-host-1": swept}, on_host=True)
     assert orphan not in {info.key for info in run.store.list()}
 
     work_off(
         {
-            "validate/recpoint": of_run,
-            "validate/recpoint-full": of_run,
-            "restore/recpoint": {**of_run, "target": str(target)},
-            "forget/recpoint": {"older_than_days": 1},
+            "validate/recpoint-validate": of_run,
+            "validate/recpoint-validate-full": of_run,
+            "restore/recpoint-restore": {**of_run, "target": str(target)},
+            "forget/recpoint-forget": {"older_than_days": 1},
         }
     )
     records = [run.records(VALIDATION).read(*name) for name in records_of(run, ManifestName(3, 1))]
@@ -216,7 +230,7 @@ def test_a_worker_persists_sweeps_validates_merges_publishes_restores_and_forget
     }
     assert (target / INDEX).is_file()
     merging = {**of_run, "only_if_it_pays": False}
-    work_off({"publish/recpoint": of_run, "consolidate/recpoint": merging})
+    work_off({"publish/recpoint-publish": of_run, "consolidate/recpoint-consolidate": merging})
     published = newest_publication(run)
     assert published is not None and published.checkpoint.step == 3
     assert len(resolve_chain(run, ManifestName(3, 1)).manifests) == 1
@@ -266,7 +280,7 @@ def test_silence_rejection_and_a_failed_validation_raise_alerts(
     assert "flow-run" in roles
     damaged = tmp_path / "run" / run.manifest(*run.live_line()[0]).chunks[0].key
     damaged.write_bytes(bytes(damaged.stat().st_size))
-    failed = flow_run_of(server, deployed, "validate/recpoint", {"run_url": run.url})
+    failed = flow_run_of(server, deployed, "validate/recpoint-validate", {"run_url": run.url})
     assert server.worked_off(failed)["type"] == "FAILED"
 
     def fired() -> bool:
@@ -427,7 +441,7 @@ def test_what_is_committed_is_published(
 
     automations("apply", "--no-commit", "1h", "--publish", "committed")
     publish(run, build(run, tables(), step=5, generation=1))
-    wanted = {"deployments": {"id": {"any_": [deployed["publish/recpoint"]["id"]]}}}
+    wanted = {"deployments": {"id": {"any_": [deployed["publish/recpoint-publish"]["id"]]}}}
 
     def flow_runs() -> list[dict[str, Any]] | None:
         found = server.ask("/flow_runs/filter", wanted)

@@ -52,6 +52,11 @@ def test_the_file_as_a_whole() -> None:
     assert document["pull"] == []
     titles = [title(one) for one in DEPLOYMENTS]
     assert len(set(titles)) == len(titles)
+    # A list of deployments shows this name alone: it says what the deployment does.
+    for one in DEPLOYMENTS:
+        flow, queue = one["entrypoint"].rpartition(":")[2], one["work_pool"].get("work_queue_name")
+        assert one["name"].startswith(f"recpoint-{flow}")
+        assert queue is None or one["name"].endswith(f"-{queue}")
     flows = {path.stem for path in FILE.parent.glob("flows/*.py") if "@flow(" in path.read_text()}
     assert {one["entrypoint"].rpartition(":")[2] for one in DEPLOYMENTS} == flows
 
@@ -67,7 +72,9 @@ def test_every_key_is_one_that_prefect_reads(deployment: dict[str, Any]) -> None
     for schedule in schedules:
         RawScheduleConfig.model_validate(schedule)
         assert schedule["timezone"] and schedule["slug"]
-        assert schedule["active"] is (title(deployment) == "forget/recpoint"), "it has no run yet"
+        assert schedule["active"] is (title(deployment) == "forget/recpoint-forget"), (
+            "it has no run yet"
+        )
     assert len({schedule["slug"] for schedule in schedules}) == len(schedules)
 
 
