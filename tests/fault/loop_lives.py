@@ -77,7 +77,8 @@ def loop_life(
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     seed_everything(1)
-    model = nn.ModuleDict({"goods": nn.Embedding(40, 3, sparse=True), "noise": nn.Dropout(0.3)})
+    table, noise = nn.Embedding(40, 3, sparse=True), nn.Dropout(0.3)
+    model = nn.ModuleDict({"goods": table, "noise": noise})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     reader = new_reader(kind)
     with (
@@ -98,13 +99,17 @@ def loop_life(
         for batch in checkpoints.batches(epochs=epochs, total=total):
             number = checkpoints.batches_done + 1
             due = (number - 1) // interval_batches - first // interval_batches
-            until(lambda due=due: checkpoints.stats.committed == due)  # each life has the same
+            _until_committed(checkpoints, due)  # each life has the same
             goods = batch[0] if isinstance(batch, list | tuple) else batch
             file.write(json.dumps([number, checkpoints.epochs_done, goods.tolist()]) + "\n")
             file.flush()
             if number == kill_in:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            model["noise"](model["goods"](goods)).square().sum().backward()
+            noise(table(goods)).square().sum().backward()
             optimizer.step()
-        file.write(json.dumps(["end", model["goods"].weight.tolist()]) + "\n")
+        file.write(json.dumps(["end", table.weight.tolist()]) + "\n")
+
+
+def _until_committed(checkpoints: Checkpointer, count: int) -> None:
+    until(lambda: checkpoints.stats.committed == count)

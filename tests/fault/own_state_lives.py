@@ -213,5 +213,9 @@ def told_of_start(place: str, rank: int, announce: bool, stderr: str) -> None:
                     dist.all_reduce(parameter.grad)
             optimizer.step()
             c.step()
-            until(lambda c=c: c.stats.committed == 1)
+            _until_committed(c, 1)
     dist.destroy_process_group()
+
+
+def _until_committed(checkpoints: Checkpointer, count: int) -> None:
+    until(lambda: checkpoints.stats.committed == count)
