@@ -36,7 +36,8 @@ from recpoint.catalog.staging.agent import AgentLock, sweep_of
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
 from recpoint.flows.parameters import NO_RESULTS, JobPath
 from recpoint.format.job import Job, Outcome
-from recpoint.tasks.persist import Waiting, commit, encode, job_log, job_name, quantize, upload
+from recpoint.tasks.job_name import job_log, job_name
+from recpoint.tasks.persist import Waiting, commit, encode, quantize, upload
 from recpoint.tasks.reports import TAG, ProgressBar, artifact_key, emit, report
 
 __all__ = ["persist", "run_persist"]

@@ -27,7 +27,8 @@ from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL
 from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.run.commit import Committed
 from recpoint.format.job import Job
-from recpoint.tasks.persist import job_name, run_name
+from recpoint.tasks.job_name import job_name
+from recpoint.tasks.persist import run_name
 
 __all__ = [
     "ARTIFACT_PREFIX",

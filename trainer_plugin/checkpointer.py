@@ -26,7 +26,8 @@ from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.loop import Bound, Loop
-from recpoint.trainer_plugin.pipeline.pipeline import Pace, Pipeline
+from recpoint.trainer_plugin.pipeline.pipeline import Pipeline
+from recpoint.trainer_plugin.pipeline.reader_pace import Pace
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
 from recpoint.trainer_plugin.restore.start import (

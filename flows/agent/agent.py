@@ -33,7 +33,7 @@ from recpoint.flows.agent.runs import (
     tell_ended_trainings,
 )
 from recpoint.flows.agent.sweeps import SWEEP_EVERY_SECONDS, BackgroundSweep, require_sweep_period
-from recpoint.tasks.persist import job_log
+from recpoint.tasks.job_name import job_log
 
 __all__ = ["Agent", "FreedMemory", "run_agent"]
 

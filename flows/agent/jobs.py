@@ -16,7 +16,7 @@ from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingErr
 from recpoint.flows.agent.gate import PrefectGate
 from recpoint.flows.agent.runs import RunState, expect_end, postpone_or_reject
 from recpoint.format.job import Job
-from recpoint.tasks.persist import job_log
+from recpoint.tasks.job_name import job_log
 
 __all__ = ["AgentJobs", "AgentPersist", "AgentQueue"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from recpoint.catalog.store.contract import check_key
+from recpoint.catalog.store.contract import check_key, check_prefix
 from recpoint.catalog.store.store import ObjectInfo, Store
 from recpoint.errors import (
     StoreError,
@@ -26,7 +26,6 @@ Operation = Literal[
 OPERATIONS: frozenset[Operation] = frozenset(get_args(Operation))
 READS: frozenset[Operation] = frozenset({"get", "get_range"})
 WRITES: frozenset[Operation] = frozenset({"put", "create", "delete", "delete_unfinished"})
-_WITHOUT_KEY: frozenset[Operation] = frozenset({"list", "list_unfinished", "probe"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +170,7 @@ class FaultStore(Store):
     def _begin(self, operation: Operation, key: str) -> builtins.list[Fault]:
         """Faults that strike this call; raises the error of one that fails it."""
         self.calls.append((operation, key))
-        if operation not in _WITHOUT_KEY and not _is_key(key):
+        if not _is_taken(operation, key):
             return []  # the store refuses it, at any time
         striking = [
             fault
@@ -202,9 +201,16 @@ class FaultStore(Store):
         )
 
 
-def _is_key(key: str) -> bool:
+def _is_taken(operation: Operation, key: str) -> bool:
+    """Whether a store takes the key, or the prefix, for that operation."""
     try:
-        check_key(key)
+        if operation == "list":
+            check_prefix(key)
+        elif operation == "delete_unfinished":
+            directory, slash, name = key.rpartition("/")
+            check_key(f"{directory}{slash}x{name}")  # a local one begins with a dot
+        elif operation not in ("list_unfinished", "probe"):
+            check_key(key)
     except ValueError:
         return False
     return True

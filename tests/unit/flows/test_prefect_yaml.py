@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from recpoint.catalog.retention.prune import GRACE_FLOOR_SECONDS
 from recpoint.flows.parameters import NO_RESULTS
 from recpoint.format.naming import job_stem
-from recpoint.tasks.persist import job_name
+from recpoint.tasks.job_name import job_name
 
 FILE = Path(__file__).resolve().parents[3] / "prefect.yaml"
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]

@@ -11,7 +11,8 @@ from prefect import Task
 
 from recpoint import errors
 from recpoint.tasks import persist, reports
-from recpoint.tasks.persist import job_log, job_name, may_heal
+from recpoint.tasks.job_name import job_log, job_name
+from recpoint.tasks.persist import may_heal
 from recpoint.tasks.reports import artifact_key
 
 _PATH = "/s/My_run.x-0123456789ab/jobs/00000003-000000000120-r00002.json"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recpoint import Checkpointer
-from recpoint.trainer_plugin.pipeline import pipeline as pace
+from recpoint.trainer_plugin.pipeline import reader_pace
 from recpoint.trainer_plugin.ranks.agreement import AgreedSchedule
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.schedule.schedule import (
@@ -127,7 +127,7 @@ class Wall:
 @pytest.fixture
 def wall(monkeypatch: pytest.MonkeyPatch) -> Wall:
     wall = Wall()
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=wall.monotonic))
+    monkeypatch.setattr(reader_pace, "time", SimpleNamespace(monotonic=wall.monotonic))
     return wall
 
 
