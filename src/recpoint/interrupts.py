@@ -124,16 +124,21 @@ class Hold:
         if not self.holds:
             return call()
         try:
-            self.holds = False
-            if self.kept is not None:
-                try:
-                    raise self.kept
-                finally:
-                    self.kept = None
-            return call()
-        finally:
-            self.holds = True
-            self._stand_in()  # for handlers that are new
+            try:
+                self.holds = False
+                if self.kept is not None:
+                    try:
+                        raise self.kept
+                    finally:
+                        self.kept = None
+                return call()
+            finally:
+                self.holds = True
+                self._stand_in()  # for handlers that are new
+        except BaseException:
+            self.holds = True  # also where a handler came between the call and the lines above
+            self._stand_in()
+            raise
 
     def keep(self, error: BaseException) -> None:
         """Raise it where the block ends.

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
+from recpoint import interrupts
 from recpoint.catalog.staging.agent import AgentLock
 from recpoint.catalog.staging.area import staged_jobs
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import SettingsError
-from recpoint.interrupts import came_from_handler, held, is_interrupted, start_thread
+from recpoint.interrupts import came_from_handler, held, is_interrupted, let_into, start_thread
 from tests.interrupted import Arrival, Interrupt, Spot, Visits, handler_raises
 from tests.polling import until
 from tests.training_builder import Place, checkpointer, simple_training
@@ -381,6 +382,25 @@ def test_ctrl_c_ends_the_wait_for_the_agent_and_nothing_else(place: Place) -> No
     assert place.persist_all() == 1  # the last checkpoint is staged
     with pytest.raises(SettingsError, match="closed"):
         ckpt.step()
+
+
+def test_a_handler_at_any_place_of_a_block_is_given_back_and_heard() -> None:
+    def block() -> None:
+        with held() as hold:
+            hold.let_through(os.getpid)
+            let_into(os.getpid)
+
+    visits = Visits()
+    with handler_raises(Interrupt):
+        visits.call(block)
+    spots = [spot for spot in visits.counts if spot.file == interrupts.__file__]
+    assert len(spots) > 30
+    for spot in spots:
+        for visit in {1, visits.counts[spot]}:
+            arriving = Visits(Arrival(spot, visit, Interrupt))
+            with handler_raises(Interrupt), pytest.raises(Interrupt):  # and asks for its handler
+                arriving.call(block)
+            assert arriving.arrived and not is_interrupted()
 
 
 def _in_threading(visits: Visits) -> list[Spot]:
