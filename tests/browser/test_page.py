@@ -413,7 +413,7 @@ def test_texts_can_be_read_and_parts_have_roles(page: Page, tmp_path: Path) -> N
 
 
 def test_a_page_of_another_name_cannot_read_it(tmp_path: Path) -> None:
-    with dashboard(tmp_path / "log") as address:
+    with dashboard(tmp_path / "log", str(tmp_path / "run")) as address:
         asked = urllib.request.Request(address, headers={"Host": "elsewhere.example"})
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS)
