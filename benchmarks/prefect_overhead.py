@@ -87,7 +87,7 @@ class _Call(NamedTuple):
 class _AtWork:
     """When steps of a persist were at work, from the first call of `watch` on."""
 
-    _NAMES = ("look", "verify", "quantize", "encode", "upload", "commit", "finish")
+    _NAMES = ("find_done", "verify", "quantize", "encode", "upload", "commit", "finish")
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []

@@ -5,5 +5,6 @@ A model, its optimizers and a reader come in, staged jobs go out. Walk: `checkpo
 `policy` (a full or an increment), `tables` (which weights are tables), `integrations` and
 `fused_optimizers` (tables of other libraries), `ranks` (who holds which rows), `state` (everything
 but tables), `snapshot` (the cut), `pipeline` (from a due checkpoint to its outcome), `restore` (a
-trainer's start), `lightning` (the same inside Lightning's loops). Marks are in `embeddings`.
+trainer's start), `loop` (batches that end where they were told to), `lightning` (the same inside
+Lightning's loops). Marks are in `embeddings`.
 """

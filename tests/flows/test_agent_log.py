@@ -43,7 +43,7 @@ def test_a_flow_that_fails_with_any_other_error_is_shown(
     def broken(_: object) -> None:
         raise ZeroDivisionError("a fault of the program")
 
-    monkeypatch.setattr(PersistJob, "look", broken)
+    monkeypatch.setattr(PersistJob, "find_done", broken)
     assert run_persist(PersistJob.open(path)).is_failed()
     shown = [one.getMessage() for one in caplog.records if host.worth_showing(one)]
     assert any("Encountered exception" in text and "a fault" in text for text in shown)

@@ -135,7 +135,7 @@ def test_what_is_not_given_again_stays_as_it_is(tmp_path: Path) -> None:
         SlackWebhook(url=SecretStr("https://slack.invalid/x")).save(name, overwrite=True)
     with get_client(sync_client=True) as client:
         flow = client.create_flow_from_name("publish")
-        client.create_deployment(flow_id=flow, name="recpoint")
+        client.create_deployment(flow_id=flow, name="recpoint-publish")
     run = run_every(tmp_path, seconds=100.0)
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     (first,) = [line.split() for line in lines if line.startswith("recpoint automations apply")]
