@@ -569,7 +569,9 @@ class Checkpointer:
 
         Raises:
             RecpointError: with `Options.on_error="raise"`: what went wrong with a checkpoint.
-            BaseException: what a signal's handler has raised: it ends the wait for outcomes alone.
+            BaseException: what a signal's handler raised. It ends the wait for outcomes. It does
+                not end the last checkpoint, unless a second one interrupts a `state_dict` of yours;
+                with several ranks the first that interrupts a `state_dict` does.
         """
         if self._is_busy:
             self._close_wanted = final

@@ -11,6 +11,7 @@ from recpoint.catalog.run.run import Run, tell_ended
 from recpoint.embeddings.marks import Tracker
 from recpoint.errors import StagingError
 from recpoint.format.naming import shared_attempt
+from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.pipeline.handoff import Handoff
 from recpoint.trainer_plugin.pipeline.outcomes import Outcomes, WaitingLog
 from recpoint.trainer_plugin.policy import FULL, Link
@@ -380,12 +381,29 @@ class Pipeline:
         wanted = batches_done > self.outcomes.last_safe and not on_its_way
         said = self._ranks.exchange("the end of training", [wanted], batches_done=batches_done)
         if any(one for (one,) in said):
-            self.take(batches_done)
+            self._take_last(batches_done)
         self.outcomes.wait(deadline, until_below=1)
         self.outcomes.wait_until_staged()
         self.say_ended(batches_done)
         if len(self._ledger):
             self._waiting.ends(len(self._ledger))
+
+    def _take_last(self, batches_done: int) -> None:
+        """Take the last checkpoint; if a signal's handler ended a `state_dict` in it, once more.
+
+        In a step the next checkpoint would have these rows, and here none comes. A second signal
+        ends the second try: a `state_dict` may hang. Several ranks would have to agree on that try,
+        and make one alone.
+        """
+        alone = not self._ranks.several
+        try:
+            taken = self.take(batches_done)
+        except BaseException:
+            if not (alone and is_interrupted()):
+                raise
+            taken = False  # what was raised is kept, and raised where `close` ends
+        if alone and not taken and is_interrupted():
+            self.take(batches_done)
 
     def say_ended(self, batches_done: int | None = None) -> None:
         """Leave word, on this host and in the store, that training has ended and was not killed.

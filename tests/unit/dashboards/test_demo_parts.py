@@ -143,7 +143,9 @@ def test_ranks_that_are_stopped_end_with_the_demo(tmp_path: Path) -> None:
         trainer = RanksTrainer("killed", script, [], directory=tmp_path, steps=2, ranks=2)
         children.append(trainer)
         # A file that a rank has opened is empty until the rank closes it.
-        until(lambda: sum(file.read_text().endswith("\n") for file in tmp_path.glob("*.jsonl")) == 2)
+        until(
+            lambda: sum(file.read_text().endswith("\n") for file in tmp_path.glob("*.jsonl")) == 2
+        )
         assert trainer.step == 2
         trainer.stop()
         raise ZeroDivisionError

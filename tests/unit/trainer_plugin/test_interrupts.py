@@ -384,6 +384,38 @@ def test_ctrl_c_ends_the_wait_for_the_agent_and_nothing_else(place: Place) -> No
         ckpt.step()
 
 
+@pytest.mark.parametrize("error", [TimeOut, Interrupt])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_state_dict_that_is_interrupted_in_close_is_asked_once_more(
+    place: Place, error: type[BaseException], times: int
+) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=100)
+    state, left = training.reader.state_dict, [0]
+
+    def state_dict() -> dict[str, Any]:
+        if left[0]:
+            left[0] -= 1
+            signal.raise_signal(signal.SIGALRM)
+        return state()
+
+    training.reader.state_dict = state_dict  # type: ignore[method-assign]
+
+    def raises(_number: int, _frame: FrameType | None) -> None:
+        raise error
+
+    with handlers({signal.SIGALRM: raises}):
+        ckpt.restore()
+        training.batch()
+        ckpt.step()
+        left[0] = times
+        with pytest.raises(error):
+            ckpt.close()
+    assert left == [0]
+    # Twice: it hangs, and the script wants to end.
+    assert place.persist_all() == (1 if times == 1 else 0)
+
+
 def test_a_handler_at_any_place_of_a_block_is_given_back_and_heard() -> None:
     def block() -> None:
         with held() as hold:
