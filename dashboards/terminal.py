@@ -15,6 +15,7 @@ from rich.text import Text
 
 from recpoint.catalog.retention.prune import PrunePlan
 from recpoint.catalog.retention.staged import Fate, StagedLoss, StagedWork
+from recpoint.catalog.run.pins import pinned_text
 from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.staging.free import FreeSlot
 from recpoint.catalog.store.run_url import naming_run
@@ -75,13 +76,15 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 class Listed:
     """One line of a listing: a checkpoint, and its manifest or what is wrong with it.
 
-    `merged` is what consolidations have made of it, `pins` are the names of its pins; `expires`:
-    retention has marked it to be deleted.
+    `to_read`: how many manifests a restore reads, which a merge lowers; None: its own manifest's
+    chain. `merged` is what consolidations have made of it, `pins` are the names of its pins;
+    `expires`: retention has marked it to be deleted.
     """
 
     name: ManifestName
     live: bool | None  # None: damage keeps it unknown
     manifest: Manifest | RecpointError
+    to_read: int | None = None
     merged: Sequence[str] = ()
     pins: Sequence[str] = ()
     expires: bool = False
@@ -225,7 +228,7 @@ def checkpoints_table(entries: Iterable[Listed], *, title: str) -> FittedTable:
             problem = f"{entry.name}: {type(entry.manifest).__name__}: {entry.manifest}"
             below.append(shown(problem, limit=2000, style="red"))
         else:
-            figures = [Text(figure) for figure in _figures(entry.manifest)]
+            figures = [Text(figure) for figure in _figures(entry.manifest, entry.to_read)]
             rows.append(([*name, *figures], _notes(entry)))
             policies[entry.manifest.policy] = None
     if policies:
@@ -237,7 +240,7 @@ def _notes(entry: Listed) -> Text:
     notes = ["superseded"] if entry.live is False else []
     notes += [f"merged: {', '.join(entry.merged)}"] if entry.merged else []
     notes += ["expires"] if entry.expires else []
-    notes += [f"pinned: {', '.join(entry.pins)}"] if entry.pins else []
+    notes += [pinned_text(entry.pins)] if entry.pins else []
     texts = [shown(", ".join(notes), style="dim")] if notes else []
     texts += [] if entry.verdict is None else [verdict_text(entry.verdict)]
     return Text(" ").join(texts)
@@ -284,10 +287,10 @@ def validation_table(
     return table
 
 
-def _figures(manifest: Manifest) -> Sequence[str]:
+def _figures(manifest: Manifest, to_read: int | None) -> Sequence[str]:
     return (
         manifest.kind,
-        str(manifest.chain_length),
+        str(manifest.chain_length if to_read is None else to_read),
         f"{manifest.dirty_rows:,}",
         bytes_text(manifest.stored_bytes),
         f"{manifest.stored_bytes / manifest.full_bytes:.1%}" if manifest.full_bytes else "",
@@ -432,7 +435,7 @@ def check_views(report: CheckReport) -> list[RenderableType]:
         verdict = Text("nothing to restore", style="bold yellow")
     else:
         verdict = Text("ok", style="bold green")
-    summary = f": {good} of {len(live)} checkpoints that count restore ({looked_at})"
+    summary = f": {good} of {len(live)} live checkpoints restore ({looked_at})"
     views.append(Text.assemble(verdict, summary))
     return views
 

@@ -11,6 +11,7 @@ from recpoint.catalog.overview.overview import (
     Failure,
     RunOverview,
 )
+from recpoint.catalog.run.pins import pinned_text
 from recpoint.dashboards.terminal import bytes_text, shown, time_text
 from recpoint.dashboards.watched_runs import Seen, WatchedRun
 from recpoint.format.retention_records import Plan
@@ -224,7 +225,7 @@ def field_texts(overview: RunOverview) -> dict[str, str]:
         FIELDS[5]: chain,
         FIELDS[6]: reading,
         FIELDS[7]: _validation_text(overview),
-        FIELDS[8]: f"{overview.live_checkpoints:,} that count, {superseded:,} superseded",
+        FIELDS[8]: f"{overview.live_checkpoints:,} live, {superseded:,} superseded",
         FIELDS[9]: _trainer_text(overview),
         FIELDS[10]: plain(lag.clock_note) or "agree",
     }
@@ -248,7 +249,7 @@ def checkpoint_row(one: CheckpointFacts) -> tuple[str, ...]:
     """The texts of a checkpoint's row, as `CHECKPOINT_HEADINGS`."""
     notes = ["expires"] if one.expires else []
     notes += ["merged"] if one.merged else []
-    notes += [f"pinned: {', '.join(map(plain, one.pins))}"] if one.pins else []
+    notes += [pinned_text(map(plain, one.pins))] if one.pins else []
     validation = NONE if one.validation is None else str(one.validation)
     if one.error is not None:
         notes.insert(0, plain(one.error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from recpoint.catalog.run.pins import pinned_text
 from recpoint.catalog.run.representations import Representations, RunFacts, StoredManifest
 from recpoint.errors import NothingValidated, RetentionRefused, SettingsError
 from recpoint.format.naming import GENERATION_KEY, ManifestName, is_label
@@ -297,7 +298,7 @@ def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
     validated = (name for name in good if there.is_validated(name))
     keep(next(validated, None), "newest validated")
     for name, pins in facts.pins.items():
-        keep(name, f"pinned ({', '.join(sorted(pins))})")
+        keep(name, pinned_text(pins))
     for name, who in facts.leased.items():
         keep(name, f"leased ({who})")
     for times_ms in facts.times_ms():

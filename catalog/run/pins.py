@@ -31,6 +31,7 @@ __all__ = [
     "hold",
     "pin",
     "pinned",
+    "pinned_text",
     "read_deletion",
     "read_metrics",
     "record_metric",
@@ -41,6 +42,13 @@ __all__ = [
 
 #: What a pin is called when nobody names it.
 DEFAULT_NAME = "pin"
+
+
+def pinned_text(pins: Iterable[str]) -> str:
+    """That a checkpoint is pinned, and the names that people gave its pins."""
+    names = ", ".join(sorted(name for name in pins if name != DEFAULT_NAME))
+    return f"pinned ({names})" if names else "pinned"
+
 
 #: What says that a checkpoint goes, is gone, or does not restore: a pin of it is taken back.
 _NOT_TO_BE_KEPT: Final = (RetentionRefused, ObjectNotFound, ChainError, FormatError)

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Final, NamedTuple, Self
 
 from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.pins import pinned_text
 from recpoint.catalog.run.run import RejectionWatch, Run
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import FormatError, NothingToRestore, ObjectNotFound, SettingsError
@@ -155,7 +156,7 @@ class LostManifests:
         if by is not None:
             return f"{name} is needed by {by}, and its manifest is gone"
         if name in self._pins:
-            return f"{name} is pinned ({', '.join(self._pins[name])}), and its manifest is gone"
+            return f"{name} is {pinned_text(self._pins[name])}, and its manifest is gone"
         for gap, needs in self._gaps.items():
             if gap.has(name):
                 return f"{name} may be of the chain of {needs}, of which manifests are gone"

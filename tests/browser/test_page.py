@@ -217,7 +217,7 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
         assert [line[7] for line in found] == [bytes_text(m.stored_bytes) for m in made[::-1]]
         assert [line[5] for line in found] == ["4 ms", "9 ms", "4 ms"]
         assert [line[9] for line in found] == ["–", "sample", "–"]
-        assert found[1][10] == "pinned: release" and found[0][4] == "42.0 s, 105 batches"
+        assert found[1][10] == "pinned (release)" and found[0][4] == "42.0 s, 105 batches"
 
         def age_is_right() -> bool:
             before = time.time() - made[-1].snapshot_ms / 1000

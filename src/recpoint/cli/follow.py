@@ -20,6 +20,7 @@ from recpoint.cli.reporting import (
     showing_bytes,
 )
 from recpoint.dashboards import terminal
+from recpoint.dashboards.texts import counted
 from recpoint.errors import ChainError, FormatError, NothingToRestore, NotServing, StoreError
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def _lines(status: Status, url: str) -> list[Any]:
     lag = "none" if not status.lag_seconds else f"{status.lag_seconds:.1f} s"
     text = (
         f"{status.serving}: served {after:.1f} s after its commit, lag {lag}, "
-        f"{status.increments_applied} increments and {status.fulls_applied} fulls applied, "
+        f"{counted(status.increments_applied, 'increment')} and "
+        f"{counted(status.fulls_applied, 'full')} applied, "
         f"{terminal.bytes_text(status.bytes_read)} read"
     )
     return [*found, terminal.shown(text, limit=2000)]

@@ -527,6 +527,9 @@ def _words(
 def list_automations(json_output: JsonOption = False) -> Result:
     """The alerts that the server has."""
     found = _automations("list").find_ours()
+    if not found:
+        text = "the server has no automations of recpoint; recpoint automations apply makes them"
+        return Result({"automations": []}, terminal.shown(text))
     return Result(
         {"automations": [one._asdict() for one in found]},
         *(
@@ -541,7 +544,8 @@ def list_automations(json_output: JsonOption = False) -> Result:
 def remove_automations(json_output: JsonOption = False) -> Result:
     """Remove them."""
     removed = _automations("remove").remove_ours()
-    return Result({"removed": removed}, *(terminal.shown(f"removed: {name}") for name in removed))
+    texts = [f"removed: {name}" for name in removed] or ["the server has none of recpoint"]
+    return Result({"removed": removed}, *map(terminal.shown, texts))
 
 
 def _automations(name: str) -> ModuleType:

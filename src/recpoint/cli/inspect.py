@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import metadata
@@ -91,7 +91,7 @@ def listed(entry: Listed) -> dict[str, Any]:
     if isinstance(entry.manifest, RecpointError):
         problem = {"error": type(entry.manifest).__name__, "message": str(entry.manifest)}
         return {**_name(entry.name), **_standing(entry), **problem}
-    return {**checkpoint(entry.manifest), **_standing(entry)}
+    return {**checkpoint(entry.manifest), "manifests_to_read": entry.to_read, **_standing(entry)}
 
 
 def validation(verdict: Verdict | None) -> dict[str, Any] | None:
@@ -362,11 +362,13 @@ def list_checkpoints(
     with ReadScheduler.of_records() as reads:
         manifests = list(reads.results(names, lambda name: _manifest(run, name)))
     pins, doomed, known = pinned(run), marked(run), verdicts(run)
+    to_read = _manifests_to_read(forms, dict(zip(names, manifests, strict=True)))
     entries = [
         Listed(
             name=name,
             live=None if unknown else name in counts,
             manifest=manifest,
+            to_read=to_read.get(name),
             merged=_merged(forms.get(name, ())),
             pins=pins.get(name, ()),
             verdict=known.get(name),
@@ -394,6 +396,36 @@ def list_checkpoints(
         return Result(document, table)
     document.update(error=type(unknown).__name__, message=str(unknown))
     return Result(document, table, terminal.error_text(unknown), code=exit_code(unknown))
+
+
+def _manifests_to_read(
+    forms: Mapping[ManifestName, Sequence[Representation]],
+    manifests: Mapping[ManifestName, Manifest | RecpointError],
+) -> dict[ManifestName, int]:
+    """How many manifests a restore of each checkpoint reads, of the forms that readers prefer.
+
+    Args:
+        forms: those of each checkpoint, which include what consolidations have made of it.
+        manifests: each checkpoint's own; one that cannot be read is left out.
+    """
+    found: dict[ManifestName, int] = {}
+    by_step: dict[int, ManifestName] = {}
+    for name in sorted(manifests):
+        merged = [form for form in forms.get(name, ()) if form.form != "own"]
+        manifest = manifests[name]
+        if any(form.form == "full" for form in merged):
+            found[name] = 1
+        elif not isinstance(manifest, RecpointError):
+            afters = [form.after for form in merged if form.after is not None]
+            parent = manifest.parent
+            before = None if parent is None else ManifestName(parent.step, parent.generation)
+            if afters:
+                before = by_step.get(min(afters))
+            found[name] = manifest.chain_length
+            if before in found:
+                found[name] = found[before] + 1
+        by_step[name.step] = name
+    return found
 
 
 def _merged(forms: Iterable[Representation]) -> tuple[str, ...]:

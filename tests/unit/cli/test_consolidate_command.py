@@ -95,8 +95,11 @@ def test_the_newest_into_a_full(recpoint: Invoke, run: Run, links: list[Manifest
     assert again.code == 0 and "nothing to do" in again.stdout
     listed = recpoint("list", run.url, "--json").json["checkpoints"]
     assert [entry["merged"] for entry in listed] == [["full"], [], [], []]
+    assert [entry["chain_length"] for entry in listed] == [4, 3, 2, 1]
+    assert [entry["manifests_to_read"] for entry in listed] == [1, 3, 2, 1]
     assert (listed[0]["kind"], listed[0]["consolidated"]) == ("increment", False)
-    assert "merged: full" in recpoint("list", run.url).stdout
+    (line,) = (x for x in recpoint("list", run.url).stdout.splitlines() if "merged: full" in x)
+    assert line.split()[:4] == ["13", "1", "increment", "1"]  # of the chain one is left to read
     shown = recpoint("show", run.url, 13)
     assert "a restore reads 1" in shown.stdout and "full, consolidated" in shown.stdout
     assert recpoint("check", run.url, "--level", "full").code == 0
@@ -108,7 +111,9 @@ def test_the_newest_links_of_a_named_checkpoint(
     arguments = ("consolidate", run.url, "--step", 12, "--generation", 1, "--links", 2)
     ended = recpoint(*arguments)
     assert ended.code == 0 and CONSOLIDATED_KEY.of(12, 1, 10) in ended.stdout
-    assert recpoint("list", run.url, "--json").json["checkpoints"][1]["merged"] == ["after 10"]
+    listed = recpoint("list", run.url, "--json").json["checkpoints"]
+    assert listed[1]["merged"] == ["after 10"]
+    assert [entry["manifests_to_read"] for entry in listed] == [3, 2, 2, 1]
 
 
 def test_what_was_passed_over_is_said(

@@ -114,7 +114,7 @@ def test_a_line_without_checkpoints_is_told_of_with_what_it_superseded(
     checked = recpoint("check", saved_run.directory)
     assert checked.code == 1 and told in flat(checked.stdout)
     assert "nothing counts yet" in flat(checked.stdout) and "damaged" not in checked.stdout
-    assert "nothing to restore: 0 of 0 checkpoints that count" in flat(checked.stdout)
+    assert "nothing to restore: 0 of 0 live checkpoints" in flat(checked.stdout)
     document = recpoint("check", saved_run.directory, "--json").json
     assert document["ok"] and document["nothing_counts"]
     (found,) = (found for found in document["findings"] if found["severity"] != "info")
@@ -133,7 +133,7 @@ def test_a_run_without_checkpoints(recpoint: Invoke, tmp_path: Path) -> None:
         assert recpoint("list", tmp_path / "run", *options, "--json").json["checkpoints"] == []
     checked = recpoint("check", tmp_path / "run")
     assert checked.code == 1
-    assert "nothing to restore: 0 of 0 checkpoints that count" in flat(checked.stdout)
+    assert "nothing to restore: 0 of 0 live checkpoints" in flat(checked.stdout)
     document = recpoint("check", tmp_path / "run", "--json").json
     assert document["ok"] and document["nothing_counts"] and not document["findings"]
 
@@ -170,12 +170,12 @@ def test_list_cuts_no_figure_in_a_terminal_of_80_columns(
 def test_list_tells_what_is_to_note_of_a_checkpoint_below_it_in_80_columns(
     recpoint: Invoke, saved_run: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recpoint("pin", saved_run.directory, 20, "--name", "the-release-of-november")
+    recpoint("pin", saved_run.directory, 20, "--name", "the-november-release")
     wide = recpoint("list", saved_run.directory).stdout.splitlines()
-    assert wide[1].endswith("notes") and wide[3].endswith("pinned: the-release-of-november")
+    assert wide[1].endswith("notes") and wide[3].endswith("pinned (the-november-release)")
     monkeypatch.setenv("COLUMNS", "80")
     narrow = recpoint("list", saved_run.directory).stdout.splitlines()
-    at = narrow.index("      pinned: the-release-of-november")
+    at = narrow.index("      pinned (the-november-release)")
     assert narrow[at - 1].lstrip().startswith("20 ") and max(map(len, narrow[1:])) <= 80
 
 
@@ -302,7 +302,7 @@ def test_check_of_a_flipped_bit(recpoint: Invoke, saved_run: SavedRun) -> None:
     restorable = {entry["step"]: entry["restorable"] for entry in ended.json["checkpoints"]}
     assert restorable == {30: False, 25: False, 20: False, 10: True}
     text = recpoint("check", saved_run.directory, "--level", "full").stdout
-    assert "damaged: 1 of 3 checkpoints that count restore" in re.sub(r"\s+", " ", text)
+    assert "damaged: 1 of 3 live checkpoints restore" in re.sub(r"\s+", " ", text)
 
 
 def test_check_of_a_missing_chunk(recpoint: Invoke, saved_run: SavedRun) -> None:

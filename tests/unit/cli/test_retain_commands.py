@@ -96,7 +96,13 @@ def test_pins_are_set_shown_and_removed(recpoint: Invoke, saved_run: SavedRun) -
     assert "pinned (demo)" in rows["manifests"][1]["reason"]
     listed = recpoint("list", saved_run.directory, "--all", "--json").json["checkpoints"]
     assert [entry["pins"] for entry in listed] == [[], ["demo"], [], []]
-    assert "pinned: demo" in recpoint("list", saved_run.directory, "--all").stdout
+    assert "pinned (demo)" in recpoint("list", saved_run.directory, "--all").stdout
+    # Its name is left out where nobody gave it one.
+    assert recpoint("pin", saved_run.directory, 30).code == 0
+    rows = recpoint("retain", saved_run.directory, *LAST, "--dry-run", "--json").json
+    assert "pinned" in rows["manifests"][0]["reason"].split(", ")
+    newest = recpoint("list", saved_run.directory).stdout.splitlines()[2]
+    assert newest.rstrip().endswith("pinned")
     # Superseded, and yet found by its pin.
     assert recpoint("unpin", saved_run.directory, 25, "--name", "demo").code == 0
     assert PIN_KEY.of(25, 1, "demo") not in files(saved_run)
