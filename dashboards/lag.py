@@ -10,8 +10,9 @@ from rich.text import Text
 
 from recpoint.catalog.overview.overview import RunOverview, alarms
 from recpoint.dashboards.terminal import FittedColumn, FittedTable, shown, verdict_text
-from recpoint.dashboards.texts import NONE, duration_text, risk_text
+from recpoint.dashboards.texts import NONE, risk_text
 from recpoint.errors import RecpointError
+from recpoint.units import duration_text
 
 __all__ = ["RunLag", "lag_views"]
 

@@ -18,10 +18,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from recpoint.catalog.overview.overview import CheckpointFacts
 from recpoint.dashboards import texts
-from recpoint.dashboards.terminal import bytes_text
-from recpoint.dashboards.texts import duration_text
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.errors import SettingsError
+from recpoint.units import bytes_text, duration_text
 
 __all__ = ["bytes_chart", "lag_chart", "serve", "stall_chart"]
 
@@ -551,7 +550,7 @@ def _run_page(run: WatchedRun) -> Callable[[], None]:
 
 def _age_text(seen: Seen) -> str:
     age = seen.age_seconds()
-    return "not read yet" if age is None else f"as it was {texts.duration_text(age)} ago"
+    return "not read yet" if age is None else f"as it was {duration_text(age)} ago"
 
 
 def _colour(seen: Seen) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
@@ -24,6 +23,7 @@ from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
 from recpoint.format.naming import CONSOLIDATED_KEY, ManifestName, ValidationResult
 from recpoint.format.validation import ValidationFinding
+from recpoint.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.check.check import CheckReport, Severity
@@ -33,7 +33,6 @@ __all__ = [
     "FittedColumn",
     "FittedTable",
     "Listed",
-    "bytes_text",
     "chain_table",
     "check_views",
     "checkpoints_table",
@@ -52,7 +51,6 @@ __all__ = [
     "staged_views",
     "sweep_table",
     "tables_table",
-    "time_text",
     "validation_table",
     "verdict_text",
 ]
@@ -68,8 +66,6 @@ _SEVERITY_STYLES: dict[Severity, str] = {"error": "red", "warning": "yellow", "i
 
 #: Lines of a table of findings that anybody will read.
 _MOST_FINDINGS = 40
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,23 +98,6 @@ def shown(value: object, *, limit: int = 300, style: str = "") -> Text:
 def _literal(character: str) -> str:
     # Not printable: control characters, line separators, direction overrides, lone surrogates.
     return character if character.isprintable() else character.encode("unicode_escape").decode()
-
-
-def bytes_text(count: int) -> str:
-    """Bytes in the unit, a power of 1000, that leaves one to three digits before the point."""
-    value, unit = float(count), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{count} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
-
-
-def time_text(milliseconds: int) -> str:
-    """A time of a record, in UTC; a time that no calendar has as its number."""
-    try:
-        moment = datetime.fromtimestamp(milliseconds / 1000, tz=UTC)
-    except (ValueError, OverflowError, OSError):
-        return f"{milliseconds} ms"
-    return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 class FittedColumn(NamedTuple):

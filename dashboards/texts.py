@@ -12,9 +12,10 @@ from recpoint.catalog.overview.overview import (
     RunOverview,
 )
 from recpoint.catalog.run.pins import pinned_text
-from recpoint.dashboards.terminal import bytes_text, shown, time_text
+from recpoint.dashboards.terminal import shown
 from recpoint.dashboards.watched_runs import Seen, WatchedRun
 from recpoint.format.retention_records import Plan
+from recpoint.units import bytes_text, counted, duration_text, time_text
 
 __all__ = [
     "CHECKPOINT_HEADINGS",
@@ -26,8 +27,6 @@ __all__ = [
     "RUN_HEADINGS",
     "alarm_texts",
     "checkpoint_row",
-    "counted",
-    "duration_text",
     "expiring_row",
     "failure_row",
     "field_texts",
@@ -67,21 +66,6 @@ _LIMIT = 600
 def plain(value: object) -> str:
     """Data of a store as text without characters that would move or hide other text."""
     return shown(value, limit=_LIMIT).plain
-
-
-def duration_text(seconds: float) -> str:
-    """A duration with its unit."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"
 
 
 def standing_text(seen: Seen) -> str:
@@ -129,12 +113,6 @@ def risk_text(overview: RunOverview) -> str:
     batches = "" if lag.at_risk_batches is None else f", {counted(lag.at_risk_batches, 'batch')}"
     known = "up to " if lag.overdue else "" if overview.ended is not None else "about "
     return f"{known}{duration_text(lag.at_risk_seconds)}{batches}"
-
-
-def counted(count: int, what: str) -> str:
-    """How many there are of something, in the singular where there is one."""
-    plural = f"{what}es" if what.endswith(("s", "x", "ch", "sh")) else f"{what}s"
-    return f"{count:,} {what if count == 1 else plural}"
 
 
 def _stall_text(checkpoints: Sequence[CheckpointFacts]) -> str:

@@ -42,7 +42,9 @@ from recpoint.tasks.consolidate import (
     plan_merge,
     report_merge,
 )
+from recpoint.tasks.job_name import run_tag
 from recpoint.tasks.reports import TAG, emit, run_title
+from recpoint.units import bytes_text
 
 __all__ = ["consolidate", "run_consolidate"]
 
@@ -175,7 +177,7 @@ async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[A
     told: State[Any] = await reporting
     if not told.is_completed():
         _LOG.warning("consolidated, but not reported: %s", told.message)
-    wrote = f"{manifest.stored_bytes} bytes{passed_over_words(plan)}"
+    wrote = f"{bytes_text(manifest.stored_bytes)}{passed_over_words(plan)}"
     return Completed(message=f"{outcome}: {plan.target.key}, {wrote}")
 
 
@@ -200,7 +202,7 @@ def run_consolidate(run_url: str, **settings: Any) -> State[Any]:
     """Call the flow, tagged with the run, and wait for its final state."""
 
     async def call() -> State[Any]:
-        with tags(TAG, f"run:{run_title(run_url)}"):
+        with tags(TAG, run_tag(run_url)):
             called: Any = consolidate(run_url, return_state=True, **settings)
             state: State[Any] = await called
             return state

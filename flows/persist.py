@@ -36,9 +36,10 @@ from recpoint.catalog.staging.agent import AgentLock, sweep_of
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
 from recpoint.flows.parameters import NO_RESULTS, JobPath
 from recpoint.format.job import Job, Outcome
-from recpoint.tasks.job_name import job_log, job_name
+from recpoint.tasks.job_name import job_log, job_name, run_tag
 from recpoint.tasks.persist import Waiting, commit, encode, quantize, upload
 from recpoint.tasks.reports import TAG, ProgressBar, artifact_key, emit, report
+from recpoint.units import bytes_text, counted
 
 __all__ = ["persist", "run_persist"]
 
@@ -237,7 +238,9 @@ async def _persist(begun: _Begun, log: LoggerAdapter[Logger]) -> State[Any]:
     told: State[Any] = await reporting
     if not told.is_completed():
         log.warning("committed, but not reported: %s", told.message)
-    return Completed(message=f"{committed.stored_bytes} bytes in {committed.chunks} chunks")
+    return Completed(
+        message=f"{bytes_text(committed.stored_bytes)} in {counted(committed.chunks, 'chunk')}"
+    )
 
 
 def _tell_rejected(job: Job | None, outcome: Outcome, log: LoggerAdapter[Logger]) -> State[Any]:
@@ -291,7 +294,7 @@ def run_persist(job: PersistJob) -> State[Any]:
     name = job_name(str(job.path))
 
     async def call() -> State[Any]:
-        with tags(TAG, f"run:{name.run}", f"step:{name.step}", f"rank:{name.rank}"):
+        with tags(TAG, run_tag(job.job.run_url), f"step:{name.step}", f"rank:{name.rank}"):
             called: Any = persist(str(job.path), return_state=True)
             state: State[Any] = await called
             return state

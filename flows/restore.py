@@ -43,8 +43,10 @@ from recpoint.flows.parameters import (
 from recpoint.flows.task_runner import chosen_task_runner, each_part
 from recpoint.format.naming import ManifestName
 from recpoint.tasks.consolidate import open_run
+from recpoint.tasks.job_name import run_tag
 from recpoint.tasks.reports import TAG, run_title
 from recpoint.tasks.restore import finish_restore, plan_restore, report_restore, restore_shard
+from recpoint.units import bytes_text
 
 __all__ = ["restore", "run_restore"]
 
@@ -130,7 +132,7 @@ async def restore(
             _LOG.warning("restored, but not reported: %s", told.message)
     left_out = [f"skipped {name}: {error}" for name, error in done.skipped]
     left_out += [f"passed over {key}: {error}" for key, error in done.passed_over]
-    words = f"{outcome}: {done.restored} in {len(plan.shards)} files, {plan.size_bytes} bytes"
+    words = f"{outcome}: {done.restored} in {len(plan.shards)} files, {bytes_text(plan.size_bytes)}"
     return Completed(message="; ".join([words, *left_out]))
 
 
@@ -174,7 +176,7 @@ def run_restore(run_url: str, target: str, **settings: Any) -> State[Any]:
     """Call the flow, tagged with the run, and wait for its final state."""
 
     async def call() -> State[Any]:
-        with tags(TAG, f"run:{run_title(run_url)}"):
+        with tags(TAG, run_tag(run_url)):
             called: Any = restore(run_url, target, return_state=True, **settings)
             state: State[Any] = await called
             return state

@@ -21,8 +21,10 @@ from recpoint.catalog.staging import area
 from recpoint.catalog.staging.free import FreeSlot
 from recpoint.catalog.store.store import open_store
 from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingArea
+from recpoint.tasks.job_name import run_tag
 from recpoint.tasks.persist import RETRIES, may_heal
-from recpoint.tasks.reports import TAG, artifact_key, run_title
+from recpoint.tasks.reports import TAG, artifact_key
+from recpoint.units import bytes_text
 
 __all__ = ["run_sweep", "sweep"]
 
@@ -104,7 +106,7 @@ def run_sweep(run_url: str, **settings: Any) -> State[Any]:
     """Call the flow, tagged with the run, and wait for its final state."""
 
     async def call() -> State[Any]:
-        with tags(TAG, f"run:{run_title(run_url)}"):
+        with tags(TAG, run_tag(run_url)):
             called: Any = sweep(run_url, return_state=True, **settings)
             state: State[Any] = await called
             return state
@@ -151,5 +153,5 @@ def _staged_lines(work: StagedWork) -> str:
 def _slot_lines(slots: Sequence[FreeSlot]) -> str:
     if not slots:
         return ""
-    lines = (f"- slot `{one.slot}`, {one.size_bytes} bytes: {one.reason}" for one in slots)
+    lines = (f"- slot `{one.slot}`, {bytes_text(one.size_bytes)}: {one.reason}" for one in slots)
     return "\n\nSlots of this host:\n\n" + "\n".join(lines)

@@ -26,6 +26,7 @@ from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.tasks.persist import RETRIES, may_heal
 from recpoint.tasks.reports import ProgressBar, artifact_key, run_title
+from recpoint.units import bytes_text, duration_text
 
 __all__ = ["commit_merge", "merge_tables", "open_run", "plan_merge", "report_merge"]
 
@@ -183,13 +184,14 @@ def merge_rows(
         ("makes", plan.target.key),
         ("manifests a restore reads", f"{plan.links_before} before, {plan.links_after} after"),
         (
-            "bytes a restore reads",
-            f"{plan.restore_bytes_before} before, about {plan.restore_bytes_after} after",
+            "a restore reads",
+            f"{bytes_text(plan.restore_bytes_before)} before, "
+            f"about {bytes_text(plan.restore_bytes_after)} after",
         ),
         ("dead rows", dead),
-        ("read", f"{plan.read_bytes} bytes"),
-        ("written", f"{written_bytes} bytes, {plan.write_bytes} planned"),
-        ("freed once retention lets the sources go", f"{plan.frees_bytes} bytes"),
-        ("took", f"{seconds:.1f} s"),
+        ("read", bytes_text(plan.read_bytes)),
+        ("written", f"{bytes_text(written_bytes)}, {bytes_text(plan.write_bytes)} planned"),
+        ("freed once retention lets the sources go", bytes_text(plan.frees_bytes)),
+        ("took", duration_text(seconds)),
         *(("passed over", f"{key}: {error}") for key, error in plan.passed_over),
     ]

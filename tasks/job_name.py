@@ -1,4 +1,4 @@
-"""Names a job for people: run, step and rank, in log lines and in Prefect. Needs no Prefect."""
+"""Names jobs and runs for people, in log lines and in Prefect. Needs no Prefect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from recpoint.format.naming import parse_job_stem
 
-__all__ = ["job_log", "job_name"]
+__all__ = ["job_log", "job_name", "run_tag"]
 
 
 #: The hash at the end of a run's directory, which tells runs of one name apart but nobody reads.
@@ -36,6 +36,11 @@ def job_name(job_path: str) -> JobName:
     if named is None:
         raise ValueError(f"{path.name!r} is not the name of a job file")
     return JobName(_HASH.sub("", path.parent.parent.name), *named)
+
+
+def run_tag(run_url: str) -> str:
+    """The tag of a run's flow runs: its whole URL, because two runs may end with the same name."""
+    return f"run:{run_url.rstrip('/')}"
 
 
 class _JobLog(logging.LoggerAdapter[logging.Logger]):

@@ -29,6 +29,7 @@ from recpoint.catalog.run.commit import Committed
 from recpoint.format.job import Job
 from recpoint.tasks.job_name import job_name
 from recpoint.tasks.persist import run_name
+from recpoint.units import bytes_text, counted, duration_text
 
 __all__ = [
     "ARTIFACT_PREFIX",
@@ -312,8 +313,9 @@ async def report(job: PersistJob, committed: Committed) -> None:
                 client,
                 key(f"r{name.rank}-lag"),
                 f"`{url}`, step {name.step}: a trainer that dies now loses "
-                f"**{_lag_seconds(checkpoint):.1f} s** and the {checkpoint.interval_batches} "
-                "batches of an interval, and what it has trained since.",
+                f"**{duration_text(_lag_seconds(checkpoint))}** and the "
+                f"{checkpoint.interval_batches:,} batches of an interval, and what it has trained "
+                "since.",
                 f"How far the last checkpoint of `{url}` was behind",
             ),
         )
@@ -325,13 +327,13 @@ def table_rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     return [
         ("step", str(step)),
         ("kind", f"{checkpoint.kind} (chain of {checkpoint.chain_length})"),
-        ("rows", str(checkpoint.rows)),
-        ("stored", f"{checkpoint.stored_bytes} bytes in {checkpoint.chunks} chunks"),
-        ("of a full exact checkpoint", f"{ratio:.4f}"),
-        ("stall", f"{checkpoint.stall_us / 1000:.1f} ms"),
-        ("staged after", f"{(checkpoint.staged_ms - checkpoint.snapshot_ms) / 1000:.2f} s"),
-        ("lag (committed after)", f"{_lag_seconds(checkpoint):.2f} s"),
-        ("batches since the one before", str(checkpoint.interval_batches)),
+        ("rows", f"{checkpoint.rows:,}"),
+        ("stored", f"{bytes_text(checkpoint.stored_bytes)}, {counted(checkpoint.chunks, 'chunk')}"),
+        ("of a full exact checkpoint", f"{ratio:.1%}"),
+        ("stall", duration_text(checkpoint.stall_us / 1e6)),
+        ("staged after", duration_text((checkpoint.staged_ms - checkpoint.snapshot_ms) / 1000)),
+        ("lag (committed after)", duration_text(_lag_seconds(checkpoint))),
+        ("batches since the checkpoint before", f"{checkpoint.interval_batches:,}"),
     ]
 
 

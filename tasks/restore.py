@@ -28,6 +28,7 @@ from recpoint.format.naming import ManifestName
 from recpoint.tasks.consolidate import open_run
 from recpoint.tasks.persist import RETRIES, may_heal
 from recpoint.tasks.reports import ProgressBar, artifact_key, run_title
+from recpoint.units import bytes_text, counted, duration_text
 
 __all__ = ["finish_restore", "plan_restore", "report_restore", "restore_shard"]
 
@@ -133,9 +134,9 @@ async def report_restore(
         ("validation", verdict.in_words if verdict else "never validated"),
         *((f"skipped {name}", error) for name, error in done.skipped),
         *((f"passed over {key}", error) for key, error in done.passed_over),
-        ("files", f"{len(plan.shards)} of {plan.size_bytes} bytes together"),
-        ("read", f"{done.bytes_read} bytes in {done.chunks_read} chunks"),
-        ("took, all parts together", f"{done.seconds:.1f} s"),
+        ("files", f"{len(plan.shards)}, {bytes_text(plan.size_bytes)} together"),
+        ("read", f"{bytes_text(done.bytes_read)}, {counted(done.chunks_read, 'chunk')}"),
+        ("took, all parts together", duration_text(done.seconds)),
     ]
     await Artifact(
         type="table",

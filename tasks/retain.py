@@ -14,6 +14,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingValidated
 from recpoint.tasks.persist import RETRIES, may_heal
+from recpoint.units import bytes_text
 
 __all__ = ["Retained", "retain_store"]
 
@@ -65,7 +66,7 @@ def _retain(
     result = execute(run, made)
     summary = (
         f"{len(result.marked)} marked, {len(result.deleted)} manifests deleted, "
-        f"{result.removed_bytes} bytes freed, {len(result.spared)} turned out to be needed"
+        f"{bytes_text(result.removed_bytes)} freed, {len(result.spared)} turned out to be needed"
     )
     held = f"; nothing deleted while {made.held[0]} reads" if made.held else ""
     return Retained(run.id, summary + held, rows)

@@ -35,6 +35,7 @@ from recpoint.dashboards.terminal import Listed
 from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
+from recpoint.tasks.job_name import run_tag
 
 __all__ = ["DemoSettings", "example_script", "make_fresh", "report_views", "run_demo"]
 
@@ -232,12 +233,12 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
         ) as progress:
             demo = _Demo(settings, script, run_url, staging, progress)
             with ended(demo.children):
-                return _run(demo, name)
+                return _run(demo)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _run(demo: _Demo, name: str) -> DemoResult:
+def _run(demo: _Demo) -> DemoResult:
     demo.start_agent()
     ui = wait_for_prefect(demo.children[0], demo.progress)
 
@@ -255,7 +256,7 @@ def _run(demo: _Demo, name: str) -> DemoResult:
     run = Run.open(open_store(demo.run_url))
     manifests = [run.manifest(*entry) for entry in run.live_line()]
     report = check(run, level="full")
-    flows = persisted_by_prefect(ui, name)
+    flows = persisted_by_prefect(ui, demo.run_url)
     document = _document(demo.settings, manifests, expected=expected, found=found) | {
         "killed_at_step": killed_at,
         "check_ok": report.ok,
@@ -367,7 +368,7 @@ def report_views(result: DemoResult, *, server_stopped: bool) -> list[Renderable
         for manifest in reversed(result.manifests)
     ]
     document = result.document
-    look = f"{document['prefect_ui']}, flow persist, tag run:{result.run_url.rpartition('/')[2]}"
+    look = f"{document['prefect_ui']}, flow persist, tag {run_tag(result.run_url)}"
     if server_stopped:
         look += " (the server was stopped: recpoint server start)"
     elif result.ui.own_server:

@@ -31,6 +31,7 @@ from rich.text import Text
 from recpoint.errors import RecpointError
 from recpoint.flows import prefect_server
 from recpoint.format.naming import ManifestName
+from recpoint.tasks.job_name import run_tag
 
 __all__ = [
     "Child",
@@ -369,22 +370,22 @@ def wait_for_prefect(agent: Child, progress: DemoProgress) -> PrefectUI:
         time.sleep(_POLL_SECONDS)
 
 
-def persisted_by_prefect(ui: PrefectUI, run_name: str) -> int:
+def persisted_by_prefect(ui: PrefectUI, run_url: str) -> int:
     """Steps of the run for which Prefect has a completed `persist` flow run; as the API says."""
     steps: set[str] = set()
     offset = 0
-    while page := _persist_runs(ui, run_name, offset):
+    while page := _persist_runs(ui, run_url, offset):
         for flow_run in page:
             steps.update(tag for tag in flow_run["tags"] if tag.startswith("step:"))
         offset += len(page)
     return len(steps)
 
 
-def _persist_runs(ui: PrefectUI, run_name: str, offset: int) -> list[dict[str, Any]]:
+def _persist_runs(ui: PrefectUI, run_url: str, offset: int) -> list[dict[str, Any]]:
     question = {
         "flows": {"name": {"any_": ["persist"]}},
         "flow_runs": {
-            "tags": {"all_": [f"run:{run_name}"]},
+            "tags": {"all_": [run_tag(run_url)]},
             "state": {"type": {"any_": ["COMPLETED"]}},
         },
         "limit": _PAGE,

@@ -31,6 +31,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecpointError
 from recpoint.flows.agent.children import READY, damage_of, give_way, log_to_stderr, run_flow
+from recpoint.units import bytes_text
 
 __all__ = ["main"]
 
@@ -72,7 +73,7 @@ def _consolidate(run_url: str, triggers: ConsolidationTriggers) -> str:
     around = passed_over_words(plan)
     if done is None:
         return f"{NOTHING_DONE}: {plan.reason}{around}"
-    wrote = f"{done.written_bytes} bytes in {done.seconds:.1f} s"
+    wrote = f"{bytes_text(done.written_bytes)} in {done.seconds:.1f} s"
     return f"{done.outcome}: {done.key}, {wrote}{around}"
 
 

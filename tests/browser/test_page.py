@@ -30,12 +30,12 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.local import LocalStore
-from recpoint.dashboards.terminal import bytes_text, time_text
 from recpoint.errors import RanksMissing
 from recpoint.format.history import History
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, PART_KEY, ManifestName
 from recpoint.format.records import pack_record
+from recpoint.units import bytes_text, time_text
 from tests import catalog_builder
 from tests.agent_process import AgentProcess
 from tests.browser.conftest import PATIENCE_SECONDS, dashboard

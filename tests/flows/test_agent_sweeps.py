@@ -176,7 +176,7 @@ def test_with_prefect_it_is_a_flow_to_be_seen(tmp_path: Path) -> None:
     name = FlowRunFilterName(any_=[f"sweep {run.url}"])
     with get_client(sync_client=True) as client:
         (flow_run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=name))
-    assert flow_run.state_type == "COMPLETED" and "run:run" in flow_run.tags
+    assert flow_run.state_type == "COMPLETED" and f"run:{run.url}" in flow_run.tags
 
 
 def test_where_prefect_fails_it_is_swept_without(tmp_path: Path) -> None:

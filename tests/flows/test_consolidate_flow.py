@@ -72,8 +72,7 @@ def test_a_chain_becomes_a_full_and_is_shown(run: Run, chain: list[Manifest]) ->
     require_same(after, before)
     assert check(run, level="full").ok
     with get_client(sync_client=True) as client:
-        chosen = FlowRunFilter(tags=FlowRunFilterTags(all_=["run:run"]))
-        # The server may have runs of other tests, whose stores have the same name.
+        chosen = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"run:{run.url}"]))
         newest = FlowRunSort.EXPECTED_START_TIME_DESC
         (flow_run,) = client.read_flow_runs(flow_run_filter=chosen, sort=newest, limit=1)
     assert flow_run.name == "consolidate run"

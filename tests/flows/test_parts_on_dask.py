@@ -83,7 +83,7 @@ def test_the_same_bytes_as_bare(
     ours, theirs = run.read_manifest(plan.target), bare.read_manifest(plan.target)
     assert ours == theirs.model_copy(update={"committed_ms": ours.committed_ms})
     assert check(run, level="full").ok
-    flow_run = flow_runs(tmp_path, "run:run")[0]
+    flow_run = flow_runs(tmp_path, f"run:{run.url}")[0]
     names = {one.name for one in task_runs(flow_run, count=5, last="report_merge")}
     assert names >= {f"merge_tables part {part} of run step 4" for part in (0, 1)}
 
@@ -108,7 +108,9 @@ def test_the_same_files_as_bare(run: Run, chain: list[Manifest], tmp_path: Path)
     assert len(files) == 3 and files == {path.name: path.read_bytes() for path in target.iterdir()}
     names = {
         one.name
-        for one in task_runs(flow_runs(tmp_path, "run:run")[0], count=5, last="report_restore")
+        for one in task_runs(
+            flow_runs(tmp_path, f"run:{run.url}")[0], count=5, last="report_restore"
+        )
     }
     parts = {f"restore_shard {name} of run step 4" for name in files if name.startswith("model-")}
     assert len(parts) == 2 and names >= parts

@@ -116,7 +116,7 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
         answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
     assert check(run, level="full").ok
-    (flow_run,) = flow_runs(tmp_path, f"run:{url_name}", "step:2", "rank:0")
+    (flow_run,) = flow_runs(tmp_path, f"run:{run.url}", "step:2", "rank:0")
     assert flow_run.name == f"persist {url_name} step 2 rank 0"
     assert flow_run.state is not None and flow_run.state.is_completed()
     names = {task_run.name for task_run in task_runs(flow_run, count=5)}
@@ -147,6 +147,7 @@ def test_runs_of_one_name_show_what_is_theirs(run: Run, tmp_path: Path) -> None:
         shown = artifacts(f"recpoint-{Path(run.url).name}-{one.id[:12]}-")
         assert {artifact.type for artifact in shown} == {"table", "markdown"} and len(shown) == 2
         assert all(one.url in str(artifact.description) for artifact in shown)
+        assert len(flow_runs(tmp_path, f"run:{one.url}")) == 1
 
 
 def test_groups_without_quantized_tables_have_no_quantize_task(

@@ -57,7 +57,7 @@ def test_the_same_files_as_bare_and_what_is_shown(
     assert state.message.startswith("restored: ") and "skipped" not in state.message
     assert files(target) == bare(run, tmp_path / "bare")
     assert len(files(target)) == 3
-    newest = flow_runs(tmp_path, "run:run")[0]
+    newest = flow_runs(tmp_path, f"run:{run.url}")[0]
     assert newest.name == "restore run"
     names = {task.name for task in task_runs(newest, count=5, last="report_restore")}
     assert names == {
@@ -68,7 +68,7 @@ def test_the_same_files_as_bare_and_what_is_shown(
         "report_restore of run step 4",
     }
     (shown,) = artifacts(f"recpoint-run-{run.id[:12]}-restore-g1-step-4")
-    assert "never validated" in str(shown.data) and "2 of " in str(shown.data)
+    assert "never validated" in str(shown.data) and "2, 560 B together" in str(shown.data)
     bars = artifacts(f"recpoint-run-{run.id[:12]}-g1-step-4-restore-part-")
     assert {(bar.type, float(str(bar.data))) for bar in bars} == {("progress", 100.0)}
     assert len(bars) == 2 and not list(run.store.list("leases/"))

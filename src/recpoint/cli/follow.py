@@ -20,8 +20,8 @@ from recpoint.cli.reporting import (
     showing_bytes,
 )
 from recpoint.dashboards import terminal
-from recpoint.dashboards.texts import counted
 from recpoint.errors import ChainError, FormatError, NothingToRestore, NotServing, StoreError
+from recpoint.units import bytes_text, counted
 
 if TYPE_CHECKING:
     from recpoint.serving.follower import Follower, Status
@@ -155,7 +155,7 @@ def _lines(status: Status, url: str) -> list[Any]:
         f"{status.serving}: served {after:.1f} s after its commit, lag {lag}, "
         f"{counted(status.increments_applied, 'increment')} and "
         f"{counted(status.fulls_applied, 'full')} applied, "
-        f"{terminal.bytes_text(status.bytes_read)} read"
+        f"{bytes_text(status.bytes_read)} read"
     )
     return [*found, terminal.shown(text, limit=2000)]
 

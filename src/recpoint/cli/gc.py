@@ -34,6 +34,7 @@ from recpoint.dashboards import terminal
 from recpoint.dashboards.terminal import discard_table, retention_table, slots_views, staged_views
 from recpoint.errors import NothingToRestore, RunRecordLost, SettingsError, StagingError
 from recpoint.format.naming import MAX_STEP, ManifestName, is_label
+from recpoint.units import bytes_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.consolidate.merge import Consolidated
@@ -121,7 +122,7 @@ def consolidate_run(
 def _said(done: Consolidated) -> str:
     if done.outcome == "already":
         return f"{done.key}: there already"
-    written = terminal.bytes_text(done.written_bytes)
+    written = bytes_text(done.written_bytes)
     return f"{done.key}: {written} in {done.chunks} chunks, {done.seconds:.1f} s"
 
 
@@ -136,7 +137,7 @@ def _plan_table(plan: ConsolidationPlan, url: str) -> Table:
 def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
     if not plan.needed:
         return [("nothing to do", plan.reason)]
-    size = terminal.bytes_text
+    size = bytes_text
     most = "" if plan.target.form == "full" else "at most "
     dead = "not known before reading"
     if plan.dead_rows is not None and plan.dead_share is not None:
@@ -180,7 +181,7 @@ def _weighed_table(plan: ConsolidationPlan) -> Table:
     for heading in ("reads", "writes", "restored", "manifests"):
         table.add_column(heading, justify="right")
     table.add_column("cost")
-    size = terminal.bytes_text
+    size = bytes_text
     for one in weighed:
         if one not in kept:
             continue
@@ -312,7 +313,7 @@ def sweep_run(
         terminal.sweep_table(swept.plan),
     ]
     if swept.result is not None:
-        freed = terminal.bytes_text(swept.result.removed_bytes)
+        freed = bytes_text(swept.result.removed_bytes)
         views.append(terminal.shown(f"removed {len(swept.result.removed)} objects, {freed}"))
     return Result(_sweep_document(swept, url), *views)
 
@@ -456,7 +457,7 @@ def retain(
         result = execute(run, made, on_step=on_step)
     text = (
         f"marked {len(result.marked)}, deleted {len(result.deleted)} manifests and "
-        f"{len(result.swept.removed)} other objects, {terminal.bytes_text(result.removed_bytes)}"
+        f"{len(result.swept.removed)} other objects, {bytes_text(result.removed_bytes)}"
     )
     return Result(_retention_document(run.url, made, result), *views, terminal.shown(text))
 

@@ -22,9 +22,9 @@ from recpoint.cli.reporting import JsonOption, Result, command, output_console, 
 from recpoint.dashboards import terminal
 from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
 from recpoint.dashboards.metrics.samples import require_prometheus
-from recpoint.dashboards.texts import duration_text
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.repeated_lines import is_repeated
+from recpoint.units import duration_text
 
 __all__ = [
     "LogFormat",

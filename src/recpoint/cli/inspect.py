@@ -46,6 +46,7 @@ from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointErr
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
 from recpoint.format.version import FORMAT_VERSION
+from recpoint.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.check.check import Level
@@ -164,7 +165,7 @@ def info(json_output: JsonOption = False) -> Result:
         "huge_pages_from_bytes": staging.SMALLEST_BYTES,
     }
     packages = ", ".join(f"{name} {found or '(none)'}" for name, found in versions.items())
-    smallest = terminal.bytes_text(staging.SMALLEST_BYTES)
+    smallest = bytes_text(staging.SMALLEST_BYTES)
     fields = [
         ("recpoint", f"{document['recpoint']}, format {FORMAT_VERSION}"),
         ("python", f"{document['python']} on {document['platform']}"),
@@ -475,15 +476,15 @@ def show(
         ("checkpoint", manifest.ref),
         ("kind", _kind_text(manifest, chain)),
         ("policy", manifest.policy),
-        ("stored", f"{terminal.bytes_text(manifest.stored_bytes)}, {len(manifest.chunks)} chunks"),
-        ("full, exact", terminal.bytes_text(manifest.full_bytes)),
+        ("stored", f"{bytes_text(manifest.stored_bytes)}, {len(manifest.chunks)} chunks"),
+        ("full, exact", bytes_text(manifest.full_bytes)),
         ("rows", f"{manifest.dirty_rows:,}"),
         ("trained", terminal.history_text(manifest.history)),
         ("ranks", manifest.ranks),
         ("stall", f"{manifest.stall_us / 1000:.1f} ms"),
-        ("snapshot", terminal.time_text(manifest.snapshot_ms)),
-        ("staged", terminal.time_text(manifest.staged_ms)),
-        ("committed", terminal.time_text(manifest.committed_ms)),
+        ("snapshot", time_text(manifest.snapshot_ms)),
+        ("staged", time_text(manifest.staged_ms)),
+        ("committed", time_text(manifest.committed_ms)),
         ("written by", manifest.writer),
         ("validation", terminal.verdict_text(known)),
     ]

@@ -16,6 +16,7 @@ from recpoint.cli import export_target
 from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command, progress_console
 from recpoint.dashboards import terminal
+from recpoint.units import bytes_text
 
 __all__ = ["restore_to_file"]
 
@@ -168,7 +169,7 @@ def restore_to_file(
         )
         for name in left_out
     ]
-    written = f"{terminal.bytes_text(file_bytes)} in {report.seconds:.1f} s"
+    written = f"{bytes_text(file_bytes)} in {report.seconds:.1f} s"
     state = terminal.verdict_text(verdict)
     line = terminal.shown(f"{to}: {report.restored}, {state}, {written}", limit=2000)
     return Result(document, *views, line)

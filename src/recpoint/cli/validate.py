@@ -17,6 +17,7 @@ from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
 from recpoint.format.naming import ManifestName
+from recpoint.units import bytes_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.check.validate import Validation
@@ -145,7 +146,7 @@ def _views(
     fields: list[tuple[str, object]] = [
         ("checkpoint", found.checkpoint),
         ("level", found.level),
-        ("read", f"{terminal.bytes_text(found.bytes_read)}, {found.chunks_read} chunks"),
+        ("read", f"{bytes_text(found.bytes_read)}, {found.chunks_read} chunks"),
         ("rows compared", f"{found.rows_compared:,}"),
         ("largest error", f"{min(found.worst, 1e300):.1%} of what is allowed"),
         *((name, f"{value:.9g}") for name, value in sorted(metrics.items())),

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from recpoint.dashboards.terminal import bytes_text
 from recpoint.embeddings.tables import plain_tables
 from recpoint.trainer_plugin.state.model import ModelState
+from recpoint.units import bytes_text
 from tests.catalog_builder import Table, build, new_run, publish
 from tests.unit.cli.conftest import STATE, Invoke, SavedRun
 

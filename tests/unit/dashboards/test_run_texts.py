@@ -28,6 +28,7 @@ from recpoint.dashboards import page, texts
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
+from recpoint.units import duration_text
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.interposed_store import InterposedStore
 from tests.polling import until
@@ -103,7 +104,7 @@ def facts(step: int, **changed: object) -> CheckpointFacts:
     ],
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert texts.duration_text(seconds) == words
+    assert duration_text(seconds) == words
 
 
 def test_a_run_of_which_nothing_is_known_has_texts_for_everything() -> None:

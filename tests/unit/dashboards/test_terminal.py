@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from recpoint.dashboards.terminal import (
-    bytes_text,
     error_text,
     fields_table,
     shown,
-    time_text,
     validation_table,
 )
 from recpoint.errors import SettingsError
 from recpoint.format.validation import ValidationFinding
+from recpoint.units import bytes_text, time_text
 
 
 def printed(view: object) -> str:

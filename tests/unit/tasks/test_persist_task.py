@@ -91,8 +91,8 @@ def test_a_report_says_what_a_person_asks() -> None:
         interval_batches=77,
     )
     rows = dict(reports.table_rows(9, checkpoint))
-    assert rows["step"] == "9" and rows["rows"] == "1000"
+    assert rows["step"] == "9" and rows["rows"] == "1,000"
     assert rows["kind"] == "increment (chain of 3)"
-    assert rows["of a full exact checkpoint"] == "0.2500"
-    assert rows["stall"] == "12.3 ms" and rows["staged after"] == "0.50 s"
-    assert rows["lag (committed after)"] == "2.25 s"
+    assert rows["of a full exact checkpoint"] == "25.0%"
+    assert rows["stall"] == "12.3 ms" and rows["staged after"] == "500 ms"
+    assert rows["lag (committed after)"] == "2.2 s" and rows["stored"] == "250 B, 4 chunks"

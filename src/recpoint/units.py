@@ -1,0 +1,47 @@
+"""Writes bytes, times, durations and counts as people read them, the same wherever they stand."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+__all__ = ["bytes_text", "counted", "duration_text", "time_text"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def bytes_text(count: int) -> str:
+    """Bytes in the unit, a power of 1000, that leaves one to three digits before the point."""
+    value, unit = float(count), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{count} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def time_text(milliseconds: int) -> str:
+    """A time of a record, in UTC; a time that no calendar has as its number."""
+    try:
+        moment = datetime.fromtimestamp(milliseconds / 1000, tz=UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{milliseconds} ms"
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def duration_text(seconds: float) -> str:
+    """A duration with its unit."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def counted(count: int, what: str) -> str:
+    """How many there are of something, in the singular where there is one."""
+    plural = f"{what}es" if what.endswith(("s", "x", "ch", "sh")) else f"{what}s"
+    return f"{count:,} {what if count == 1 else plural}"
