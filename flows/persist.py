@@ -15,12 +15,23 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from logging import Logger, LoggerAdapter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 from prefect import State, flow, tags
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import SyncClientContext, TagsContext
-from prefect.runtime import flow_run
-from prefect.states import Completed, Failed
+from prefect.exceptions import ObjectNotFound
+from prefect.flow_engine import run_flow
+from prefect.runtime import flow_run as current
+from prefect.states import AwaitingRetry, Completed, Failed
 
 from recpoint.catalog.persist.persist import (
     Committed,
@@ -41,7 +52,25 @@ from recpoint.tasks.persist import Waiting, commit, encode, quantize, upload
 from recpoint.tasks.reports import TAG, ProgressBar, artifact_key, emit, report
 from recpoint.units import bytes_text, counted
 
-__all__ = ["persist", "run_persist"]
+__all__ = ["Tried", "end_flow_run", "persist", "run_persist"]
+
+
+#: The name of the state of a flow run whose agent tries again later.
+_AWAITS: Final = "AwaitingRetry"
+
+
+class Tried(NamedTuple):
+    """One try at a job, by the agent that called the flow.
+
+    Attributes:
+        state: of the flow run.
+        flow_run: the flow run, with which the next try goes on.
+        error: why the job stays staged; None: it is answered, or waits for other ranks.
+    """
+
+    state: State[Any]
+    flow_run: UUID | None
+    error: RecpointError | None
 
 
 class _Begun(NamedTuple):
@@ -52,17 +81,19 @@ class _Begun(NamedTuple):
         verified: everything staged, once for its digests.
         looked: what the store has of the job.
         prepared: the first group is encoded, if that went well; its tasks then find it done.
+        deferred: takes the error for which the job stays staged.
     """
 
     job: PersistJob
     verified: Future[None]
     looked: Future[Found]
     prepared: Future[None]
+    deferred: list[RecpointError]
 
     @classmethod
     def of(cls, job: PersistJob) -> _Begun:
         begin = _beginners.submit
-        return cls(job, begin(job.verify), begin(job.find_done), begin(_prepare_first, job))
+        return cls(job, begin(job.verify), begin(job.find_done), begin(_prepare_first, job), [])
 
     def end(self) -> None:
         """Wait until nothing of it is at work: whoever takes the job up now writes the same."""
@@ -145,7 +176,7 @@ class _Tasks:
 
 
 def _run_name() -> str:
-    path = str(flow_run.get_parameters()["job_path"])
+    path = str(current.get_parameters()["job_path"])
     try:
         return f"persist {job_name(path)}"
     except ValueError:  # the flow says so; raised here, the run would have crashed for no reason
@@ -168,12 +199,13 @@ async def persist(job_path: JobPath) -> State[Any]:
 
     Returns:
         Completed when it is committed, dropped as the trainer asked, or waits for other ranks (then
-        the job stays staged); Failed when it was rejected for good.
+        the job stays staged); Failed when it was rejected for good; AwaitingRetry when an agent
+        tries again later, with this flow run.
 
     Raises:
         SettingsError: that is not the path of a job file.
         StagingError: an agent, a drain or a sweep does the jobs of this staging area.
-        RecpointError: not now; the job stays staged.
+        RecpointError: not now; the job stays staged, and no agent tries it again.
     """
     begun = _begun.get()
     try:
@@ -190,7 +222,11 @@ async def persist(job_path: JobPath) -> State[Any]:
     # would be asked for before each of them.
     with TagsContext(current_tags=set()):
         if begun is not None:
-            return await _persist(begun, log)
+            try:
+                return await _persist(begun, log)
+            except RecpointError as error:
+                begun.deferred.append(error)  # the agent says it in its log, with the next try
+                return AwaitingRetry(message=f"not now: {error}")
         with _alone(job_path):
             try:
                 begun = _Begun.of(await asyncio.to_thread(PersistJob.open, job_path))
@@ -201,6 +237,9 @@ async def persist(job_path: JobPath) -> State[Any]:
                 return _tell_rejected(None, reject_job(job_path, error), log)
             try:
                 return await _persist(begun, log)
+            except RecpointError as error:
+                log.warning("not now: %s", error)
+                raise
             finally:
                 await asyncio.to_thread(begun.end)
 
@@ -224,7 +263,6 @@ async def _persist(begun: _Begun, log: LoggerAdapter[Logger]) -> State[Any]:
         log.info("%s", text)
         return Completed(name="Waiting", message=text)
     except RecpointError as error:
-        log.warning("not now: %s", error)
         _tell_lag(job, error)
         raise
     finally:
@@ -286,16 +324,33 @@ def _tell_lag(job: Job, error: RecpointError) -> None:
     )
 
 
-def run_persist(job: PersistJob) -> State[Any]:
-    """Call the flow, tagged with run, step and rank, and wait for its final state.
+def run_persist(
+    job: PersistJob, *, flow_run: UUID | None = None, tried_before: bool = False
+) -> Tried:
+    """Call the flow, tagged with run, step and rank, and wait until the try has ended.
 
     Whoever calls it holds the lock of the staging area.
+
+    Args:
+        job: the job.
+        flow_run: the flow run of the try before, which this one goes on with.
+        tried_before: an agent that has ended may have tried it: look for its flow run.
     """
-    name = job_name(str(job.path))
 
     async def call() -> State[Any]:
-        with tags(TAG, run_tag(job.job.run_url), f"step:{name.step}", f"rank:{name.rank}"):
-            called: Any = persist(str(job.path), return_state=True)
+        wanted = _tags_of(job)
+        known = None
+        if flow_run is not None or tried_before:
+            async with get_client() as client:
+                known = await _flow_run(client, job, flow_run)
+        with tags(*wanted):
+            if known is None:
+                called: Any = persist(str(job.path), return_state=True)
+            else:
+                parameters = {"job_path": str(job.path)}
+                called = run_flow(
+                    persist, flow_run=known, parameters=parameters, return_type="state"
+                )
             state: State[Any] = await called
             return state
 
@@ -305,10 +360,51 @@ def run_persist(job: PersistJob) -> State[Any]:
     try:
         # One client for all that Prefect does synchronously: each loads the CA certificates anew.
         with SyncClientContext.get_or_create():
-            return asyncio.run(call())
+            state = asyncio.run(call())
+            error = begun.deferred[0] if begun.deferred else None
+            return Tried(state, state.state_details.flow_run_id, error)
     finally:
         _begun.reset(before)
         begun.end()
+
+
+def _tags_of(job: PersistJob) -> list[str]:
+    name = job_name(str(job.path))
+    return [TAG, run_tag(job.job.run_url), f"step:{name.step}", f"rank:{name.rank}"]
+
+
+async def _flow_run(client: PrefectClient, job: PersistJob, known: UUID | None) -> FlowRun | None:
+    """The flow run that waits for the next try of a job; None: there is none (any more)."""
+    if known is not None:
+        try:
+            there = await client.read_flow_run(known)
+        except ObjectNotFound:
+            return None  # somebody has deleted it
+        return there if there.state_name == _AWAITS else None
+    found = await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            tags=FlowRunFilterTags(all_=_tags_of(job)),
+            state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[_AWAITS])),
+        )
+    )
+    path = str(job.path)
+    return next((one for one in found if one.parameters.get("job_path") == path), None)
+
+
+def end_flow_run(flow_run: UUID, outcome: Outcome | None) -> None:
+    """End a flow run that awaited a try, and whose job was answered without it.
+
+    Args:
+        flow_run: the flow run.
+        outcome: the answer; None: nobody knows it any more.
+    """
+    state: State[Any] = Completed(message="the job was answered without this flow run")
+    if outcome is not None and outcome.result == "rejected":
+        dropped = outcome.error_type == CheckpointCancelled.__name__
+        text = f"{outcome.error_type}: {outcome.error}"
+        state = Completed(name="Dropped", message=text) if dropped else Failed(message=text)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run, state, force=True)
 
 
 def _bar(job: Job) -> ProgressBar:

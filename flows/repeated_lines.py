@@ -17,6 +17,7 @@ from recpoint.errors import RecpointError
 __all__ = ["ResultNotStored", "is_repeated"]
 
 _FLOW_RUNS: Final = "prefect.flow_runs"
+_AWAITS: Final = "Finished in state AwaitingRetry("
 _ENDED: Final = re.compile(r"Finished in state \w+\('Flow run encountered an exception: (\w+): ")
 
 
@@ -31,6 +32,8 @@ def is_repeated(record: logging.LogRecord) -> bool:
     if record.exc_info and isinstance(record.exc_info[1], RecpointError):
         return True
     if isinstance(record.args, tuple) and any(isinstance(a, ResultNotStored) for a in record.args):
+        return True
+    if isinstance(record.msg, str) and record.msg.startswith(_AWAITS):
         return True
     ended = _ENDED.match(record.msg) if isinstance(record.msg, str) else None
     kind = None if ended is None else getattr(errors, ended[1], None)

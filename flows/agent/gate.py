@@ -14,7 +14,6 @@ from base64 import b64encode
 from collections.abc import Callable
 from typing import Any, Final
 
-from recpoint.catalog.persist.persist import PersistJob
 from recpoint.flows import prefect_server
 
 __all__ = ["PrefectGate", "growing_pause"]
@@ -76,7 +75,8 @@ class PrefectGate:
         self._key: str | None = None  # user and password of a configured API
         self._own_server = False
         self._awaits_server = False  # one that was started here has not answered yet
-        self._call: Callable[[PersistJob], Any] | None = None
+        self._call: Callable[..., Any] | None = None
+        self._end: Callable[..., None] | None = None
         self._open = False
         self._told_away = False  # since it was open last
         self._failures = 0
@@ -104,8 +104,12 @@ class PrefectGate:
         """Stop looking. A server that was started goes on running."""
         self._stop.set()
 
-    def persist_flow(self) -> Callable[[PersistJob], Any] | None:
-        """What calls the flow `persist`, if it can be called now; takes a second at most."""
+    def end_flow_run(self) -> Callable[..., None] | None:
+        """`flows.persist.end_flow_run`, if Prefect was there at the last look."""
+        return self._end if self._open else None
+
+    def persist_flow(self) -> Callable[..., Any] | None:
+        """`flows.persist.run_persist`, if it can be called now; takes a second at most."""
         if not self._open or self._url is None:
             return None
         # It answered a moment ago, but a call of the flow takes longer to notice that it hangs.
@@ -185,7 +189,7 @@ class PrefectGate:
             self._stop.set()
         self._url = server.url
 
-    def _import(self, url: str) -> Callable[[PersistJob], Any]:
+    def _import(self, url: str) -> Callable[..., Any]:
         if "prefect" not in sys.modules:
             os.environ["PREFECT_API_URL"] = url
             if self._key is not None:
@@ -210,5 +214,6 @@ class PrefectGate:
         finally:
             if collects:
                 gc.enable()
-        call: Callable[[PersistJob], Any] = module.run_persist
+        self._end = module.end_flow_run
+        call: Callable[..., Any] = module.run_persist
         return call

@@ -14,7 +14,7 @@ from recpoint.catalog.staging import area
 from recpoint.catalog.staging.area import is_cancelled
 from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingError, StagingRefused
 from recpoint.flows.agent.gate import PrefectGate
-from recpoint.flows.agent.runs import RunState, expect_end, postpone_or_reject
+from recpoint.flows.agent.runs import Awaits, RunState, expect_end, postpone_or_reject
 from recpoint.format.job import Job
 from recpoint.tasks.job_name import job_log
 
@@ -37,6 +37,7 @@ class AgentPersist:
     def __init__(self, gate: PrefectGate) -> None:
         self._gate = gate
         self._telling: list[threading.Thread] = []
+        self._started = time.time()  # as files tell the time
 
     @property
     def telling(self) -> list[threading.Thread]:
@@ -64,7 +65,7 @@ class AgentPersist:
         worth_a_flow = job is not None and state.is_worth_a_flow()
         call = self._gate.persist_flow() if worth_a_flow else None
         if job is not None and call is not None:
-            failed = self._run_flow(call, job)
+            failed = self._run_flow(call, job, state)
             if failed is None:
                 return self._gate.worked()
             if isinstance(failed, RecpointError):
@@ -73,14 +74,43 @@ class AgentPersist:
         outcome = persist_job(job_file) if job is None else drive(job).outcome
         log.info("%s", f"{outcome.result} without Prefect {outcome.error}".rstrip())
 
-    def _run_flow(self, call: Callable[[PersistJob], Any], job: PersistJob) -> BaseException | None:
+    def settle(self, state: RunState) -> None:
+        """End, in the background, the flow run of a job that was answered without it."""
+        awaits = state.awaits
+        end = None if awaits is None or awaits.job_file.exists() else self._gate.end_flow_run()
+        if awaits is None or end is None:
+            return  # once Prefect is there
+        state.awaits = None
+
+        def tell() -> None:
+            try:
+                end(awaits.flow_run, area.answer_given(awaits.job_file))
+            except Exception as error:  # of Prefect; nothing but what people see depends on it
+                _LOG.info("%s: its flow run still waits in Prefect: %s", awaits.job_file, error)
+
+        thread = threading.Thread(target=tell, name="end flow run", daemon=True)
+        thread.start()
+        self._telling = [*self.telling, thread]
+
+    def _run_flow(
+        self, call: Callable[..., Any], job: PersistJob, state: RunState
+    ) -> BaseException | None:
         """Run the flow; None if the job is answered, or waits for other ranks; else what failed."""
         results: list[Any] = []
+        awaits, state.awaits = state.awaits, None
+        known = awaits.flow_run if awaits is not None and awaits.job_file == job.path else None
+        # One that was staged before this agent began may have a flow run of the agent before.
+        tried_before = known is None and staged_before(job.path, self._started)
 
         def run() -> None:
             try:
-                state = call(job)
-                results.append(state.result(raise_on_failure=False) or state)
+                tried = call(job, flow_run=known, tried_before=tried_before)
+                if tried.error is not None:
+                    if tried.flow_run is not None:
+                        state.awaits = Awaits(job.path, tried.flow_run)
+                    results.append(tried.error)
+                else:
+                    results.append(tried.state.result(raise_on_failure=False) or tried.state)
             except Exception as error:
                 # Of Prefect, its client or its server, in a hundred forms.
                 results.append(error)
@@ -212,6 +242,14 @@ class AgentQueue:
         return left
 
 
+def staged_before(job_file: Path, moment: float) -> bool:
+    """Whether a job was staged before `moment`, in seconds since the epoch; False: it is gone."""
+    try:
+        return job_file.stat().st_mtime < moment
+    except OSError:
+        return False
+
+
 def is_dropped(job_file: Path) -> bool:
     """Whether a job is to be dropped, so that it need not wait for the store to come back."""
     try:
@@ -262,6 +300,7 @@ class AgentJobs:
                 job_file = self._queue.next_job(run_dir, state)
                 if job_file is None or not self._serve_job(run_dir, state, job_file):
                     break
+            self._persist.settle(state)
             jobs = self._queue.jobs(run_dir)
             state.waiting.keep(jobs)
             for gone in state.opened.keys() - set(jobs):

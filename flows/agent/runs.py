@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
+from uuid import UUID
 
 from recpoint.catalog.overview.overview import CAUSES, Histogram, cause_of, cause_of_name
 from recpoint.catalog.persist.persist import PersistJob, reject_job
@@ -205,12 +206,20 @@ class RunFacts:
         self.failures[cause_of(error)] += 1
 
 
+class Awaits(NamedTuple):
+    """A job whose last try failed, and the flow run with which the next try goes on."""
+
+    job_file: Path
+    flow_run: UUID
+
+
 @dataclass
 class RunState:
     """What the agent is doing with one run.
 
     Attributes:
         opened: jobs that wait for other ranks, each opened once.
+        awaits: the flow run of a job that is tried again later, if Prefect has one.
     """
 
     thread: threading.Thread | None = None
@@ -230,6 +239,7 @@ class RunState:
     newest_cut: tuple[int, int] | None = None
     newest_cut_ms: int = 0
     flow_at: float | None = None
+    awaits: Awaits | None = None
     gaps_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_GAPS))
     jobs_seen: float = field(default_factory=time.monotonic)
     looked_at: float = -math.inf
@@ -276,8 +286,8 @@ class RunState:
     def is_worth_a_flow(self) -> bool:
         """Whether Prefect is to have a flow run of the try that begins now.
 
-        Of every first try; of those after a failure as often as of a run with long intervals, in
-        the end once a minute: each stays in Prefect's database, and there may be one a second.
+        Every first try; after a failure as often as with long intervals, in the end once a minute:
+        the states and task runs of each stay in Prefect's database.
         """
         now = time.monotonic()
         if self.failures and self.flow_at is not None:

@@ -255,7 +255,7 @@ def flow_life(*, url: str, job_file: str, die: int | None = None) -> None:
     # Prefect read its settings when the server of these processes imported it.
     refresh_global_settings_context()
     die_at.install(die_at=die, besides=besides_of(url))
-    state = run_persist(PersistJob.open(job_file))
+    state = run_persist(PersistJob.open(job_file)).state
     if not state.is_completed():
         raise AssertionError(f"{state}")
 

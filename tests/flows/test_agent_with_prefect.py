@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,35 @@ def test_jobs_are_committed_whatever_the_server_does(
         assert agent.terminate() == 0
         assert time.monotonic() - stopped < _BOUND_SECONDS
     assert len(run.live_line()) == step
+
+
+def test_a_store_that_is_away_is_one_line_a_try_and_one_flow_run(
+    run: Run, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, home: Path
+) -> None:
+    place_database(home / "prefect" / "prefect.db", tmp_path_factory)
+    staging = tmp_path / "staging"
+
+    def flow_run(url: str) -> dict[str, Any] | None:
+        found = ask(f"{url}/flow_runs/filter", {})
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    with AgentProcess(staging, tmp_path / "log", prefect="auto") as agent:
+        until(lambda: agent.logged("Prefect is at") >= 1, seconds=_SHOWN_SECONDS)
+        server = prefect_server.running_server()
+        assert server is not None
+        os.rename(tmp_path / "run", tmp_path / "away")
+        path = stage(run, staging, tables(), step=1, generation=1)
+        until(lambda: (flow_run(server.url) or {}).get("run_count", 0) >= 2)
+        os.rename(tmp_path / "away", tmp_path / "run")
+        until(lambda: not path.exists())
+        until(lambda: (flow_run(server.url) or {})["state_type"] == "COMPLETED")
+        assert agent.terminate() == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    # The command recpoint agent leaves Prefect's own line out: tests/flows/test_agent_log.py.
+    tries = [x for x in lines if "no run.json" in x and "Finished in state AwaitingRetry" not in x]
+    assert len(tries) >= 2 and all("stays staged, next try in" in line for line in tries)
+    assert not [line for line in lines if "Traceback" in line]
 
 
 def test_an_api_that_wants_the_key_in_its_url_is_used(

@@ -60,8 +60,8 @@ def test_a_job_that_lags_and_is_committed(
     )
     store = FaultStore(run.store, [fault])
     monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
-    assert not run_persist(persist.PersistJob.open(path)).is_completed()
-    assert run_persist(persist.PersistJob.open(path)).is_completed()
+    assert not run_persist(persist.PersistJob.open(path)).state.is_completed()
+    assert run_persist(persist.PersistJob.open(path)).state.is_completed()
     lagging, committed = told(run, count=2)
     assert names([lagging, committed]) == ["lagging", "committed"]
     assert lagging["payload"]["error_type"] == "StoreAccessDenied"

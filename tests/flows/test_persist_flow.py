@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -31,9 +32,10 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock, at_work
 from recpoint.catalog.store.store import Store
-from recpoint.errors import StoreAccessDenied, StoreThrottled, StoreUnavailable
+from recpoint.errors import RecpointError, StoreAccessDenied, StoreThrottled, StoreUnavailable
+from recpoint.flows.persist import end_flow_run, run_persist
 from recpoint.flows.persist import persist as persist_flow
-from recpoint.flows.persist import run_persist
+from recpoint.format.job import Outcome
 from recpoint.tasks import reports
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import new_run, tables
@@ -111,7 +113,7 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
             dirty=dirty,
             state={"w": torch.ones(9)},
         )
-        assert run_persist(persist.PersistJob.open(path)).is_completed()
+        assert run_persist(persist.PersistJob.open(path)).state.is_completed()
         assert not path.exists()
         answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
@@ -142,7 +144,7 @@ def test_runs_of_one_name_show_what_is_theirs(run: Run, tmp_path: Path) -> None:
     other.claim(None)
     for one in (run, other):
         path = stage(one, tmp_path / "staging", tables(), step=1, generation=1)
-        assert run_persist(persist.PersistJob.open(path)).is_completed()
+        assert run_persist(persist.PersistJob.open(path)).state.is_completed()
     for one in (run, other):
         shown = artifacts(f"recpoint-{Path(run.url).name}-{one.id[:12]}-")
         assert {artifact.type for artifact in shown} == {"table", "markdown"} and len(shown) == 2
@@ -158,7 +160,7 @@ def test_groups_without_quantized_tables_have_no_quantize_task(
     path = stage(run, tmp_path / "groups", tables(rows=120), step=3, generation=1)
     groups = len(persist.PersistJob.open(path).groups)
     assert groups > 2
-    assert run_persist(persist.PersistJob.open(path)).is_completed()
+    assert run_persist(persist.PersistJob.open(path)).state.is_completed()
     (flow_run,) = flow_runs(tmp_path, "step:3")
     count = 2 * groups + 2  # and the commit and the report
     names = [task_run.name.split(" ")[0] for task_run in task_runs(flow_run, count=count)]
@@ -173,7 +175,7 @@ def test_a_long_persist_shows_how_far_it_is(
     monkeypatch.setattr(plan, "GROUP_BYTES", 900)
     monkeypatch.setattr(reports, "_EVERY_SECONDS", 0.0)
     path = stage(run, tmp_path / "long", tables(rows=120), step=8, generation=1)
-    assert run_persist(persist.PersistJob.open(path)).is_completed()
+    assert run_persist(persist.PersistJob.open(path)).state.is_completed()
     url_name = Path(run.url).name
     key = f"recpoint-{url_name}-{run.id[:12]}-g1-step-8-r0-persist-progress"
     (bar,) = until(
@@ -187,7 +189,7 @@ def test_a_long_persist_shows_how_far_it_is(
 def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) -> None:
     path = stage(run, tmp_path / "rejected", tables(), step=4, generation=1)
     run.claim(None)
-    assert run_persist(persist.PersistJob.open(path)).is_failed()
+    assert run_persist(persist.PersistJob.open(path)).state.is_failed()
     assert not path.exists()
     answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
     assert (answer.result, answer.error_type) == ("rejected", "StaleWriter")
@@ -199,7 +201,7 @@ def test_a_job_that_the_trainer_wants_dropped_is_no_failed_run(run: Run, tmp_pat
     staging = tmp_path / "dropped"
     path = stage(run, staging, tables(), step=7, generation=1)
     area.write_mark(path.parent.parent, area.read_job(path).ref, 0)
-    state = run_persist(persist.PersistJob.open(path))
+    state = run_persist(persist.PersistJob.open(path)).state
     assert state.is_completed() and state.name == "Dropped"
     assert not path.exists() and run.manifest_names() == []
     answer = area.outcome_path(area.run_directory(staging, run.url), 1, 7, 0)
@@ -230,25 +232,93 @@ def test_tasks_are_run_again_for_what_may_heal_only(
     monkeypatch.setattr(persist, "open_store", lambda url, **_: store)
     step = 100 + len(error.__name__)
     path = stage(run, tmp_path / "retried", tables(), step=step, generation=1)
-    state = run_persist(persist.PersistJob.open(path))
-    assert state.is_completed() is committed and path.exists() is not committed
+    tried = run_persist(persist.PersistJob.open(path))
+    assert tried.state.is_completed() is committed and path.exists() is not committed
     (flow_run,) = flow_runs(tmp_path, f"step:{step}")
-    if not committed:
-        assert isinstance(state.result(raise_on_failure=False), error)
-        assert_nothing_is_stored_of(state, flow_run)
+    assert tried.flow_run == flow_run.id
+    assert tried.error is None if committed else isinstance(tried.error, error)
     found = task_runs(flow_run, last="upload")
     (upload,) = [task_run for task_run in found if task_run.name.startswith("upload")]
     assert upload.run_count == runs
 
 
-def test_a_flow_called_again_for_a_finished_job_fails_without_harm(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_flow_called_again_for_a_finished_job_does_no_harm(run: Run, tmp_path: Path) -> None:
     path = stage(run, tmp_path / "twice", tables(), step=7, generation=1)
     job = persist.PersistJob.open(path)
-    assert run_persist(job).is_completed()
-    assert run_persist(job).is_failed()
+    assert run_persist(job).state.is_completed()
+    assert not run_persist(job).state.is_completed()
     assert check(run, level="full").ok
+
+
+def test_an_agent_tries_again_with_the_same_flow_run(run: Run, tmp_path: Path) -> None:
+    """And so does the next agent, which has to look for it."""
+    path = stage(run, tmp_path / "again", tables(), step=12, generation=1)
+    job = persist.PersistJob.open(path)
+    os.rename(tmp_path / "run", tmp_path / "away")
+    tried = run_persist(job)
+    assert tried.state.name == "AwaitingRetry" and isinstance(tried.error, RecpointError)
+    assert "no run.json" in str(tried.state.message)
+    once_more = run_persist(persist.PersistJob.open(path), flow_run=tried.flow_run)
+    assert once_more.state.name == "AwaitingRetry" and once_more.flow_run == tried.flow_run
+    os.rename(tmp_path / "away", tmp_path / "run")
+    last = run_persist(persist.PersistJob.open(path), tried_before=True)
+    assert last.state.is_completed() and last.error is None and not path.exists()
+    (flow_run,) = flow_runs(tmp_path, "step:12")
+    assert (flow_run.id, flow_run.run_count) == (tried.flow_run, 3)
+    assert flow_run.state is not None and flow_run.state.is_completed()
+
+
+def test_a_flow_run_that_somebody_deleted_is_made_anew(run: Run, tmp_path: Path) -> None:
+    path = stage(run, tmp_path / "deleted", tables(), step=13, generation=1)
+    os.rename(tmp_path / "run", tmp_path / "away")
+    tried = run_persist(persist.PersistJob.open(path))
+    os.rename(tmp_path / "away", tmp_path / "run")
+    assert tried.flow_run is not None
+    with get_client(sync_client=True) as client:
+        client.delete_flow_run(tried.flow_run)
+    last = run_persist(persist.PersistJob.open(path), flow_run=tried.flow_run)
+    assert last.state.is_completed() and last.flow_run != tried.flow_run
+
+
+@pytest.mark.parametrize(
+    ("result", "error_type", "name"),
+    [
+        ("committed", "", "Completed"),
+        ("rejected", "StaleWriter", "Failed"),
+        ("rejected", "CheckpointCancelled", "Dropped"),
+    ],
+)
+def test_a_flow_run_ends_though_its_job_was_answered_without_it(
+    run: Run, tmp_path: Path, result: Literal["committed", "rejected"], error_type: str, name: str
+) -> None:
+    step = 14 + len(error_type)
+    path = stage(run, tmp_path / "bare", tables(), step=step, generation=1)
+    os.rename(tmp_path / "run", tmp_path / "away")
+    tried = run_persist(persist.PersistJob.open(path))
+    assert tried.flow_run is not None
+    outcome = Outcome.model_construct(result=result, error_type=error_type, error="why")
+    end_flow_run(tried.flow_run, outcome)
+    (flow_run,) = flow_runs(tmp_path, f"step:{step}")
+    assert flow_run.state_name == name
+
+
+def test_without_an_agent_a_job_that_cannot_be_stored_now_is_a_failed_run(
+    run: Run, tmp_path: Path
+) -> None:
+    """Nobody tries again, so that whoever asked for it has to see it."""
+    path = stage(run, tmp_path / "asked", tables(), step=60, generation=1)
+    os.rename(tmp_path / "run", tmp_path / "away")
+
+    async def asked_for() -> State[Any]:
+        with tags("step:60"):
+            called: Any = persist_flow(str(path), return_state=True)
+            state: State[Any] = await called
+            return state
+
+    state = asyncio.run(asked_for())
+    assert isinstance(state.result(raise_on_failure=False), RecpointError)
+    (flow_run,) = flow_runs(tmp_path, "step:60")
+    assert_nothing_is_stored_of(state, flow_run)
 
 
 def test_with_several_ranks_the_last_flow_commits_and_no_flow_fails(
@@ -257,11 +327,11 @@ def test_with_several_ranks_the_last_flow_commits_and_no_flow_fails(
     trained = tables()
     jobs = RankJobs(run, [tmp_path / "host-a", tmp_path / "host-b"], trained)
     first, last = jobs.stage(11)
-    state = run_persist(persist.PersistJob.open(first))
+    state = run_persist(persist.PersistJob.open(first)).state
     assert state.is_completed() and state.name == "Waiting" and first.exists()
     assert state.message == "stored, waits for rank 1"
     for path in (last, first):
-        assert run_persist(persist.PersistJob.open(path)).name == "Completed"
+        assert run_persist(persist.PersistJob.open(path)).state.name == "Completed"
     assert not first.exists() and not last.exists()
     target = MemoryTarget()
     restore(run, target)
