@@ -197,7 +197,7 @@ def _said_by(holder: Holder) -> AtWork:
 
 _MOST_BYTES: Final = 65_536
 _MOST_CHARACTERS: Final = 2_000
-#: An agent writes the file every five seconds; if the file is older than this, it hangs or is gone.
+#: An agent writes the file every five seconds. If the file is older, the agent hangs or is gone.
 _FRESH_MS: Final = 30_000
 _NEXT: Final = ". Next: "
 
