@@ -332,7 +332,7 @@ class _Files:
             if got == 0:
                 raise StagingError(
                     path,
-                    found=f"the end of the file at byte {offset + done}",
+                    found=f"the file's end at byte {offset + done}",
                     expected=f"{len(view) - done} more bytes",
                     next_step=_NEXT,
                 )
