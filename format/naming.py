@@ -1,4 +1,4 @@
-"""Builds and parses the keys of stored objects; nothing else does (format §2)."""
+"""Builds and parses the keys of stored objects; no other module does (format §2)."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class RunFacts:
 
 
 class Representations:
-    """Knows all manifests by checkpoint; resolves each checkpoint once, when it is made.
+    """Knows all manifests by checkpoint; resolves each checkpoint once, on construction.
 
     Args:
         manifests: all manifests of the run.

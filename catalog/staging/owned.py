@@ -1,6 +1,6 @@
 """Opens files in a staging area, and refuses those that are not this user's own (format §7).
 
-A staged job is the model, and decides what is stored of it. In a directory where everybody may
+The staged data are the model, and a job decides what is stored. In a directory where everybody may
 write, such as `/dev/shm`, another user can make any name first, or put a link there. So each
 directory below the staging area is opened relative to its parent, without following a link. The
 checks look at the opened file, not at the path, which may lead elsewhere a moment later:

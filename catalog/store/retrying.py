@@ -14,7 +14,7 @@ up to `S3Timeouts.attempts` times in all, and `S3Store` asks as often for a body
 a StoreThrottled or StoreUnavailable of an S3 store comes after several tries. A further layer of
 retries multiplies the time that a dead store costs, so only the creates of records have one. After
 a 403 or a 409 the SDK does not send the request again; `Retries.of_refusals` does. A local
-directory has no other retries than this decorator's. Other stores have those of fsspec's packages.
+directory has only this decorator's retries. Other stores have the retries of fsspec's packages.
 
 Agents, flows, followers and dashboards try again at their next turn and need no decorator.
 """
