@@ -319,7 +319,7 @@ def _marked(manifest: str) -> str:
 
 
 def _marked_in(text: str) -> str:
-    # A step and a generation alone name the manifest that was committed first.
+    # A step and a generation alone name a checkpoint's own manifest.
     kind = MANIFEST_KEY if text.count("-") == 1 else CONSOLIDATED_KEY
     return f"{kind.prefix}{text}.json"
 

@@ -1,7 +1,7 @@
 """Defines a rank's part of a manifest, written once the rank's chunks are durable (format §4).
 
-A checkpoint of several ranks has a part for each rank. The agent that finds all parts joins them
-into the manifest.
+A checkpoint of several ranks has a part for each rank. The process that finds all parts joins
+them into the manifest.
 """
 
 from __future__ import annotations

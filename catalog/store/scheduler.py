@@ -69,8 +69,7 @@ class ReadScheduler:
 
     At most `threads` + `read_ahead` results, and 16 small results behind them, exist or are being
     read at a time, including the result that the caller holds. Together they take at most
-    `threads` + `read_ahead` times `WHOLE_CHUNK_BYTES`, and once more for the small ones. A result
-    that is larger than this bound is read alone.
+    (`threads` + `read_ahead` + 1) · `WHOLE_CHUNK_BYTES`; a result larger than this is read alone.
 
     Args:
         threads: how many reads run at once, not counting small ones.
