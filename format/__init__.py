@@ -1,1 +1,1 @@
-"""Turns bytes into objects and back: keys, records, jobs, chunks, state trees. No I/O."""
+"""Turns bytes into objects and back, without I/O: keys, records, jobs, chunks, state trees."""

@@ -1,4 +1,4 @@
-"""Chunks: the stored objects that hold rows, parts of a rank's state, or samples (format §3)."""
+"""Builds and checks chunks, which hold rows, parts of a rank's state, or samples (format §3)."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ _STATE_SECTION = re.compile(r"tensor\.(?:0|[1-9][0-9]{0,8})(\.(?:0|[1-9][0-9]{0,
 
 
 class RowSetCoding(Part):
-    """How the row ids of a chunk are stored; `first` is the first of them (format §3.1)."""
+    """How the row ids of a chunk are stored; `first` is the first row id (format §3.1)."""
 
     coding: Literal["range", "bitmap", "runs", "delta"]
     first: Annotated[int, Field(ge=0, lt=MAX_TABLE_ROWS)]
 
 
 class ChunkMeta(Part):
-    """What a chunk says about itself; the fields from `table` on are those of row chunks."""
+    """What a chunk says about itself; only row chunks have the fields from `table` on."""
 
     version: Literal[1] = FORMAT_VERSION
     run: HexToken
@@ -104,24 +104,24 @@ class ChunkMeta(Part):
 
 
 class Chunk(NamedTuple):
-    """A checked chunk; the sections' data are views of the bytes it was parsed from."""
+    """A checked chunk; the sections' data are views of the parsed bytes."""
 
     meta: ChunkMeta
     sections: dict[str, Section]
 
 
 def chunk_header(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
-    """The bytes of a chunk before its body, which is the sections' data, in order, without gaps.
+    """Returns the bytes before a chunk's body; the body is the sections' data, without gaps.
 
     Raises:
-        ValueError: sections that a reader would refuse whatever the manifest says.
+        ValueError: a reader would refuse these sections, whatever the manifest says.
     """
     text = json.dumps(meta.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
     return file_header({_METADATA_KEY: text}, sections)
 
 
 def build_chunk(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
-    """A whole chunk; `chunk_header` says what is refused."""
+    """Returns the bytes of a whole chunk; raises as `chunk_header` does."""
     return b"".join([chunk_header(meta, sections), *(section.data_view for section in sections)])
 
 
@@ -132,20 +132,21 @@ def parse_chunk(
 
     Args:
         data: the whole object.
-        key: where it was read from, for errors.
-        entry: what the manifest says about it.
-        manifest: the manifest that names it. The checkpoint it was written for is the one in
-            `entry.key`: after a consolidation another than the manifest's (format §4, invariant 1).
+        key: where the chunk was read from, for errors.
+        entry: what the manifest says about the chunk.
+        manifest: the manifest that names the chunk. `entry.key` names the checkpoint for which the
+            chunk was written. After a consolidation this is not the manifest's checkpoint
+            (format §4, invariant 1).
 
     Returns:
-        The chunk. Of a row set it is known that its section is there, not what is in it:
-        `kernels.row_set.decode` checks that.
+        The chunk. The section of a row set is known to be there; `kernels.row_set.decode` checks
+        its contents.
 
     Raises:
-        DigestMismatch: another length or crc32c than recorded.
-        UnsupportedVersion: written by a later release.
-        ForeignObject: a chunk of another run, checkpoint, rank or table.
-        MalformedObject: anything else that is not as format §3 says.
+        DigestMismatch: the length or the crc32c differs from the recorded one.
+        UnsupportedVersion: a later release wrote the chunk.
+        ForeignObject: the chunk belongs to another run, checkpoint, rank or table.
+        MalformedObject: anything else differs from format §3.
     """
     next_step = "recpoint check URL --level full"
     if len(data) != entry.bytes:
@@ -250,13 +251,13 @@ def _check_rows(
     if row_set.coding != "range":
         coded = sections.get("row_set")
         if coded is None or len(coded.shape) != 1 or coded.shape[0] == 0:
-            refuse("no row set", f"a section row_set of coding {row_set.coding}")
+            refuse("no row set", f"a section row_set of coding {row_set.coding}, 1-D, not empty")
         implied["row_set"] = ("U8", coded.shape)
     if exact:
         implied["values"] = (spec.dtype, (rows, spec.dim))
     else:
         implied["codes"] = ("U8", (rows, -(-spec.dim * bits // 8)))
-        # Both of one dtype; of which of the two, the chunk's header says.
+        # Scale and offset have one dtype, F16 or F32; the chunk's header says which.
         half = "scale" in sections and sections["scale"].dtype == "F16"
         implied["scale"] = implied["offset"] = ("F16" if half else "F32", (rows,))
     for index, state in enumerate(spec.row_states):
@@ -324,7 +325,7 @@ def _check_sample(
 
 
 def sample_arrays(spec: TableSpec, rows: int) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
-    """Dtype and shape of each part of a table's sample of `rows` rows (format §3.6)."""
+    """Returns the dtype and shape of each part of a table's sample of `rows` rows (format §3.6)."""
     arrays: dict[str, tuple[Dtype, tuple[int, ...]]] = {
         "ids": ("I64", (rows,)),
         "values": (spec.dtype, (rows, spec.dim)),

@@ -1,4 +1,4 @@
-"""The dtypes of stored arrays, and what they are called in torch and numpy (format §3)."""
+"""Names the dtypes of stored arrays and maps them to torch's dtypes (format §3)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DTYPES", "MAX_DIMS", "Dtype", "array_bytes", "dtype_name", "item_bytes", "torch_dtype"]
 
-#: safetensors' names; integers and floats little-endian.
+#: The names that safetensors uses. Integers and floats are little-endian.
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
-#: More dimensions than this are refused everywhere.
+#: An array with more dimensions is refused everywhere.
 MAX_DIMS = 32
 
 _ITEM_BYTES: dict[Dtype, int] = {
@@ -33,15 +33,16 @@ _ITEM_BYTES: dict[Dtype, int] = {
 
 
 def item_bytes(dtype: Dtype) -> int:
-    """Bytes of one element."""
+    """Returns the bytes of one element."""
     return _ITEM_BYTES[dtype]
 
 
 def array_bytes(dtype: Dtype, shape: tuple[int, ...]) -> int:
-    """Bytes of an array, C order, without gaps.
+    """Returns the bytes of an array in C order without gaps.
 
     Raises:
-        ValueError: a negative or absurd shape: one that no array can have, whatever its dtype.
+        ValueError: no array can have this shape: a negative size, more than `MAX_DIMS` dimensions,
+            or 2^63 bytes or more.
     """
     if len(shape) > MAX_DIMS:
         raise ValueError(f"{len(shape)} dimensions; at most {MAX_DIMS} are possible")
@@ -49,7 +50,7 @@ def array_bytes(dtype: Dtype, shape: tuple[int, ...]) -> int:
     for size in shape:
         if size < 0:
             raise ValueError(f"the dimension {size} is negative")
-        # An empty array's other dimensions count too: its strides must be computable.
+        # The other dimensions of an empty array count too, because its strides must be computable.
         extent *= max(size, 1)
         if extent >= 2**63:
             raise ValueError("the dimensions multiply to 2^63 bytes or more")
@@ -57,12 +58,12 @@ def array_bytes(dtype: Dtype, shape: tuple[int, ...]) -> int:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """The torch dtype of a stored dtype."""
+    """Returns the torch dtype of a stored dtype."""
     return _torch_dtypes()[dtype]
 
 
 def dtype_name(dtype: torch.dtype) -> Dtype:
-    """The stored dtype of a torch dtype.
+    """Returns the stored dtype of a torch dtype.
 
     Raises:
         ValueError: the format has no such dtype.
@@ -75,7 +76,7 @@ def dtype_name(dtype: torch.dtype) -> Dtype:
 
 @cache
 def _torch_dtypes() -> dict[Dtype, torch.dtype]:
-    # Imported on first use: listing a run reads manifests and should not wait for torch to load.
+    # Imported on first use: listing a run only reads manifests and should not wait for torch.
     import torch
 
     return {

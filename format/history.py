@@ -1,4 +1,4 @@
-"""What the state in a checkpoint has been through, and how its width was chosen (format §4)."""
+"""Records what a checkpoint's state went through and how its width was chosen (format §4)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from recpoint.format.records import Milliseconds, Part
 
 __all__ = ["MAX_COUNT", "History", "ChosenPrecision", "RuleBits"]
 
-#: What the rule of expected restores chooses among.
+#: The widths in bits among which the rule of expected restores chooses.
 RuleBits = Literal[2, 3, 4, 8]
 
-#: The greatest time and count that a record can hold.
+#: The largest time in milliseconds, and the largest count, that a record can hold.
 MAX_COUNT = 2**53 - 1
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class ChosenPrecision(Part):
-    """The width that the rule of expected restores chose, for the tables that are under it.
+    """The width that the rule of expected restores chose for the tables under this rule.
 
-    `expected_milli` is in thousandths of a restore, those that have happened included, and the most
-    that any decision on this line came to so far; None: not known. `fallen_back`: there were more
-    restores than the `expected_milli` of the whole job, and all later checkpoints of the job have 8
-    bits. `reason` is for people, and says what was expected when this was decided.
+    `expected_milli` counts thousandths of a restore, past restores included. It is the largest
+    value that any decision on this line has found so far; None: not known. `fallen_back`: more
+    restores happened than `expected_milli` allows for the whole job, so all its later checkpoints
+    have 8 bits. `reason` is for people and says what was expected at this decision.
     """
 
     bits: RuleBits
@@ -36,18 +36,18 @@ class ChosenPrecision(Part):
     @model_validator(mode="after")
     def _cautious(self) -> Self:
         if self.bits != 8 and (self.fallen_back or self.expected_milli is None):
-            raise ValueError("8 bits where nothing is expected any more, or nothing is known")
+            raise ValueError("bits must be 8 if fallen_back is true or expected_milli is null")
         return self
 
 
 class History(Part):
-    """What the state has been through since its training began, on the line it is on; and when its
-    trainer meant to take the next checkpoint.
+    """What the state went through on its line since training began, and when the next cut was due.
 
-    `trained_ms` is time by the trainers' monotonic clocks; what was lost with a trainer is not in
-    it. `lossy_restores` counts restores from checkpoints that held quantized rows. `precision` is
-    None where no table is under the rule. `due_ms` and `due_batches`: time, or batches, from this
-    cut to the next one as its trainer's settings had it; both None: it did not know yet.
+    `trained_ms` is time by the trainers' monotonic clocks; it leaves out what was lost with a
+    trainer. `lossy_restores` counts restores from checkpoints with quantized rows. `precision` is
+    None if no table is under the rule of expected restores. `due_ms` or `due_batches` is the time,
+    or the batches, from this cut to the next one by the trainer's settings. Both are None if the
+    trainer did not know yet.
     """
 
     trained_ms: Milliseconds

@@ -1,4 +1,4 @@
-"""The staged job: what a trainer hands to the agent, and what comes back (format §7)."""
+"""Defines the job that a trainer hands to the agent, and the agent's answer (format §7)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from recpoint.format.records import (
 
 __all__ = ["QUANTIZERS", "Cancel", "Job", "Outcome", "QuantizerName", "Segment", "StagedTable"]
 
-#: What a trainer asks for; "auto" leaves it to the agent (format §7).
+#: The quantizers that a trainer can ask for; with "auto" the agent chooses (format §7).
 QuantizerName = Literal["auto", "asymmetric", "symmetric", "greedy", "refit"]
 QUANTIZERS: tuple[QuantizerName, ...] = get_args(QuantizerName)
 
@@ -54,14 +54,14 @@ class Segment(Part):
     @model_validator(mode="after")
     def _length(self) -> Self:
         if self.bytes != array_bytes(self.dtype, self.shape):
-            raise ValueError(f"{self.bytes} bytes are not those of its dtype and shape")
+            raise ValueError(f"{self.bytes} bytes do not match its dtype and shape")
         return self
 
 
 class StagedTable(Part):
-    """One table's rows in the slot, and how they are to be stored.
+    """One table's rows in the slot, and how the agent shall store them.
 
-    A rank holds the rows `first_row` … `first_row + shard_rows - 1` of the table: its shard. Ids in
+    The rank's shard of the table is the rows `first_row` … `first_row + shard_rows - 1`. Ids in
     the slot are positions in the shard.
     """
 
@@ -69,42 +69,42 @@ class StagedTable(Part):
     first_row: _Bytes
     shard_rows: _Bytes  # 0: the rank holds nothing of the table
     row_count: _Bytes
-    all_rows: bool  # every row of the shard is there, in order: there is no ids segment
+    all_rows: bool  # true: every row of the shard is staged, in order, without an ids segment
     bits: Annotated[int, Field(ge=2, le=64)]  # 2, 3, 4, 8; or the dtype's own width: exact
-    quantizer: QuantizerName  # means nothing for a table that is stored exactly
-    state_bits: Literal[16] | None  # 16: row states that may be are rounded to bfloat16
-    method: ChosenMethod | None  # to quantize with; None: the agent chooses if anything is to be
-    codes: bool  # the slot has the rows quantized with it, not their values
+    quantizer: QuantizerName  # ignored if the table is stored exactly
+    state_bits: Literal[16] | None  # 16: row states are rounded to bfloat16 where §3.5 allows it
+    method: ChosenMethod | None  # quantizes the rows; None: the agent chooses if bits asks for it
+    codes: bool  # true: the slot holds the rows as quantized by `method`, not their values
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
         rows = self.shard_rows
         if self.row_count > rows or (self.all_rows and (self.row_count != rows or not rows)):
-            raise ValueError(f"{self.row_count} rows of {rows} are staged")
+            raise ValueError(f"{self.row_count} rows are staged of a shard of {rows}")
         if self.first_row + rows > self.spec.rows or (self.first_row and not rows):
             raise ValueError(f"a shard of {rows} rows from {self.first_row} of {self.spec.rows}")
         if self.bits not in (*CODE_BITS, 8 * item_bytes(self.spec.dtype)):
             raise ValueError(f"{self.bits} bits for a table of {self.spec.dtype}")
         if self.codes and (self.method is None or not self.is_quantized):
-            raise ValueError("codes of a table without a method, or that is stored exactly")
+            raise ValueError("staged codes need a method, and fewer bits than the dtype has")
         if self.codes and self.spec.dtype == "F64":
-            raise ValueError("codes of a table of F64")
+            raise ValueError("a table of F64 cannot be staged as codes")
         return self
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its rows are to be stored with fewer bits than they have."""
+        """Whether its rows are stored with fewer bits than their dtype has."""
         return self.bits < 8 * item_bytes(self.spec.dtype)
 
     @property
     def rounds_states(self) -> bool:
-        """Whether any row state that is staged is stored as something narrower."""
+        """Whether any staged row state is stored in a narrower dtype."""
         exact = tuple(state.dtype for state in self.spec.row_states)
         return self.row_count > 0 and self.state_dtypes != exact
 
     @property
     def state_dtypes(self) -> tuple[Dtype, ...]:
-        """The dtypes in which its row states are to be stored."""
+        """The dtypes in which its row states are stored."""
         states = self.spec.row_states
         return tuple(s.dtype if self.state_bits is None else s.narrow_dtype for s in states)
 
@@ -133,13 +133,13 @@ class Job(Record):
     staged_ms: Milliseconds
     stall_us: _Bytes
     full_bytes: _Bytes
-    quantized_by: Annotated[str, Field(max_length=255)]  # what quantized staged codes; "": none are
-    interval_batches: _Bytes  # batches since the checkpoint before, for the lag
+    quantized_by: Annotated[str, Field(max_length=255)]  # implementation; "": no codes are staged
+    interval_batches: _Bytes  # batches since the previous checkpoint, to show the agent's lag
     history: History
 
     @property
     def ref(self) -> CheckpointRef:
-        """The checkpoint this job becomes."""
+        """The checkpoint that this job becomes."""
         return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
 
     @property
@@ -153,7 +153,7 @@ class Job(Record):
         return sum(table.row_count for table in self.tables)
 
     def segment(self, name: str) -> Segment:
-        """The segment called `name`; KeyError if there is none."""
+        """Returns the segment called `name`; raises KeyError if there is none."""
         for segment in self.segments:
             if segment.name == name:
                 return segment
@@ -184,7 +184,7 @@ class Job(Record):
 
 
 class Outcome(Record):
-    """The agent's answer to a job: the slot is free; the checkpoint is there, or will never be."""
+    """The agent's answer to a job: the checkpoint is committed or rejected; the slot is free."""
 
     format: Literal["recpoint/outcome"] = "recpoint/outcome"
     step: Step
@@ -194,7 +194,7 @@ class Outcome(Record):
     error_type: str  # name of the class in recpoint.errors; "" when committed
     error: str
     stored_bytes: _Bytes  # of all chunks of the checkpoint
-    rank_bytes: _Bytes  # of those of this rank
+    rank_bytes: _Bytes  # of this rank's chunks
     links_to_read: Annotated[int, Field(ge=0, le=MAX_CHAIN_LENGTH)]  # by a restore; 0: rejected
     quantizers: Annotated[
         tuple[Quantizer, ...], Field(max_length=100_000, strict=False), FailFast()
@@ -203,7 +203,7 @@ class Outcome(Record):
 
 
 class Cancel(Record):
-    """The trainer's wish that a job be dropped: a newer checkpoint takes its place."""
+    """A trainer's request to drop a job, because a newer checkpoint takes its place."""
 
     format: Literal["recpoint/cancel"] = "recpoint/cancel"
     step: Step

@@ -1,4 +1,4 @@
-"""The manifest: the record whose existence makes a checkpoint exist (format §4)."""
+"""Defines the manifest: the record whose existence makes a checkpoint exist (format §4)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MAX_CHUNK_BYTES = 2**32 - 1
-#: Of a manifest; as many quantizers at most. That a record has 64 MiB ends both earlier.
+#: Bounds the chunks, and also the quantizers, of a manifest. A record's 64 MiB end both earlier.
 MAX_CHUNKS = 4_000_000
 MAX_TABLE_ROWS = 2**48
 MAX_DIM = 2**20
@@ -71,7 +71,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _RowId = Annotated[int, Field(ge=0, lt=MAX_TABLE_ROWS)]
 _Parameter = Annotated[int, Field(ge=0, lt=2**31)]
 
-#: A word for people and for tuning: readers accept those that they do not know.
+#: A word for people and for tuning; readers accept words that they do not know.
 Word = Annotated[str, Field(pattern=r"\A[a-z][a-z0-9_]{0,31}\z")]
 
 
@@ -82,10 +82,10 @@ def check_links(
     parent: CheckpointRef | None,
     chain_length: int,
 ) -> None:
-    """That a full has no links, and an increment links that can be those of a chain.
+    """Checks that a full has no links and that an increment's links can form a chain.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: they do not.
     """
     if kind == "full":
         if base or parent or chain_length != 1:
@@ -97,7 +97,7 @@ def check_links(
 
 
 class RowStateSpec(Part):
-    """Optimizer state with one entry a row; `shape` is that of one entry, [] for a scalar."""
+    """Optimizer state with one entry a row; `shape` is the shape of one entry, [] for a scalar."""
 
     name: _Name
     dtype: Dtype
@@ -106,13 +106,13 @@ class RowStateSpec(Part):
 
     @property
     def narrow_dtype(self) -> Dtype:
-        """The dtype it is stored in when it may be rounded: one value a row is always exact."""
+        """The dtype in which it is stored when rounding is allowed; one value a row stays exact."""
         several = any(size > 1 for size in self.shape)
         return "BF16" if self.dtype == "F32" and several else self.dtype
 
 
 class Columns(Part):
-    """Which columns of a table a piece of it holds: those from `first` on, of `of`."""
+    """The columns of a table that a piece holds: those from `first` on, of `of` in the table."""
 
     first: Annotated[int, Field(ge=0, lt=MAX_DIM)]
     of: Size
@@ -121,7 +121,7 @@ class Columns(Part):
 class TableSpec(Part):
     """One embedding table, or a piece of one: its name in the model, its shape, its row states.
 
-    `columns`: of which columns of its table a piece has its `dim`; None: all of them.
+    `columns` says which columns of the whole table a piece's `dim` columns are; None: all of them.
     """
 
     name: _Name
@@ -140,10 +140,10 @@ class TableSpec(Part):
 
 
 def check_tables(tables: Sequence[TableSpec]) -> None:
-    """That no two tables have one name, but for pieces, which make up one table.
+    """Checks that table names are unique, except for pieces, which must make up one whole table.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: they are not, or the pieces do not.
     """
     by_name: dict[str, list[TableSpec]] = {}
     for table in tables:
@@ -158,17 +158,18 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
         for columns, piece in sorted(pieces, key=lambda pair: pair[0].first):
             if columns.first != end or pieces[0][0].of != columns.of:
                 raise ValueError(
-                    f"columns from {columns.first} of {columns.of} of {name!r:.80}, not from {end}"
+                    f"a piece of {name!r:.80} has columns from {columns.first} of {columns.of}, "
+                    f"not from {end}"
                 )
             if (piece.rows, piece.dtype) != (first.rows, first.dtype):
                 raise ValueError(f"pieces of {name!r:.80} differ in rows or dtype")
             end += piece.dim
         if end != pieces[0][0].of:
-            raise ValueError(f"{end} columns of {pieces[0][0].of} of {name!r:.80}")
+            raise ValueError(f"the pieces of {name!r:.80} have {end} of {pieces[0][0].of} columns")
 
 
 class ChunkEntry(Part):
-    """One stored object: where it is, how long, its digest, and what is in it."""
+    """One stored object: its key, its length, its digest, and what it holds."""
 
     key: Annotated[str, Field(max_length=200)]
     bytes: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
@@ -194,22 +195,22 @@ class ChunkEntry(Part):
         if any((field is None) != (name.content != "rows") for field in about_rows):
             raise ValueError("table, rows, bits and scheme are for chunks of rows")
         if first is not None and last is not None and rows is not None and rows > last - first + 1:
-            raise ValueError(f"{rows} rows from {first} to {last}")
+            raise ValueError(f"{rows} rows do not fit into ids {first} to {last}")
         if self.scheme == "asymmetric" and self.bits not in CODE_BITS:
-            raise ValueError(f"codes have {', '.join(map(str, CODE_BITS))} bits")
+            raise ValueError(f"bits must be one of {', '.join(map(str, CODE_BITS))} for codes")
         return self
 
 
 def check_chunks(
     chunks: Sequence[ChunkEntry], tables: Sequence[TableSpec], ranks: int
 ) -> list[int]:
-    """That chunks are named once, and are of tables and ranks that there are.
+    """Checks that each chunk is named once, and that its table, rank and rows exist.
 
     Returns:
-        How many rows of each table they hold.
+        How many rows of each table the chunks hold.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: a chunk fails this check.
     """
     keys = [chunk.key for chunk in chunks]
     if len(set(keys)) != len(keys):
@@ -225,7 +226,7 @@ def check_chunks(
         table = tables[chunk.table]
         exact_bits = 8 * item_bytes(table.dtype)
         if chunk.scheme == "exact" and chunk.bits != exact_bits:
-            raise ValueError(f"{chunk.key} has {chunk.bits} exact bits, not {exact_bits}")
+            raise ValueError(f"{chunk.key} is exact with {chunk.bits} bits, not {exact_bits}")
         if chunk.last_row >= table.rows:
             raise ValueError(f"{chunk.key} has row {chunk.last_row} of {table.rows}")
         rows[chunk.table] += chunk.row_count
@@ -235,8 +236,8 @@ def check_chunks(
 class ChosenMethod(Part):
     """How scales and offsets of quantized rows are found; no reader needs it.
 
-    Parameters that the method does not have are 0. `sample_rows` is how many of a table's staged
-    rows they were chosen on, drawn with `seed`; 0 when the setting left nothing to choose.
+    A parameter that the method does not have is 0. The method was chosen on `sample_rows` of the
+    table's staged rows, drawn with `seed`; 0 if the setting left nothing to choose.
     """
 
     method: Word
@@ -249,35 +250,35 @@ class ChosenMethod(Part):
     @model_validator(mode="after")
     def _sample(self) -> Self:
         if self.sample_rows == 0 and self.seed != 0:
-            raise ValueError("a seed of no sample")
+            raise ValueError("seed must be 0 if sample_rows is 0")
         return self
 
 
 class Quantizer(ChosenMethod):
-    """How those that one rank stored of one table of a checkpoint were found."""
+    """How one rank found the scales and offsets for one table of a checkpoint."""
 
     table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)]
     rank: Annotated[int, Field(ge=0, le=naming.MAX_RANK)]
 
     @property
     def chosen(self) -> ChosenMethod:
-        """The same of no table."""
+        """The method without its table and rank."""
         return ChosenMethod(**self.model_dump(exclude={"table", "rank"}))
 
 
 def check_quantizers(quantizers: Sequence[Quantizer], tables: int, ranks: int) -> None:
-    """That they ascend by table and rank, one at most for each.
+    """Checks that quantizers ascend by table, then rank, with at most one for each pair.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: they do not, or name a table or a rank that does not exist.
     """
     found = [(quantizer.table, quantizer.rank) for quantizer in quantizers]
     if found != sorted(set(found)) or any(at[0] >= tables or at[1] >= ranks for at in found):
-        raise ValueError("quantizers ascend by table and rank, one at most for each")
+        raise ValueError("quantizers must ascend by table, then rank, one at most for each pair")
 
 
 class Links(NamedTuple):
-    """A checkpoint's place in its chain as it was taken; a consolidation does not change it."""
+    """A checkpoint's place in its chain when it was taken; a consolidation does not change it."""
 
     kind: Kind
     base: CheckpointRef | None
@@ -286,7 +287,10 @@ class Links(NamedTuple):
 
 
 class StandsFor(Part):
-    """The links of the checkpoint that a consolidated manifest stands for; a full has none."""
+    """The links of the checkpoint that a consolidated manifest stands for.
+
+    A checkpoint that was taken as a full has no `StandsFor`.
+    """
 
     kind: Literal["increment"] = "increment"
     base: CheckpointRef
@@ -295,7 +299,7 @@ class StandsFor(Part):
 
 
 class Manifest(StoredRecord):
-    """One committed checkpoint, or a consolidation of one, which has its step and attempt."""
+    """One committed checkpoint, or a consolidation with the same step, generation and attempt."""
 
     format: Literal["recpoint/manifest"] = "recpoint/manifest"
     step: Step
@@ -312,7 +316,7 @@ class Manifest(StoredRecord):
     chunks: Annotated[
         tuple[ChunkEntry, ...],
         Field(min_length=1, max_length=MAX_CHUNKS, strict=False),
-        FailFast(),  # else a list of a million bad entries becomes ten million errors
+        FailFast(),  # otherwise a list of a million bad entries becomes ten million errors
     ]
     quantizers: Annotated[
         tuple[Quantizer, ...], Field(max_length=MAX_CHUNKS, strict=False), FailFast()
@@ -330,12 +334,12 @@ class Manifest(StoredRecord):
 
     @property
     def ref(self) -> CheckpointRef:
-        """The reference by which increments name this checkpoint."""
+        """The reference with which increments name this checkpoint."""
         return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
 
     @property
     def links(self) -> Links:
-        """Those of the checkpoint as it was taken, by which its children name it."""
+        """The links of the checkpoint when it was taken; its children go by these."""
         of = self.stands_for or self
         return Links(of.kind, of.base, of.parent, of.chain_length)
 
@@ -357,9 +361,9 @@ class Manifest(StoredRecord):
         if self.parent is None:
             return
         if self.base != taken.base:
-            raise ValueError("a consolidated increment has the base of what it stands for")
+            raise ValueError("a consolidated increment must keep the base of its checkpoint")
         if self.parent.step >= taken.parent.step or self.chain_length >= taken.chain_length:
-            raise ValueError("a consolidated increment is on a parent further back")
+            raise ValueError("a consolidated increment needs an earlier parent and a shorter chain")
 
     @model_validator(mode="after")
     def _contents(self) -> Self:
@@ -373,7 +377,7 @@ class Manifest(StoredRecord):
 
     @model_validator(mode="after")
     def _under_one_prefix(self) -> Self:
-        """All chunks are its own, or those of one consolidation of it (format §4, invariant 1)."""
+        """Checks that one attempt, or one consolidation, wrote all chunks (§4, invariant 1)."""
         at = naming.AttemptName(self.step, self.generation, self.attempt)
         if self.stands_for is not None:
             found = naming.parse_chunk_key(self.chunks[0].key)

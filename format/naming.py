@@ -1,4 +1,4 @@
-"""Keys of stored objects: the only place that builds or takes apart one (format §2)."""
+"""Builds and parses the keys of stored objects; no other module does (format §2)."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ NameT = TypeVar("NameT", covariant=True)
 #: What a chunk holds (format §3).
 Content = Literal["rows", "state", "sample"]
 
-#: How much a validation looked at, and what came of it (format §10).
+#: How much a validation looked at, and its result (format §10).
 ValidationLevel = Literal["metadata", "sample", "full"]
 ValidationResult = Literal["passed", "failed", "stateless"]
 
 
 class ManifestName(NamedTuple):
-    """What names a checkpoint in keys: at which step, and which trainer took it."""
+    """A checkpoint's name in keys: its step, and the generation of the trainer that took it."""
 
     step: int
     generation: int
@@ -87,7 +87,7 @@ class ManifestName(NamedTuple):
 
 
 class ConsolidatedName(NamedTuple):
-    """What a consolidated manifest's key says; `after` is its parent's step, None for a full."""
+    """The contents of a consolidated manifest's key; `after` is its parent's step, or None."""
 
     step: int
     generation: int
@@ -95,7 +95,7 @@ class ConsolidatedName(NamedTuple):
 
 
 class AttemptName(NamedTuple):
-    """What an attempt prefix says."""
+    """The contents of an attempt's prefix."""
 
     step: int
     generation: int
@@ -103,7 +103,7 @@ class AttemptName(NamedTuple):
 
 
 class ChunkName(NamedTuple):
-    """What the last part of a chunk's key says; `table` is None where it holds no rows of one."""
+    """The contents of the last part of a chunk's key; `table` is None for state and samples."""
 
     content: Content
     rank: int
@@ -112,7 +112,7 @@ class ChunkName(NamedTuple):
 
 
 class PartName(NamedTuple):
-    """What the key of a rank's part says."""
+    """The contents of the key of a rank's part."""
 
     step: int
     generation: int
@@ -121,12 +121,12 @@ class PartName(NamedTuple):
 
     @property
     def checkpoint(self) -> AttemptName:
-        """Of which attempt it is a part."""
+        """The attempt to which the part belongs."""
         return AttemptName(self.step, self.generation, self.attempt)
 
 
 class NamedCheckpoint(NamedTuple):
-    """What the key of a pin or of a metric says: of which checkpoint, and what it is called."""
+    """The contents of the key of a pin or a metric: its checkpoint and its name."""
 
     step: int
     generation: int
@@ -134,7 +134,7 @@ class NamedCheckpoint(NamedTuple):
 
 
 class ValidationName(NamedTuple):
-    """What the key of a validation record says."""
+    """The contents of the key of a validation record."""
 
     step: int
     generation: int
@@ -149,16 +149,17 @@ def _within(name: str, value: int, lowest: int, highest: int) -> int:
     return value
 
 
-# In all patterns [0-9] and \Z, not \d and $: the latter let other digits and a final newline
-# through. What a parser lets through, a key can be built of: generations, say, count from 1.
+# All patterns use [0-9] and \Z, because \d and $ accept other digits and a final newline.
+# A pattern accepts only keys that can also be built: for instance, generations count from 1.
 
 # --- keys of records -----------------------------------------------------------------------------
 
 
 class _Field(NamedTuple):
-    """A part of a key: how it looks, and both ways between its text and its value.
+    """A part of a key: its pattern, and the conversions between its text and its value.
 
-    `read` may raise ValueError for text that matches, and `write` does for what no key can say.
+    `read` may raise ValueError for text that matches; `write` raises it for a value that no key
+    can hold.
     """
 
     looks: str
@@ -188,15 +189,15 @@ def _text(name: str, looks: str, said: str) -> _Field:
 
 
 class KeyPattern(Generic[P, NameT]):
-    """How the keys of one kind of record are built and taken apart.
+    """Builds and parses the keys of one kind of record.
 
     Args:
-        name: makes what a key says of the values in it, in their order; raises ValueError for
-            values that belong to no key.
-        pieces: the text of a key, and the fields between.
+        name: makes a key's name of the values in the key, in their order; raises ValueError for
+            values that no key can hold.
+        pieces: the fixed texts and the fields of a key, in their order.
 
     Attributes:
-        prefix: what all these keys start with; the key itself where there is only one.
+        prefix: the start of all these keys; the whole key if there is only one.
     """
 
     def __init__(self, name: Callable[P, NameT], *pieces: str | _Field) -> None:
@@ -208,16 +209,16 @@ class KeyPattern(Generic[P, NameT]):
         self.prefix = self._written(())
 
     def of(self, *parts: P.args, **named: P.kwargs) -> str:
-        """The key that says this.
+        """Returns the key with these values.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no key can hold them.
         """
         name = self._name(*parts, **named)
         return self._written(name if isinstance(name, tuple) else (name,))
 
     def parse(self, key: str) -> NameT | None:
-        """What a key says; None if `key` is not one of these."""
+        """Returns the name in `key`; None if `key` is of another kind."""
         match = self._pattern.match(key)
         if match is None:
             return None
@@ -229,15 +230,15 @@ class KeyPattern(Generic[P, NameT]):
             return None
 
     def under(self, *first: object) -> str:
-        """What all keys start with that say `first` first.
+        """Returns the prefix of all keys whose first values are `first`.
 
         Raises:
-            ValueError: there are none.
+            ValueError: no key can hold them.
         """
         return self._written(first)
 
     def _written(self, values: tuple[object, ...]) -> str:
-        """The key, as far as it is known from its first values."""
+        """Returns the start of the key up to the first field without a value."""
         text, left = "", list(values)
         for piece in self._pieces:
             if isinstance(piece, str):
@@ -284,10 +285,10 @@ DELETION_KEY = "deletion.json"
 PLAN_KEY = "retention.json"
 
 GENERATION_KEY = KeyPattern(_number_of, "generations/", _GENERATION, ".json")
-#: Of the word that a generation's trainer has ended.
+#: End records: a trainer says that its generation has ended.
 END_KEY = KeyPattern(_number_of, "ends/", _GENERATION, ".json")
 MANIFEST_KEY = KeyPattern(ManifestName, "manifests/", _STEP, "-", _GENERATION, ".json")
-#: Of consolidated manifests: a full, or an increment on the parent at step `after`.
+#: Consolidated manifests: a full, or an increment on the parent at step `after`.
 CONSOLIDATED_KEY = KeyPattern(
     _consolidated, "consolidated/", _STEP, "-", _GENERATION, "-", _AFTER, ".json"
 )
@@ -307,7 +308,7 @@ LEASE_KEY = KeyPattern(_owner_of, "leases/", _OWNER, ".json")
 
 
 def _marked(manifest: str) -> str:
-    """`manifest`, if it is the key of a manifest.
+    """Returns `manifest` if it is the key of a manifest.
 
     Raises:
         ValueError: it is not.
@@ -323,7 +324,7 @@ def _marked_in(text: str) -> str:
     return f"{kind.prefix}{text}.json"
 
 
-#: Of marks: what a mark's key says is the key of its manifest.
+#: Marks: the name in a mark's key is the key of its manifest.
 EXPIRED_KEY = KeyPattern(
     _marked,
     "expired/",
@@ -333,7 +334,7 @@ EXPIRED_KEY = KeyPattern(
 
 
 def is_label(name: str) -> bool:
-    """Whether `name` may be that of a pin or of a metric."""
+    """Says whether `name` can be the name of a pin or a metric."""
     return re.fullmatch(_LABEL.looks, name) is not None
 
 
@@ -349,7 +350,7 @@ _JOB = re.compile(rf"({_GENERATION.looks})-({_STEP.looks})-r([0-9]{{5}})\Z")
 
 
 def attempt_prefix(step: int, generation: int, attempt: str) -> str:
-    """Prefix, ending in a slash, of all chunks of one attempt."""
+    """Returns the prefix, ending in a slash, of all chunks of one attempt."""
     _within("step", step, 0, MAX_STEP)
     _within("generation", generation, 1, MAX_GENERATION)
     prefix = f"chunks/{step:012d}-{generation:08d}-{attempt}/"
@@ -359,13 +360,15 @@ def attempt_prefix(step: int, generation: int, attempt: str) -> str:
 
 
 def shared_attempt(token: str, step: int, *, cut: int) -> str:
-    """The attempt that all ranks of a checkpoint call it by, without asking each other.
+    """Returns the attempt id of a checkpoint of several ranks.
+
+    Each rank computes the same id without asking the others.
 
     Args:
-        token: of the record of their generation.
-        step: of the checkpoint.
-        cut: how many checkpoints they have cut together since that generation began, this one
-            counted: a step that is cut again is another attempt.
+        token: the token in the record of their generation.
+        step: the step of the checkpoint.
+        cut: how many checkpoints the ranks have cut together in this generation, this one
+            included. So a second cut of the same step gets another attempt id.
     """
     said = f"recpoint attempt|{token}|{_within('step', step, 0, MAX_STEP)}|{cut}"
     return hashlib.sha256(said.encode("ascii")).hexdigest()[:32]
@@ -374,7 +377,7 @@ def shared_attempt(token: str, step: int, *, cut: int) -> str:
 def row_chunk_key(
     step: int, generation: int, attempt: str, *, rank: int, table: int, number: int
 ) -> str:
-    """Key of row chunk `number` of table `table`."""
+    """Returns the key of row chunk `number` of table `table`."""
     _within("rank", rank, 0, MAX_RANK)
     _within("table", table, 0, MAX_TABLE)
     _within("chunk number", number, 0, MAX_CHUNK)
@@ -383,19 +386,19 @@ def row_chunk_key(
 
 
 def state_chunk_key(step: int, generation: int, attempt: str, *, rank: int, number: int) -> str:
-    """Key of state chunk `number`."""
+    """Returns the key of state chunk `number`."""
     return _tableless_key(step, generation, attempt, rank, number, "state")
 
 
 def sample_chunk_key(step: int, generation: int, attempt: str, *, rank: int, number: int) -> str:
-    """Key of sample chunk `number`."""
+    """Returns the key of sample chunk `number`."""
     return _tableless_key(step, generation, attempt, rank, number, "sample")
 
 
 def _tableless_key(
     step: int, generation: int, attempt: str, rank: int, number: int, content: Content
 ) -> str:
-    """Key of a chunk that is not of one table."""
+    """Returns the key of a chunk that belongs to no single table."""
     _within("rank", rank, 0, MAX_RANK)
     _within("chunk number", number, 0, MAX_CHUNK)
     prefix = attempt_prefix(step, generation, attempt)
@@ -403,18 +406,18 @@ def _tableless_key(
 
 
 def is_probe_key(key: str) -> bool:
-    """Whether `key` is that of a trial of create-only writes, which is removed right after it."""
+    """Says whether `key` is a probe: it tests create-only writes and is removed right after."""
     return _PROBE.match(key) is not None
 
 
 def parse_chunk_key(key: str) -> AttemptName | None:
-    """The attempt that a chunk's key lies under; None if `key` is not a chunk's."""
+    """Returns the attempt in a chunk's key; None if `key` is not the key of a chunk."""
     match = _CHUNK.match(key)
     return AttemptName(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def parse_chunk_name(key: str) -> ChunkName | None:
-    """Rank, table and number in a chunk's key; None if `key` is not a chunk's."""
+    """Returns content, rank, table and number in a chunk's key; None if it is no chunk's key."""
     match = _CHUNK.match(key)
     if not match:
         return None
@@ -425,7 +428,7 @@ def parse_chunk_name(key: str) -> ChunkName | None:
 
 
 def job_stem(generation: int, step: int, rank: int) -> str:
-    """File name, without ending, of a job and of its outcome in the staging area (format §7)."""
+    """Returns the file name, without ending, of a job and its outcome in staging (format §7)."""
     _within("generation", generation, 1, MAX_GENERATION)
     _within("step", step, 0, MAX_STEP)
     _within("rank", rank, 0, MAX_RANK)
@@ -433,14 +436,14 @@ def job_stem(generation: int, step: int, rank: int) -> str:
 
 
 def parse_job_stem(stem: str) -> tuple[int, int, int] | None:
-    """(generation, step, rank) of a job's file stem; None if it is not one."""
+    """Returns (generation, step, rank) in a job's file stem; None if `stem` is no job's."""
     match = _JOB.match(stem)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 _Named = int | ManifestName | ConsolidatedName | PartName | NamedCheckpoint | ValidationName
 
-#: Keys that name a generation, chunks and marks aside, by what they start with.
+#: By prefix, the kinds of keys that name a generation, except chunks and marks.
 _OF_A_GENERATION: dict[str, KeyPattern[..., _Named]] = {
     GENERATION_KEY.prefix: GENERATION_KEY,
     END_KEY.prefix: END_KEY,
@@ -452,15 +455,15 @@ _OF_A_GENERATION: dict[str, KeyPattern[..., _Named]] = {
     VALIDATION_KEY.prefix: VALIDATION_KEY,
 }
 
-#: Where the keys lie that name a generation and are few: not the chunks, which are a store's most.
+#: Prefixes of the keys that name a generation, except chunks, because a store has too many chunks.
 FEW_OF_A_GENERATION = (*_OF_A_GENERATION, EXPIRED_KEY.prefix)
 
 
 def generation_in_key(key: str) -> int | None:
-    """The generation that a key names, of whatever kind it is; None if it names none.
+    """Returns the generation that a key of any kind names; None if it names none.
 
-    A key that is not ours names none (format §2), also where it begins as one: a copy of a
-    manifest beside it, with `.bak` at its end, takes no number from any trainer.
+    A key that is not ours names none (format §2), even if its start looks like one of ours. So a
+    copy of a manifest with `.bak` at its end takes no generation number from any trainer.
     """
     if (chunk := parse_chunk_key(key)) is not None:
         return chunk.generation

@@ -1,6 +1,7 @@
-"""A rank's part: what a manifest will say of it, written when its chunks are durable (format §4).
+"""Defines a rank's part of a manifest, written once the rank's chunks are durable (format §4).
 
-A checkpoint of several ranks has one for each. Whoever finds them all joins them to the manifest.
+A checkpoint of several ranks has a part for each rank. The process that finds all parts joins
+them into the manifest.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Shard(Part):
-    """What a rank holds of a table: the rows from `first_row` on, `rows` of them.
+    """The rows of a table that a rank holds: `rows` rows from `first_row` on.
 
-    `rows` 0: nothing; then the row states of `spec` mean nothing, and may be missing.
+    If `rows` is 0, the rank holds nothing, and the row states of `spec` may be missing.
     """
 
     spec: TableSpec
@@ -54,13 +55,13 @@ class Shard(Part):
     @model_validator(mode="after")
     def _within(self) -> Self:
         if self.first_row + self.rows > self.spec.rows or (self.first_row and not self.rows):
-            found = f"{self.rows} rows from {self.first_row}"
+            found = f"a shard of {self.rows} rows from {self.first_row}"
             raise ValueError(f"{found} of {self.spec.rows} of {self.spec.name!r:.80}")
         return self
 
 
 class RankPart(StoredRecord):
-    """One rank's part of a checkpoint of several."""
+    """One rank's part of a checkpoint of several ranks."""
 
     format: Literal["recpoint/part"] = "recpoint/part"
     step: Step
@@ -76,7 +77,7 @@ class RankPart(StoredRecord):
     tables: Annotated[tuple[Shard, ...], Field(max_length=100_000, strict=False), FailFast()]
     chunks: Annotated[
         tuple[ChunkEntry, ...],
-        # Of one rank as many as a manifest may have of all.
+        # One rank may have as many chunks as a manifest may have of all ranks.
         Field(min_length=1, max_length=MAX_CHUNKS, strict=False),
         FailFast(),
     ]
@@ -96,7 +97,7 @@ class RankPart(StoredRecord):
 
     @property
     def ref(self) -> CheckpointRef:
-        """The checkpoint that it is a part of."""
+        """The checkpoint to which the part belongs."""
         return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
 
     @model_validator(mode="after")
@@ -112,7 +113,7 @@ class RankPart(StoredRecord):
         check_tables(specs)
         check_quantizers(self.quantizers, len(specs), self.ranks)
         if any(quantizer.rank != self.rank for quantizer in self.quantizers):
-            raise ValueError(f"quantizers of other ranks than {self.rank}")
+            raise ValueError(f"quantizers of other ranks in the part of rank {self.rank}")
         stored = check_chunks(self.chunks, specs, self.ranks)
         prefix = naming.attempt_prefix(self.step, self.generation, self.attempt)
         for chunk in self.chunks:
@@ -124,11 +125,11 @@ class RankPart(StoredRecord):
             end = shard.first_row + shard.rows
             if chunk.first_row < shard.first_row or chunk.last_row >= end:
                 raise ValueError(
-                    f"{chunk.key} has rows from {chunk.first_row} to {chunk.last_row}, its rank "
-                    f"{shard.rows} from {shard.first_row}"
+                    f"{chunk.key} has rows {chunk.first_row} to {chunk.last_row}; its rank's shard "
+                    f"has {shard.rows} rows from {shard.first_row}"
                 )
         for shard, rows in zip(self.tables, stored, strict=True):
             if rows > shard.rows or (self.kind == "full" and rows != shard.rows):
                 name = f"{shard.spec.name!r:.80}"
-                raise ValueError(f"a shard of {shard.rows} rows of {name}, {rows} are stored")
+                raise ValueError(f"{rows} rows are stored of a shard of {shard.rows} of {name}")
         return self

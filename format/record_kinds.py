@@ -1,4 +1,4 @@
-"""The kinds of records that a run stores: keys, contents, bounds, advice (format §2, §4)."""
+"""Lists the kinds of records that a run stores: key, contents, bound, advice (format §2, §4)."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ class RecordKind(Generic[P, NameT, RecordT]):
     """One kind of record.
 
     Attributes:
-        keys: where its records lie.
-        model: what is in one.
-        written: `once`: by whoever creates it, and never again; or `replaced` at any time.
-        next_step: what a person should do about a damaged one; `{url}` stands for that of the run,
-            `{key}` for its key, `{name}` for what that says.
-        key_of: the key that a record belongs under, of the record and the key that it was read
-            from; that one decides where the record does not tell.
+        keys: the keys of its records.
+        model: the contents of a record.
+        written: `once`: created, and never written again; `replaced`: may be overwritten any time.
+        next_step: what a person should do about a damaged record; `{url}` stands for the run's
+            URL, `{key}` for the record's key, `{name}` for the name that `keys` parses from it.
+        key_of: computes the key under which a record belongs, from the record and the key that it
+            was read from. The latter decides what the record does not say.
         max_bytes: a larger object is damaged.
     """
 
@@ -99,21 +99,21 @@ class RecordKind(Generic[P, NameT, RecordT]):
     max_bytes: int = MAX_RECORD_BYTES
 
     def when_damaged(self, key: str, url: str = "URL") -> str:
-        """What a person should do about the damaged one under `key`."""
+        """Returns what a person should do about the damaged record under `key`."""
         return self.next_step.format(url=url, key=key, name=self.keys.parse(key))
 
     def unpack(self, data: bytes, key: str, *, run: str | None, url: str) -> RecordT:
-        """The record in `data`, fully checked.
+        """Returns the record in `data`, fully checked.
 
         Args:
             data: the object's bytes, in full.
-            key: where it lies.
-            run: the id of the run that it lies in; None: whatever run and key it belongs to.
-            url: of that run, for errors.
+            key: the key it was read from.
+            run: the id of the run it was read from; None: run and key are not checked.
+            url: the URL of that run, for errors.
 
         Raises:
             MalformedObject, DigestMismatch, UnsupportedVersion: as `unpack_record`.
-            ForeignObject: it is not of `run`, or belongs under another key.
+            ForeignObject: the record belongs to another run or under another key.
         """
         next_step = self.when_damaged(key, url)
         record = unpack_record(self.model, data, name=key, next_step=next_step)
@@ -124,7 +124,7 @@ class RecordKind(Generic[P, NameT, RecordT]):
             raise ForeignObject(
                 key,
                 found=f"the record of {belongs}, run {record.run}",
-                expected=f"that of {key}, run {run}",
+                expected=f"the record of {key}, run {run}",
                 next_step=next_step,
             )
         return record
@@ -157,24 +157,24 @@ RUN = RecordKind(
     keys=KeyPattern(_nothing, RUN_KEY),
     model=RunRecord,
     written="once",
-    next_step="put run.json back from a backup; or, if there is none, move it away and make it "
-    "anew from what the others say: recpoint bring-back {url}",
+    next_step="put run.json back from a backup; if there is none, move it away and rebuild it from "
+    "the other records: recpoint bring-back {url}",
     key_of=lambda run, _: RUN_KEY,
 )
 GENERATION = RecordKind(
     keys=GENERATION_KEY,
     model=GenerationRecord,
     written="once",
-    # Nothing replaces one: one that is moved away is a lost one.
-    next_step="put it back from a backup; or, if there is none, move it out of the run and say "
-    "from where that trainer went on: recpoint relink {url} {name} --step STEP, or --from-nothing",
+    # relink accepts a generation only if its record is missing; it never replaces a record.
+    next_step="put it back from a backup; if there is none, move it out of the run and say which "
+    "checkpoint that trainer restored: recpoint relink {url} {name} --step STEP, or --from-nothing",
     key_of=lambda record, _: GENERATION_KEY.of(record.generation),
 )
 END = RecordKind(
     keys=END_KEY,
     model=EndRecord,
     written="replaced",
-    next_step="nothing: it is for people; remove it if it disturbs: {url}/{key}",
+    next_step="nothing: this record is only for people; you may remove {url}/{key}",
     key_of=lambda end, _: END_KEY.of(end.generation),
 )
 MANIFEST = RecordKind(
@@ -216,14 +216,14 @@ MARK = RecordKind(
     keys=EXPIRED_KEY,
     model=Mark,
     written="replaced",
-    next_step="recpoint retain {url} writes it anew",
+    next_step="recpoint retain {url} writes it again",
     key_of=lambda mark, _: EXPIRED_KEY.of(mark.manifest),
 )
 VALIDATION = RecordKind(
     keys=VALIDATION_KEY,
     model=ValidationRecord,
     written="once",
-    next_step="recpoint validate {url} --step {name.step}: a new record takes this one's place",
+    next_step="recpoint validate {url} --step {name.step} writes a new record in place of this one",
     key_of=_key_of_validation,
 )
 PUBLICATION = RecordKind(
@@ -237,7 +237,7 @@ REJECTIONS = RecordKind(
     keys=REJECTIONS_KEY,
     model=Rejections,
     written="replaced",
-    next_step="nothing: the next checkpoint that is rejected writes it anew",
+    next_step="nothing: the next rejected checkpoint writes it again",
     key_of=lambda rejections, _: REJECTIONS_KEY.of(rejections.rank),
     max_bytes=MAX_REJECTIONS_BYTES,
 )
@@ -259,14 +259,14 @@ PLAN = RecordKind(
     keys=KeyPattern(_nothing, PLAN_KEY),
     model=Plan,
     written="replaced",
-    next_step="recpoint retain {url} writes it anew; nothing else needs it",
+    next_step="recpoint retain {url} writes it again; nothing else needs it",
     key_of=lambda plan, _: PLAN_KEY,
     max_bytes=MAX_PLAN_BYTES,
 )
 
 AnyKind = RecordKind[..., Any, Any]
 
-#: Those that no restore needs.
+#: The kinds of records that no restore needs.
 SIDE_KINDS: tuple[AnyKind, ...] = (
     END,
     PART,
@@ -286,6 +286,6 @@ _BY_PREFIX = {kind.keys.prefix: kind for kind in _KINDS}
 
 
 def kind_of(key: str) -> AnyKind | None:
-    """Of which kind the record under `key` is; None: `key` is that of no record."""
+    """Returns the kind of the record under `key`; None if `key` is not the key of a record."""
     kind = _BY_PREFIX.get(key[: key.find("/") + 1] or key)
     return None if kind is None or kind.keys.parse(key) is None else kind

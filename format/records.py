@@ -1,4 +1,4 @@
-"""JSON records with a digest: the envelope that every record of format §4 and §7 travels in."""
+"""Packs records into JSON envelopes with a digest, and checks them on reading (format §4, §7)."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ Milliseconds = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Part(BaseModel):
-    """A piece of a record: immutable, nothing converted, nothing unknown let through."""
+    """A piece of a record: immutable; refuses unknown fields and converts no values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Record(Part):
-    """A whole record; subclasses fix `format` to their own name."""
+    """A whole record; each subclass fixes `format` to its own name."""
 
     format: str
     version: Literal[1] = FORMAT_VERSION
 
 
 class StoredRecord(Record):
-    """A record that lies in a run; `run` is the id of that."""
+    """A record that lies in a run; `run` is that run's id."""
 
     run: HexToken
 
@@ -61,7 +61,10 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class CheckpointRef(Part):
-    """Names one checkpoint for good: step and generation say where, the attempt says which."""
+    """Names one checkpoint for ever.
+
+    Step and generation make up its key; the attempt tells it from other attempts at that key.
+    """
 
     step: Step
     generation: Generation
@@ -79,7 +82,7 @@ class RunRecord(StoredRecord):
 
 
 class GenerationRecord(StoredRecord):
-    """One start of a trainer on a run, and the checkpoint it goes on from (format §5)."""
+    """One start of a trainer on a run, and the checkpoint that it restored (format §5)."""
 
     format: Literal["recpoint/generation"] = "recpoint/generation"
     generation: Generation
@@ -91,9 +94,9 @@ class GenerationRecord(StoredRecord):
 
 
 class EndRecord(StoredRecord):
-    """Word of a trainer that it has ended by itself, and after how many batches (format §5).
+    """Says that a trainer ended by itself, and after how many batches (format §5).
 
-    `step`: of the checkpoint that makes this end lose nothing, if it is there.
+    If a checkpoint of `step` exists, this end loses nothing.
     """
 
     format: Literal["recpoint/end"] = "recpoint/end"
@@ -104,10 +107,10 @@ class EndRecord(StoredRecord):
 
 
 def pack_record(record: Record) -> bytes:
-    """The envelope of `record`: canonical body and its crc32c, as UTF-8 JSON.
+    """Returns the envelope of `record`: canonical body and its crc32c, as UTF-8 JSON.
 
     Raises:
-        ValueError: larger than any reader takes.
+        ValueError: the record is larger than a reader accepts.
     """
     body = _canonical(record.model_dump(mode="json"))
     if len(body) + 64 > MAX_RECORD_BYTES:
@@ -122,12 +125,12 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
         kind: the record expected.
         data: the object's bytes, in full.
         name: key or path, for errors.
-        next_step: what a person should do about a broken one, for errors.
+        next_step: what a person should do about a damaged record, for errors.
 
     Raises:
-        MalformedObject: not the JSON that format §4 asks for.
-        DigestMismatch: well-formed, but not the bytes that were written.
-        UnsupportedVersion: a version this release does not read.
+        MalformedObject: the data is not JSON as format §4 asks.
+        DigestMismatch: the record is well-formed, but its body has another crc32c than recorded.
+        UnsupportedVersion: this release does not read the record's version.
     """
 
     def malformed(found: str, expected: str) -> MalformedObject:
@@ -157,11 +160,11 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
 
 
 def check_version(fields: dict[str, Any], *, name: str, next_step: str) -> None:
-    """Report a version other than this release's as one, before anything else is looked at.
+    """Refuse another version than this release's before any other field is checked.
 
     Raises:
         UnsupportedVersion: `version` is another integer.
-        MalformedObject: it is no integer, or missing.
+        MalformedObject: `version` is missing or not an integer.
     """
     version = fields.get("version")
     if type(version) is not int:  # True == 1
@@ -188,17 +191,17 @@ def validate(
     next_step: str,
     exclude_none: bool = False,
 ) -> PartT:
-    """`fields` as a `kind`, exactly: nothing missing, unknown, converted or out of bounds.
+    """Returns `fields` as a `kind`: nothing missing, unknown, converted or out of bounds.
 
     Raises:
-        MalformedObject: otherwise; short, whatever the fields hold.
+        MalformedObject: a field is not so; the message is short whatever the fields hold.
     """
     try:
         part = kind.model_validate(fields)
     except ValidationError as error:
         found, expected = first_defect(error)
         raise MalformedObject(name, found=found, expected=expected, next_step=next_step) from None
-    # Validation alone gives missing fields their defaults, and takes true for a literal 1.
+    # Validation alone fills missing fields with defaults and accepts true as a literal 1.
     if _canonical(part.model_dump(mode="json", exclude_none=exclude_none)) != _canonical(fields):
         raise MalformedObject(
             name,
@@ -210,7 +213,7 @@ def validate(
 
 
 def first_defect(error: ValidationError) -> tuple[str, str]:
-    """(found, expected) of the first thing wrong, both short whatever the input was."""
+    """Returns (found, expected) of the first defect, both short whatever the input was."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(piece)[:80] for piece in first["loc"]) or "the record"
     return f"{where} = {brief(first['input'])}", first["msg"][:200]

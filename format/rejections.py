@@ -1,4 +1,4 @@
-"""The record of checkpoints that were rejected, for people (format §4, §7)."""
+"""Defines the record of rejected checkpoints, which is for people (format §4, §7)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from recpoint.format.records import CheckpointRef, Milliseconds, Part, StoredRec
 
 __all__ = ["MAX_REJECTIONS", "MAX_REJECTIONS_BYTES", "Rejection", "Rejections"]
 
-#: So many are kept of a rank, the newest.
+#: How many rejections of a rank are kept: the newest.
 MAX_REJECTIONS = 20
 
-#: A record is no larger: 20 errors of 1,024 characters of 6 bytes at most, each with its names.
+#: Bound of a record: 20 errors of at most 1,024 characters of 6 bytes, and their other fields.
 MAX_REJECTIONS_BYTES = 256 << 10
 
 
 class Rejection(Part):
-    """A checkpoint that an agent will never store, or a rank's part of one."""
+    """A checkpoint, or a rank's part of a checkpoint, that an agent will never store."""
 
     checkpoint: CheckpointRef
     error_type: Annotated[str, Field(max_length=80)]
@@ -28,7 +28,7 @@ class Rejection(Part):
 
 
 class Rejections(StoredRecord):
-    """The newest of a rank, newest first; `count`: how many there were, these included."""
+    """The newest rejections of a rank, newest first; `count` includes older ones."""
 
     format: Literal["recpoint/rejections"] = "recpoint/rejections"
     rank: Annotated[int, Field(ge=0, le=MAX_RANK)]

@@ -1,4 +1,4 @@
-"""Records of keeping, deleting and publishing: pins, metrics, marks, … (format §4, §6.6, §6.10)."""
+"""Defines the records of keeping, deleting and publishing (format §4, §6.6, §6.10)."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = [
     "Stamp",
 ]
 
-#: The longest time that a lease is honoured for without being renewed.
+#: The longest time for which a lease counts without being renewed.
 MAX_LEASE_SECONDS = 7 * 86400
 
-#: So many manifests are named in a plan.
+#: How many manifests a plan names.
 MAX_PLANNED = 1000
 
-#: A plan is no larger: 1,000 reasons of 1,024 characters are 4 MiB at most, with keys and rules.
+#: Bound of a plan: 1,000 reasons of 1,024 characters, with keys and rules, take at most 4 MiB.
 MAX_PLAN_BYTES = 8 << 20
 
-#: What becomes of a manifest; `wait`: it is marked, and may not be deleted yet.
+#: What happens to a manifest; `wait`: it is marked but may not be deleted yet.
 PlanAction = Literal["keep", "mark", "wait", "delete"]
 
 
 def _label(name: str) -> str:
     if not is_label(name):
-        raise ValueError("1 to 64 of a-z, 0-9, _, ., -, the first a letter or digit")
+        raise ValueError("must be 1 to 64 of a-z, 0-9, _, ., -, the first a letter or digit")
     return name
 
 
@@ -58,7 +58,7 @@ def _finite(text: str) -> str:
     except OverflowError:
         value = math.inf
     if not math.isfinite(value) or value.hex() != text:
-        raise ValueError("the float.hex() of a finite number")
+        raise ValueError("must be the float.hex() of a finite number")
     return text
 
 
@@ -70,7 +70,7 @@ _Count = Annotated[int, Field(ge=0, le=10**9)]
 
 
 def _not_too_many(value: object) -> object:
-    # Before its entries are looked at: a hundred thousand bad ones would be as many errors.
+    # Runs before the entries are checked: a hundred thousand bad entries would be as many errors.
     if isinstance(value, list | tuple) and len(value) > 10_000:
         raise ValueError("at most 10,000 references")
     return value
@@ -83,7 +83,7 @@ _Covers = Annotated[
 
 
 class Stamp(Part):
-    """When something was written, by two clocks of its writer (format §6.7)."""
+    """When a record was written, by two clocks of its writer (format §6.7)."""
 
     written_ms: Milliseconds
     boot: HexToken | None
@@ -102,7 +102,10 @@ class Pin(StoredRecord):
 
 
 class Publication(StoredRecord):
-    """What followers of the channel `published` serve from now on; `held`: until it is released."""
+    """The checkpoint that followers of the channel `published` serve from now on.
+
+    `held`: no later publication takes its place unless a person asks for that.
+    """
 
     format: Literal["recpoint/published"] = "recpoint/published"
     number: Annotated[int, Field(ge=1, le=MAX_PUBLICATION)]
@@ -114,7 +117,7 @@ class Publication(StoredRecord):
 
 
 class Metric(StoredRecord):
-    """What was measured of a checkpoint; `value` is the `float.hex()` of a finite number."""
+    """A measured value of a checkpoint; `value` is the `float.hex()` of a finite number."""
 
     format: Literal["recpoint/metric"] = "recpoint/metric"
     checkpoint: CheckpointRef
@@ -124,7 +127,7 @@ class Metric(StoredRecord):
 
 
 class Mark(StoredRecord):
-    """A manifest's announced deletion: until the grace is over it counts as before."""
+    """Announces a manifest's deletion; the manifest counts as before until the grace is over."""
 
     format: Literal["recpoint/expired"] = "recpoint/expired"
     manifest: _ManifestKey
@@ -134,7 +137,7 @@ class Mark(StoredRecord):
 
 
 class Deletion(StoredRecord):
-    """The manifests that are being deleted; nobody may begin to rely on one of them."""
+    """The manifests that are being deleted; nothing may begin to rely on one of them."""
 
     format: Literal["recpoint/deletion"] = "recpoint/deletion"
     token: HexToken
@@ -149,7 +152,7 @@ class Deletion(StoredRecord):
 
 
 class RuleBest(Part):
-    """The rule of the `count` best by a metric."""
+    """The rule that keeps the `count` best checkpoints by a metric."""
 
     metric: _Label
     direction: Literal["max", "min"]
@@ -157,7 +160,7 @@ class RuleBest(Part):
 
 
 class PlannedRules(Part):
-    """The rules of a plan; 0: there is no such rule."""
+    """The rules of a plan; 0 means that the rule is not set."""
 
     last: _Count
     within_ms: Milliseconds
@@ -170,7 +173,7 @@ class PlannedRules(Part):
 
 
 class PlannedManifest(Part):
-    """What becomes of one manifest, and why."""
+    """What happens to one manifest, and why."""
 
     manifest: _ManifestKey
     action: PlanAction
@@ -178,7 +181,7 @@ class PlannedManifest(Part):
 
 
 class Plan(StoredRecord):
-    """What the newest retention found worth keeping; `manifests` are the newest, not all."""
+    """The newest retention plan; the counts cover all manifests, `manifests` only the newest."""
 
     format: Literal["recpoint/plan"] = "recpoint/plan"
     rules: PlannedRules
@@ -196,7 +199,7 @@ class Plan(StoredRecord):
 
 
 class Lease(StoredRecord):
-    """Word that somebody is reading; `covers` None: everything that exists."""
+    """Says that a process is reading; `covers` names the checkpoints, None: all that exist."""
 
     format: Literal["recpoint/lease"] = "recpoint/lease"
     owner: HexToken

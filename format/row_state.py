@@ -1,4 +1,4 @@
-"""Row states in half their bytes: each value rounded to the bfloat16 next to it (format §3.5)."""
+"""Halves the bytes of row states: rounds each value to the nearest bfloat16 (format §3.5)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LARGEST = float(torch.finfo(torch.bfloat16).max)
 
 
 def to_bfloat16(values: Tensor) -> Tensor:
-    """The bfloat16 next to each f32 value, ties to the even one; same shape.
+    """Returns the nearest bfloat16 of each f32 value, ties to even; same shape, on the CPU.
 
-    Signs stay, so that no second moment becomes negative; zero, infinity and NaN stay what they
-    are; nothing finite becomes infinite. The error is at most 2^-8 of a value's magnitude, and at
-    most 2^-134 below the smallest normal number.
+    Signs stay, so no second moment becomes negative. Zero, infinity and NaN stay what they are. No
+    finite value becomes infinite. The error is at most 2^-8 of a value's magnitude, and at most
+    2^-134 for values below the smallest normal number.
     """
     rounded = torch.empty(values.shape, dtype=torch.bfloat16, device="cpu")
-    # A part that stays in the caches at a time: fresh memory costs more than the rounding.
+    # Each part stays in the caches, because reading fresh memory costs more than the rounding.
     parts = zip(values.reshape(-1).split(_PART), rounded.view(-1).split(_PART), strict=True)
     for part, into in parts:
         into.copy_(part)  # rounds to nearest, ties to even

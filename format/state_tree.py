@@ -1,7 +1,7 @@
-"""State trees: nested Python values as one JSON document and numbered tensors (format §3.4).
+"""Turns nested Python values into one JSON document and numbered tensors (format §3.4).
 
-`flatten` and `state_values.unflatten` are each other's inverse, up to three containers that come
-back as plain ones: OrderedDict and defaultdict as dict, torch.Size as tuple.
+`state_values.unflatten` is the inverse of `flatten`, except that three containers come back as
+plain ones: OrderedDict and defaultdict as dict, torch.Size as tuple.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def flatten(value: object, *, path: str = "state") -> tuple[bytes, list[torch.Te
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict (keys str, int or bool), torch
-            tensors and numpy arrays and scalars, nested. Types are exact: of a subclass only the
-            base's part would come back, so it is refused.
+            tensors and numpy arrays and scalars, nested. Instances of subclasses are refused,
+            because only their base's part would come back.
         path: what to call `value` in errors.
 
     Returns:
-        The tree as JSON, and the tensors that it numbers. They are detached and share the memory
-        of those in `value` wherever that is possible, any device, any strides: copy them before
+        The tree as JSON, and the tensors that it numbers. They are detached, on any device, with
+        any strides, and share memory with the tensors in `value` where possible: copy them before
         training goes on.
 
     Raises:
-        SettingsError: something that cannot be stored exactly; `subject` is its path, for instance
+        SettingsError: a value cannot be stored exactly; `subject` is its path, for instance
             `state["reader"]["sampler"]`.
     """
     writer = _Writer()
@@ -62,7 +62,7 @@ def flatten(value: object, *, path: str = "state") -> tuple[bytes, list[torch.Te
         text = _ENCODER.encode(writer.node(value, 0)).encode()
     except _Refused as error:
         raise _refusal(path, error) from None
-    # A value takes two bytes or more, so that most trees need not be counted: training waits.
+    # Training waits, so values are counted only if the text is long enough for too many of them.
     values = measure(text, MAX_TREE_DEPTH)[1] if len(text) > MAX_VALUES else 0
     if len(text) > MAX_TREE_BYTES or values > MAX_VALUES:
         raise SettingsError(
@@ -78,7 +78,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators
 
 
 class _Refused(Exception):
-    """A value that cannot be stored; `keys` lead to it, the last one first."""
+    """A value cannot be stored; `keys` is the path to it, innermost key first."""
 
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found, expected)
@@ -102,14 +102,14 @@ def _refusal(path: str, error: _Refused) -> SettingsError:
 class _Writer:
     """Makes nodes of values.
 
-    Where a value is, is found out only when it is refused, on the way back up: training waits.
+    Training waits, so the path of a value is not kept: a refusal collects it on the way back up.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
 
     def node(self, value: Any, depth: int) -> Any:
-        """The node of `value`, below `depth` levels of JSON."""
+        """Returns the node of `value`, below `depth` levels of JSON."""
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -117,7 +117,7 @@ class _Writer:
             return _integer(value)
         if kind is str:
             return _text(value)
-        # No node is deeper than 4 levels before its children; a cycle ends here as well.
+        # A node adds at most 4 levels before its children. A cycle ends here as well.
         if depth + 4 > MAX_TREE_DEPTH:
             raise _Refused(f"more than {MAX_TREE_DEPTH} levels as JSON", "flatter state")
         if kind is float:
@@ -140,7 +140,7 @@ class _Writer:
         nodes: list[Any] = []
         try:
             for item in value:
-                # Integers apart: samplers keep long lists of them.
+                # Integers take a shortcut, because samplers keep long lists of them.
                 nodes.append(_integer(item) if type(item) is int else self.node(item, depth))
         except _Refused as error:
             error.keys.append(len(nodes))
@@ -183,13 +183,13 @@ class _Writer:
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             found = f"a tensor of layout {value.layout} on {value.device}"
             raise _Refused(found, "dense or sparse COO tensors with data")
-        # A view that is negated lazily holds the bits of the values before they are negated.
+        # A lazily negated view holds the bits of the values before the negation.
         bits = tensor_bits(value.resolve_neg() if value.is_neg() else value, name)
         bits = booleans(bits) if name == "BOOL" else bits
         return {"tensor": self._number(bits), "shape": list(value.shape), "dtype": name}
 
     def _sparse(self, value: torch.Tensor) -> dict[str, Any]:
-        # _indices and _values: the methods without underscore refuse an uncoalesced tensor.
+        # indices() and values() refuse an uncoalesced tensor; the methods with underscore do not.
         indices, values = value._indices(), value._values()
         fault = sparse_fault(
             indices, values, tuple(value.shape), coalesced=(coalesced := value.is_coalesced())
@@ -214,7 +214,7 @@ class _Writer:
 
 
 def _integer(value: int) -> Any:
-    # Beyond 64 bits JSON parsers differ, and decimal text gets slow to read.
+    # Beyond 64 bits, JSON parsers differ and decimal text is slow to read.
     return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
 
 
@@ -229,7 +229,7 @@ def _text(value: str) -> str:
 
 
 def _bytes_tensor(value: bytes) -> torch.Tensor:
-    # A copy: torch warns about memory that is not writable.
+    # Copied, because torch warns about memory that is not writable.
     return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _no_bytes()
 
 

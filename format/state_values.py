@@ -1,4 +1,4 @@
-"""Reading state trees: the values of a JSON document and numbered tensors (format §3.4)."""
+"""Turns a state tree, a JSON document and numbered tensors, back into values (format §3.4)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = [
 MAX_TREE_BYTES = 64 << 20
 MAX_TREE_DEPTH = 100
 
-#: Names that dtypes have in a tree. The unsigned ones have no stored dtype: their bits are stored
-#: as signed integers of the same width.
+#: Names of dtypes in a tree. Unsigned integers wider than 8 bits have no stored dtype: their bits
+#: are stored as signed integers of the same width.
 TORCH_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -65,8 +65,8 @@ _TORCH_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 _NUMPY_DTYPES = {name: np.dtype(text) for text, name in NUMPY_NAMES.items()}
 _BITS_OF: dict[str, Dtype] = {"U64": "I64", "U32": "I32", "U16": "I16"}
 
-#: Dimensions multiply to less, those of 0 counted as 1. For a sparse tensor nothing of its shape
-#: is allocated, and its bound is torch's own.
+#: The dimensions of a shape multiply to less than 2 to this power, a dimension of 0 counted as 1.
+#: Nothing of a sparse tensor's size is allocated, so torch's own bound is enough for it.
 _MAX_ELEMENTS_LOG2 = 60
 _MAX_SPARSE_ELEMENTS_LOG2 = 63
 
@@ -81,20 +81,20 @@ def unflatten(
     name: str = "state tree",
     next_step: str = "recpoint check URL --level full",
 ) -> Any:
-    """The value that `state_tree.flatten` took apart.
+    """Returns the value that `state_tree.flatten` took apart.
 
     Args:
         tree_json: the tree.
-        tensors: the numbered tensors, of any shape with the right number of elements; each must
-            be named by the tree once.
+        tensors: the numbered tensors, of any shape with the right number of elements; the tree
+            must name each of them once.
         name: what to call the tree in errors.
-        next_step: what a person should do about a broken one, for errors.
+        next_step: what a person should do about a damaged tree, for errors.
 
     Returns:
-        The value. Its tensors and arrays have memory of their own; arrays are on the CPU.
+        The value. Its tensors and arrays have their own memory; arrays are on the CPU.
 
     Raises:
-        MalformedObject: a tree or tensors that no `flatten` gave.
+        MalformedObject: `flatten` cannot have made this tree and these tensors.
     """
     tree = _parsed(tree_json, name, next_step)
     reader = _Reader(dict(enumerate(tensors)), name, next_step)
@@ -111,19 +111,19 @@ def unflatten_keys(
     name: str = "state tree",
     next_step: str = "recpoint check URL --level full",
 ) -> dict[str, Any] | None:
-    """Of a tree that is a dict what is under some keys; {} of another one.
+    """Returns the values under some keys of a tree that is a dict; {} if it is no dict.
 
     Args:
         tree_json: the tree.
         tensors: some of its tensors by number, as for `unflatten`.
-        keys: those that are wanted; not all need to be there.
+        keys: the wanted keys; keys that the tree does not have are left out.
         name, next_step: for errors.
 
     Returns:
-        None where a tensor that it names is not among those given.
+        The values by key; None if they name a tensor that is not in `tensors`.
 
     Raises:
-        MalformedObject: as `unflatten`, of what is looked at.
+        MalformedObject: as `unflatten`, for the values under `keys` only.
     """
     tree = _parsed(tree_json, name, next_step)
     items = tree.get("dict") if isinstance(tree, dict) else None
@@ -151,13 +151,13 @@ def _parsed(tree_json: bytes, name: str, next_step: str) -> Any:
 
 
 def shape_expected(shape: Sequence[int], *, sparse: bool = False) -> str:
-    """What a shape in a tree has to be (format §3.4), in words; empty: it is that."""
+    """Returns what a shape in a tree must be (format §3.4), in words; empty if it is so."""
     if len(shape) > MAX_DIMS:
         return f"at most {MAX_DIMS} dimensions"
     exponent = _MAX_SPARSE_ELEMENTS_LOG2 if sparse else _MAX_ELEMENTS_LOG2
     elements = 1
     for size in shape:
-        # An empty array's other dimensions count too: its strides must be computable.
+        # The other dimensions of an empty array count too, because its strides must be computable.
         elements *= max(size, 1)
         if size < 0 or elements >= 2**exponent:
             return f"dimensions from 0 that multiply to less than 2^{exponent}, 0 counted as 1"
@@ -167,41 +167,44 @@ def shape_expected(shape: Sequence[int], *, sparse: bool = False) -> str:
 def sparse_fault(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], *, coalesced: bool
 ) -> tuple[str, str] | None:
-    """What is wrong with the parts of a sparse COO tensor: what was found, and what is expected.
+    """Finds a defect in the parts of a sparse COO tensor.
 
-    Bounds and order are checked since torch, told that they are good, believes it, and then reads
-    and writes wherever the indices point.
+    The tensor is made without torch's own checks. So bounds and order are checked here: torch would
+    read and write wherever wrong indices point.
 
     Args:
         indices: int64 [sparse dimensions, entries].
-        values: [entries, dense dimensions ...].
-        shape: of the tensor.
-        coalesced: whether it says that its entries ascend.
+        values: any dtype [entries, dense dimensions ...].
+        shape: the shape of the whole tensor.
+        coalesced: whether the tensor claims that its entries ascend.
+
+    Returns:
+        (found, expected) of the defect, for an error; None if there is none.
     """
     sparse_dims, count = indices.shape
     if values.shape != (count, *shape[sparse_dims:]) or sparse_dims > len(shape):
         found = f"sparse indices {list(indices.shape)} and values {list(values.shape)}"
-        return found, f"those of a tensor of shape {list(shape)}"
+        return found, f"indices and values of a tensor of shape {list(shape)}"
     bounds = torch.tensor(shape[:sparse_dims], dtype=torch.int64, device="cpu").reshape(-1, 1)
     where = indices.cpu()
     if bool(((where < 0) | (where >= bounds)).any()):
         return "sparse indices out of bounds", f"within {list(shape)}"
     if coalesced and not _ascends(where):
-        return "sparse indices that repeat or descend", "coalesced ones"
+        return "sparse indices that repeat or descend", "ascending indices, as coalesced promises"
     return None
 
 
 def tensor_bits(value: torch.Tensor, name: str) -> torch.Tensor:
-    """`value` as the dtype its bits are stored as; shares its memory."""
+    """Returns `value` viewed as the dtype in which its bits are stored."""
     dtype = torch_dtype(_stored_dtype(name))
     return value if value.dtype == dtype else value.view(dtype)
 
 
 def booleans(bits: torch.Tensor) -> torch.Tensor:
-    """`bits` of dtype bool with the bytes 0 and 1 alone, which is what a chunk holds (format §3).
+    """Returns `bits`, of dtype bool, with the bytes 0 and 1 only, as a chunk needs (format §3).
 
-    Memory that nobody has written, or a view of other bytes, has others, and they are true. On a
-    device they are not looked at, which training would wait for, but made anew.
+    Unwritten memory or a view of other data can hold other bytes; they count as true. On a device
+    the bytes are always rewritten, because training would have to wait for a look at them.
     """
     raw = bits.view(torch.uint8)
     clean = bits.is_cpu and (raw.numel() == 0 or int(raw.max()) <= 1)
@@ -209,8 +212,8 @@ def booleans(bits: torch.Tensor) -> torch.Tensor:
 
 
 def array_bits(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:
-    """`value` as a 1-D tensor of the dtype its bits are stored as; shares its memory if it can."""
-    # torch takes neither negative strides nor, without a warning, memory that is not writable.
+    """Returns `value` as a 1-D tensor of the dtype of its stored bits; shares memory if it can."""
+    # torch refuses negative strides and warns about memory that is not writable.
     flat = np.require(value, requirements=("C", "A", "W")).reshape(-1)
     return torch.from_numpy(flat.view(_NUMPY_DTYPES[_stored_dtype(name)]))
 
@@ -220,7 +223,7 @@ def _stored_dtype(name: str) -> Dtype:
 
 
 class _NotGiven(Exception):
-    """A tensor that the tree names, and that was not read."""
+    """The tree names a tensor that was not given."""
 
 
 class _Reader:
@@ -269,7 +272,7 @@ class _Reader:
                 return self._scalar(text, dtype)
             case {"sparse_coo": dict(fields), **rest} if not rest:
                 return self._sparse(fields)
-        self._refuse(f"an object of {', '.join(map(brief, list(node)[:4]))}", "a node")
+        self._refuse(f"an object with {', '.join(map(brief, list(node)[:4]))}", "a node")
 
     def _float(self, text: str) -> float:
         if text in ("nan", "inf", "-inf"):
@@ -354,7 +357,7 @@ class _Reader:
         return tuple(shape)
 
     def _take(self, index: Any, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:
-        """Tensor `index`, which nothing else may name, after checking that it fits."""
+        """Returns tensor `index` after checking that it fits and was not named before."""
         if type(index) is int and self._partial and index not in self._tensors:
             raise _NotGiven
         if type(index) is not int or index not in self._tensors:
@@ -377,7 +380,7 @@ class _Reader:
 
 
 def _ascends(indices: torch.Tensor) -> bool:
-    """Whether the columns ascend strictly, first row first."""
+    """Says whether the columns of int64 [dimensions, entries] ascend strictly, first row first."""
     before, after = indices[:, :-1], indices[:, 1:]
     decided = torch.zeros(before.shape[1], dtype=torch.bool, device="cpu")
     for low, high in zip(before, after, strict=True):

@@ -1,7 +1,8 @@
-"""safetensors files as bytes: a header is written and read apart from its body (format §3).
+"""Writes and reads safetensors files as bytes, with the header apart from the body (format §3).
 
-The `safetensors` library opens these files and writes files that are read here. It is not used,
-because it wants all of a file's arrays at once: the agent streams bodies from the staging area.
+The `safetensors` library can read these files, and this module can read the library's files. The
+library is not used here, because it needs all arrays of a file at once, and the agent streams
+bodies from the staging area.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = [
     "tensor_section",
 ]
 
-#: Of the JSON header, its padding included; about 10,000 sections fit.
+#: Bound of the JSON header with its padding; about 10,000 sections fit.
 MAX_HEADER_BYTES = 1 << 20
 
 _LENGTH_BYTES = 8
@@ -54,18 +55,18 @@ class Section(NamedTuple):
 
     @property
     def data_view(self) -> bytes | bytearray | memoryview:
-        """The data as an object that takes part in everything bytes can be used for."""
+        """The data as an object that can be used wherever bytes can."""
         return self.data.data if isinstance(self.data, np.ndarray) else self.data
 
 
 def file_header(metadata: dict[str, str], sections: Sequence[Section]) -> bytes:
-    """All bytes of a file before its body; the body is the sections' data, in order, without gaps.
+    """Returns the bytes of a file before its body: the sections' data, in order, without gaps.
 
     The header's length is a multiple of 8. A section's data starts at a multiple of its item size
-    if wider items come before narrower ones; readers copy what is not aligned.
+    if sections of wider items come first; readers copy sections that are not aligned.
 
     Raises:
-        ValueError: a name, shape or length that a reader would refuse, or too many sections.
+        ValueError: a reader would refuse a name, shape or length, or there are too many sections.
     """
     fields: dict[str, Any] = {_METADATA: metadata}
     end = 0
@@ -101,8 +102,8 @@ def parse_file(
         Its metadata, and its sections in the order of the body; their data are views of `data`.
 
     Raises:
-        MalformedObject: not a safetensors file, or one with gaps, overlaps or other bytes than its
-            dtypes and shapes imply.
+        MalformedObject: the data is no safetensors file, or its arrays have gaps, overlaps or
+            lengths that differ from their dtypes and shapes.
     """
 
     def malformed(found: str, expected: str) -> MalformedObject:
@@ -138,10 +139,13 @@ def parse_file(
     for begin, stop, dtype, shape, key in arrays:
         if begin != end:
             raise malformed(
-                f"{brief(key)} at {brief(begin)}", f"arrays without gap or overlap: {brief(end)}"
+                f"{brief(key)} at byte {brief(begin)}",
+                f"byte {brief(end)}: arrays have no gap or overlap",
             )
         if stop > len(body):
-            raise malformed(f"{brief(key)} up to {brief(stop)}", f"a body of {len(body)} bytes")
+            raise malformed(
+                f"{brief(key)} up to byte {brief(stop)}", f"at most {len(body)}, the body's end"
+            )
         sections[key] = Section(key, dtype, shape, body[begin:stop])
         end = stop
     if end != len(body):
@@ -150,7 +154,7 @@ def parse_file(
 
 
 def _array(key: str, fields: Any, malformed: Any) -> tuple[int, int, Dtype, tuple[int, ...]]:
-    """(begin, end, dtype, shape) of one array as the header describes it, consistent in itself."""
+    """Returns (begin, end, dtype, shape) of an array in the header, checked against each other."""
     where = brief(key)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise malformed(f"{where} = {brief(fields)}", "an object of dtype, shape, data_offsets")
@@ -179,10 +183,10 @@ def _array(key: str, fields: Any, malformed: Any) -> tuple[int, int, Dtype, tupl
 
 
 def tensor_section(name: str, tensor: torch.Tensor) -> Section:
-    """A section with the tensor's values; shares its memory if it is contiguous and on the CPU.
+    """Returns a section of the tensor; shares memory with a contiguous tensor on the CPU.
 
     Raises:
-        ValueError: a dtype that the format does not have.
+        ValueError: the format does not have the tensor's dtype.
     """
     dtype = dtype_name(tensor.dtype)
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -190,10 +194,10 @@ def tensor_section(name: str, tensor: torch.Tensor) -> Section:
 
 
 def section_tensor(section: Section) -> torch.Tensor:
-    """The section as a CPU tensor that shares its memory, or has its own if that is not aligned.
+    """Returns the section as a CPU tensor; shares memory with it if the data is aligned.
 
-    The tensor MUST NOT be written to: its memory is that of an object which other code takes for
-    immutable, and which may be mapped read-only. Copy it first.
+    Callers MUST NOT write to the tensor; copy it first. Other code relies on this memory not to
+    change, and it may be mapped read-only.
     """
     dtype = torch_dtype(section.dtype)
     if section.nbytes == 0:
@@ -202,16 +206,16 @@ def section_tensor(section: Section) -> torch.Tensor:
     if data.ctypes.data % item_bytes(section.dtype):
         data = data.copy()
     elif not data.flags.writeable:
-        # torch has no read-only tensors and warns, once and from any thread, when it makes one of
-        # read-only memory. That nobody writes is the promise above; so it is told otherwise.
+        # torch has no read-only tensors, and warns when it makes a tensor of read-only memory. The
+        # docstring forbids writing, so numpy's interface can claim that the memory is writable.
         data = np.asarray(_SaidWriteable(data))
     return torch.from_numpy(data).view(dtype).reshape(section.shape)
 
 
 class _SaidWriteable:
-    """numpy's array interface to one-dimensional memory, saying that it may be written to."""
+    """Claims, through numpy's array interface, that one-dimensional memory is writable."""
 
     def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        # numpy keeps this object as the base of the array made from it, and so the memory alive.
+        # numpy keeps this object as the base of its array, so the memory stays alive.
         self._data = data
         self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}

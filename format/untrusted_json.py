@@ -1,4 +1,4 @@
-"""JSON from a store that may be damaged or hostile: bounded before it is parsed (format §4, §9)."""
+"""Parses JSON that may be damaged or hostile, after checking its bounds (format §4, §9)."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def parse_json(
 ) -> Any:
     """Parse JSON that anyone may have written.
 
-    Only objects, lists, strings, integers, booleans and null come back. Refused, before the parser
-    makes anything of it: more than `max_bytes` bytes, nesting deeper than `max_depth`, more than
-    `MAX_VALUES` values. Refused as well: an object with more than `max_fields` keys or with one key
-    twice, numbers that are not integers, text that is not UTF-8 or holds half a surrogate pair.
+    Only objects, lists, strings, integers, booleans and null come back. Three bounds are checked
+    before the parser allocates anything: at most `max_bytes` bytes, nesting of at most `max_depth`,
+    at most `MAX_VALUES` values. Also refused: an object with more than `max_fields` keys or with
+    the same key twice, numbers that are not integers, text that is not UTF-8 or holds half a
+    surrogate pair.
 
     Raises:
-        MalformedObject: whatever is wrong with it; `name` is its subject.
+        MalformedObject: any of these; `name` is its subject.
     """
 
     def malformed(found: str, expected: str) -> MalformedObject:
@@ -70,7 +71,7 @@ def parse_json(
             parse_constant=no_float,
         )
         if _SURROGATE.search(data):
-            # Half a pair is legal in JSON's grammar, and nothing that can be encoded again.
+            # JSON's grammar allows half a surrogate pair, but no UTF-8 text can hold it again.
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
         raise malformed(f"no JSON ({str(error)[:120]})", "UTF-8 JSON") from error
@@ -78,7 +79,7 @@ def parse_json(
 
 
 def brief(value: object) -> str:
-    """`value` for an error message: short whatever its size, and found in constant time."""
+    """Describes `value` for an error message, shortly and in constant time whatever its size."""
     match value:
         case str() | bytes():
             return repr(value) if len(value) <= 64 else f"{value[:61]!r} and {len(value) - 61} more"
@@ -105,14 +106,14 @@ def _twice(pairs: list[tuple[str, Any]]) -> str:
 
 
 def measure(data: bytes, max_depth: int) -> tuple[int, int]:
-    """(depth, upper bound of the number of values) of a JSON text, in linear time.
+    """Returns (depth, upper bound of the number of values) of a JSON text, in linear time.
 
-    For text that is no JSON both are right up to the first mistake, where the parser stops.
-    Stops early once the depth exceeds `max_depth`. Takes little more memory than the text, which a
-    regular expression or a loop over tokens would not.
+    If the text is no JSON, both are right up to the first mistake, where the parser stops.
+    Stops early once the depth exceeds `max_depth`. Takes little more memory than the text; a
+    regular expression or a loop over tokens would take much more.
     """
     if b"\\" in data:
-        # Pairs from the left first: of a run of backslashes only the last can escape a quote.
+        # Pairs of backslashes go first, from the left, so only a real escape of a quote is left.
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = np.frombuffer(data.translate(None, _OTHER_BYTES), np.uint8)
     quotes, depth, deepest, values = 0, 0, 0, 1

@@ -1,4 +1,4 @@
-"""The validation record: what was compared with what a checkpoint stores, and the outcome (§10)."""
+"""Defines the record of a validation: what was compared, and the result (format §10)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 MAX_FINDINGS = 1_000
 MAX_TEXT = 1_000
 
-#: `what` of a finding about a manifest that is damaged, and that another stands in for (§10).
+#: `what` of a finding about a damaged manifest in whose place another one is read (format §10).
 PASSED_OVER = "representation"
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -30,18 +30,18 @@ _Digest = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{16}\z")]
 
 
 class ValidationFinding(Part):
-    """One thing that was not as it should be. `row` is null where it is about a whole object."""
+    """One thing that differs from what was expected; `row` is null for a whole object."""
 
     subject: _Text  # a key, or the name of a table
     row: Annotated[int, Field(ge=0, lt=2**48)] | None
     what: _Text  # `values`, a row state, or what kind of object
     found: _Text
     expected: _Text
-    bound: _Text  # the largest difference that counts as equal; "" where there must be none
+    bound: _Text  # the largest difference that counts as equal; "" if none is allowed
 
 
 class TableDigests(Part):
-    """Digests of all rows of a table as a restore gives them (format §3.6), in hexadecimal."""
+    """Digests, in hexadecimal, of all rows of a table as a restore returns them (format §3.6)."""
 
     table: Annotated[int, Field(ge=0, le=MAX_TABLE)]
     values: _Digest
@@ -59,7 +59,7 @@ class ValidationRecord(StoredRecord):
     chunks_read: _Count
     bytes_read: _Count
     rows_compared: _Count
-    worst_ppm: _Count  # largest difference between exact and decoded value, of its bound
+    worst_ppm: _Count  # largest difference of exact and decoded value, in millionths of its bound
     digests: Annotated[
         tuple[TableDigests, ...], Field(max_length=100_000, strict=False), FailFast()
     ]
@@ -67,7 +67,7 @@ class ValidationRecord(StoredRecord):
         tuple[ValidationFinding, ...], Field(max_length=MAX_FINDINGS, strict=False), FailFast()
     ]
     more_findings: _Count
-    evaluated_by: _Text  # the function whose metrics were recorded with it; "" if there was none
+    evaluated_by: _Text  # the function whose metrics were recorded with it; "" if none
     started_ms: Milliseconds
     finished_ms: Milliseconds
     writer: Annotated[str, Field(max_length=255)]
@@ -75,8 +75,8 @@ class ValidationRecord(StoredRecord):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.result != "passed" and not self.findings:
-            raise ValueError("a validation that did not pass names what it found")
+            raise ValueError("a validation that did not pass must have findings")
         tables = [digests.table for digests in self.digests]
         if tables != sorted(set(tables)):
-            raise ValueError("digests ascend by table, one at most for each")
+            raise ValueError("digests must ascend by table, one at most for each")
         return self

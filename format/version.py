@@ -1,4 +1,4 @@
-"""The version of docs/format.md that this release writes and reads (format §8)."""
+"""Names the version of docs/format.md that this release writes and reads (format §8)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Knows a run by what is stored of it: records, manifests, chains, and what is said of them.
+"""Reads and writes a run's records and manifests, and resolves the chains of its checkpoints.
 
-A store comes in, a `Run` goes out. Walk: `run` (opening it), `lineage` (generations and the live
-line), `chain` (which manifests a checkpoint needs), `commit` (one more manifest),
-`representations` (several manifests of one checkpoint), then what is written about checkpoints:
-`leases`, `pins`, `publications`, `validations`, `deletions`, `facts`; last `repair`, for records
-that were lost.
+A store comes in, a `Run` goes out. Walk: `run` (opens it), `lineage` (generations and the live
+line), `chain` (which manifests a checkpoint needs), `commit` (creates a manifest),
+`representations` (several manifests of one checkpoint), then the records about checkpoints:
+`leases`, `pins`, `publications`, `validations`, `deletions`; `facts` (collects what retention
+needs); last `repair`, for lost records.
 """

@@ -1,4 +1,4 @@
-"""Resolves a chain: the manifests that a restore of one checkpoint reads, checked to join up."""
+"""Resolves the chain of a checkpoint: the manifests that its restore reads, checked to join up."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ __all__ = [
 ]
 
 
-# Reading the manifests of a chain several at a time, before each names the next one.
+# Reads several manifests of a chain at a time, although each names only the next one.
 
 
-#: A chain of so few manifests is read as fast without.
+#: Shorter chains are read as fast without reading ahead.
 _WORTH_IT = 4
 
 
 class ManifestsAhead:
-    """Reads manifests for a walk from a checkpoint to its full, which follows the line mostly.
+    """Reads manifests ahead for a walk from a checkpoint to its full.
 
-    The first manifest of a chain says how long it is and where it starts. What the walk will ask
-    for next is guessed from that and read ahead; what it does not ask for is dropped, and what was
-    not guessed is read when it is asked for. A guess thus costs time at most.
+    The first manifest of a chain says how long the chain is and where it starts. From this the
+    next manifests of the walk are guessed, because a chain mostly follows the live line, and read
+    ahead. A wrong guess is dropped, and a manifest that was not guessed is read when the walk asks
+    for it. So a wrong guess costs only time.
 
     Args:
-        run: whose manifests they are.
+        run: the run of the manifests.
         line: checkpoints, newest first, among which parents are guessed; may be empty.
-        there: consolidated manifests of each checkpoint, those that read least first.
-        avoid: keys that will not be asked for.
+        there: consolidated manifests of each checkpoint, cheapest to restore first.
+        avoid: keys that the walk will not ask for.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class ManifestsAhead:
         self._closing.close()
 
     def read(self, representation: Representation) -> Manifest:
-        """One manifest; errors as of `Run.read_manifest`, when it is asked for and not before."""
+        """Returns one manifest; raises as `Run.read_manifest`, and only for this manifest."""
         if self._left and representation in self._left:
             for guess, coming in self._coming:
                 self._left.remove(guess)
@@ -93,7 +94,7 @@ class ManifestsAhead:
         return found
 
     def _guesses(self, found: Manifest) -> Iterator[Representation]:
-        """The walk after `found`, if each checkpoint was taken after the one before it."""
+        """Yields the walk after `found` if each checkpoint's parent is the one before it."""
         if found.parent is None or found.base is None:
             return
         newest, left = found.parent.step, found.chain_length - 1
@@ -114,16 +115,16 @@ class ManifestsAhead:
                 newest = choice.after
 
 
-# Which manifests must be read to restore a checkpoint, and whether they join up (format §4,
+# Finds the manifests that a restore must read, and checks that they join up (format §4,
 # invariant 4).
 #
 # A checkpoint may have several representations: its own manifest, and consolidated ones with a
-# shorter chain. Walks take the one that reads least, and the next one where that is damaged.
+# shorter chain. A walk takes the cheapest representation, and the next one if that is damaged.
 
 
 _NEXT_STEP = "restore another checkpoint: recpoint list URL"
 
-#: What a damaged chain is told by: another chain of the same checkpoint may be good.
+#: Errors of a damaged chain; another chain of the same checkpoint may be good.
 DAMAGE = (FormatError, ChainError, ObjectNotFound)
 
 _Result = TypeVar("_Result")
@@ -131,14 +132,14 @@ _There = Mapping[ManifestName, Sequence[Representation]]
 
 
 class PassedOver(NamedTuple):
-    """A representation that a shorter chain would have used, and what is wrong with it."""
+    """A damaged representation that a cheaper chain would have used, and its error."""
 
     key: str
     error: str
 
     @classmethod
     def of(cls, key: str, error: RecpointError) -> PassedOver:
-        """The representation `key`, for this error."""
+        """Returns the representation `key` with its error as text."""
         return cls(key, f"{type(error).__name__}: {error}")
 
 
@@ -147,8 +148,8 @@ class Chain:
     """A full and the increments after it, in the order in which they are applied.
 
     Attributes:
-        manifests: each one representation of its checkpoint.
-        passed_over: damaged ones that this chain does without.
+        manifests: one representation of each checkpoint, the full first.
+        passed_over: damaged representations that this chain does without.
     """
 
     manifests: tuple[Manifest, ...]
@@ -156,12 +157,12 @@ class Chain:
 
     @property
     def full(self) -> Manifest:
-        """The full that the chain starts from."""
+        """The full with which the chain starts."""
         return self.manifests[0]
 
     @property
     def newest(self) -> Manifest:
-        """The checkpoint the chain restores."""
+        """The checkpoint that the chain restores."""
         return self.manifests[-1]
 
 
@@ -174,20 +175,20 @@ def resolve_chain(
     line: Sequence[ManifestName] = (),
     read: Callable[[Representation], Manifest] | None = None,
 ) -> Chain:
-    """The chain of one checkpoint that is cheapest to restore, every check of format §4 made.
+    """Returns the chain of a checkpoint that is cheapest to restore, checked as format §4 asks.
 
     Args:
-        run: whose checkpoint it is.
+        run: the run of the checkpoint.
         name: the checkpoint to restore.
-        original: only manifests as they were committed, no consolidated ones.
-        avoid: keys of manifests to do without.
-        line: checkpoints, newest first, among which its parents probably are: their manifests are
-            read several at a time. An empty or a wrong one costs time only.
-        read: reads a manifest, for those who keep some; `run.read_manifest` when not given.
+        original: use only manifests as they were committed, no consolidated ones.
+        avoid: keys of manifests not to use.
+        line: checkpoints, newest first, that probably include its parents; their manifests are
+            read several at a time. An empty or wrong line costs only time.
+        read: reads a manifest, for callers that cache some; `run.read_manifest` when not given.
 
     Raises:
         ObjectNotFound: there is no such checkpoint.
-        MissingLink: a checkpoint it depends on is gone, or is another one of that step.
+        MissingLink: a checkpoint that it needs is gone, or another attempt is in its place.
         ChainError: the links do not join up in another way.
         FormatError: a manifest of the chain is damaged or of another run.
     """
@@ -195,7 +196,7 @@ def resolve_chain(
     try:
         return _walk(run, name, there, avoid, line, read)
     except (ChainError, ObjectNotFound):
-        # A manifest that was there may have been let go of since its checkpoint was consolidated.
+        # A checkpoint may have been consolidated meanwhile, and its old manifest deleted.
         again = {} if original else run.consolidated()
         if again == there:
             raise
@@ -213,7 +214,7 @@ def _walk(
     if read is not None:
         return _Walk(read, avoid).chain(name, there)
     with ManifestsAhead(run, line, there, avoid) as ahead:
-        # What is asked for beside the chain says nothing of what comes next in it.
+        # Manifests beside the chain are read with `run.read_manifest`: they say nothing about it.
         return _Walk(ahead.read, avoid, run.read_manifest).chain(name, there)
 
 
@@ -224,19 +225,19 @@ def read_with_chain(
     *,
     line: Sequence[ManifestName] = (),
 ) -> tuple[_Result, Chain]:
-    """What `read` makes of a checkpoint's chain: the cheapest, or the next when that is damaged.
+    """Call `read` with a checkpoint's chain: the cheapest, or the next one if that is damaged.
 
     Args:
-        run: whose checkpoint it is.
+        run: the run of the checkpoint.
         name: the checkpoint.
-        read: is called with one chain after another until it ends without an error of damage.
+        read: called with one chain after another until it raises no error of damage.
         line: see `resolve_chain`.
 
     Returns:
-        what it returned, and the chain; which says what was passed over.
+        The result of `read`, and the chain, which says what was passed over.
 
     Raises:
-        ObjectNotFound, ChainError, FormatError: what was wrong with the first chain, when no other
+        ObjectNotFound, ChainError, FormatError: the error of the first chain, if no other chain
             does without the damaged manifest or chunk.
     """
     avoid: dict[str, PassedOver] = {}
@@ -259,7 +260,7 @@ def read_with_chain(
 
 
 def blamed(chain: Chain, error: RecpointError) -> str | None:
-    """Key of the manifest of `chain` that is damaged, or names what is."""
+    """Returns the key of the manifest of `chain` that `error` is about, or that names its chunk."""
     for manifest in chain.manifests:
         key = Representation.of(manifest).key
         if key in error.subject or has_chunk_of(manifest, error):
@@ -268,13 +269,13 @@ def blamed(chain: Chain, error: RecpointError) -> str | None:
 
 
 def has_chunk_of(manifest: Manifest, error: RecpointError) -> bool:
-    """Whether it names the chunk that an error is about."""
-    # Stores name an object by its URL, parsers by its key.
+    """Says whether `manifest` names the chunk that `error` is about."""
+    # Stores name an object by its URL, parsers by its key; both end in the key.
     return any(error.subject.endswith(chunk.key) for chunk in manifest.chunks)
 
 
 class _Walk:
-    """From a checkpoint to a full, turning back where a representation leads nowhere."""
+    """Walks from a checkpoint to a full, and turns back if a representation leads nowhere."""
 
     def __init__(
         self,
@@ -287,13 +288,13 @@ class _Walk:
         self._read_own = read_own or read
 
     def chain(self, name: ManifestName, there: _There) -> Chain:
-        """The first chain found; see `resolve_chain` for the errors, of which it is the first."""
+        """Returns the first chain found; raises the first error met, as `resolve_chain`."""
         newest_first: list[Manifest] = []
         choices: list[Iterator[Representation]] = [iter(_choices(name, there))]
         dead_ends: set[Representation] = set()
         errors: dict[str, RecpointError] = {}
-        # Ends: a manifest's parent is of a lower step (checked when it is parsed), steps are >= 0,
-        # and a representation from which no full was reached is not gone to again.
+        # The loop ends: parents have lower steps (checked when a manifest is parsed), steps are
+        # >= 0, and a representation that reached no full is not visited again.
         while choices:
             for choice in choices[-1]:
                 if choice in dead_ends or choice.key in self._avoid:
@@ -301,7 +302,7 @@ class _Walk:
                 try:
                     found = self._link(choice, newest_first[-1] if newest_first else None)
                 except DAMAGE as error:
-                    # Of several, retention lets go of the longer ones: that is no damage.
+                    # Retention deletes the longer ones of several representations; no damage.
                     gone = isinstance(error.__cause__ or error, ObjectNotFound)
                     if not (gone and there.get(choice.name)):
                         errors.setdefault(choice.key, error)
@@ -324,7 +325,7 @@ class _Walk:
         raise ObjectNotFound(
             MANIFEST_KEY.of(*name),
             found="no manifest",
-            expected=f"one of {name}",
+            expected=f"a manifest of {name}",
             next_step=_NEXT_STEP,
         )
 
@@ -346,17 +347,16 @@ def _choices(name: ManifestName, there: _There) -> Sequence[Representation]:
 
 
 def check_with_own(manifest: Manifest, read: Callable[[Representation], Manifest]) -> None:
-    """Whether a consolidated manifest says of its checkpoint what the own one does.
+    """Check that a consolidated manifest agrees with its checkpoint's own (format §4, invariant 6).
 
-    Invariant 6 of format §4 asks for it.
-    Of a parent `check_link` shows it, by what its child says.
+    For parents in a chain `check_link` does this, by comparing them with their child.
 
     Args:
-        manifest: any representation; there is nothing to compare where the own one is not good.
+        manifest: any representation. If the own manifest is missing or damaged, nothing is checked.
         read: reads a manifest.
 
     Raises:
-        ChainError: it does not.
+        ChainError: the two disagree.
     """
     one = Representation.of(manifest)
     if one.form == "own":
@@ -370,36 +370,40 @@ def check_with_own(manifest: Manifest, read: Callable[[Representation], Manifest
         raise ChainError(
             one.key,
             found="another attempt, other links or other tables than the checkpoint's own manifest",
-            expected=f"the same as {Representation(one.name).key} says",
-            next_step="remove the consolidated manifest; nothing is lost with it",
+            expected=f"the same as in {Representation(one.name).key}",
+            next_step="remove the consolidated manifest; the checkpoint stays",
         )
 
 
 def check_link(child: Manifest, parent: Manifest) -> None:
-    """Whether an increment follows directly after the checkpoint found under its parent's name.
+    """Check that the checkpoint under the name of an increment's parent really is its parent.
 
     Args:
-        child: any representation of the one.
-        parent: any representation of the other: what counts are its links as it was taken.
+        child: any representation of the increment.
+        parent: any representation of the parent; the links it had when it was taken count.
 
     Raises:
-        MissingLink: that checkpoint is another one than the increment was taken after.
-        ChainError: they contradict each other in another way.
+        MissingLink: another attempt is in the parent's place.
+        ChainError: the two contradict each other in another way.
     """
     links = parent.links
     if child.parent != parent.ref:
         raise _missing(child, Representation.of(parent).key, f"attempt {parent.attempt}")
     if parent.generation > child.generation:
-        raise _broken(child, f"a parent of the later generation {parent.generation}", "an earlier")
+        raise _broken(
+            child,
+            f"a parent of the later generation {parent.generation}",
+            "a parent of the same or an earlier generation",
+        )
     if child.chain_length != links.chain_length + 1:
         raise _broken(
             child,
             f"chain_length {child.chain_length}",
-            f"{links.chain_length + 1}, one more than that of its parent, {parent.ref}",
+            f"{links.chain_length + 1}, one more than its parent's, {parent.ref}",
         )
     base = parent.ref if links.kind == "full" else links.base
     if child.base != base:
-        raise _broken(child, f"base {child.base}", f"that of its parent, {base}")
+        raise _broken(child, f"base {child.base}", f"its parent's base, {base}")
     if child.tables != parent.tables:
         raise _broken(child, "other tables than its parent's", "the same in the whole chain")
     if child.ranks != parent.ranks:

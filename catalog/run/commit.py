@@ -1,4 +1,4 @@
-"""Commits a checkpoint: looks for its chunks once more, then creates its manifest, last."""
+"""Commits a checkpoint: checks once more that its chunks are stored, then creates its manifest."""
 
 from __future__ import annotations
 
@@ -44,14 +44,13 @@ __all__ = [
 ]
 
 
-# Whether all chunks that a record is about to name are stored: the last look before it is written.
+# The last check, before a record is written, that all chunks that it names are stored.
 #
-# A sweep on another host, or somebody by hand, may have removed what this host knows it has
-# uploaded.
+# A sweep on another host, or a person, may have removed chunks after this host uploaded them.
 
 
 def stored_sizes(store: Store, prefix: str) -> dict[str, int]:
-    """Length in bytes of each object whose key starts with `prefix`: one listing.
+    """Returns the length in bytes of each object whose key starts with `prefix`; one listing.
 
     Raises:
         StoreError: the store cannot be read.
@@ -60,7 +59,7 @@ def stored_sizes(store: Store, prefix: str) -> dict[str, int]:
 
 
 def not_there(store: Store, prefix: str, entries: Iterable[ChunkEntry]) -> list[ChunkEntry]:
-    """Those of `entries`, chunks under `prefix`, that are not stored in their length.
+    """Returns the chunks of `entries`, all under `prefix`, that are missing or of another length.
 
     Raises:
         StoreError: the store cannot be read.
@@ -70,24 +69,24 @@ def not_there(store: Store, prefix: str, entries: Iterable[ChunkEntry]) -> list[
 
 
 def chunks_missing(ref: CheckpointRef, missing: list[ChunkEntry]) -> ObjectNotFound:
-    """The error that says so of a staged job: it stays staged, and is written anew."""
+    """Returns the error for missing chunks; the job stays staged, and the next try writes them."""
     return ObjectNotFound(
         missing[0].key,
-        found=f"{len(missing)} chunks missing, or of another length, that were uploaded for {ref}",
-        expected="all that its manifest will name",
-        next_step="nothing: the next try writes them again; a sweep on another host with a grace "
-        "shorter than the store was away may have removed them",
+        found=f"{len(missing)} uploaded chunks of {ref} missing or of another length",
+        expected="all chunks that its manifest will name",
+        next_step="nothing: the next try writes them again; a sweep on another host may have "
+        "removed them, if the store was away for longer than its grace",
     )
 
 
-# What a committed checkpoint is, for the trainer and for who reports it.
+# The facts of a committed checkpoint, for its trainer and for reports.
 
 
 class Committed(NamedTuple):
-    """What a commit did: bytes of all chunks, their number, and when it was, for the lag.
+    """A committed checkpoint: the bytes and number of its chunks, and the time of the commit.
 
-    `rank_bytes`: of the chunks of one rank. `links_to_read`: manifests that a restore of it reads.
-    `quantizers`: what its tables were quantized with, by that rank.
+    `rank_bytes`: bytes of one rank's chunks. `links_to_read`: manifests that a restore reads.
+    `quantizers`: how this rank quantized the tables.
     """
 
     stored_bytes: int
@@ -99,7 +98,7 @@ class Committed(NamedTuple):
 
 
 def committed(run: Run, manifest: Manifest, rank: int) -> Committed:
-    """What is told of a checkpoint that is there, to the rank `rank` of its trainer."""
+    """Returns what rank `rank` of the trainer is told about its committed checkpoint."""
     return Committed(
         manifest.stored_bytes,
         sum(entry.bytes for entry in manifest.chunks if entry.rank == rank),
@@ -111,49 +110,47 @@ def committed(run: Run, manifest: Manifest, rank: int) -> Committed:
 
 
 def _links_to_read(run: Run, manifest: Manifest) -> int:
-    """Manifests that a restore of this checkpoint would read now."""
+    """Returns how many manifests a restore of this checkpoint would read now."""
     as_taken = manifest.links.chain_length
     if as_taken == 1 or not run.consolidated():
         return as_taken
     try:
         chain = resolve_chain(run, ManifestName(manifest.step, manifest.generation))
     except (ChainError, FormatError, ObjectNotFound):
-        return as_taken  # it is committed all the same, and a check says what is wrong before it
+        return as_taken  # the checkpoint is committed anyway; a check finds what is wrong
     return len(chain.manifests)
 
 
-# Making a checkpoint exist: fence, parent, create-only, read back (format §6.1, write order, rules
-# 4 to 6; §6.2).
+# The commit: fence, parent, create-only, read back (format §6.1, write order, rules 4 to 6; §6.2).
 
 
 def commit(
     run: Run, manifest: Manifest, *, expect_generation_newest: bool = True
 ) -> Literal["created", "already"]:
-    """Create the manifest. Every chunk it names MUST be durable by now.
+    """Create the manifest. Every chunk that it names MUST be durable (§6.1, write order, rule 3).
 
-    The write order says so in rule 3 (format §6.1).
-
-    May be called again with the same attempt as often as one likes, by any process, also after
-    the trainer has been replaced: what has been committed stays committed.
+    Any process may call this again with the same attempt, as often as it likes, even after the
+    trainer was replaced: a committed checkpoint stays committed.
 
     Args:
-        run: the run it belongs to.
+        run: the run of the checkpoint.
         manifest: the checkpoint.
         expect_generation_newest: check the fence; off for work that no trainer owns.
 
     Returns:
-        `"created"` when this call made it exist, `"already"` when an earlier one had.
+        `"created"` if this call created the manifest, `"already"` if an earlier call did.
 
     Raises:
         StaleWriter: a newer trainer owns the run.
-        MissingLink: the checkpoint that this increment was taken after is not there; or there is
-            no trace of this generation.
-        GenerationRecordLost: it has no record. Once that is back, try again.
-        ChainError: it is there, and the two contradict each other.
+        MissingLink: the parent of this increment does not exist, or nothing in the store names this
+            generation.
+        GenerationRecordLost: the generation's record is lost. Once it is back, try again.
+        ChainError: the parent exists, and the two contradict each other.
         CommitConflict: another attempt has this step and generation.
         ForeignObject: the manifest is of another run.
-        FormatError: the manifest is too large; or its parent's is damaged, or what is there is.
-        StoreError: the store refuses, or it is unknown after several tries whether it wrote.
+        FormatError: the manifest is too large, or the manifest of its parent or of this checkpoint
+            in the store is damaged.
+        StoreError: the store refuses, or after several tries it is unknown whether it wrote.
     """
     key = MANIFEST_KEY.of(manifest.step, manifest.generation)
     if manifest.run != run.id:
@@ -161,7 +158,7 @@ def commit(
             key,
             found=f"a manifest of run {manifest.run}",
             expected=f"run {run.id} of {run.url}",
-            next_step="commit it to the run its trainer was started on",
+            next_step="commit it to the run on which its trainer was started",
         )
     try:
         if expect_generation_newest:
@@ -169,12 +166,12 @@ def commit(
         if manifest.parent is not None:
             _check_parent(run, manifest)
     except (StaleWriter, MissingLink):
-        # Both also come up when an earlier call of ours committed and its answer got lost.
+        # Both errors also occur after an earlier call committed and its answer was lost.
         if _is_there(run, manifest):
             return "already"
         raise
     if run.consolidated(of=ManifestName(manifest.step, manifest.generation)):
-        # It exists; its own manifest, if it had one, may have been let go of (format §6.6).
+        # The checkpoint exists; retention may have deleted its own manifest (format §6.6).
         _check_ours(manifest, run.manifest(manifest.step, manifest.generation))
         return "already"
     data = manifest_bytes(
@@ -188,14 +185,14 @@ def commit(
 
 
 def manifest_bytes(manifest: Manifest, *, next_step: str) -> bytes:
-    """What is stored of a manifest.
+    """Returns the bytes of a manifest's record.
 
     Args:
-        manifest: it.
-        next_step: what a person can do about one that is too large.
+        manifest: the manifest.
+        next_step: what a person can do if it is too large.
 
     Raises:
-        MalformedObject: it is larger than any reader takes (format §4).
+        MalformedObject: the record is larger than a reader accepts (format §4).
     """
     try:
         return pack_record(manifest)
@@ -209,19 +206,18 @@ def manifest_bytes(manifest: Manifest, *, next_step: str) -> bytes:
 
 
 def check_fence(run: Run, generation: int, step: int) -> None:
-    """Whether a generation may still commit (format §6.1, write order, rule 4).
+    """Check that a generation may still commit (format §6.1, write order, rule 4).
 
     Args:
         run: the run.
-        generation: whose checkpoint it is.
-        step: of that checkpoint, for errors.
+        generation: the generation of the checkpoint.
+        step: the step of the checkpoint, for errors.
 
     Raises:
         StaleWriter: a newer trainer owns the run.
-        GenerationRecordLost: none does, but the record of this generation, which has checkpoints
-            or an end record, or comes right after the newest, is lost. More can be committed once
-            it is back.
-        MissingLink: it is none of these: the store is that of an earlier time.
+        GenerationRecordLost: this generation's record is lost: the generation has checkpoints or
+            an end record, or comes right after the newest. It can commit once the record is back.
+        MissingLink: nothing in the store names this generation, so the store is of an earlier time.
         NothingToRestore: there is no run any more.
         StoreError: the store cannot be read.
     """
@@ -234,7 +230,8 @@ def check_fence(run: Run, generation: int, step: int) -> None:
             next_step="nothing, if the trainer was restarted; else stop the second trainer",
         )
     if newest < generation:
-        # The next one may have lost its record before its first checkpoint: `relink` takes it too.
+        # The next generation may have lost its record before its first checkpoint; `relink` takes
+        # it too.
         named = any(
             generation_in_key(info.key) == generation
             for prefix in (MANIFEST_KEY.prefix, CONSOLIDATED_KEY.prefix, END_KEY.of(generation))
@@ -242,15 +239,15 @@ def check_fence(run: Run, generation: int, step: int) -> None:
         )
         known = named or generation == newest + 1
         if not known and newest == 0:
-            read_run_record(run.store)  # of a store that is away all is gone, this too
+            read_run_record(run.store)  # raises if the whole run is gone, as with a lost mount
         raise (GenerationRecordLost if known else MissingLink)(
             GENERATION_KEY.of(generation),
             found=f"no generation record; generation {newest} is the newest that has one",
-            expected=f"that of the trainer which took step {step}",
+            expected=f"the record of the trainer that took step {step}",
             next_step=next_step_of_lost(generation, never_committed=not named)
             if known
-            else "put it back from a backup; or start the trainer again, which goes on from what "
-            "is there",
+            else "put it back from a backup; or start the trainer again, which goes on from the "
+            "newest checkpoint there is",
         )
 
 
@@ -264,7 +261,7 @@ def _check_parent(run: Run, manifest: Manifest) -> None:
         raise MissingLink(
             MANIFEST_KEY.of(parent.step, parent.generation),
             found="no manifest",
-            expected=f"{parent}, after which {manifest.ref} was taken",
+            expected=f"{parent}, the parent of {manifest.ref}",
             next_step="let the trainer write a full checkpoint",
         ) from error
     check_link(manifest, found)
@@ -284,5 +281,5 @@ def _check_ours(manifest: Manifest, there: Manifest) -> None:
             MANIFEST_KEY.of(manifest.step, manifest.generation),
             found=f"attempt {there.attempt}",
             expected=f"attempt {manifest.attempt}",
-            next_step="keep what is there: another writer has committed this step first",
+            next_step="nothing: another writer committed this step first, and its manifest stays",
         )

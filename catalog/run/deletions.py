@@ -1,4 +1,4 @@
-"""Announces deletions, and tells readers what a retention may still be deleting."""
+"""Announces deletions, and makes readers wait for what a retention may still be deleting."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ from recpoint.format.retention_records import Deletion
 __all__ = ["Announcement", "Going", "TAKE_OVER_SECONDS", "announce", "standing", "take_over"]
 
 
-# The announcement of a deletion: whose it is, how long it holds, who may take it over (§6.6,
+# The announcement of a deletion: its owner, how long it holds, who may take it over (format §6.6,
 # announce).
 #
-# A pin is safe because whoever deletes a manifest has named it in `deletion.json` from before the
-# last look until after the deletion. So nobody deletes under an announcement that is not their own,
-# nobody removes another's, and whoever finds that theirs is gone stops.
+# Pins are safe because a retention names each manifest in `deletion.json` from before its last look
+# at the pins until after the deletion. So a retention deletes only under its own announcement,
+# never removes another's, and stops if its own is gone.
 
 
-#: So old, an announcement is of a retention that was killed: its own deletes nothing any more.
+#: An announcement of this age belongs to a killed retention: a living one deletes nothing more
+#: under it.
 TAKE_OVER_SECONDS = 1800.0
 
-#: So long a retention deletes under one announcement; then it announces what is left anew. Half
-#: of the time after which another takes it over: a request may be under way for the other half.
+#: How long a retention deletes under one announcement; then it announces the rest again. This is
+#: half of the time until another may take over; a last request may be under way for the other half.
 _WORKING_SECONDS = TAKE_OVER_SECONDS / 2
 
-#: Tokens of announcements that this very process has stopped working under, by an error: it need
-#: not wait to go on. Their objects stay meanwhile, since a delete whose answer got lost may still
-#: arrive.
+#: Tokens of announcements under which this process stopped working after an error. It may go on
+#: without waiting. The announcements stay in the store, because a delete whose answer was lost may
+#: still arrive.
 _stopped: set[str] = set()
 
 
 class Standing(NamedTuple):
-    """The announcement that is there.
+    """The announcement in the store.
 
     Attributes:
-        deletion: None: it cannot be read, or is of another run.
-        who: for people.
-        age_seconds: since it was made, at least.
+        deletion: the record; None: it cannot be read, or is of another run.
+        who: who announced it, for people.
+        age_seconds: its age at least.
     """
 
     deletion: Deletion | None
@@ -58,7 +59,7 @@ class Standing(NamedTuple):
     age_seconds: float
 
     def may_be_taken_over(self, after_seconds: float) -> bool:
-        """Whether nobody works under it any more."""
+        """Says whether no retention works under it any more."""
         stopped_here = self.deletion is not None and self.deletion.token in _stopped
         return stopped_here or self.age_seconds >= after_seconds
 
@@ -68,9 +69,9 @@ class Announcement:
 
     Args:
         run: the run.
-        deletion: what was announced.
-        begun_seconds: when, by `host_seconds`.
-        taken_over: it goes on with what another began; else nothing was deleted under it yet.
+        deletion: the announced deletion.
+        begun_seconds: when it was announced, by `host_seconds`.
+        taken_over: it continues a deletion that another began; if false, nothing was deleted yet.
     """
 
     def __init__(
@@ -83,36 +84,36 @@ class Announcement:
 
     @property
     def manifests(self) -> tuple[str, ...]:
-        """Keys of what is going to be deleted."""
+        """Keys of the manifests that are going to be deleted."""
         return self._deletion.manifests
 
     @property
     def is_spent(self) -> bool:
-        """Whether it is too old to delete under it: another may soon take it over."""
+        """Whether it is too old to delete under it, because another may soon take it over."""
         return host_seconds() - self._begun_seconds >= _WORKING_SECONDS
 
     def require_standing(self) -> None:
-        """Make sure that it is still the one that is there.
+        """Check that the announcement in the store is still this one.
 
         Raises:
-            RetentionRefused: it is not: pins no longer see it, so nothing may be deleted under it.
+            RetentionRefused: it is not; pins no longer see it, so nothing may be deleted under it.
             StoreError: the store cannot be read.
         """
         if not self._stands():
             raise RetentionRefused(
                 DELETION_KEY,
-                found="the announcement of this retention is gone, or another's is there",
-                expected=f"its own, {self._deletion.token}, while it deletes",
-                next_step=f"recpoint retain {self._run.url}: it plans anew",
+                found="no announcement of this retention; it is gone, or another's is there",
+                expected=f"its own announcement, {self._deletion.token}, while it deletes",
+                next_step=f"recpoint retain {self._run.url} makes a new plan",
             )
 
     def withdraw(self) -> None:
-        """Remove it, if it is still the one that is there: everything was done, or nothing."""
+        """Remove it, if it is still in the store, after all deletions were done, or none."""
         if self._stands():
             self._run.store.delete(DELETION_KEY)
 
     def stop(self) -> None:
-        """Leave it as it is, for this process to go on with whenever it likes."""
+        """Leave it in the store; this process may continue under it at any time."""
         _stopped.add(self._deletion.token)
 
     def _stands(self) -> bool:
@@ -124,13 +125,13 @@ class Announcement:
 
 
 def standing(run: Run, clocks: Clocks) -> Standing | None:
-    """The announcement that is there, if there is one.
+    """Returns the announcement in the store; None if there is none.
 
     Raises:
         StoreError: the store cannot be read.
     """
     deletion: Deletion | None = None
-    who = "nobody knows whom: it cannot be read"
+    who = "an unknown process (the record cannot be read)"
     try:
         deletion = read_deletion(run)
         if deletion is None:
@@ -140,12 +141,12 @@ def standing(run: Run, clocks: Clocks) -> Standing | None:
             who, deletion = f"{who}, for run {deletion.run}", None
     except FormatError:
         pass
-    # Listed after it was read: if another one came in between, it looks younger, never older.
+    # Listed after the read: if another announcement came in between, this one only looks younger.
     info = next((info for _, info in run.records(DELETION).listed()), None)
     if info is None:
         return None
     if deletion is None or deletion.stamp.written_ms > clocks.wall_ms:
-        # Its stamp says nothing: the store's own clock alone.
+        # The stamp cannot be used, so only the store's clock gives the age.
         store_ms = clocks.wall_ms if clocks.store_ms is None else clocks.store_ms
         return Standing(deletion, who, (store_ms - info.modified_ms) / 1000)
     age_seconds = clocks.age_seconds(deletion.stamp, modified_ms=info.modified_ms)
@@ -153,7 +154,7 @@ def standing(run: Run, clocks: Clocks) -> Standing | None:
 
 
 def announce(run: Run, manifests: tuple[str, ...]) -> Announcement:
-    """Say what is going to be deleted, create-only.
+    """Announce, create-only, the manifests that are going to be deleted.
 
     Raises:
         RetentionRefused: another retention has announced a deletion meanwhile.
@@ -163,7 +164,7 @@ def announce(run: Run, manifests: tuple[str, ...]) -> Announcement:
     try:
         created = run.records(DELETION).create(deletion)
     except (StoreError, ObjectNotFound):
-        _stopped.add(deletion.token)  # it may have been written all the same
+        _stopped.add(deletion.token)  # it may have been written anyway
         raise
     if created == "other":
         raise _at_work(run, _who(run), TAKE_OVER_SECONDS)
@@ -173,20 +174,20 @@ def announce(run: Run, manifests: tuple[str, ...]) -> Announcement:
 def take_over(
     run: Run, there: Standing, manifests: tuple[str, ...], *, after_seconds: float
 ) -> Announcement:
-    """Put one's own in the place of an announcement under which nobody works any more.
+    """Replace an announcement under which no retention works any more.
 
-    It is replaced, never removed first: a pin of what it names is refused at every moment. Two
-    that take it over at once name the same manifests, and whose announcement is not there when
-    they look before they delete stops.
+    It is replaced, not removed first, so a pin of its manifests is refused at every moment. If two
+    processes take it over at once, both name the same manifests, and each looks before it deletes:
+    the one whose announcement is not in the store stops.
 
     Args:
         run: the run.
-        there: of `standing`.
-        manifests: what to announce if nobody knows what it named.
-        after_seconds: how old it has to be.
+        there: the result of `standing`.
+        manifests: what to announce if it is unknown what the old announcement named.
+        after_seconds: how old the announcement must be.
 
     Raises:
-        RetentionRefused: it is younger: somebody is at work.
+        RetentionRefused: it is younger: a retention is at work.
         StoreError: the store refuses or cannot be reached.
     """
     if not there.may_be_taken_over(after_seconds):
@@ -205,10 +206,10 @@ def _at_work(run: Run, who: str, wait_seconds: float) -> RetentionRefused:
     minutes = max(1, round(wait_seconds / 60))
     return RetentionRefused(
         DELETION_KEY,
-        found=f"the deletion that {who} has announced: it is at work, or was killed",
+        found=f"a deletion announced by {who}, which is at work or was killed",
         expected="one retention that deletes at a time",
-        next_step=f"let it end, then recpoint retain {run.url}; if it was killed, that finishes "
-        f"what it began once the announcement is old enough, in {minutes} minutes",
+        next_step=f"let it end, then recpoint retain {run.url}; if it was killed, this command "
+        f"finishes its deletion in {minutes} minutes, when the announcement is old enough",
     )
 
 
@@ -217,7 +218,7 @@ def _who(run: Run) -> str:
         deletion = read_deletion(run)
     except (FormatError, StoreError):
         deletion = None
-    return "somebody" if deletion is None else f"process {deletion.pid} of {deletion.host}"
+    return "another process" if deletion is None else f"process {deletion.pid} of {deletion.host}"
 
 
 def _deletion(run: Run, manifests: tuple[str, ...]) -> Deletion:
@@ -231,24 +232,24 @@ def _deletion(run: Run, manifests: tuple[str, ...]) -> Deletion:
     )
 
 
-# What a retention may still be deleting as a reader comes with its lease (format §6.6).
+# Manifests that a retention may still delete although a reader holds a lease (format §6.6).
 #
-# A retention lists the leases before each manifest that it deletes. Whoever comes after that is not
-# seen before that one manifest is gone; but it was announced before, and this is where the reader
-# looks.
+# A retention lists the leases before each manifest that it deletes. It does not see a lease that is
+# written after that listing until this one manifest is gone. But the manifest was announced before,
+# so the reader looks at the announcement.
 
 
 _LOG = logging.getLogger("recpoint.leases")
 
-#: So long a reader waits for a retention to see its lease, in all: it asks before each manifest,
-#: and reads all manifests anew before it leaves.
+#: How long a reader waits in all for a retention to see its lease. The retention lists the leases
+#: before each manifest, and before it ends it reads all manifests again.
 _WAIT_SECONDS: Final = 30.0
 
 _ASK_SECONDS: Final = 0.5
 
 
 class Going:
-    """The manifests of the announcement that was there once the reader's lease was written.
+    """The manifests that were announced for deletion when the reader's lease was written.
 
     Args:
         run: the run.
@@ -262,37 +263,38 @@ class Going:
 
     @classmethod
     def read(cls, run: Run, *, leased: bool) -> Self:
-        """Read the announcement; never an error, since a restore goes before what it protects.
+        """Read the announcement; never raises, because a restore matters more than this check.
 
-        To be called after the lease was written, and before a manifest is read: what is not named
-        then either is gone already, so that it is not found, or is announced later, by a retention
-        that finds the lease.
+        Call this after the lease was written and before a manifest is read. A manifest that is not
+        named then is either gone already, so the reader does not find it, or is announced later, by
+        a retention that sees the lease.
 
         Args:
             run: the run.
-            leased: whether the reader has a lease of everything; without one nothing is read, and
-                nothing is known to go.
+            leased: whether the reader has a lease of everything. Without it nothing is read, and no
+                manifest counts as announced.
         """
         if not leased:
             return cls(run)
         try:
             deletion = read_deletion(run)
         except (FormatError, StoreError) as error:
-            # Under one that cannot be read nobody goes on deleting.
+            # No retention deletes under an announcement that cannot be read.
             _LOG.info("reading without knowing what is being deleted: %s", error)
             return cls(run)
         return cls(run, () if deletion is None else deletion.manifests)
 
     def require_staying(self, chain: Chain) -> None:
-        """Make sure that no manifest of `chain` is deleted any more, by waiting if need be.
+        """Wait until no manifest of `chain` can be deleted any more.
 
-        Of an announcement that is as old as one that may be taken over nobody deletes any more:
-        whoever takes it over looks at the leases after that.
+        An announcement that is old enough to be taken over is ignored: a retention that takes it
+        over looks at the leases after that.
 
         Raises:
-            RetentionRefused: one still is announced, after half a minute for all chains together.
-            ObjectNotFound: one is gone.
-            StoreError: the store does not say whether it is.
+            RetentionRefused: a manifest is still announced, after half a minute for all chains
+                together.
+            ObjectNotFound: a manifest is gone.
+            StoreError: the store does not say whether a manifest is gone.
         """
         mine = self._manifests.intersection(Representation.of(one).key for one in chain.manifests)
         if not mine:
@@ -307,11 +309,11 @@ class Going:
             self._run.store.size(key)
 
     def _announced(self, mine: Collection[str]) -> Standing | None:
-        """The announcement under which one of these may be deleted; None: there is none."""
+        """Returns the announcement under which one of these may be deleted; None if none."""
         try:
             there = standing(self._run, Clocks.read(self._run.store))
         except StoreError as error:
-            return Standing(None, f"nobody knows whom: {error.found}", 0.0)
+            return Standing(None, f"an unknown process ({error.found})", 0.0)
         if there is None or there.age_seconds >= TAKE_OVER_SECONDS:
             return None
         if there.deletion is not None and not set(mine).intersection(there.deletion.manifests):
@@ -323,8 +325,8 @@ class Going:
         url = self._run.url
         return RetentionRefused(
             key,
-            found=f"it in {DELETION_KEY}, announced by {there.who}: it is being deleted",
+            found=f"its key in {DELETION_KEY}, announced by {there.who}: it is being deleted",
             expected="a checkpoint that no retention has begun to delete",
             next_step=f"choose another: recpoint list {url}; if that retention was killed, this "
-            f"one can be had again in {minutes} minutes, unless recpoint retain {url} comes first",
+            f"one can be read again in {minutes} minutes, unless recpoint retain {url} runs first",
         )

@@ -1,4 +1,4 @@
-"""What retention has to know of a run, read from its store (format §6.6, plan)."""
+"""Collects what retention must know of a run, from its store (format §6.6, plan)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from recpoint.format.naming import ManifestName
 __all__ = ["OnStep", "gather", "leased_by", "unwatched"]
 
 
-#: Called with what is being done, how many of it are done, and how many there are.
+#: Called with the name of the work, how many items are done, and how many there are.
 OnStep = Callable[[str, int, int], None]
 
 
 def unwatched(what: str, done: int, total: int) -> None:
-    """An `OnStep` for when nobody looks."""
+    """Ignores its arguments: an `OnStep` for callers that show no progress."""
 
 
 def gather(
@@ -39,19 +39,19 @@ def gather(
 
     Args:
         run: the run.
-        metrics: those that the policy goes by.
-        leases: those that are alive.
+        metrics: the metrics that the policy uses.
+        leases: the leases that are alive.
         on_step: called after each manifest, from this thread.
 
     Raises:
         FormatError, GenerationRecordLost: the live line cannot be followed.
         StoreError: the store cannot be read.
     """
-    # Manifests before chunks: whatever a manifest names was there before it, so that one that is
-    # committed meanwhile cannot look as if its chunks were missing.
+    # Manifests are listed before chunks. Chunks are stored before their manifest, so a checkpoint
+    # that is committed meanwhile cannot look as if its chunks were missing.
     numbers = run.generation_numbers()
     there = run.representations()
-    # Of these very checkpoints: one that is committed meanwhile would look superseded.
+    # From the checkpoints just listed: one that is committed meanwhile would look superseded.
     live = run.line_of(numbers, there)
     forms = [form for forms in there.values() for form in forms]
     pins = pinned(run)
@@ -66,7 +66,7 @@ def gather(
             usable = _agrees(run, manifest) and not damage.covers(form.key, manifest)
             return _stored(form.key, manifest, infos, usable=usable)
         except ObjectNotFound:
-            return None  # deleted since it was listed
+            return None  # deleted after the listing
         except FormatError:
             return form.key
 
@@ -93,7 +93,7 @@ def gather(
 
 
 def leased_by(leases: Iterable[Held]) -> dict[ManifestName, str]:
-    """Who reads which checkpoint, of leases that name theirs."""
+    """Returns who reads which checkpoint, for leases that name their checkpoints."""
     return {
         ManifestName(ref.step, ref.generation): held.who
         for held in leases
@@ -112,7 +112,7 @@ def _opinions(run: Run) -> dict[ManifestName, Opinion]:
 
 
 def _agrees(run: Run, manifest: Manifest) -> bool:
-    """Whether no reader passes a manifest over for what the checkpoint's own one says."""
+    """Says whether a manifest agrees with its checkpoint's own; readers skip it otherwise."""
     try:
         check_with_own(manifest, run.read_manifest)
     except ChainError:
@@ -137,10 +137,10 @@ def _stored(
         parent=None if parent is None else ManifestName(parent.step, parent.generation),
         parent_attempt="" if parent is None else parent.attempt,
         taken_ms=manifest.snapshot_ms,
-        # Deleted and put back between listing and reading: nothing but its stamp is known.
+        # Not listed: it was deleted and put back meanwhile, so only its stamp gives a time.
         modified_ms=manifest.snapshot_ms if own is None else own.modified_ms,
         stored_bytes=manifest.stored_bytes,
-        # No restore reads a sample.
+        # Missing samples do not count, because no restore reads them.
         whole=usable and "rows" not in missing,
         base=None if base is None else ManifestName(base.step, base.generation),
         state_whole="state" not in missing,

@@ -1,4 +1,4 @@
-"""Leases: word to retention that somebody is reading (format §6.6, §6.7)."""
+"""Holds, renews and reads leases, which tell retention what is being read (format §6.6, §6.7)."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ __all__ = ["Held", "HeldLease", "adopt", "read_leases", "reading"]
 
 _LOG = logging.getLogger("recpoint.leases")
 
-#: How long a lease outlives its owner; while that lives, it is renewed.
+#: How long a lease outlives its owner; a living owner renews it.
 _READING_SECONDS = 6 * 3600
 
-#: So often, many tries may fail before it expires.
+#: Renewed this often, so that many renewals may fail before the lease expires.
 _RENEW_SECONDS = _READING_SECONDS / 12
 
-#: A renewal that hangs in the store is not waited for longer at the end.
+#: The longest wait at the end for a renewal that hangs in the store.
 _LAST_RENEWAL_SECONDS = 10.0
 
 
 class HeldLease:
-    """A lease of this process: renewed with `renew`, from any thread, removed with `release`.
+    """A lease of this process; any thread may `renew` it, and `release` removes it.
 
     Args:
-        run: what is read.
+        run: the run that is read.
         purpose: `restore`, `consolidate`, `publish`, …
         covers: the checkpoints that must stay; None: everything that exists.
-        ttl_seconds: how long it is honoured after the last renewal.
+        ttl_seconds: how long the lease counts after its last renewal.
 
     Raises:
-        StoreError: it could not be written.
+        StoreError: the lease could not be written.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class HeldLease:
         self.renew()
 
     def renew(self, *, covers: Iterable[CheckpointRef] | None = None) -> None:
-        """Write it again with a new stamp and, if given, for other checkpoints."""
+        """Write the lease again with a new stamp and, if `covers` is given, other checkpoints."""
         update: dict[str, object] = {"stamp": stamp_now()}
         if covers is not None:
             update["covers"] = tuple(covers)
-        with self._writing:  # or an older record could come to lie over a newer one
+        with self._writing:  # otherwise an older record could replace a newer one
             self._record = self._record.model_copy(update=update)
             self._run.records(LEASE).put(self._record, self._record.owner)
 
     def release(self) -> None:
-        """Remove it."""
+        """Remove the lease."""
         self._run.records(LEASE).delete(self._record.owner)
 
 
@@ -91,12 +91,11 @@ def reading(
     covers: Iterable[CheckpointRef] | None = None,
     renew_seconds: float = _RENEW_SECONDS,
 ) -> Iterator[HeldLease | None]:
-    """Hold a lease while the block runs; without one where it cannot be written or renewed.
+    """Hold a lease while the block runs; yields None if it cannot be written or renewed.
 
     A reader that may not write, or whose store is full, or whose host has no thread left, must
-    still be able to restore: what it reads is then protected by the grace period of retention
-    alone. A thread renews the lease, so that it holds however long the block takes, and no longer
-    than the process lives.
+    still be able to restore. Then only the grace period of retention protects what it reads. A
+    thread renews the lease, so it holds however long the block takes, while the process lives.
     """
     lease: HeldLease | None = None
     try:
@@ -111,15 +110,15 @@ def reading(
         target=_renew_until,
         args=(ended, lease, renew_seconds),
         name="recpoint-lease",
-        daemon=True,  # a process that ends inside the block does not wait for it
+        daemon=True,  # a process that ends inside the block must not wait for this thread
     )
     try:
         start_thread(renewing)
     except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
         _LOG.info("reading without a lease: %s", error)
-        _release(lease)  # or what it covers would be kept until it expires
+        _release(lease)  # without renewals it would only keep checkpoints until it expires
         lease = None
-    if lease is None:  # not above: what the block raises would seem to follow from that error
+    if lease is None:  # outside the except, so that errors of the block have no false context
         yield None
         return
     try:
@@ -134,7 +133,7 @@ def _release(lease: HeldLease) -> None:
     try:
         lease.release()
     except StoreError as error:
-        _LOG.info("a lease stays until it expires: %s", error)
+        _LOG.info("a lease was not removed and stays until it expires: %s", error)
 
 
 def _renew_until(ended: threading.Event, lease: HeldLease, every_seconds: float) -> None:
@@ -142,19 +141,19 @@ def _renew_until(ended: threading.Event, lease: HeldLease, every_seconds: float)
         try:
             lease.renew()
         except StoreError as error:
-            _LOG.info("a lease is renewed later: %s", error)
+            _LOG.info("a lease was not renewed; trying again later: %s", error)
 
 
 class Held(NamedTuple):
     """A lease as retention sees it.
 
     Attributes:
-        key: where it lies.
-        who: for people.
-        covers: None: everything.
-        alive: whether it is to be honoured.
-        from_the_future: its stamp is, so that it would be honoured for too long.
-        lease: None: it cannot be read.
+        key: its key.
+        who: its owner, for people.
+        covers: the checkpoints that must stay; None: everything.
+        alive: whether it counts.
+        from_the_future: its stamp lies in the future, so it would count for too long.
+        lease: the record; None: it cannot be read.
         modified_ms: when it was last written, by the store's clock.
     """
 
@@ -168,7 +167,7 @@ class Held(NamedTuple):
 
 
 def read_leases(run: Run, clocks: Clocks) -> list[Held]:
-    """All leases of a run, dead ones too."""
+    """Returns all leases of a run, expired ones too."""
     held = []
     for owner, info in run.records(LEASE).listed():
         try:
@@ -176,7 +175,7 @@ def read_leases(run: Run, clocks: Clocks) -> list[Held]:
         except ObjectNotFound:
             continue  # released meanwhile
         except FormatError as error:
-            # Whoever wrote it may be reading: honoured, by the store's clock alone.
+            # Its writer may be reading, so the lease counts; only the store's clock gives its age.
             store_ms = clocks.store_ms if clocks.store_ms is not None else clocks.wall_ms
             alive = store_ms - info.modified_ms <= 1000 * MAX_LEASE_SECONDS
             who = f"unreadable: {error.found}"
@@ -191,10 +190,10 @@ def read_leases(run: Run, clocks: Clocks) -> list[Held]:
 
 
 def adopt(run: Run, held: Held) -> None:
-    """Give a lease from the future this host's stamp, so that it expires when it should.
+    """Give a lease from the future this host's stamp, so that it expires in time.
 
-    If its owner lives, the next renewal takes that back; if it has just ended, the lease lives
-    once more, for its time.
+    If its owner lives, the next renewal writes the owner's stamp again. If its owner has just
+    ended, this write brings the lease back for one more period.
     """
     if held.lease is not None:
         record = held.lease.model_copy(update={"stamp": stamp_now()})

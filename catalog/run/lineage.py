@@ -1,4 +1,4 @@
-"""Which checkpoints of a run count: the live line (format §5)."""
+"""Finds the checkpoints of a run that count: the live line (format §5)."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = [
 
 
 def next_step_of_lost(generation: int, *, never_committed: bool = False) -> str:
-    """What a person can do about a generation record that is not there, for errors.
+    """Returns what a person can do about a missing generation record, for errors.
 
     Args:
-        generation: whose record it is.
+        generation: the generation without a record.
         never_committed: nothing in the store names that generation.
     """
     said = " --never-committed" if never_committed else ""
     return (
-        "put it back from a backup; or say from where that trainer went on: recpoint relink URL "
-        f"{generation}{said} --step STEP, or --from-nothing"
+        "put it back from a backup; or say which checkpoint that trainer restored: recpoint relink "
+        f"URL {generation}{said} --step STEP, or --from-nothing"
     )
 
 
 class Representation(NamedTuple):
-    """One manifest that a checkpoint can be restored by: its own, or a consolidated one.
+    """A manifest that can restore a checkpoint: the checkpoint's own, or a consolidated one.
 
     `after` is the step of a consolidated increment's parent; None for the other forms.
     """
@@ -53,7 +53,7 @@ class Representation(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
-        """Which representation of its checkpoint a manifest is, by what it says."""
+        """Returns the representation that `manifest` is, by its contents."""
         name = ManifestName(manifest.step, manifest.generation)
         if manifest.stands_for is None:
             return cls(name)
@@ -69,24 +69,24 @@ class Representation(NamedTuple):
 
     @property
     def kind(self) -> RecordKind[..., ManifestName | ConsolidatedName, Manifest]:
-        """Of which kind of record the manifest is."""
+        """The manifest's kind of record."""
         return MANIFEST if self.form == "own" else CONSOLIDATED
 
     @property
     def key(self) -> str:
-        """Where the manifest is stored."""
+        """The manifest's key."""
         if self.form == "own":
             return MANIFEST_KEY.of(*self.name)
         return CONSOLIDATED_KEY.of(*self.name, self.after)
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Sorts the representations of one checkpoint: reading least first (format §6.3)."""
+        """Sorts the representations of one checkpoint, cheapest to restore first (format §6.3)."""
         return ("full", "after", "own").index(self.form), self.after or 0
 
 
 def by_checkpoint(found: Iterable[Representation]) -> dict[ManifestName, list[Representation]]:
-    """Representations by checkpoint, ascending; of each those that read least first."""
+    """Groups representations by checkpoint, ascending; in each group the cheapest comes first."""
     by_name: dict[ManifestName, list[Representation]] = {}
     for one in sorted(found, key=lambda one: (one.name, one.cost)):
         by_name.setdefault(one.name, []).append(one)
@@ -96,40 +96,40 @@ def by_checkpoint(found: Iterable[Representation]) -> dict[ManifestName, list[Re
 def live_line(
     newest: int, generations: Mapping[int, GenerationRecord], names: Iterable[ManifestName]
 ) -> list[ManifestName]:
-    """The checkpoints that count, newest first; steps descend strictly.
+    """Returns the checkpoints that count, newest first; steps descend strictly.
 
-    Nothing here reads a clock or the store: the answer is a function of the generation records
-    and of the keys that exist.
+    This reads no clock and no store: the result depends only on the generation records and the
+    existing keys.
 
     Args:
-        newest: the highest generation there is a record or a checkpoint of, readable or not; 0
-            when there is none.
-        generations: the records by number; those the walk does not come past may be absent.
-        names: every checkpoint there is, in any order.
+        newest: the highest generation that has a record, readable or not, or a checkpoint; 0 if
+            there is none.
+        generations: the records by number; records that the walk does not reach may be absent.
+        names: every checkpoint of the run, in any order.
 
     Raises:
-        GenerationRecordLost: the walk comes to a generation whose record is not in `generations`.
-        MalformedObject: a record that goes on from its own or from a later generation.
+        GenerationRecordLost: the walk reaches a generation whose record is not in `generations`.
+        MalformedObject: a record names a restored checkpoint of its own or a later generation.
     """
     steps: dict[int, list[int]] = {}
     for name in names:
         steps.setdefault(name.generation, []).append(name.step)
     line: list[ManifestName] = []
     generation = newest
-    below: int | None = None  # steps of older generations count up to here, exclusively
+    below: int | None = None  # steps of older generations count if they are lower than this
     while generation > 0:
         record = generations.get(generation)
         if record is None:
             raise GenerationRecordLost(
                 GENERATION_KEY.of(generation),
                 found=f"no generation record{_of(generation, steps)}",
-                expected="the record of each generation that the live line goes through: without "
-                "it nobody knows which checkpoints count",
+                expected="the record of each generation on the live line; without it nobody knows "
+                "which checkpoints count",
                 next_step=next_step_of_lost(generation),
             )
         restored = record.restored
-        # A trainer only counts upwards from what it restored: whatever claims otherwise is not
-        # its work on this line.
+        # A trainer counts upwards from the step that it restored; a checkpoint of a lower step
+        # is not its work on this line.
         floor = restored.step if restored else 0
         for step in sorted(steps.get(generation, ()), reverse=True):
             if step >= floor and (below is None or step < below):
@@ -140,18 +140,18 @@ def live_line(
         if restored.generation >= generation:
             raise MalformedObject(
                 GENERATION_KEY.of(generation),
-                found=f"generation {generation} going on from generation {restored.generation}",
-                expected="an earlier generation",
+                found=f"generation {generation}, which restored generation {restored.generation}",
+                expected="a restored checkpoint of an earlier generation",
                 next_step=GENERATION.when_damaged(GENERATION_KEY.of(generation)),
             )
-        # Up to the restored step itself, unless the newer generation has one of that step.
+        # Includes the restored step itself, unless the newer generation has a checkpoint of it.
         below = min(restored.step + 1, below) if below is not None else restored.step + 1
         generation = restored.generation
     return line
 
 
 def _of(generation: int, steps: Mapping[int, list[int]]) -> str:
-    """How many checkpoints of a generation there are, for errors."""
+    """Returns the number of checkpoints of a generation, in words, for errors."""
     there = steps.get(generation)
     if not there:
         return ""
@@ -160,20 +160,20 @@ def _of(generation: int, steps: Mapping[int, list[int]]) -> str:
 
 
 def restarts(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
-    """Starts of trainers since the first on the line that `newest` is on, that one left out.
+    """Returns how many trainers were started after the first one of the line of `newest`.
 
-    Those whose work was lost are counted too, and those whose record cannot be read: each was a
+    Trainers whose work was lost, and those whose record cannot be read, count too: each was a
     restart.
 
     Args:
         newest: a generation.
-        generations: the records by number; those that cannot be read are absent.
+        generations: the records by number; unreadable records are absent.
     """
     return newest - first_of_line(newest, generations)
 
 
 def first_of_line(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
-    """The generation that the line of `newest` began with, as far as records can be read."""
+    """Returns the first generation of the line of `newest`, as far as records can be read."""
     first = newest
     while (record := generations.get(first)) is not None and record.restored is not None:
         if record.restored.generation >= first:

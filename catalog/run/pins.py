@@ -1,4 +1,4 @@
-"""Pins: checkpoints that are kept whatever the rules say, and what was measured (format §6.6)."""
+"""Pins checkpoints, which retention then keeps, and records their metrics (format §6.6)."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ __all__ = [
 ]
 
 
-#: What a pin is called when nobody names it.
+#: The name of a pin when the caller gives none.
 DEFAULT_NAME = "pin"
 
 
 def pinned_text(pins: Iterable[str]) -> str:
-    """That a checkpoint is pinned, and the names that people gave its pins."""
+    """Say that a checkpoint is pinned, with the names that people gave its pins."""
     names = ", ".join(sorted(name for name in pins if name != DEFAULT_NAME))
     return f"pinned ({names})" if names else "pinned"
 
 
-#: What says that a checkpoint goes, is gone, or does not restore: a pin of it is taken back.
+#: Errors of a checkpoint that is being deleted, is gone, or does not restore: its pin is removed.
 _NOT_TO_BE_KEPT: Final = (RetentionRefused, ObjectNotFound, ChainError, FormatError)
 
 
@@ -62,15 +62,15 @@ def pin(
     who: str | None = None,
     why: str = "",
 ) -> Pin:
-    """Keep a checkpoint until `unpin`; it holds once this returns (format §6.6).
+    """Keep a checkpoint until `unpin`; the pin holds once this returns (format §6.6).
 
     Args: see `hold`.
 
     Returns:
-        The pin, or the one of that name that was there.
+        The pin, or an earlier pin of the same name.
 
     Raises:
-        FormatError: of that name there is one that cannot be read; it counts all the same.
+        FormatError: a pin of this name is there and cannot be read; it keeps the checkpoint too.
         SettingsError, ObjectNotFound, ChainError, FormatError, RetentionRefused: see `hold`.
     """
     wish, created = hold(run, name, label=label, who=who, why=why)
@@ -85,24 +85,24 @@ def hold(
     who: str | None = None,
     why: str = "",
 ) -> tuple[Pin, bool]:
-    """Keep a checkpoint, whatever a pin of that name says that is there: it counts by its key.
+    """Keep a checkpoint; an earlier pin of this name is enough, whatever its record says.
 
     Args:
-        run: whose checkpoint it is.
-        name: the checkpoint; its whole chain is kept with it.
-        label: the pin's name; a checkpoint may have several, and each is removed by itself.
+        run: the run of the checkpoint.
+        name: the checkpoint; its whole chain is kept too.
+        label: the pin's name; a checkpoint may have several pins, each removed by itself.
         who: who wants it; user and host when not given.
-        why: for people.
+        why: the reason, for people.
 
     Returns:
-        The pin as it was wished for, and whether that is what is stored: False, one was there.
+        The pin with these values, and whether it was stored; False: a pin was there before.
 
     Raises:
-        SettingsError: a label that no key can hold.
+        SettingsError: no key can hold the label.
         ObjectNotFound: there is no such checkpoint.
         ChainError, FormatError: it does not restore.
         RetentionRefused: it is already being deleted.
-        StoreError: the store cannot be reached or refuses; the pin may be set all the same.
+        StoreError: the store cannot be reached or refuses; the pin may have been set.
     """
     _check_label("label", label)
     ref = run.manifest(*name).ref
@@ -117,11 +117,11 @@ def hold(
     key = PIN_KEY.of(*name, label)
     created = run.records(PIN).create(wish, *name, label) == "created"
     try:
-        # The pin is there: whoever announces a deletion from here on sees it.
+        # The pin is stored, so a retention that announces a deletion from now on sees it.
         chain = _chain_that_stays(run, key, name)
     except _NOT_TO_BE_KEPT:
-        # Not where the store gave no answer: another holder may have found the pin meanwhile, and
-        # count on it.
+        # After a StoreError the pin stays: another holder may have found it meanwhile and rely on
+        # it.
         if created:
             run.store.delete(key)
         raise
@@ -132,10 +132,10 @@ def hold(
 
 
 def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
-    """Remove a pin; the checkpoint is from now on as any other.
+    """Remove a pin; from now on the rules decide about the checkpoint.
 
     Raises:
-        SettingsError: a label that no key can hold.
+        SettingsError: no key can hold the label.
         NothingToRestore: there is no such pin.
     """
     _check_label("label", label)
@@ -151,7 +151,7 @@ def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
 
 
 def pinned(run: Run) -> dict[ManifestName, tuple[str, ...]]:
-    """The names of the pins of each pinned checkpoint; one listing, no reads."""
+    """Returns the names of the pins of each pinned checkpoint; one listing, no reads."""
     found: dict[ManifestName, tuple[str, ...]] = {}
     for step, generation, label in run.records(PIN).names():
         name = ManifestName(step, generation)
@@ -160,11 +160,11 @@ def pinned(run: Run) -> dict[ManifestName, tuple[str, ...]]:
 
 
 def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> None:
-    """Record what was measured of a checkpoint; a later value takes the place of an earlier one.
+    """Record a measured value of a checkpoint; it replaces an earlier value of this metric.
 
     Raises:
-        SettingsError: a name that no key can hold.
-        NonFiniteValue: no number can be compared with it.
+        SettingsError: no key can hold the metric's name.
+        NonFiniteValue: the value is infinite or NaN, so it cannot be ranked.
         ObjectNotFound: there is no such checkpoint.
     """
     _check_label("metric", metric)
@@ -185,12 +185,12 @@ def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> No
 def read_metrics(
     run: Run, wanted: Iterable[str], *, of: Container[ManifestName]
 ) -> dict[str, dict[ManifestName, float]]:
-    """Values of the metrics `wanted`, by metric and checkpoint; what cannot be read is left out.
+    """Returns the values of metrics, by metric and checkpoint; leaves out unreadable records.
 
     Args:
         run: the run.
-        wanted: names of metrics.
-        of: the checkpoints that are there; what is left of others is not read.
+        wanted: names of the metrics.
+        of: the existing checkpoints; left-over metrics of other checkpoints are not read.
     """
     found: dict[str, dict[ManifestName, float]] = {metric: {} for metric in wanted}
     if not found:
@@ -208,24 +208,24 @@ def read_metrics(
 
 
 def read_deletion(run: Run) -> Deletion | None:
-    """The manifests that are being deleted right now, or were when their deletion was killed.
+    """Returns the announced deletion, of a retention at work or of a killed one; None if none.
 
     Raises:
-        FormatError: it cannot be read.
+        FormatError: the record cannot be read.
     """
     try:
-        # Also that of another run: what to think of one is for the callers.
+        # The run is not checked: callers decide about the record of another run.
         return Records(run.store, DELETION, run=None).read()
     except ObjectNotFound:
         return None
 
 
 def _chain_that_stays(run: Run, key: str, name: ManifestName) -> set[str]:
-    """Keys of the manifests that a restore reads, of which none is being deleted."""
+    """Returns the keys of the manifests that a restore reads; refuses if any is being deleted."""
     chain = _chain_keys(run, name)
     while True:
         _refuse_doomed(run, key, chain)
-        # Deleted whole and forgotten between the two looks, or consolidated meanwhile?
+        # Between the two looks a deletion may have begun and ended, or a consolidation.
         again = _chain_keys(run, name)
         if again == chain:
             return chain
@@ -244,8 +244,8 @@ def _refuse_doomed(run: Run, key: str, chain: set[str]) -> None:
                 f"{deletion.host}: it is being deleted",
                 expected="a checkpoint that no retention has begun to delete",
                 next_step=f"choose another: recpoint list {run.url}; if that retention was killed, "
-                f"recpoint retain {run.url} finishes what it began, half an hour after it was "
-                "announced, and what is left then can be pinned",
+                f"recpoint retain {run.url} finishes its deletion half an hour after the "
+                "announcement, and checkpoints that are left then can be pinned",
             )
 
 
@@ -264,13 +264,13 @@ def _check_label(setting: str, label: str) -> None:
 
 
 def words(text: str, most: int) -> str:
-    """Text for people as a record can hold it: what a terminal gave that is no UTF-8 becomes ?."""
+    """Returns at most `most` characters of a text; a character that UTF-8 cannot hold becomes ?."""
     return text[:most].encode(errors="replace").decode()
 
 
 def _whoami() -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no such user, as in some containers
+    except (KeyError, OSError):  # some containers run as a user without a name
         user = "unknown"
     return f"{user}@{socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""Which checkpoint is published: numbered records, of which the highest counts (format §6.10)."""
+"""Publishes checkpoints by numbered records, of which the highest counts (format §6.10)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 
 _TRIES = 100
 
-#: Older ones are removed: whoever follows lists them all at each look.
+#: How many records are kept; older ones are removed, because each look of a follower lists all.
 _KEPT_RECORDS = 100
 _LABEL = re.compile(r"published-([0-9]{8})\Z")
 
 
 class Published(NamedTuple):
-    """The record that counts, whether this call wrote it, and what validations have against it."""
+    """The record that counts, whether this call wrote it, and why validations speak against it."""
 
     record: Publication
     created: bool
@@ -49,27 +49,27 @@ def publish(
     who: str | None = None,
     why: str = "",
 ) -> Published:
-    """Make a checkpoint the published one; an older one rolls back.
+    """Publish a checkpoint; publishing an older one rolls followers back.
 
-    A pin keeps it, with all that it needs, from before the record is written until another
+    A pin keeps the checkpoint and its chain, from before the record is written until another
     checkpoint is published.
 
     Args:
-        run: whose checkpoint it is.
+        run: the run of the checkpoint.
         name: the checkpoint.
-        held: let nobody publish another one who does not say `release`.
-        release: replace one that is held, or whose record is damaged.
-        force: publish one that a validation speaks against, too: that it failed, or that one which
-            it needs did. `Published.doubt` says what.
+        held: hold this publication: only a call with `release` can publish another checkpoint.
+        release: replace a publication that is held, or whose record is damaged.
+        force: publish even if a validation of the checkpoint, or of one that it needs, has failed.
+            `Published.doubt` says which.
         who: who wants it; user and host when not given.
-        why: for people.
+        why: the reason, for people.
 
     Raises:
         ObjectNotFound: there is no such checkpoint.
-        ChainError, FormatError: it does not restore; or the record that counts is damaged.
-        RetentionRefused: it is being deleted; or a validation speaks against it; or another one is
-            held; or there is no higher number.
-        StoreUnavailable: so many publish at once that no number was to be had.
+        ChainError, FormatError: it does not restore, or the record that counts is damaged.
+        RetentionRefused: it is being deleted, a validation speaks against it, another publication
+            is held, or there is no higher number.
+        StoreUnavailable: so many processes publish at once that no number was free.
     """
     doubts = Doubts(run, validated_only=False)
     doubt = doubts.about(name)
@@ -83,7 +83,7 @@ def publish(
             raise RetentionRefused(
                 last,
                 found="the highest number that there is",
-                expected="one that can be followed by another",
+                expected="a lower number, so that another can follow",
                 next_step=f"find out what wrote {run.url}/{last}, and remove it",
             )
         current = _replaced(run, numbers[-1], release) if numbers else None
@@ -98,11 +98,11 @@ def publish(
                 found=f"{ref}, held by {current.who}"
                 + ("" if against is None else f"; by now {against}"),
                 expected="a published checkpoint that is not held",
-                next_step=f"recpoint publish {run.url} --step {name.step} --release, or without a "
-                "step for the newest",
+                next_step=f"recpoint publish {run.url} --step {name.step} --release; without "
+                "--step it publishes the newest",
             )
         label = f"published-{number:08d}"
-        # Whatever a pin of that name says that is there: its key keeps the checkpoint.
+        # A pin with this name may be there already; its key keeps the checkpoint whatever it says.
         pin, _ = pins.hold(run, name, label=label, who=who, why=why)
         record = Publication(
             run=run.id,
@@ -118,27 +118,27 @@ def publish(
             return Published(record, created=True, doubt=doubt)
     raise StoreUnavailable(
         f"{run.url}/{PUBLICATION_KEY.prefix}",
-        found=f"{_TRIES} numbers in a row taken by others",
+        found=f"{_TRIES} numbers in a row taken by other publishers",
         expected="one publisher at a time",
-        next_step="stop what keeps publishing this run, and try again",
+        next_step="stop the process that keeps publishing this run, and try again",
     )
 
 
 def doubt_about(run: Run, record: Publication) -> str | None:
-    """What validations have against a checkpoint that is published; None: nothing."""
+    """Returns why validations speak against a published checkpoint; None if they do not."""
     of = record.checkpoint
     return Doubts(run, validated_only=False).about(ManifestName(of.step, of.generation))
 
 
 def choose(run: Run, *, validated_only: bool) -> ManifestName:
-    """The newest checkpoint of the live line that no validation speaks against.
+    """Returns the newest checkpoint of the live line that no validation speaks against.
 
     Args:
         run: the run.
-        validated_only: pass over those that were not validated either.
+        validated_only: also pass over checkpoints that were not validated.
 
     Raises:
-        NothingToRestore: there is none.
+        NothingToRestore: there is no such checkpoint.
     """
     doubts = Doubts(run, validated_only=validated_only)
     for name in run.live_line():
@@ -147,21 +147,21 @@ def choose(run: Run, *, validated_only: bool) -> ManifestName:
     raise NothingToRestore(
         run.url,
         found="no such checkpoint on the live line",
-        expected="one that was validated" if validated_only else "a checkpoint",
+        expected="a validated checkpoint" if validated_only else "a checkpoint",
         next_step=f"recpoint {'validate' if validated_only else 'list'} {run.url}",
     )
 
 
 def publication_numbers(run: Run) -> list[int]:
-    """Numbers of all records, ascending; one listing, no reads."""
+    """Returns the numbers of all publications, ascending; one listing, no reads."""
     return sorted(run.records(PUBLICATION).names())
 
 
 def newest_publication(run: Run) -> Publication | None:
-    """The record that counts; None if nothing was ever published.
+    """Returns the publication that counts; None if nothing was ever published.
 
     Raises:
-        FormatError: it is damaged, or of another run.
+        FormatError: its record is damaged, or of another run.
     """
     numbers = publication_numbers(run)
     return run.records(PUBLICATION).read(numbers[-1]) if numbers else None
@@ -172,23 +172,23 @@ def _doubted(run: Run, name: ManifestName, doubt: str) -> RetentionRefused:
         f"{run.url}, {name}",
         found=doubt,
         expected="a checkpoint to publish that no validation speaks against",
-        next_step=f"recpoint validate {run.url} --step {name.step} says what is wrong, recpoint "
-        "publish --validated takes another; or this one all the same: --force, force=True",
+        next_step=f"recpoint validate {run.url} --step {name.step} says what is wrong; recpoint "
+        "publish --validated publishes another; --force, or force=True, publishes this one",
     )
 
 
 def _replaced(run: Run, number: int, release: bool) -> Publication | None:
-    """The record that counts so far; None for a damaged one that is to be replaced all the same."""
+    """Returns the record that counts so far; None if it is damaged and `release` allows that."""
     try:
         return run.records(PUBLICATION).read(number)
     except FormatError:
-        if not release:  # it may have said that its checkpoint is held
+        if not release:  # the damaged record may have been held
             raise
         return None
 
 
 def _let_go(run: Run, record: Publication) -> None:
-    """Remove pins of earlier publications and of such as were never finished, and old records."""
+    """Remove old records, and pins of earlier publications and of publications never finished."""
     for named in run.records(PIN).names():
         label = _LABEL.match(named.name)
         if label is None:

@@ -1,4 +1,4 @@
-"""Finds what a run has lost (manifests, generation records, its line) and puts records back."""
+"""Finds lost manifests, lost generation records and a lost live line, and puts records back."""
 
 from __future__ import annotations
 
@@ -44,25 +44,26 @@ __all__ = [
 ]
 
 
-# Checkpoints whose manifests are gone though a restore needs them: lost, not let go (format §6.5).
+# Finds checkpoints whose manifests are lost although a restore needs them (format §6.5).
 #
-# How the two are told apart. Retention deletes a manifest only when what stands on it has gone
-# before it, or has a chain without it (format §6.4, delete order, rule 1). So where a
-# checkpoint is there, none of its manifests leads to a full, and the parent of one has no manifest,
-# that one was lost. Its checkpoint is whole again once it is put back, unless somebody has removed
-# the chunks until then.
-# Where all are gone, no manifest tells what another needs: everything stays (`manifests_gone`).
+# A lost manifest differs from a manifest that retention deleted. Retention deletes a manifest only
+# after every manifest that needs it is gone or has a chain without it (format §6.4, delete order,
+# rule 1). So if a checkpoint has manifests, none of them leads to a full, and the parent of one has
+# no manifest, then the parent's manifest was lost. Once it is put back, the parent is whole again,
+# unless its chunks were removed meanwhile.
+# If all manifests are gone, no manifest says what another needs, so everything stays
+# (`manifests_gone`).
 
 
 class Link(NamedTuple):
-    """What one manifest says of its place in a chain.
+    """The place of one manifest in a chain.
 
     Attributes:
-        checkpoint: that it represents.
-        parent: what must be read before it; None for a full.
-        base: the full its chain starts from; None for a full.
-        taken_after: the parent of the checkpoint as it was taken, where this is a consolidation;
-            else `parent`.
+        checkpoint: the checkpoint that the manifest represents.
+        parent: the checkpoint that must be read before it; None for a full.
+        base: the full with which its chain starts; None for a full.
+        taken_after: the parent of the checkpoint when it was taken, which a consolidation keeps;
+            in other manifests the same as `parent`.
     """
 
     checkpoint: AttemptName
@@ -72,7 +73,7 @@ class Link(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
-        """The link that a manifest is."""
+        """Returns the link of a manifest."""
         return cls(
             _attempt(manifest.ref),
             None if manifest.parent is None else _attempt(manifest.parent),
@@ -82,13 +83,13 @@ class Link(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """A part of a chain in which manifests are missing, from the base to the last link."""
+    """The part of a chain, from its base to its last link, in which manifests are missing."""
 
     first: AttemptName
     last: AttemptName
 
     def has(self, name: ManifestName) -> bool:
-        # Steps ascend along a chain, and no parent is of a later generation (format §4,
+        # Steps ascend along a chain, and no parent has a later generation (format §4,
         # invariant 4).
         return (
             self.first.step <= name.step <= self.last.step
@@ -97,13 +98,13 @@ class _Gap(NamedTuple):
 
 
 class LostManifests:
-    """What no manifest names any more and is needed all the same.
+    """Knows the checkpoints that are needed although their manifests are lost.
 
     Args:
-        links: of all manifests that there are, in any order.
-        pins: names of the pins of each pinned checkpoint, whether it is there or not: retention
-            deletes none that is pinned.
-        gone: what says that all manifests are gone (`why_gone`); else empty.
+        links: the links of all manifests of the run, in any order.
+        pins: names of the pins of each pinned checkpoint, existing or not; retention deletes no
+            pinned checkpoint, so a missing one was lost.
+        gone: the reason from `why_gone` if all manifests are gone; otherwise empty.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class LostManifests:
             by_name.setdefault(_name(link.checkpoint), []).append(link)
         self._there = by_name.keys()
         self._pins = pins or {}
-        #: Each with the newest checkpoint that does not restore without it.
+        #: Lost checkpoints, each with the newest checkpoint that does not restore without it.
         self._missing: dict[AttemptName, ManifestName] = {}
         self._gaps: dict[_Gap, ManifestName] = {}
         attempts = {link.checkpoint for same in by_name.values() for link in same}
@@ -134,24 +135,24 @@ class LostManifests:
 
     def _note(self, name: ManifestName, link: Link, attempts: set[AttemptName]) -> None:
         if link.parent is None or link.parent in attempts:
-            return  # it is there; what is missing, its own chain tells
+            return  # the parent has a manifest; its own chain shows what is missing
         self._missing[link.parent] = name
-        # What the parent stood on, its manifest alone has told.
+        # Only the lost manifest said what the parent needs, so anything before it may be needed.
         if link.base is not None:
             self._gaps[_Gap(link.base, max(link.parent, link.taken_after or link.parent))] = name
 
     def why_needed(self, name: ManifestName, attempt: str | None = None) -> str:
-        """Why what is left of a checkpoint has to stay; empty: nothing of the run needs it.
+        """Returns why the remains of a checkpoint must stay; empty: nothing in the run needs them.
 
         Args:
             name: the checkpoint.
-            attempt: of it, as chunks are of one; None: what is asked for is of any.
+            attempt: the attempt that the remains belong to, as for chunks; None: any attempt.
         """
         if self._gone:
             return self._gone
         exact = None if attempt is None else self._missing.get(AttemptName(*name, attempt))
         if exact is None and name in self._there:
-            return ""  # beside the manifests of a checkpoint nothing else of it is needed
+            return ""  # the checkpoint has manifests, so nothing of other attempts is needed
         by = exact or self._missing_names.get(name)
         if by is not None:
             return f"{name} is needed by {by}, and its manifest is gone"
@@ -171,15 +172,17 @@ def _name(attempt: AttemptName) -> ManifestName:
     return ManifestName(attempt.step, attempt.generation)
 
 
-# Whether all manifests are gone of a run that had some: moved away, or not copied yet (§6.5).
+# Finds out whether a run had manifests that are all gone: moved away, or not copied yet (format
+# §6.5).
 #
-# A run whose first checkpoint was never committed has no manifest either, and what is there of it
-# are orphans. What tells the two apart is written only once there is a manifest; or it is chunks of
-# a second checkpoint of the newest trainer, since an agent stores its jobs one after another: what
-# was stored of the first was committed, unless it was rejected, or waits for other ranks.
+# A run whose first checkpoint was never committed has no manifest either, and its chunks are
+# orphans. Two signs show that there were manifests. The first is an object that is written only
+# after a manifest. The second is chunks of a second checkpoint of the newest trainer: an agent
+# stores its jobs one after another, so the first checkpoint was committed, unless it was rejected
+# or waits for other ranks.
 
 
-#: Where nothing is before the first manifest.
+#: Prefixes under which nothing is written before the first manifest.
 _AFTER_THE_FIRST: Final = (
     CONSOLIDATED_KEY.prefix,
     VALIDATION_KEY.prefix,
@@ -191,13 +194,14 @@ _AFTER_THE_FIRST: Final = (
 
 
 def why_gone(run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -> str:
-    """What says that there were manifests, where no checkpoint has its own; else empty.
+    """Returns a sign that the run had manifests, if no checkpoint has its own now; else empty.
 
-    Costs nothing where there is one: retention leaves the newest checkpoint its own (format §6.6).
+    Costs nothing if a checkpoint has its own manifest; retention never deletes the own manifest of
+    the newest checkpoint (format §6.6).
 
     Args:
         run: the run.
-        there: of `Run.representations`.
+        there: the result of `Run.representations`.
 
     Raises:
         StoreError: the store cannot be read.
@@ -228,9 +232,10 @@ def _signs(run: Run) -> Iterator[str]:
 
 
 def _followed(run: Run) -> Iterator[str]:
-    """The newest generation, if an agent has stored of a later step after one of it.
+    """Yields a sign if an agent has stored chunks of two checkpoints of the newest generation.
 
-    What is of an earlier one alone may have been stored in vain: its trainer had been replaced.
+    Chunks of earlier generations are no sign: their trainers were replaced, so the agent may have
+    stored chunks of a checkpoint that could not be committed.
     """
     generation = max(run.generation_numbers(), default=0)
     stored: set[AttemptName] = set()
@@ -246,7 +251,7 @@ def _followed(run: Run) -> Iterator[str]:
         refs = [one.checkpoint for one in of_rank.newest]
         stored.difference_update(AttemptName(ref.step, ref.generation, ref.attempt) for ref in refs)
         if of_rank.count > len(refs) and all(ref.generation >= generation for ref in refs):
-            # Those before them may have been rejected, too.
+            # The record has only the newest rejections; earlier checkpoints may be rejected too.
             first = min(ref.step for ref in refs)
             stored = {attempt for attempt in stored if attempt.step > first}
     steps = sorted({attempt.step for attempt in stored})
@@ -257,7 +262,7 @@ def _followed(run: Run) -> Iterator[str]:
         )
 
 
-# Making a lost generation record anew, from what a person knows of it (format §5).
+# Creates a lost generation record again, from what a person knows about it (format §5).
 
 
 def relink(
@@ -267,20 +272,21 @@ def relink(
     *,
     never_committed: bool = False,
 ) -> GenerationRecord:
-    """Create the record of a generation whose own is lost.
+    """Create the record of a generation whose own record is lost; nothing is replaced.
 
-    Nothing is replaced. The record says nothing of where its trainer ran, since nobody knows.
+    The new record has an empty host and pid 0, because nobody knows where the trainer ran.
 
     Args:
         run: the run.
-        generation: it has no record, and something in the store names it or a later one.
-        restored: the checkpoint that its trainer went on from; None: from nothing.
-        never_committed: it may also be the one right after the newest that anything names: its
-            record was lost before its first checkpoint. No earlier trainer commits after that.
+        generation: has no record, and something in the store names it or a later generation.
+        restored: the checkpoint that its trainer restored; None: it began from nothing.
+        never_committed: also accept the generation right after the newest that anything names,
+            because its record was lost before its first checkpoint. No earlier trainer can commit
+            after that.
 
     Raises:
-        SettingsError: it has a record, also one that cannot be read; or nothing names it; or its
-            checkpoints cannot have come from `restored`.
+        SettingsError: the generation has a record, readable or not; or nothing names it; or its
+            checkpoints cannot follow from `restored`.
         NothingToRestore: there is no checkpoint `restored`.
         FormatError: the manifest of `restored` is damaged.
         StoreError: the store refuses, or cannot be reached.
@@ -295,8 +301,8 @@ def relink(
     if stands_on is not None and (restored is None or restored.step < stands_on.step):
         raise _refused(
             key,
-            f"{restored or 'nothing'} to go on from, but an increment of its own on {stands_on}",
-            "a checkpoint of that step or a later one",
+            f"{restored or 'nothing'} as restored, but its first increment has parent {stands_on}",
+            "a restored checkpoint of that step or a later one",
         )
     record = GenerationRecord(
         run=run.id,
@@ -315,14 +321,16 @@ def relink(
 def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointRef:
     if restored.generation >= generation:
         raise _refused(
-            GENERATION_KEY.of(generation), f"{restored} to go on from", "an earlier generation's"
+            GENERATION_KEY.of(generation),
+            f"{restored} as restored",
+            "a checkpoint of an earlier generation",
         )
     steps = [name.step for name in run.manifest_names() if name.generation == generation]
     if restored.step > min(steps, default=restored.step):
         raise _refused(
             GENERATION_KEY.of(generation),
-            f"{restored} to go on from, but a checkpoint of its own at step {min(steps)}",
-            "a checkpoint of that step or an earlier one",
+            f"{restored} as restored, but its own first checkpoint at step {min(steps)}",
+            "a restored checkpoint of that step or an earlier one",
         )
     try:
         return run.manifest(*restored).ref
@@ -330,14 +338,14 @@ def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointR
         raise NothingToRestore(
             f"{run.url}, {restored}",
             found="no manifest",
-            expected="the checkpoint that the trainer went on from; if that is gone, the newest "
-            "before it that is left",
+            expected="the checkpoint that the trainer restored; if it is gone, the newest one left "
+            "before it",
             next_step=f"recpoint list {run.url} --all",
         ) from error
 
 
 def _stands_on(run: Run, generation: int) -> ManifestName | None:
-    """What its first checkpoint is an increment on, of an earlier trainer; None: nobody knows."""
+    """Returns the parent of its first checkpoint, if an earlier trainer's and there; else None."""
     names = run.manifest_names()
     own = [name for name in names if name.generation == generation]
     try:
@@ -347,25 +355,25 @@ def _stands_on(run: Run, generation: int) -> ManifestName | None:
     if parent is None or parent.generation >= generation:
         return None
     name = ManifestName(parent.step, parent.generation)
-    return name if name in names else None  # gone: the newest before it is what can be said
+    return name if name in names else None  # if it is gone, a person names the newest before it
 
 
 def _unknown(key: str, generation: int, newest: int) -> SettingsError:
-    named = f"generation {newest} is the newest that anything here names" if newest else "none"
+    named = f"generation {newest} is the newest named here" if newest else "no generation is named"
     said = f"recpoint relink URL {generation} --never-committed"
     return SettingsError(
         key,
         found=f"no trace of that generation; {named}",
-        expected="one that something in the store names",
-        next_step=f"correct the number; {said} if that trainer was started and had not committed "
-        f"anything: no earlier one commits after that"
+        expected="a generation that something in the store names",
+        next_step=f"correct the number; or, if that trainer was started and committed nothing: "
+        f"{said} (no earlier trainer can commit after that)"
         if generation == newest + 1
         else "correct the number",
     )
 
 
 def _there(run: Run, generation: int) -> SettingsError:
-    key, none = GENERATION_KEY.of(generation), "none, since one is never replaced"
+    key, none = GENERATION_KEY.of(generation), "no record, because a record is never replaced"
     record = run.read_generations([generation])[generation]
     if not isinstance(record, FormatError):
         return _refused(key, "a generation record", none)
@@ -373,8 +381,8 @@ def _there(run: Run, generation: int) -> SettingsError:
         key,
         found=f"a generation record that cannot be used: {record.found}",
         expected=none,
-        next_step="put it back from a backup; or, if there is none, move it out of the run and run "
-        "this again",
+        next_step="put it back from a backup; if there is none, move it out of the run and run "
+        "this command again",
     )
 
 
@@ -384,25 +392,25 @@ def _refused(key: str, found: str, expected: str) -> SettingsError:
     )
 
 
-# Where a run has checkpoints and none of them counts (format §5): what to say of it.
+# Runs that have checkpoints of which none counts (format §5).
 
 
 def line_to_go_on(
     run: Run, *, before: int | None = None, partial: bool = False
 ) -> list[ManifestName]:
-    """The live line, newest first; empty only where training may begin from nothing unasked.
+    """Returns the live line, newest first; empty only if training may begin from nothing unasked.
 
-    A start that was to begin anew, and ended before its first checkpoint, leaves a line without
-    any: beginning from nothing once more would leave all training behind, and nobody would know.
-    So would it where all manifests are gone: a mount that is missing, a copy that has not ended.
+    A start from nothing that ended before its first checkpoint leaves an empty live line. Another
+    start from nothing would then silently leave all training behind. The same holds if all
+    manifests are gone, as with a missing mount or an unfinished copy. Both are errors.
 
     Args:
-        run: that is to be taken over.
+        run: the run to take over.
         before: see `Run.live_line`.
-        partial: only parts of a checkpoint are wanted, for what the error proposes.
+        partial: only parts of a checkpoint are wanted; the error then proposes another call.
 
     Raises:
-        NothingToRestore: none counts, but there are superseded ones, or there have been some.
+        NothingToRestore: no checkpoint counts, but there are superseded ones, or there were some.
         FormatError, GenerationRecordLost: see `Run.live_line`.
         StoreError: the store cannot be read.
     """
@@ -419,42 +427,42 @@ def line_to_go_on(
     call = f"restore({named}, partial=...)" if partial else f"restore({named})"
     raise NothingToRestore(
         run.url,
-        found=f"no checkpoint that counts, since the newest start began a line of its own and "
-        f"ended before its first; {superseded_text(superseded)}",
-        expected="one to go on from, or word that training begins from nothing",
+        found=f"no checkpoint that counts, because the newest start began from nothing and ended "
+        f"before its first checkpoint; {superseded_text(superseded)}",
+        expected="a checkpoint to go on from, or a request to begin from nothing",
         next_step=f"{call} in one start {'loads parts of' if partial else 'goes on from'} that "
         f"one, restore(fresh=True) begins from nothing; recpoint list {run.url} --all lists them",
     )
 
 
 def manifests_gone(run: Run) -> NothingToRestore | None:
-    """The error where something says that a run had checkpoints, and all its manifests are gone.
+    """Returns the error for a run that had checkpoints and whose manifests are all gone, or None.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    # Looked at twice: the first of a run may be committed right after the manifests were listed.
+    # Looked at twice, because a first checkpoint may be committed right after the first listing.
     why = why_gone(run, run.representations()) and why_gone(run, run.representations())
     if not why:
         return None
     return NothingToRestore(
         run.url,
         found=f"no checkpoint, but {why}",
-        expected=f"the manifests of what was stored here, under {MANIFEST_KEY.prefix}",
+        expected=f"the manifests of the stored checkpoints, under {MANIFEST_KEY.prefix}",
         next_step="put them back from a replica or an older version of the bucket, or let the copy "
-        "that brings them end; where nothing of it is wanted, restore(fresh=True) of a trainer "
+        "that brings them end; if nothing of this run is wanted, restore(fresh=True) of a trainer "
         f"begins from nothing; recpoint check {run.url} lists what is there",
     )
 
 
 def left_by_going_back(run: Run, record: GenerationRecord) -> list[ManifestName]:
-    """The checkpoints that counted, and do not since a trainer went back to an older one.
+    """Returns the checkpoints that stopped counting when a trainer restored an older checkpoint.
 
-    All that counted, where it went on from one that did not.
+    These are all checkpoints that counted, if it restored one that did not count.
 
     Args:
-        run: that `record` has taken over.
-        record: of that trainer.
+        run: the run that the trainer took over.
+        record: the trainer's generation record.
 
     Raises:
         FormatError, GenerationRecordLost: see `Run.live_line`.
@@ -466,20 +474,20 @@ def left_by_going_back(run: Run, record: GenerationRecord) -> list[ManifestName]
 
 
 def superseded_alone(run: Run, *, before: int | None = None) -> list[ManifestName]:
-    """The superseded checkpoints of a run on whose live line there is none; else nothing.
+    """Returns the superseded checkpoints of a run with an empty live line; otherwise nothing.
 
     Args, raises: see `line_to_go_on`.
     """
     names = [name for name in run.manifest_names() if before is None or name.generation < before]
-    # The line after them: one that is committed meanwhile, the first of its line, is on it.
+    # The line is read after the names, so it has a first checkpoint that is committed meanwhile.
     return [] if not names or run.live_line(before=before) else names
 
 
 def superseded_text(names: Sequence[ManifestName]) -> str:
-    """How many, and which is the newest; at least one."""
+    """Returns how many checkpoints are superseded and which is the newest; at least one."""
     return f"{len(names)} superseded, the newest {_newest(names)}"
 
 
 def _newest(names: Sequence[ManifestName]) -> ManifestName:
-    """What was trained last: a later start counts its batches from nothing again."""
+    """Returns the checkpoint that was trained last; generations first, as steps may start anew."""
     return max(names, key=lambda name: (name.generation, name.step))

@@ -1,4 +1,4 @@
-"""The manifests of each checkpoint: which a reader prefers, and what it needs (format §6.6)."""
+"""Decides which manifest of a checkpoint a reader prefers, and what it needs (format §6.6)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from recpoint.format.naming import ManifestName
 __all__ = ["Opinion", "Representations", "RunFacts", "StoredManifest"]
 
 
-#: What a validation says of a checkpoint, as far as retention goes by it.
+#: The verdict of validations on a checkpoint, as retention uses it.
 Opinion = Literal["failed", "stateless", "sample", "full"]
 
 
 class StoredManifest(NamedTuple):
-    """One manifest, as far as retention needs it.
+    """What retention needs to know of one manifest.
 
     Attributes:
-        key: where it lies.
-        name: the checkpoint it represents.
-        attempt: that checkpoint's.
-        parent: what must be read before it; None for a full.
-        parent_attempt: that checkpoint's; empty for a full.
+        key: its key.
+        name: the checkpoint that it represents.
+        attempt: the attempt of that checkpoint.
+        parent: the checkpoint that must be read before it; None for a full.
+        parent_attempt: the attempt of the parent; empty for a full.
         taken_ms: when the checkpoint was cut, by its trainer's clock.
         modified_ms: when this manifest was written, by the store's clock.
         stored_bytes: bytes of its chunks.
-        whole: its chunks of rows are all there in their lengths, no validation has found it damaged
-            and done without it, and it contradicts no other manifest.
-        base: the full that its chain starts from; None for a full.
-        state_whole: so are its chunks of the state, which no restore of another checkpoint reads.
+        whole: all its row chunks are stored with the right length, no validation found it damaged
+            and did without it, and it contradicts no other manifest.
+        base: the full with which its chain starts; None for a full.
+        state_whole: all its state chunks are stored too. Only a restore of this checkpoint itself
+            reads them.
     """
 
     key: str
@@ -48,20 +49,20 @@ class StoredManifest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known of a run when a plan is made.
+    """What is known of a run when retention makes a plan.
 
     Attributes:
-        manifests: all there are, in any order; a checkpoint may have several.
+        manifests: all manifests, in any order; a checkpoint may have several.
         live: the live line, newest first.
-        now_ms: this host's time; only tells which times are in the future.
+        now_ms: this host's time; only used to find times in the future.
         pins: names of the pins of each pinned checkpoint.
         leased: who reads which checkpoint, for leases that do not cover everything.
-        metrics: values by metric and checkpoint; finite.
-        verdicts: what validations say of a checkpoint (format §10): that it does not restore
-            (`failed`, `stateless`), or up to which level it is validated (`sample`, `full`).
-        unreadable: keys of manifests that cannot be read; what they need is unknown.
+        metrics: finite values by metric and checkpoint.
+        verdicts: the verdicts of validations (format §10): the checkpoint does not restore
+            (`failed`, `stateless`), or it is validated up to a level (`sample`, `full`).
+        unreadable: keys of manifests that cannot be read, so it is unknown what they need.
         lost: generations beside the live line that have no record.
-        generations: those that had one when the live line was read.
+        generations: generations that had a record when the live line was read.
     """
 
     manifests: Sequence[StoredManifest]
@@ -76,10 +77,10 @@ class RunFacts:
     generations: Collection[int] = ()
 
     def times_ms(self) -> tuple[Mapping[ManifestName, int], Mapping[ManifestName, int]]:
-        """When each checkpoint was made: as its trainer stamped it, and as the store tells.
+        """Returns when each checkpoint was made, by its trainer's clock and by the store's clock.
 
-        Of several manifests the oldest tells: a consolidated one is written later. Where only that
-        is left, the store tells when it was consolidated.
+        The oldest of several manifests decides, because a consolidated manifest is written later.
+        If only that one is left, the store's time is the time of the consolidation.
         """
         taken: dict[ManifestName, int] = {}
         stored: dict[ManifestName, int] = {}
@@ -91,11 +92,11 @@ class RunFacts:
 
 
 class Representations:
-    """Manifests by checkpoint; each checkpoint is resolved once, whatever asks for it.
+    """Knows all manifests by checkpoint; resolves each checkpoint once, on construction.
 
     Args:
-        manifests: all there are.
-        verdicts: what validations say.
+        manifests: all manifests of the run.
+        verdicts: the verdicts of validations.
     """
 
     def __init__(
@@ -108,82 +109,84 @@ class Representations:
         for manifest in manifests:
             self._of.setdefault(manifest.name, []).append(manifest)
         self._best: dict[ManifestName, StoredManifest | None] = {}
-        self._readable: set[tuple[ManifestName, str]] = set()  # by attempt: rows of all the chain
-        self._failed_link: set[ManifestName] = set()  # checkpoints whose chain has one
-        # Parents are of lower steps, so that in this order each is known before its children.
+        # (checkpoint, attempt) for which the rows of the whole chain are stored
+        self._readable: set[tuple[ManifestName, str]] = set()
+        self._failed_link: set[ManifestName] = set()  # checkpoints with a failed link in the chain
+        # Parents have lower steps, so in this order each is known before its children.
         for name in sorted(self._of):
             self._readable |= {(name, one.attempt) for one in self._of[name] if self._leads(one)}
             usable = [manifest for manifest in self._of[name] if self._restores(manifest)]
             self._best[name] = min(usable, key=_cost, default=None)
-            # Through any of its manifests: a merged one holds the rows of the links it stands for.
+            # Any of its manifests counts: a merged one holds the rows of the links it replaces.
             before = any(manifest.parent in self._failed_link for manifest in self._of[name])
             if before or self._verdicts.get(name) == "failed":
                 self._failed_link.add(name)
 
     def of(self, name: ManifestName) -> Sequence[StoredManifest]:
-        """All manifests of a checkpoint; empty if there is none."""
+        """Returns all manifests of a checkpoint; empty if there are none."""
         return self._of.get(name, ())
 
     def best(self, name: ManifestName) -> StoredManifest | None:
-        """The manifest that a reader prefers: a full, else the one whose parent is furthest back.
+        """Returns the manifest that a reader prefers: a full, or the one with the oldest parent.
 
         None if none restores: chunks are missing, or the chain does not join up.
         """
         return self._best.get(name)
 
     def is_doubted(self, name: ManifestName) -> bool:
-        """Whether it, or a link of its chain as it was taken, stands as failed."""
+        """Says whether a validation of it, or of a link of its original chain, stands as failed."""
         return name in self._failed_link
 
     def needed_forms(self, name: ManifestName) -> Sequence[StoredManifest]:
-        """Manifests of a checkpoint that is to stay: the best one alone, where that is enough.
+        """Returns the manifests to keep of a checkpoint that stays: only the best one if possible.
 
-        All of one that does not restore: somebody may repair it. All of one that is doubted: with
-        its own manifest would go what tells that its merged rows are doubtful.
+        All manifests of a checkpoint that does not restore are kept, because a person may repair
+        it. All manifests of a doubted checkpoint are kept too, because only its own manifest shows
+        which failed links its merged rows come from.
         """
         best = self.best(name)
         return self.of(name) if best is None or self.is_doubted(name) else (best,)
 
     def outlasting(self, name: ManifestName) -> StoredManifest | None:
-        """Of the manifests that restore a checkpoint, the one that may go last: the best.
+        """Returns the manifest of a checkpoint to delete last: the best of those that restore it.
 
-        Of a doubted one that with the most links: without it the others would count as good.
-        None if none restores.
+        For a doubted checkpoint it is the manifest with the most links, because without it the
+        others would count as good. None if none restores.
         """
         usable = (manifest for manifest in self.of(name) if self._restores(manifest))
         return (max if self.is_doubted(name) else min)(usable, key=_cost, default=None)
 
     def is_trusted(self, name: ManifestName) -> bool:
-        """Whether a reader takes it unasked: it restores, and no validation says otherwise."""
+        """Says whether a reader takes it unasked: it restores, and no validation is against it."""
         verdict = self._verdicts.get(name)
         if self.best(name) is None or verdict in ("failed", "stateless"):
             return False
         return verdict == "full" or name not in self._failed_link
 
     def is_validated(self, name: ManifestName) -> bool:
-        """Whether it is trusted since a validation of its bytes has passed."""
+        """Says whether it is trusted, and a validation that read its bytes has passed."""
         return self.is_trusted(name) and self._verdicts.get(name) in ("sample", "full")
 
     def mark_chain(self, name: ManifestName, reason: str, needed: dict[str, str]) -> None:
-        """Enter the manifests that restore `name` into `needed`, unless they are there.
+        """Add the manifests that restore `name` to `needed`, with `reason`, unless they are there.
 
-        Of each checkpoint those of `needed_forms`.
+        For each checkpoint of the chain these are the manifests of `needed_forms`.
         """
         left = [name]
         while left:
             at = left.pop()
             for manifest in self.needed_forms(at):
                 if manifest.key in needed:
-                    continue  # and with it its chain, now or by the caller
+                    continue  # its chain is in `needed` too, or the caller adds it
                 needed[manifest.key] = reason
                 left.extend(self.before(manifest))
 
     def before(self, manifest: StoredManifest) -> Sequence[ManifestName]:
-        """The checkpoints that are needed for what a manifest stands on: its parent.
+        """Returns the checkpoints that a manifest needs: its parent.
 
-        Where that one has no manifest any more, which was lost, all that may have been before it in
-        the chain: once it is put back, they are needed again, and it alone says which (format
-        §6.5).
+        If the parent's manifests are lost, these are all checkpoints that may have been before the
+        parent in the chain. Once the parent's manifest is put back, some are needed again, and only
+        that manifest says which (format §6.5).
         """
         first, last = manifest.base, manifest.parent
         if last is None:
@@ -201,7 +204,7 @@ class Representations:
         return manifest.state_whole and self._leads(manifest)
 
     def _leads(self, manifest: StoredManifest) -> bool:
-        """Whether the rows of its chain are there: all that what stands on it needs."""
+        """Says whether all rows of its chain are stored; its children need nothing else of it."""
         if manifest.parent is None or not manifest.whole:
             return manifest.whole
         before = (manifest.parent, manifest.parent_attempt)
@@ -209,5 +212,5 @@ class Representations:
 
 
 def _cost(manifest: StoredManifest) -> tuple[int, str]:
-    # "manifests/" after "consolidated/": of two that cost the same, any may be taken.
+    # The key only makes the order unique: two manifests of equal cost are equally good.
     return (-1 if manifest.parent is None else manifest.parent.step), manifest.key

@@ -1,4 +1,4 @@
-"""Opens a run: its record, generations, manifests, rejections and end, and taking the run over."""
+"""Opens a run, reads its records, generations and manifests, and takes the run over."""
 
 from __future__ import annotations
 
@@ -64,21 +64,22 @@ __all__ = [
 ]
 
 
-# `run.json`: reading it, making it, and making it anew where it was lost (format §6.1, write
-# order, rule 1).
+# `run.json`: reads it, creates it, and creates it again after a loss (format §6.1, write order,
+# rule 1).
 
 
-#: Generation records first: there are few, and each start of a trainer makes one.
+#: Records that say the run's id. Generation records come first, because they are few, and each
+#: start of a trainer makes one.
 _TELLING: tuple[AnyKind, ...] = (GENERATION, MANIFEST, CONSOLIDATED)
 
 
 def read_run_record(store: Store) -> RunRecord:
-    """What makes this URL a run (format §6.3, read order, rule 1).
+    """Returns the record that makes this URL a run (format §6.3, read order, rule 1).
 
     Raises:
-        NothingToRestore: there is none: no run.
-        RunRecordLost: there is one, which has lost it.
-        FormatError: it is damaged or of an unknown version.
+        NothingToRestore: there is no run.
+        RunRecordLost: there is a run that has lost its record.
+        FormatError: the record is damaged or of an unknown version.
     """
     record = _found(store)
     if record is None:
@@ -86,30 +87,34 @@ def read_run_record(store: Store) -> RunRecord:
             store.url,
             found=f"no {RUN_KEY}",
             expected="the URL of a run that a trainer has started",
-            next_step="correct the URL; or start the trainer, which makes the run",
+            next_step="correct the URL; or start the trainer, which creates the run",
         )
     return record
 
 
 def create_run_record(store: Store) -> RunRecord:
-    """The one that is there, or a new one where there is no run.
+    """Returns the run record, or creates it if there is no run.
 
-    A new id beside what another run has left would make all of that foreign, for good.
+    If a run has lost its record, none is created: a new id would make all its objects foreign for
+    ever.
 
     Raises:
-        RunRecordLost: there is none, but objects of a run are there.
-        FormatError: it is damaged or of an unknown version.
+        RunRecordLost: there is no record, but there are objects of a run.
+        FormatError: the record is damaged or of an unknown version.
     """
     record = _found(store)
     return _created(store, secrets.token_hex(16)) if record is None else record
 
 
 def remake_run_record(store: Store) -> tuple[RunRecord, int]:
-    """Make it anew with the id that the run's records have; also how many of them have it.
+    """Create a lost run record again, with the id that the run's other records have.
+
+    Returns:
+        The record, and in how many records its id was found.
 
     Raises:
-        ForeignObject: there is one already; or there are records of several runs.
-        NothingToRestore: nothing tells the id.
+        ForeignObject: there is a run record already, or there are records of several runs.
+        NothingToRestore: no readable record says the id.
     """
     try:
         there = Records(store, RUN, run=None).read()
@@ -118,13 +123,13 @@ def remake_run_record(store: Store) -> tuple[RunRecord, int]:
     else:
         raise ForeignObject(
             f"{store.url}/{RUN_KEY}",
-            found=f"that of run {there.run}",
-            expected="none: it is made anew where it was lost",
+            found=f"the record of run {there.run}",
+            expected="no record, because only a lost one is created again",
             next_step=f"recpoint check {store.url}",
         )
     ids: list[str] = []
     for kind, key in _keys(store):
-        # Every generation record; of manifests, which are many, the first that tells.
+        # Every generation record is read, but only one manifest that says the id: they are many.
         if not ids or kind is GENERATION:
             run = _id_in(store, kind, key)
             ids += [] if run is None else [run]
@@ -132,24 +137,24 @@ def remake_run_record(store: Store) -> tuple[RunRecord, int]:
         raise ForeignObject(
             f"{store.url}/{RUN_KEY}",
             found=f"records of {len(set(ids))} runs: {', '.join(sorted(set(ids)))}",
-            expected="those of one",
-            next_step="find out which do not belong here, and move them away",
+            expected="records of one run",
+            next_step="find out which records do not belong here, and move them away",
         )
     if not ids:
         raise NothingToRestore(
             store.url,
-            found="no generation record or manifest that can be read, and tells the run's id",
-            expected="one at least",
+            found="no readable generation record or manifest that tells the run's id",
+            expected="at least one",
             next_step="correct the URL; or put run.json back from a backup",
         )
     return _created(store, ids[0]), len(ids)
 
 
 def _found(store: Store) -> RunRecord | None:
-    """None: there is no run at all.
+    """Returns the run record; None if there is no run at all.
 
     Raises:
-        RunRecordLost: there is one, and its record is lost.
+        RunRecordLost: there is a run, and its record is lost.
     """
     for looked_twice in (False, True):
         try:
@@ -158,22 +163,22 @@ def _found(store: Store) -> RunRecord | None:
             telling = next(_keys(store), None)
         if telling is None:
             return None
-        if looked_twice:  # else it may have been made between the two, before what was found
+        if looked_twice:  # after one look, both may have been created between read and listing
             kind, key = telling
             run = _id_in(store, kind, key)
             raise RunRecordLost(
                 f"{store.url}/{RUN_KEY}",
                 found=f"none, but {key}" + (f" of run {run}" if run else ", which is damaged too"),
-                expected="the record that says which run this is: without it nothing here is known "
-                "to belong together",
-                next_step=f"put {RUN_KEY} back from a backup; or, if there is none, make it anew "
-                f"from what the others say: recpoint bring-back {store.url}",
+                expected="the record with the id of this run; without it nothing here is known to "
+                "belong together",
+                next_step=f"put {RUN_KEY} back from a backup; if there is none, rebuild it from "
+                f"the other records: recpoint bring-back {store.url}",
             )
     raise AssertionError("unreachable")
 
 
 def _keys(store: Store) -> Iterator[tuple[AnyKind, str]]:
-    """Of the records that tell the id of their run."""
+    """Yields the kinds and keys of the records that say the id of their run."""
     for kind in _TELLING:
         for _, info in Records(store, kind, run=None).listed():
             yield kind, info.key
@@ -191,7 +196,7 @@ def _created(store: Store, run: str) -> RunRecord:
     return record if records.create(record) == "created" else records.read()
 
 
-# A run: its record, its generations, its manifests, and taking it over (format §4, §5, §6.1).
+# The run: its record, its generations, its manifests, and its takeover (format §4, §5, §6.1).
 
 
 P = ParamSpec("P")
@@ -202,9 +207,9 @@ _CLAIM_TRIES = 100
 
 
 class Run:
-    """One training job's catalog. Instances may be used from several threads.
+    """The catalog of one training job. Several threads may use one instance.
 
-    Generation records never change once they exist, so an instance reads each of them once.
+    Generation records never change, so an instance reads each of them once.
     """
 
     def __init__(self, store: Store, record: RunRecord) -> None:
@@ -218,7 +223,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The run's random id, 32 hexadecimal digits; in every object of the run."""
+        """The run's random id, 32 hexadecimal digits; every object of the run holds it."""
         return self.record.run
 
     @property
@@ -228,45 +233,43 @@ class Run:
 
     @classmethod
     def open(cls, store: Store) -> Self:
-        """The run that is there (format §6.3, read order, rule 1).
+        """Open an existing run (format §6.3, read order, rule 1).
 
         Raises:
             NothingToRestore: there is no run under this URL.
-            RunRecordLost: there is one, which has lost `run.json`.
+            RunRecordLost: there is a run that has lost `run.json`.
             FormatError: `run.json` is damaged or of an unknown version.
         """
         return cls(store, read_run_record(store))
 
     @classmethod
     def create(cls, store: Store) -> Self:
-        """The run that is there, or a new one when there is none.
-
-        This is rule 1 of the write order (format §6.1).
+        """Open the run, or create it if there is none (format §6.1, write order, rule 1).
 
         Raises:
             StoreUnsupported: the store does not honour create-only writes (format §6.2).
-            RunRecordLost: there is no `run.json`, but objects of a run are there.
-            FormatError: there is a `run.json`, and it is damaged.
+            RunRecordLost: there is no `run.json`, but there are objects of a run.
+            FormatError: `run.json` is damaged or of an unknown version.
         """
         store.probe()
         return cls(store, create_run_record(store))
 
     def records(self, kind: RecordKind[P, NameT, RecordT]) -> Records[P, NameT, RecordT]:
-        """The records of one kind that the run has."""
+        """Returns access to the run's records of one kind."""
         return Records(self.store, kind, run=self.id)
 
     # --- generations ---------------------------------------------------------------------------
 
     def generation_numbers(self) -> list[int]:
-        """Numbers of all generations that have a record, ascending; one listing, no reads."""
+        """Returns the numbers of generations with a record, ascending; one listing, no reads."""
         return sorted(self.records(GENERATION).names())
 
     def generation(self, number: int) -> GenerationRecord:
-        """The record of one generation.
+        """Returns the record of one generation.
 
         Raises:
-            FormatError: it is damaged, or of another run; nobody may guess what it said.
-            ObjectNotFound: there is none.
+            FormatError: it is damaged, or of another run; nothing may guess its contents.
+            ObjectNotFound: there is no such record.
         """
         with self._lock:
             known = self._generations.get(number)
@@ -278,7 +281,7 @@ class Run:
         return record
 
     def generations(self) -> list[GenerationRecord]:
-        """Every generation record, ascending; the errors of `generation` for the first bad one."""
+        """Returns all generation records, ascending; raises as `generation` for a bad one."""
         read = self.read_generations(self.generation_numbers())
         for outcome in read.values():
             if isinstance(outcome, RecpointError):
@@ -288,7 +291,7 @@ class Run:
     def read_generations(
         self, numbers: Iterable[int]
     ) -> dict[int, GenerationRecord | FormatError | ObjectNotFound]:
-        """Read several records at once; a record that cannot be used comes as its error."""
+        """Read several records at once; the result holds the error of a record that is bad."""
 
         def read(number: int) -> GenerationRecord | FormatError | ObjectNotFound:
             try:
@@ -303,23 +306,26 @@ class Run:
     # --- manifests -----------------------------------------------------------------------------
 
     def manifest_names(self) -> list[ManifestName]:
-        """All checkpoints there are, live or superseded, ascending; two listings, no reads."""
+        """Returns all checkpoints, live or superseded, ascending; two listings, no reads."""
         return list(self.representations())
 
     def representations(self) -> dict[ManifestName, list[Representation]]:
-        """Every manifest there is, by checkpoint, ascending; of each those that read least first.
+        """Returns every manifest by checkpoint, ascending; each checkpoint's cheapest comes first.
 
         Two listings, no reads.
         """
-        # In this order: a checkpoint whose own manifest is removed in between has been
-        # consolidated before, and is found by the second listing (format §6.3, read order, rule 3).
+        # In this order, because a checkpoint whose own manifest is removed in between was
+        # consolidated before, so the second listing finds it (format §6.3, read order, rule 3).
         own = [Representation(name) for name in self.records(MANIFEST).names()]
         return by_checkpoint([*own, *self._consolidated()])
 
     def consolidated(
         self, *, of: ManifestName | None = None
     ) -> dict[ManifestName, list[Representation]]:
-        """The consolidated manifests alone, as `representations`, or those of one; one listing."""
+        """As `representations`, but only consolidated manifests, of all checkpoints or of one.
+
+        One listing, no reads.
+        """
         return by_checkpoint(self._consolidated(*(of or ())))
 
     def _consolidated(self, *of: int) -> list[Representation]:
@@ -333,15 +339,16 @@ class Run:
         ]
 
     def live_line(self, *, before: int | None = None) -> list[ManifestName]:
-        """The checkpoints that count, newest first (format §5).
+        """Returns the checkpoints that count, newest first (format §5).
 
         Args:
-            before: leave out this generation and all later ones: the line its trainer started on.
+            before: leave out this generation and all later ones; the result is the line on which
+                the trainer of this generation started.
 
         Raises:
             FormatError: a generation record on the way is damaged; its key is the subject.
-            GenerationRecordLost: one is not there: on the way, or of checkpoints that would be the
-                newest.
+            GenerationRecordLost: a generation record is missing, on the way or of checkpoints that
+                would be the newest.
         """
         numbers, names = self.generation_numbers(), self.manifest_names()
         if before is not None:
@@ -350,10 +357,11 @@ class Run:
         return self.line_of(numbers, names)
 
     def line_of(self, numbers: Sequence[int], names: Iterable[ManifestName]) -> list[ManifestName]:
-        """As `live_line`, of generations and checkpoints that have been listed, in this order.
+        """As `live_line`, for generations and checkpoints that were listed, in this order.
 
-        A checkpoint of a generation that was not listed is of a trainer that has started since,
-        and counts; or the record is lost, and nobody knows what counts if it may be the newest.
+        A checkpoint may belong to a generation that was not listed. Either a trainer has started
+        meanwhile, and the checkpoint counts; or the generation's record is lost, and this raises if
+        the generation may be the newest, because nobody knows what counts then.
         """
         there = list(names)
         unlisted = {name.generation for name in there}.difference(numbers)
@@ -366,41 +374,41 @@ class Run:
         try:
             return live_line(max(read, default=0), usable, there)
         except RecpointError as error:
-            # A record that is there but unreadable is the better thing to tell about.
+            # If the record is there but damaged, its own error says more than "lost".
             for number, outcome in read.items():
                 if error.subject == GENERATION_KEY.of(number) and isinstance(outcome, FormatError):
                     raise outcome from error
             raise
 
     def lost_generations(self, mentioned: Iterable[int], *, listed: Collection[int]) -> list[int]:
-        """Which of the generations that something in the store names have no record, ascending.
+        """Returns the generations that keys in the store name and that have no record, ascending.
 
         Args:
-            mentioned: what keys name.
-            listed: `generation_numbers`, listed before or with those keys; what is not among them
-                is asked for.
+            mentioned: the generations that keys name.
+            listed: `generation_numbers`, listed before these keys or with them; the records of
+                other generations are read.
         """
         read = self.read_generations(sorted(set(mentioned).difference(listed)))
         return [number for number, found in read.items() if isinstance(found, ObjectNotFound)]
 
     def restarts(self, newest: int) -> int:
-        """See `lineage.restarts`: of the line that generation `newest` is on."""
+        """Returns the restarts on the line of generation `newest`; see `lineage.restarts`."""
         numbers = [number for number in self.generation_numbers() if number <= newest]
         read = self.read_generations(numbers)
         return restarts(newest, {n: r for n, r in read.items() if isinstance(r, GenerationRecord)})
 
     def superseded(self) -> list[ManifestName]:
-        """Checkpoints that are not on the live line, newest first; see `live_line` for errors."""
+        """Returns the checkpoints that are not on the live line, newest first; see `live_line`."""
         numbers, names = self.generation_numbers(), self.manifest_names()
         live = set(self.line_of(numbers, names))
         return [name for name in reversed(names) if name not in live]
 
     def manifest(self, step: int, generation: int) -> Manifest:
-        """A checkpoint's own manifest; where that is gone or damaged, a consolidated one.
+        """Returns a checkpoint's own manifest, or a consolidated one if that is gone or damaged.
 
         Raises:
             ObjectNotFound: there is no such checkpoint.
-            FormatError: none of its manifests is good; what is wrong with the first of them.
+            FormatError: none of its manifests is good; the error is about the first of them.
         """
         name = ManifestName(step, generation)
         try:
@@ -412,18 +420,18 @@ class Run:
             try:
                 return self.read_manifest(representation)
             except ObjectNotFound:
-                continue  # let go of since it was listed
+                continue  # deleted after the listing
             except FormatError as error:
                 if isinstance(first, ObjectNotFound):
-                    first = error  # there is such a checkpoint
+                    first = error  # the checkpoint exists, so "not found" would be wrong
         raise first
 
     def read_manifest(self, representation: Representation) -> Manifest:
-        """One manifest, fully checked.
+        """Returns one manifest, fully checked.
 
         Raises:
-            ObjectNotFound: there is none.
-            FormatError: it is damaged, or says it is another one than its key says.
+            ObjectNotFound: there is no such manifest.
+            FormatError: the manifest is damaged, or belongs under another key.
         """
         return self.records(representation.kind).read_key(representation.key)
 
@@ -433,27 +441,28 @@ class Run:
         """Take the run over: create the next generation record (format §6.1, write order, rule 1).
 
         From then on no earlier trainer can commit. Two trainers that claim at once get different
-        numbers; the later number owns the run. The number is above all that anything in the store
-        names, chunks aside, so that it is never that of an earlier trainer whose record is lost.
+        numbers; the higher number owns the run. The number is above every generation that anything
+        in the store names, except chunks. So it is never the number of an earlier trainer whose
+        record is lost.
 
         Args:
-            restored: the checkpoint the trainer goes on from; None: from nothing.
-            above: the highest generation that something outside the store is of, as a staged job:
-                what an earlier trainer has staged is not to be committed as this one's.
+            restored: the checkpoint that the trainer goes on from; None: from nothing.
+            above: the highest generation named outside the store, for instance by a staged job.
+                Then a job of an earlier trainer is never committed as this trainer's.
 
         Raises:
-            GenerationRecordLost: that of the generation of `restored`, or of one before it on its
-                line: going on from there, no live line could be followed.
+            GenerationRecordLost: the record of the generation of `restored`, or of an earlier one
+                on its line, is lost. After a claim no live line could be followed.
             FormatError: one of these records is damaged.
-            ForeignObject: something names the highest number that there can be.
-            StoreUnavailable: so many trainers are claiming that no number was to be had.
+            ForeignObject: something names the highest possible number.
+            StoreUnavailable: so many trainers claim at once that no number was free.
             StoreError: the store refuses, or cannot be reached.
         """
         if restored is not None:
-            # The line that this trainer is about to be on, to its beginning.
+            # Checks the line that this trainer will be on, back to its beginning.
             numbers = [n for n in self.generation_numbers() if n <= restored.generation]
             self.line_of(numbers, [ManifestName(restored.step, restored.generation)])
-        # Of every kind but the chunks, which are thousands a checkpoint: those of one may be gone.
+        # Chunks are not listed, because a checkpoint has thousands of them.
         taken = max(
             (
                 (generation_in_key(info.key) or 0, info.key)
@@ -468,8 +477,8 @@ class Run:
                 in_store = taken[0] == MAX_GENERATION
                 raise ForeignObject(
                     taken[1] if in_store else f"what is staged on this host of {self.url}",
-                    found=f"generation {number - 1}, the highest that there can be",
-                    expected="a generation that a trainer has been",
+                    found=f"generation {number - 1}, the highest possible number",
+                    expected="the generation of a real trainer",
                     next_step="find out what wrote it, and remove it from "
                     + (self.url if in_store else "the staging area"),
                 )
@@ -482,7 +491,7 @@ class Run:
                 pid=os.getpid(),
                 created_ms=now_ms(),
             )
-            # The token in the bytes makes them ours and nobody else's.
+            # `same` means our own record, because its bytes hold a random token.
             if self.records(GENERATION).create(record, number) != "other":
                 with self._lock:
                     self._generations[record.generation] = record
@@ -491,21 +500,21 @@ class Run:
             f"{self.url}/{GENERATION_KEY.prefix}",
             found=f"{_CLAIM_TRIES} numbers in a row taken by other trainers",
             expected="one trainer at a time starting on a run",
-            next_step="stop what keeps starting trainers on this run, and try again",
+            next_step="stop the process that keeps starting trainers on this run, and try again",
         )
 
     def committed_meanwhile(
         self, record: GenerationRecord, *, seen: ManifestName | None
     ) -> ManifestName | None:
-        """What an earlier trainer still committed before `record` fenced it off, if anything.
+        """Returns a checkpoint that an earlier trainer committed before `record` fenced it off.
 
         Args:
             record: the claim of this trainer.
-            seen: the newest checkpoint of the live line when the trainer chose what to restore.
+            seen: the newest checkpoint of the live line when this trainer chose what to restore.
 
         Returns:
-            The newest checkpoint of the line that `record` took over, when it is neither the one
-            seen nor the one restored; None when nothing was missed.
+            The newest checkpoint of the line that `record` took over, if it is neither `seen` nor
+            the restored one; None if nothing was missed.
         """
         line = self.live_line(before=record.generation)
         restored = record.restored
@@ -518,17 +527,15 @@ class Run:
     def claim_from_newest(
         self, restore: Callable[[int | None], CheckpointRef | None], *, above: int = 0
     ) -> GenerationRecord:
-        """Restore and claim so that no commit falls in between unnoticed.
+        """Restore and claim so that no commit in between is missed (§6.1, write order, rule 1).
 
-        This is rule 1 of the write order (format §6.1).
-
-        Not for a trainer that was told which step to restore: what others commit meanwhile is
-        then left behind on purpose, and `claim` is all it needs.
+        A trainer that was told which step to restore uses only `claim`, because it leaves later
+        commits behind on purpose.
 
         Args:
-            restore: restores the newest usable checkpoint of `live_line(before=...)` of its
-                argument; returns its reference, None when there is none. It is called once more
-                with this claim's number when a checkpoint was committed since the first look.
+            restore: restores the newest usable checkpoint of `live_line(before=ARGUMENT)` and
+                returns its reference, or None if there is none. It is called with None, and once
+                more with the number of the claim if a checkpoint was committed meanwhile.
             above: see `claim`.
         """
         line = self.live_line()
@@ -536,32 +543,33 @@ class Run:
         newer = self.committed_meanwhile(record, seen=line[0] if line else None)
         if newer is None:
             return record
-        # The trainers before `record` can start no further commit, so that this look is the last.
+        # Trainers before `record` can start no further commit, so one more restore is enough.
         again = restore(record.generation)
         return record if again == record.restored else self.claim(again, above=above)
 
 
-# The word of a trainer that it has ended by itself: silence is then no trouble (format §5).
+# End records: a trainer says that it ended by itself, so its silence is no trouble (format §5).
 
 
 _log = logging.getLogger("recpoint")
 
-#: How long the end of training waits for a store to take this word; nothing depends on it.
+#: How long the end of training waits for the store to take the end record, on which nothing
+#: depends.
 _WAIT_SECONDS = 10.0
 
 
 def tell_ended(
     run: Run, generation: int, *, step: int, reason: Literal["finished", "terminated"]
 ) -> None:
-    """Write the end record of a generation, replacing its earlier one.
+    """Write the end record of a generation, replacing an earlier one.
 
-    Waits for the store a few seconds at most; what goes wrong is logged and never raised.
+    Waits at most 10 seconds for the store. Errors are logged and never raised.
 
     Args:
         run: the run.
-        generation: of the trainer that ends.
-        step: batches that are worth keeping.
-        reason: `finished`: the training script is done; `terminated`: somebody sent SIGTERM.
+        generation: the generation of the trainer that ends.
+        step: how many batches are worth keeping.
+        reason: `finished`: the training script is done; `terminated`: it got SIGTERM.
     """
     record = EndRecord(
         run=run.id,
@@ -577,7 +585,7 @@ def tell_ended(
         except StoreError as error:
             _log.info("no word in the store that training has ended: %s", error)
 
-    # A daemon: a store that hangs must not keep the process.
+    # A daemon thread, because a store that hangs must not keep the process alive.
     writing = threading.Thread(target=write, name="recpoint-end", daemon=True)
     try:
         start_thread(writing)
@@ -588,10 +596,10 @@ def tell_ended(
 
 
 def read_end(run: Run, generation: int) -> EndRecord | None:
-    """What the trainer of a generation said at its end; None: nothing.
+    """Returns the end record of a generation; None if there is none.
 
     Raises:
-        FormatError: the record is damaged, or another's.
+        FormatError: the record is damaged, or belongs to another run or key.
         StoreError: it cannot be read.
     """
     try:
@@ -600,23 +608,24 @@ def read_end(run: Run, generation: int) -> EndRecord | None:
         return None
 
 
-# Checkpoints that an agent has rejected, left in the store for people (format §7).
+# Records of checkpoints that an agent has rejected, for people (format §7).
 
 
 _LOG = logging.getLogger("recpoint.persist")
 
-#: So many ranks' records are looked at, those that were written last.
+#: How many ranks' records are read: the last written ones.
 _MOST_RANKS = 100
 
 
 def leave_rejection(run: Run, rank: int, rejection: Rejection) -> None:
-    """Add a rejection to those of its rank; a store that refuses is logged, not raised.
+    """Add a rejection to the record of its rank; errors of the store are logged, not raised.
 
-    A rank has one agent at a time. Where two write at once one rejection is lost, to people only.
+    A rank has one agent at a time. If two write at once, one rejection is lost, but only people
+    read them.
 
     Args:
-        run: the run that the checkpoint was meant for.
-        rank: whose job it was.
+        run: the run for which the checkpoint was meant.
+        rank: the rank of the rejected job.
         rejection: what was rejected, and why.
     """
     try:
@@ -628,7 +637,7 @@ def leave_rejection(run: Run, rank: int, rejection: Rejection) -> None:
         else:
             newest, count = before.newest, before.count
         if rejection in newest:
-            return  # an agent was killed after this, and answers the job again
+            return  # an agent was killed after this write, and now handles the job again
         record = Rejections(
             run=run.id,
             rank=rank,
@@ -640,17 +649,17 @@ def leave_rejection(run: Run, rank: int, rejection: Rejection) -> None:
         run.records(REJECTIONS).put(record, rank)
     except RecpointError as error:
         # Nothing depends on it: the trainer has its answer, and the agent's log says the same.
-        _LOG.info("a rejection is not left in the store: %s", error)
+        _LOG.info("a rejection was not recorded in the store: %s", error)
 
 
 class RejectionWatch:
-    """Reads a run's rejections again and again, each record once.
+    """Reads a run's rejections repeatedly, but each version of a record only once.
 
     Args:
         run: the run.
 
     Attributes:
-        damaged: why some records cannot be read.
+        damaged: the errors of records that cannot be read.
     """
 
     def __init__(self, run: Run) -> None:
@@ -659,7 +668,7 @@ class RejectionWatch:
         self.damaged: tuple[FormatError, ...] = ()
 
     def refresh(self) -> list[Rejections]:
-        """What is there now, of each rank.
+        """Returns the rejections of each rank as stored now.
 
         Raises:
             StoreError: the store cannot be read.

@@ -1,4 +1,4 @@
-"""Keeps what validations found: records of each checkpoint, and manifests known to be damaged."""
+"""Keeps the results of validations: verdicts on checkpoints, and manifests known as damaged."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 
-# Records of validations: what is known of each checkpoint, and adding to it (format §10).
+# The records of validations: reading and adding them (format §10).
 
 
-#: Each looks at all that the one before it looks at.
+#: Each level looks at everything that the level before it looks at, and more.
 LEVELS: tuple[ValidationLevel, ...] = ("metadata", "sample", "full")
 
 _WORST_FIRST: tuple[ValidationResult, ...] = ("failed", "stateless", "passed")
@@ -48,32 +48,32 @@ _FOUND = {"failed": "found wrong or damaged rows", "stateless": "found its state
 
 
 class Verdict(NamedTuple):
-    """What the validations of one checkpoint say, taken together.
+    """The result of all validations of one checkpoint together.
 
-    A failure stands until a later validation that looked at no less has passed.
+    A failure stands until a later validation of the same or a higher level has passed.
     """
 
     result: ValidationResult
     level: ValidationLevel
-    number: int  # of the validation that says so
+    number: int  # of the validation that decides
 
     def __str__(self) -> str:
         return self.level if self.result == "passed" else f"{self.result} ({self.level})"
 
     @property
     def in_words(self) -> str:
-        """For people: how far it was validated, or what a validation has against it."""
+        """For people: the level to which it was validated, or which validation is against it."""
         if self.result != "passed":
             return f"validation {self.number} {_FOUND[self.result]}"
         return f"validated ({self.level})"
 
     def passed(self, level: ValidationLevel) -> bool:
-        """Whether a validation of this level or a higher one has passed."""
+        """Says whether a validation of this level or a higher one has passed."""
         return self.result == "passed" and LEVELS.index(self.level) >= LEVELS.index(level)
 
 
 def verdicts(run: Run) -> dict[ManifestName, Verdict]:
-    """What is known of every checkpoint that was ever validated; one listing, no reads."""
+    """Returns the verdict on every checkpoint that was ever validated; one listing, no reads."""
     found: dict[ManifestName, list[ValidationName]] = {}
     for name in run.records(VALIDATION).names():
         found.setdefault(ManifestName(name.step, name.generation), []).append(name)
@@ -81,28 +81,28 @@ def verdicts(run: Run) -> dict[ManifestName, Verdict]:
 
 
 def verdict(names: Iterable[ValidationName]) -> Verdict:
-    """What the validations of one checkpoint say; there is at least one.
+    """Returns the verdict of the validations of one checkpoint, of which there is at least one.
 
-    Wrong rows and damaged state stand beside each other, each until a validation of its level or a
-    higher one has passed; of the two, wrong rows are what is told.
+    A failure for wrong rows and one for damaged state stand beside each other, each until a
+    validation of its level or a higher one has passed. If both stand, the verdict names wrong rows.
     """
     against: dict[ValidationResult, ValidationName] = {}
     passed: ValidationName | None = None
-    # Of two with one number, made at the same time, the worse counts.
+    # If two validations made at the same time have one number, the worse result counts.
     for name in sorted(names, key=lambda name: (name.number, -_WORST_FIRST.index(name.result))):
         if name.result == "passed":
             against = {result: one for result, one in against.items() if _rank(one) > _rank(name)}
             if passed is None or _rank(name) >= _rank(passed):
                 passed = name
             continue
-        # That the state is damaged says nothing of rows that were wrong, nor the other way round.
+        # A failure for damaged state does not replace one for wrong rows, and vice versa.
         known = against.get(name.result)
         if known is None or _rank(name) >= _rank(known):
             against[name.result] = name
         passed = None
     stands = next((against[result] for result in _WORST_FIRST if result in against), passed)
     if stands is None:
-        raise ValueError("no validation, no verdict")
+        raise ValueError("a verdict needs at least one validation")
     return Verdict(stands.result, stands.level, stands.number)
 
 
@@ -111,20 +111,21 @@ def _rank(name: ValidationName) -> int:
 
 
 def verdict_of(run: Run, checkpoint: ManifestName) -> Verdict | None:
-    """What is known of one checkpoint; None: it was never validated. One listing, no reads."""
+    """Returns the verdict on one checkpoint; None: never validated. One listing, no reads."""
     found = records_of(run, checkpoint)
     return verdict(found) if found else None
 
 
 def records_of(run: Run, checkpoint: ManifestName) -> list[ValidationName]:
-    """The validations of one checkpoint, oldest first."""
+    """Returns the validations of one checkpoint, oldest first; one listing, no reads."""
     return sorted(run.records(VALIDATION).names(*checkpoint))
 
 
 def newest_of_bytes(names: Iterable[ValidationName]) -> list[ValidationName]:
-    """Of one checkpoint's validations that read bytes, those that no later one makes up for.
+    """Returns the validations of one checkpoint that read bytes and that no later one replaces.
 
-    One does that has looked at no less: so there are two at most, but for those made at once.
+    A later one of the same or a higher level replaces them. So at most two are left, unless some
+    were made at the same time.
     """
     looked = [name for name in names if name.level != "metadata"]
     return [
@@ -135,11 +136,11 @@ def newest_of_bytes(names: Iterable[ValidationName]) -> list[ValidationName]:
 
 
 def add_record(run: Run, record: ValidationRecord) -> ValidationName:
-    """Store a record under the next free number; nothing that is there is changed.
+    """Store a record under the next free number; no stored record is changed.
 
     Raises:
-        ForeignObject: a record has the highest number that there can be.
-        StoreUnavailable: so many validations end at once that no number was to be had.
+        ForeignObject: a record has the highest possible number.
+        StoreUnavailable: so many validations end at once that no number was free.
         StoreError: the store refuses, or cannot be reached.
     """
     checkpoint = ManifestName(record.checkpoint.step, record.checkpoint.generation)
@@ -151,28 +152,28 @@ def add_record(run: Run, record: ValidationRecord) -> ValidationName:
             raise ForeignObject(
                 last,
                 found="the highest number that there is",
-                expected="one that can be followed by another",
+                expected="a lower number, so that another can follow",
                 next_step=f"find out what wrote {run.url}/{last}, remove it, and validate again",
             )
         name = ValidationName(*checkpoint, number, record.level, record.result)
-        # The times in the bytes make them ours; if they are another's, both say the same anyway.
+        # `same` means our own record, because it holds times. If not, both say the same anyway.
         if run.records(VALIDATION).create(record, *name) != "other":
             return name
     raise StoreUnavailable(
         f"{run.url}/{VALIDATION_KEY.prefix}",
         found=f"{_TRIES} numbers in a row taken by other validations",
         expected="one validation of a checkpoint at a time",
-        next_step="stop what keeps validating this checkpoint, and try again",
+        next_step="stop the process that keeps validating this checkpoint, and try again",
     )
 
 
 class Doubts:
-    """What validations say against restoring a checkpoint that nobody has named (format §10).
+    """Says why validations speak against restoring a checkpoint that nobody named (format §10).
 
     Args:
-        run: the run; looked at once.
-        validated_only: whether one that was never validated is doubtful too.
-        known: what `verdicts` has found just now; None: it is asked.
+        run: the run; its validations are listed once.
+        validated_only: whether a checkpoint that was never validated is doubtful too.
+        known: the verdicts, if the caller has just read them; None: they are read.
     """
 
     def __init__(
@@ -188,11 +189,11 @@ class Doubts:
         self._failed = {name for name, found in self._known.items() if found.result == "failed"}
 
     def known(self, name: ManifestName) -> Verdict | None:
-        """What validations of the checkpoint itself say; None: it was never validated."""
+        """Returns the verdict on the checkpoint itself; None: it was never validated."""
         return self._known.get(name)
 
     def about(self, name: ManifestName) -> str | None:
-        """Why not to restore it, in a few words; None: nothing speaks against it."""
+        """Returns why not to restore it, in a few words; None: nothing speaks against it."""
         known = self._known.get(name)
         if self._validated_only and (known is None or known.passed("metadata")):
             if known is None or not known.passed("sample"):
@@ -200,7 +201,7 @@ class Doubts:
         return self.against(name)
 
     def against(self, name: ManifestName) -> str | None:
-        """What validations have found against it; None: nothing, also if there was none."""
+        """Returns what validations found against it; None: nothing, or there are no validations."""
         known = self._known.get(name)
         if known is not None and known.result != "passed":
             return known.in_words
@@ -216,39 +217,40 @@ class Doubts:
     def _failed_link(self, name: ManifestName) -> ManifestName | None:
         if not self._failed:
             return None
-        for original in (True, False):  # what was consolidated holds the rows of its links
+        for original in (True, False):  # both, because merged rows come from the original links
             try:
                 chain = resolve_chain(self._run, name, original=original)
             except (FormatError, ChainError, ObjectNotFound):
-                continue  # what that means is for the restore to find out
+                continue  # a restore will find out what is wrong
             links = (ManifestName(link.step, link.generation) for link in chain.manifests)
             return next((link for link in links if link in self._failed), None)
         return None
 
 
-# Manifests that validations have found damaged while others stood in for them (format §6.6, plan).
+# Manifests that validations found damaged while other manifests took their place (format §6.6,
+# plan).
 #
-# Such a validation passes, so that its key does not tell: its record does.
+# Such a validation passes, so its key does not show the damage; its record does.
 
 
 class _Told(NamedTuple):
-    """When a manifest was found damaged: by the store's clock, and by the validation's host's."""
+    """When a manifest was found damaged: by the store's clock, and by the validating host's."""
 
     stored_ms: int
     finished_ms: int
 
 
 class KnownDamage:
-    """What is known of a run's manifests from validations that did without some of them.
+    """Knows the manifests of a run that validations found damaged and did without.
 
-    Nothing is read where every checkpoint has one manifest alone: then none stands in for another.
-    Else one small record, seldom two, of each checkpoint that was validated and is not older than
-    the oldest one with several.
+    If every checkpoint has only one manifest, nothing is read, because no manifest can replace
+    another. Otherwise one small record, seldom two, is read for each validated checkpoint that is
+    not older than the oldest checkpoint with several manifests.
 
     Args:
         run: the run.
         there: every manifest, by checkpoint.
-        infos: every object.
+        infos: every object, by key.
 
     Raises:
         StoreError: the store cannot be read.
@@ -265,7 +267,8 @@ class KnownDamage:
         several = [name for name, forms in there.items() if len(forms) > 1]
         if not several:
             return
-        # A validation reads back from its checkpoint, and looks for another manifest on its way.
+        # A validation walks from its checkpoint back to a full, so it can meet any manifest of an
+        # earlier step.
         names = _telling(infos, first_step=min(several).step)
         for name, record in zip(names, _read(run, names), strict=True):
             at = _Told(
@@ -276,9 +279,10 @@ class KnownDamage:
                     self._told.setdefault(finding.subject, []).append(at)
 
     def covers(self, key: str, manifest: Manifest) -> bool:
-        """Whether a manifest is one that was found damaged.
+        """Says whether a manifest was found damaged.
 
-        One that was made anew since, by the store's clock and by the stamps, is another.
+        A manifest that was written again later, by the store's clock and by its stamp, does not
+        count as damaged.
         """
         info = self._infos.get(key)
         return any(
@@ -290,7 +294,7 @@ class KnownDamage:
 
 
 def _telling(infos: Mapping[str, ObjectInfo], *, first_step: int) -> list[ValidationName]:
-    """The validations that tell what is known of each checkpoint from `first_step` on."""
+    """Returns the validations that decide about each checkpoint from `first_step` on."""
     found: dict[ManifestName, list[ValidationName]] = {}
     for key in infos:
         name = VALIDATION_KEY.parse(key)
@@ -300,7 +304,7 @@ def _telling(infos: Mapping[str, ObjectInfo], *, first_step: int) -> list[Valida
 
 
 def _read(run: Run, names: Sequence[ValidationName]) -> Iterator[ValidationRecord | None]:
-    """Their records; None for one that is gone or cannot be read, which tells nothing."""
+    """Yields their records; None for a record that is gone or cannot be read."""
 
     def read(name: ValidationName) -> ValidationRecord | None:
         try:

@@ -1,4 +1,4 @@
-"""Locks a staging area for whoever finishes its jobs, and reads what an agent reports of a run."""
+"""Locks a staging area for the process that finishes its jobs, and reads what an agent reports."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = [
 ]
 
 
-# The lock of who finishes what is staged, and what its file says of that one (format §7).
+# The lock of the process that finishes jobs, and what its file says about the process (format §7).
 #
-# One at a time does so in a staging area: an agent, or where none is a sweep or drain, which has it
-# only as long as that takes. Whoever finds it taken has to tell these apart: an agent does the jobs
-# of all runs sooner or later, and a sweep those of one run alone.
+# One process at a time finishes the jobs of a staging area: an agent, or, if there is none, a sweep
+# or a drain, which holds the lock only while it works. A process that finds the lock held must know
+# which it is: an agent does the jobs of all runs sooner or later, a sweep only the jobs of one run.
 
 
 _SWEEP = re.compile(r"sweep ([A-Za-z0-9._-]+)\Z")
 
 
 class AtWork(NamedTuple):
-    """Who finishes jobs.
+    """A process that finishes jobs.
 
     Attributes:
-        kind: `agent`, until it is told to end; `drain`, until nothing is left that can be done now;
-            `sweep`, once, for one run.
-        run: the name of that run's directory; empty: the jobs of all runs.
-        process: its number, once it is at work.
+        kind: `agent` works until it is told to end, `drain` until nothing is left that can be done
+            now, `sweep` once, for one run.
+        run: the name of the run's directory; empty: the jobs of all runs.
+        process: the process number, if it is at work; otherwise empty.
     """
 
     kind: Literal["agent", "drain", "sweep"]
@@ -54,20 +54,20 @@ class AtWork(NamedTuple):
 
     @property
     def ends_by_itself(self) -> bool:
-        """Whether nobody has to stop it: it ends when it is done."""
+        """Whether it ends when it is done, so nobody has to stop it."""
         return self.kind != "agent"
 
     @property
     def words(self) -> str:
-        """What it leaves in the lock file, beside its process."""
+        """What it writes into the lock file after its process number."""
         return f"{self.kind} {self.run}".rstrip()
 
     def serves(self, run_dir: Path) -> bool:
-        """Whether it does the jobs of this run."""
+        """Says whether it does the jobs of this run."""
         return self.run in ("", run_dir.name)
 
     def __str__(self) -> str:
-        """As a message names it."""
+        """Returns its name in messages."""
         named = f"{self.kind} of {self.run}" if self.run else self.kind
         return f"an {named}" if self.kind == "agent" else f"a {named}"
 
@@ -77,17 +77,17 @@ DRAIN: Final = AtWork("drain")
 
 
 def sweep_of(run_dir: Path) -> AtWork:
-    """A sweep of the run of this directory."""
+    """Returns a sweep of the run with this directory."""
     return AtWork("sweep", run_dir.name)
 
 
 def agent_lock_path(staging: Path | str) -> Path:
-    """Where the lock of a staging area is."""
+    """Returns the path of the lock of a staging area."""
     return Path(staging) / "agent.lock"
 
 
 def at_work(staging: Path | str) -> AtWork | None:
-    """Who finishes jobs in a staging area now; None: nobody.
+    """Returns the process that finishes jobs in a staging area now; None if there is none.
 
     Raises:
         StagingRefused: the staging area, or its lock, is another user's.
@@ -102,10 +102,11 @@ class AgentLock:
 
     Args:
         staging: the staging area.
-        who: is to hold it.
+        who: the process that takes the lock.
 
     Raises (on entry):
-        StagingError: another one holds it, or the staging area is open to others, or none at all.
+        StagingError: another process holds it, or the staging area is open to others or cannot be
+            used.
     """
 
     def __init__(self, staging: Path | str, who: AtWork = AGENT) -> None:
@@ -114,10 +115,10 @@ class AgentLock:
         self._descriptor: int | None = None
 
     def take(self) -> AtWork | None:
-        """Take it, to be released; None, or who has it.
+        """Take the lock and return None, or return the process that holds it.
 
         Raises:
-            StagingError: the staging area is open to others, or none at all.
+            StagingError: the staging area is open to others or cannot be used.
         """
         try:
             make_root(self._path.parent)
@@ -138,9 +139,10 @@ class AgentLock:
         return None
 
     def keep(self) -> AtWork | None:
-        """Take it anew where its file was removed meanwhile; None, or who has done so before.
+        """Take the lock again if its file was removed; returns another process that was faster.
 
-        Costs two looks at a file as long as it is there.
+        Returns None if this process still holds the lock, or holds it again. Costs two looks at
+        a file while the file exists.
 
         Raises:
             StagingError: see `take`.
@@ -154,17 +156,17 @@ class AgentLock:
         return other
 
     def release(self) -> None:
-        """Give it back, if it was taken."""
+        """Release the lock if it was taken."""
         if self._descriptor is not None:
             locks.release(self._descriptor)
             self._descriptor = None
 
     def refused(self, other: AtWork) -> StagingError:
-        """The error of who found another one at work, and cannot leave it to that one."""
+        """Returns the error for a process that needs the lock while `other` holds it."""
         return StagingError(
             str(self._path),
             found=f"a lock held by process {other.process}, {other}",
-            expected="nobody else who finishes what is staged here",
+            expected="no other process that finishes the jobs staged here",
             next_step="it ends by itself: run this again after it"
             if other.ends_by_itself
             else "use the agent that runs, or stop it first",
@@ -181,7 +183,7 @@ class AgentLock:
 
 
 def _said_by(holder: Holder) -> AtWork:
-    """Who a holder is; an agent where it does not say, as with those of older versions."""
+    """Returns the process that holds the lock; an agent if it does not say, as older versions."""
     who = AGENT
     if holder.words == DRAIN.words:
         who = DRAIN
@@ -190,23 +192,23 @@ def _said_by(holder: Holder) -> AtWork:
     return who._replace(process=holder.process)
 
 
-# What an agent's status file says of a run, for a trainer whose checkpoints wait (format §7).
+# The status file of an agent, read by a trainer whose checkpoints wait (format §7).
 
 
 _MOST_BYTES: Final = 65_536
 _MOST_CHARACTERS: Final = 2_000
-#: An agent writes it every five seconds: what is older is of one that is gone, or hangs.
+#: An agent writes the file every five seconds. If the file is older, the agent hangs or is gone.
 _FRESH_MS: Final = 30_000
 _NEXT: Final = ". Next: "
 
 
 class AgentTrouble(NamedTuple):
-    """Why an agent cannot store what is staged, by its last try.
+    """Why an agent's last try to store a staged checkpoint failed.
 
     Attributes:
-        error: kind of the error and what it says, in one line.
+        error: the error's type and message, in one line.
         next_step: what to do about it, in the error's own words; empty: it does not say.
-        tries: that have failed so far.
+        tries: how many tries have failed so far.
     """
 
     error: str
@@ -215,7 +217,7 @@ class AgentTrouble(NamedTuple):
 
     @property
     def cause(self) -> tuple[str, str]:
-        """The same while somebody has to do the same about it: keys differ between tries."""
+        """Equal for errors that need the same action, because keys in messages differ by try."""
         kind, _, _ = self.error.partition(":")
         return kind, self.next_step or self.error
 
@@ -224,14 +226,14 @@ class AgentTrouble(NamedTuple):
 
 
 def read_trouble(run_dir: Path, run_url: str) -> AgentTrouble | None:
-    """Why the agent of this host cannot store this run's checkpoints now; None: it does not say.
+    """Returns why this host's agent cannot store this run's checkpoints; None: it does not say.
 
-    Training asks, so nothing is raised: a file that is not there, not whole, or of an agent that
-    has not written it for half a minute says nothing.
+    The training process calls this, so nothing is raised. A file that is missing, not whole, or not
+    written for half a minute says nothing.
 
     Args:
-        run_dir: of the staging area.
-        run_url: for the commands that an error proposes.
+        run_dir: the run's directory in the staging area.
+        run_url: put into the commands that the error proposes.
     """
     try:
         found = json.loads(owned.read(run_dir.parent, area.status_path(run_dir), _MOST_BYTES))
@@ -240,7 +242,7 @@ def read_trouble(run_dir: Path, run_url: str) -> AgentTrouble | None:
         return None
     if type(alive_ms) is not int or type(tries) is not int or not isinstance(text, str):
         return None
-    # If the clock was set back, the time lies in the future; a live agent writes it anew.
+    # If the clock was set back, the time lies in the future; a live agent overwrites it.
     if not text or tries < 1 or abs(now_ms() - alive_ms) > _FRESH_MS:
         return None
     line = naming_run(" ".join(text.split()), run_url)[:_MOST_CHARACTERS]

@@ -70,28 +70,30 @@ __all__ = [
 ]
 
 
-# The staging area: its paths, which trainer and agent share, and its queue of jobs (format §7).
+# The paths of the staging area, which trainer and agent share, and its queue of jobs (format §7).
 
 
 MAX_SLOT = 9_999
 
 _RUN_DIRECTORY = re.compile(r"-[0-9a-f]{12}\Z")
 _TRAINER_LOCK = re.compile(r"trainer(-r[0-9]{5})?\.lock\Z")
-#: Answers of this process that nobody has asked for yet, by job file; a trainer removes the files.
+#: Outcomes that this process has written and not returned yet, by job file. They are kept in
+#: memory too, because a trainer removes the files.
 _answers: dict[str, Outcome] = {}
 _MOST_ANSWERS = 64
-#: What `durable` and `write_status` write to first.
+#: Names of the temporary files of `durable` and `write_status`.
 _HALF_WRITTEN = re.compile(rf"{re.escape(durable.TEMPORARY_PREFIX)}([0-9a-f]{{32}}|status-\d+)\Z")
 
 _REJECTED = "nothing: the job is rejected, and the trainer stages its rows again"
-#: To who only wants to know what is needed, and answers no job.
+#: The next step for a caller that only reads jobs and does not reject them.
 _REJECT_FIRST = (
-    "try again in a moment where an agent runs: it rejects the job; else recpoint sweep URL does"
+    "try again in a moment if an agent runs, which rejects the job; if none runs, recpoint sweep "
+    "URL rejects it"
 )
 
 
 def default_staging_root() -> Path:
-    """`RECPOINT_STAGING`, else in memory (`/dev/shm`), else in the temporary directory."""
+    """Returns `RECPOINT_STAGING`, else a path in memory (`/dev/shm`) or a temporary directory."""
     chosen = os.environ.get("RECPOINT_STAGING")
     if chosen:
         return Path(chosen)
@@ -101,7 +103,7 @@ def default_staging_root() -> Path:
 
 
 def run_directory(staging: Path | str, run_url: str) -> Path:
-    """The directory of one run in the staging area `staging`; two runs never share one."""
+    """Returns the directory of a run in the staging area `staging`; no two runs share one."""
     name = run_url.rstrip("/").rpartition("/")[2]
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100] or "run"
     digest = hashlib.sha256(run_url.encode("utf-8", errors="surrogatepass")).hexdigest()
@@ -109,59 +111,59 @@ def run_directory(staging: Path | str, run_url: str) -> Path:
 
 
 def slots_directory(run_dir: Path | str) -> Path:
-    """Where the trainer's slots are."""
+    """Returns the directory of the trainer's slots."""
     return Path(run_dir) / "slots"
 
 
 def jobs_directory(run_dir: Path | str) -> Path:
-    """Where job files are."""
+    """Returns the directory of the job files."""
     return Path(run_dir) / "jobs"
 
 
 def outcomes_directory(run_dir: Path | str) -> Path:
-    """Where the agent's answers are."""
+    """Returns the directory of the agent's answers."""
     return Path(run_dir) / "outcomes"
 
 
 def spool_directory(run_dir: Path | str) -> Path:
-    """Where the agent keeps encoded parts on their way to the store."""
+    """Returns the directory in which the agent keeps encoded parts on their way to the store."""
     return Path(run_dir) / "spool"
 
 
 def slot_name(rank: int, index: int) -> str:
-    """Name of the file of slot `index` of `rank`."""
+    """Returns the file name of slot `index` of `rank`."""
     if not (0 <= rank <= MAX_RANK and 0 <= index <= MAX_SLOT):
         raise ValueError(f"rank {rank}, slot {index}: outside 0 … {MAX_RANK}, 0 … {MAX_SLOT}")
     return f"r{rank:05d}-{index}.bin"
 
 
 def slot_path(run_dir: Path | str, rank: int, index: int) -> Path:
-    """Slot `index` of `rank`."""
+    """Returns the path of slot `index` of `rank`."""
     return slots_directory(run_dir) / slot_name(rank, index)
 
 
 def job_path(run_dir: Path | str, generation: int, step: int, rank: int) -> Path:
-    """The job file of one snapshot."""
+    """Returns the path of the job file of one snapshot."""
     return jobs_directory(run_dir) / f"{job_stem(generation, step, rank)}.json"
 
 
 def outcome_path(run_dir: Path | str, generation: int, step: int, rank: int) -> Path:
-    """The outcome file that answers the job of the same name."""
+    """Returns the path of the outcome file that answers the job of the same name."""
     return outcomes_directory(run_dir) / f"{job_stem(generation, step, rank)}.json"
 
 
 def status_path(run_dir: Path | str) -> Path:
-    """What the agent is doing with this run, for people."""
+    """Returns the path of the agent's status file for this run, which is for people."""
     return Path(run_dir) / "status.json"
 
 
 def trainer_lock_path(run_dir: Path | str, rank: int = 0) -> Path:
-    """Locked by the training process of a rank."""
+    """Returns the path of the file that the training process of a rank locks."""
     return Path(run_dir) / ("trainer.lock" if rank == 0 else f"trainer-r{rank:05d}.lock")
 
 
 def trainer_is_running(run_dir: Path | str) -> bool:
-    """Whether a training process of any rank holds its lock.
+    """Says whether a training process of any rank holds its lock.
 
     Raises:
         StagingRefused: the directory, or a lock in it, is not this user's own.
@@ -178,14 +180,14 @@ def trainer_is_running(run_dir: Path | str) -> bool:
 def run_directories(
     staging: Path | str, *, refused: Callable[[Path, StagingRefused], None] | None = None
 ) -> list[Path]:
-    """Directories of the runs staged here, by name; links are not followed.
+    """Returns the directories of the runs staged here, sorted by name; follows no links.
 
-    Those of other users are left out: in a directory where everybody may write, anybody can make
-    one.
+    Directories of other users are left out, because in a directory where everybody may write,
+    anybody can make them.
 
     Args:
         staging: the staging area.
-        refused: is told of each that was left out.
+        refused: called with each directory that is left out, and the error.
 
     Raises:
         StagingRefused: the staging area itself is another user's.
@@ -207,7 +209,7 @@ def run_directories(
 
 
 def staged_jobs(run_dir: Path | str) -> list[Path]:
-    """The job files of a run in the order in which they must be committed.
+    """Returns the job files of a run in the order in which they must be committed.
 
     Raises:
         StagingRefused: their directory, or the run's, is not this user's own.
@@ -223,11 +225,11 @@ def staged_jobs(run_dir: Path | str) -> list[Path]:
 
 
 def read_job(path: Path | str) -> Job:
-    """The job in a job file, checked for form, and that it lies where it says it belongs.
+    """Returns the job in a job file, after checking its form, its name and its run.
 
     Raises:
-        FileNotFoundError: it is not there (any more).
-        FormatError: it is not a job, or not this run's.
+        FileNotFoundError: the file does not exist (any more).
+        FormatError: it is not a job, or a job of another run or name.
         StagingRefused: it, or a directory above it, is not this user's own.
     """
     path = Path(path)
@@ -249,14 +251,14 @@ def read_job(path: Path | str) -> Job:
 
 
 def staged_attempts(run_dir: Path | str, *, besides: Collection[Path] = ()) -> set[str]:
-    """Attempts whose chunks an agent on this host may still need.
+    """Returns the attempts whose chunks an agent on this host may still need.
 
     Args:
         run_dir: the run's directory.
-        besides: jobs that are not asked, since they would be rejected.
+        besides: jobs that are not read, because they would be rejected.
 
     Raises:
-        FormatError, StagingRefused: a job cannot be read, so that it is unknown what it needs.
+        FormatError, StagingRefused: a job cannot be read, so it is unknown what it needs.
     """
     attempts = set()
     for path in staged_jobs(run_dir):
@@ -265,7 +267,7 @@ def staged_attempts(run_dir: Path | str, *, besides: Collection[Path] = ()) -> s
         try:
             attempts.add(read_job(path).attempt)
         except FileNotFoundError:
-            continue  # finished since
+            continue  # finished meanwhile
         except FormatError as error:
             error.next_step = _REJECT_FIRST
             raise
@@ -273,10 +275,10 @@ def staged_attempts(run_dir: Path | str, *, besides: Collection[Path] = ()) -> s
 
 
 def read_outcome(path: Path | str) -> Outcome:
-    """The outcome in an outcome file.
+    """Returns the outcome in an outcome file.
 
     Raises:
-        FileNotFoundError: there is none yet.
+        FileNotFoundError: there is no such file yet.
         FormatError: it is not an outcome.
         StagingRefused: it, or a directory above it, is not this user's own.
     """
@@ -285,9 +287,9 @@ def read_outcome(path: Path | str) -> Outcome:
 
 
 def finish(job_file: Path | str, outcome: Outcome) -> None:
-    """Answer a job; the job file goes last, so that no slot is free unanswered.
+    """Answer a job (format §7, staging order, rule 7).
 
-    This is rule 7 of the staging order (format §7).
+    The job file is removed last, so no slot becomes free before its job is answered.
 
     Raises:
         StagingRefused: one of the directories is not this user's own.
@@ -296,7 +298,7 @@ def finish(job_file: Path | str, outcome: Outcome) -> None:
     job_file = Path(job_file)
     area, run_dir = _area_of(job_file), job_file.parent.parent
     answer = outcomes_directory(run_dir) / job_file.name
-    # Before the answer, which may need its room; a later try answers the same without it.
+    # The spool goes first, because the answer may need its room. A retry needs no spool.
     with suppress(OSError, StagingRefused):
         owned.remove_tree(area, spool_directory(run_dir) / job_file.stem, ignore_errors=True)
     owned.make_directory(area, answer.parent)
@@ -306,7 +308,7 @@ def finish(job_file: Path | str, outcome: Outcome) -> None:
 
 
 def finish_answered(job_file: Path | str) -> bool:
-    """Remove a job that was answered already, by an agent killed before it could remove it."""
+    """Remove a job that an agent has answered before it was killed; returns whether it did."""
     job_file = Path(job_file)
     try:
         outcome = read_outcome(outcomes_directory(job_file.parent.parent) / job_file.name)
@@ -314,14 +316,14 @@ def finish_answered(job_file: Path | str) -> bool:
     except (FileNotFoundError, FormatError):
         return False
     if outcome.attempt != job.attempt:
-        return False  # the answer to an earlier job of this name, not fetched yet
+        return False  # the answer to an earlier job of this name, which no trainer has read yet
     _note_answer(job_file, outcome)
     owned.remove(_area_of(job_file), job_file)
     return True
 
 
 def answer_given(job_file: Path | str) -> Outcome | None:
-    """What this process has answered a job, once: its trainer may have removed the file already."""
+    """Returns this process's answer to a job, once, even if its trainer has removed the file."""
     return _answers.pop(str(job_file), None)
 
 
@@ -332,9 +334,9 @@ def _note_answer(job_file: Path, outcome: Outcome) -> None:
 
 
 def clean(run_dir: Path | str) -> None:
-    """Empty the spool and remove half-written outcomes and notes; only while no agent works on it.
+    """Empty the spool and remove half-written outcomes and notes; only while no agent is at work.
 
-    Beside an agent's notes a trainer writes its own, whose temporary names are others.
+    A trainer's notes are left alone, because their temporary files have other names.
 
     Raises:
         StagingRefused: one of the directories is not this user's own.
@@ -352,7 +354,7 @@ def clean(run_dir: Path | str) -> None:
 
 
 def remember_consolidated_run(run_dir: Path | str, run_url: str | None) -> None:
-    """Note the URL of the run, whose chain is to be consolidated; None: it no longer is."""
+    """Note the URL of a run to consolidate in the background; None removes the note."""
     area, path = Path(run_dir).parent, _consolidated_path(run_dir)
     if run_url is None:
         with suppress(FileNotFoundError), owned.directory(area, path.parent) as opened:
@@ -362,7 +364,7 @@ def remember_consolidated_run(run_dir: Path | str, run_url: str | None) -> None:
 
 
 def consolidated_run(run_dir: Path | str) -> str | None:
-    """The URL that was noted; None if there is none that can be read."""
+    """Returns the noted URL; None if there is no readable note."""
     try:
         found = json.loads(_read_record(Path(run_dir).parent, _consolidated_path(run_dir)))
         run_url = found["run_url"]
@@ -376,14 +378,14 @@ def _consolidated_path(run_dir: Path | str) -> Path:
 
 
 def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
-    """Replace the run's status file; whole at every moment, but not made durable: it is news.
+    """Replace the run's status file so that it is whole at every moment, but not durably.
 
-    Where there is no room for a second file it is written over, since it says just then what is
-    wrong: who reads it in that moment may find it half written.
+    If there is no room for a second file, the old one is overwritten, because just then it says
+    what is wrong. A reader may then find it half written.
 
     Raises:
         StagingRefused: the directory is not this user's own.
-        OSError: that could not be done either.
+        OSError: it could not be overwritten either.
     """
     area, path = Path(run_dir).parent, status_path(run_dir)
     data = (json.dumps(status, indent=1, sort_keys=True) + "\n").encode()
@@ -393,9 +395,9 @@ def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
     except OSError:
         if not path.is_file():
             raise
-        # It has its pages in a file system in memory. Where it needs more of them it stays as it
-        # is: half of it would say nothing at all. One that is shorter ends in blanks, and not in
-        # what was there before.
+        # A file system in memory has pages for the old text. If the new text needs more and there
+        # are none, the file stays as it is, because half a text says nothing. A shorter text is
+        # padded with blanks, so that nothing of the old text is left.
         with open(owned.open_file(area, path, os.O_RDWR), "rb+", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             if before < len(data):
@@ -408,36 +410,36 @@ def write_status(run_dir: Path | str, status: dict[str, object]) -> None:
 
 
 def _area_of(path: Path) -> Path:
-    """The staging area that a job or an outcome lies in, as `<area>/<run>/jobs/<name>`."""
+    """Returns the staging area of a job or an outcome: `<area>` in `<area>/<run>/jobs/<name>`."""
     return path.parent.parent.parent
 
 
 def _read_record(area: Path, path: Path) -> bytes:
-    # One byte past the bound is enough for the parser to refuse the rest, whatever its size.
+    # With one byte more than the bound the parser refuses a larger file, whatever its size.
     return owned.read(area, path, MAX_RECORD_BYTES + 1)
 
 
-# Cancel marks: a trainer asks for a staged job to be dropped (format §7, staging order, rule 5).
+# Cancel marks: a trainer asks the agent to drop a staged job (format §7, staging order, rule 5).
 
 
 def cancels_directory(run_dir: Path | str) -> Path:
-    """Where cancel marks are."""
+    """Returns the directory of the cancel marks."""
     return Path(run_dir) / "cancels"
 
 
 def cancel_path(run_dir: Path | str, ref: CheckpointRef, rank: int) -> Path:
-    """The cancel mark of the job of one snapshot."""
+    """Returns the path of the cancel mark for the job of one snapshot."""
     return cancels_directory(run_dir) / f"{job_stem(ref.generation, ref.step, rank)}.json"
 
 
 def write_mark(run_dir: Path | str, ref: CheckpointRef, rank: int) -> None:
-    """Ask for a job to be dropped; durable when it returns.
+    """Ask the agent to drop a job; durable when it returns.
 
-    The agent may commit the job all the same, when it is past the point where it looks.
+    The agent may still commit the job if it has already looked for a mark.
 
     Raises:
         StagingRefused: the directory is not this user's own; the job goes on.
-        OSError: it could not be written; the job then goes on, most likely.
+        OSError: the mark could not be written; most likely the job goes on.
     """
     path, area = cancel_path(run_dir, ref, rank), Path(run_dir).parent
     owned.make_directory(area, path.parent)
@@ -446,12 +448,12 @@ def write_mark(run_dir: Path | str, ref: CheckpointRef, rank: int) -> None:
 
 
 def remove_mark(run_dir: Path | str, ref: CheckpointRef, rank: int) -> None:
-    """The job has been answered. A mark that is left behind means nothing for any other job."""
+    """Remove the mark of an answered job; a mark that stays means nothing for other jobs."""
     owned.remove(Path(run_dir).parent, cancel_path(run_dir, ref, rank))
 
 
 def is_cancelled(job_file: Path | str) -> bool:
-    """Whether the trainer wants this job dropped; False when its mark cannot be read or is older.
+    """Says whether the trainer wants this job dropped; False if the mark is unreadable or old.
 
     Raises:
         FileNotFoundError: there is no such job (any more).
@@ -462,11 +464,11 @@ def is_cancelled(job_file: Path | str) -> bool:
 
 
 def raise_if_cancelled(job_file: Path | str, job: Job) -> None:
-    """Stop the work on a job that the trainer wants dropped, or that is not there any more.
+    """Raise if the trainer wants a job dropped, or if its file does not exist any more.
 
     Args:
-        job_file: the job.
-        job: what was read from it.
+        job_file: the job file.
+        job: the job that was read from it.
 
     Raises:
         CheckpointCancelled: the trainer wants it dropped.
@@ -485,9 +487,9 @@ def raise_if_cancelled(job_file: Path | str, job: Job) -> None:
 
 
 def _marked_attempt(job_file: Path) -> str | None:
-    """The attempt that the mark of a job's name is for; None: there is no mark to be read.
+    """Returns the attempt in the mark with a job's name; None if there is no readable mark.
 
-    Marks are named as their jobs are: one of an earlier attempt at the step is not for this one.
+    A mark has the name of its job, so it may be for an earlier attempt at the same step.
     """
     run_dir = job_file.parent.parent
     path = cancels_directory(run_dir) / job_file.name
@@ -502,10 +504,10 @@ def _marked_attempt(job_file: Path) -> str | None:
     return mark.attempt
 
 
-# The note that a trainer leaves in the staging area: which run it trains, and whether it ended.
+# A trainer's note in the staging area: the run that it trains, and whether it has ended.
 #
-# A lock says whether a trainer is alive. Only the trainer can say whether one that is gone had
-# finished, or obeyed a signal, or was killed: what is worth waking somebody up for.
+# A lock shows whether a trainer is alive. Only the trainer's note shows whether a trainer that is
+# gone had finished or obeyed a signal, or was killed, which is worth an alarm.
 
 
 NoteState = Literal["training", "ended"]
@@ -516,7 +518,7 @@ _MOST_BYTES: Final = 65_536
 
 
 class TrainerNote(NamedTuple):
-    """What a trainer said of itself; `at_ms`: when, on this host's clock."""
+    """A trainer's note about itself; `at_ms`: when it was written, by this host's clock."""
 
     run_url: str
     state: NoteState
@@ -524,7 +526,9 @@ class TrainerNote(NamedTuple):
 
 
 def write_note(run_dir: Path, run_url: str, state: NoteState) -> None:
-    """Replace the note; whole at every moment, but not made durable: it is about this boot.
+    """Replace the note so that it is whole at every moment, but not durably.
+
+    It need not survive a reboot, because no trainer does.
 
     Raises:
         StagingRefused: the directory is not this user's own.
@@ -540,7 +544,7 @@ def write_note(run_dir: Path, run_url: str, state: NoteState) -> None:
 
 
 def read_note(run_dir: Path) -> TrainerNote | None:
-    """The newest trainer's note; None if none can be read, or it is another run's."""
+    """Returns the newest trainer's note; None if it cannot be read, or is of another run."""
     try:
         found = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
         run_url = parse_run_url(str(found["run_url"])).url
@@ -563,21 +567,22 @@ def read_note(run_dir: Path) -> TrainerNote | None:
 
 
 def trainer_state(run_dir: Path, note: TrainerNote | None) -> TrainerState:
-    """What has become of the newest trainer of a run on this host.
+    """Returns the state of the newest trainer of a run on this host.
 
     Args:
         run_dir: the run's directory.
-        note: what it has said.
+        note: the trainer's note.
 
     Returns:
-        `training`; `ended`: it said goodbye; `lost`: it is gone without a word; `unknown`: it never
-        said anything, or the file system does not say whether it holds its lock.
+        `training`: it is alive; `ended`: it is gone and noted its end; `lost`: it is gone without
+        noting its end; `unknown`: there is no note, or the file system does not say whether it
+        holds its lock.
     """
     try:
         if trainer_is_running(run_dir):
             return "training"
     except (OSError, StagingRefused):
-        return "unknown"  # whoever needs that lock tries to take it, and says what is wrong there
+        return "unknown"  # a process that needs this lock takes it, and reports the error then
     if note is None:
         return "unknown"
     return "ended" if note.state == "ended" else "lost"

@@ -1,15 +1,17 @@
-"""Giving back the memory of slots that nobody will use any more (format §6.5).
+"""Frees the memory of slots that nobody will use any more (format §6.5).
 
-A slot has the size of a full checkpoint, in memory by default, and waits for the next trainer of
-its run: where none will come, only this gives it back.
+A slot has the size of a full checkpoint, is in memory by default, and waits for the next trainer of
+its run. If no trainer comes, only this module frees it.
 
-Why it is safe. Only the process that holds a rank's trainer lock writes its slots or names one in
-a new job, and it takes the lock before it opens a slot: so while the lock is held here, no job can
-appear, and a slot that no job names is nobody's. Jobs that are being persisted name theirs until
-they are answered. What jobs name is read before, and under the lock only their names and times are
-compared. So a trainer that starts meanwhile waits for the lock for longer than it is held
-here: the file is unlinked under it, which takes no time since it is open, and its memory is freed
-afterwards. Killed anywhere, the kernel releases the lock, and each slot is whole or gone.
+Why this is safe: only the holder of a rank's trainer lock writes the rank's slots or names a slot
+in a new job, and it takes the lock before it opens a slot. So while this module holds the lock, no
+job can appear, and nobody uses a slot that no job names. A job that is being persisted names its
+slot until it is answered.
+
+The lock is held only shortly, for less time than a starting trainer waits for it. Jobs are read
+before the lock is taken; under the lock only their names and times are compared, and the slot's
+file is unlinked. The file is open, so unlinking takes no time; its memory is freed afterwards. If
+this process is killed at any point, the kernel releases the lock, and each slot is whole or gone.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _SLOT_NAME = re.compile(r"r([0-9]{5})-[0-9]{1,4}\.bin\Z")
 
 
 class FreeSlot(NamedTuple):
-    """A slot that was, or would be, removed, its size, and why nobody will use it."""
+    """A slot that was removed, or would be in a dry run, its size, and why nobody will use it."""
 
     slot: str
     size_bytes: int
@@ -71,15 +73,15 @@ def free_slots(
     besides: Collection[str] = (),
     dry_run: bool = False,
 ) -> list[FreeSlot]:
-    """Remove the slots that no job names, of ranks that no process trains here.
+    """Remove the slots that no job names, of ranks that no process on this host trains.
 
     Args:
-        run_dir: the run's directory in a staging area of this host, whether it is there or not.
-        ended: training has ended by itself, or the run is gone: nobody is expected to go on.
-        grace_seconds: else those stay that were in use less long ago: a trainer that was killed
-            may be started again, and is quicker with the slots it had.
-        besides: names of jobs that will be done with by then; for a dry run.
-        dry_run: only say which.
+        run_dir: the run's directory in a staging area of this host; it need not exist.
+        ended: training has ended by itself, or the run is gone, so no trainer is expected.
+        grace_seconds: without `ended`, slots that were in use less than this ago stay: a killed
+            trainer may be started again, and starts faster with its old slots.
+        besides: stems of jobs to ignore because they will be answered by then; for a dry run.
+        dry_run: only return what would be removed.
 
     Raises:
         StagingRefused: something in the run's directory is not this user's own.
@@ -106,14 +108,14 @@ def free_slots(
                 ]
             continue
         jobs = read_rank_jobs(run_dir, rank)
-        # So the lock is taken where there is something to remove alone.
+        # Checked first, so that the lock is taken only if there is something to remove.
         if jobs.unnamed(old):
             found += [FreeSlot(*freed, reason) for freed in _remove(jobs, old)]
     return found
 
 
 def has_ended(run: Run, run_dir: Path) -> bool:
-    """Whether the newest trainer of a run said goodbye, in the store or in the staging area here.
+    """Says whether the newest trainer of a run said, in the store or in staging, that it ended.
 
     Raises:
         StoreError: the store cannot be read.
@@ -128,7 +130,7 @@ def has_ended(run: Run, run_dir: Path) -> bool:
 
 
 def free_slots_of_ended(run_dir: Path) -> list[FreeSlot]:
-    """`free_slots`, once training has ended and all that it staged is answered; cheap otherwise.
+    """As `free_slots`, if training has ended and all its jobs are answered; otherwise does little.
 
     Raises:
         StagingRefused: something in the run's directory is not this user's own.
@@ -147,9 +149,9 @@ class RankJobs:
 
     Attributes:
         run_dir: the run's directory.
-        rank: whose.
-        files: inode, time of the last change in ns and size of each job file, by its name.
-        slots: names of their slots; None: one cannot be read, and may name any slot of the rank.
+        rank: the rank.
+        files: (inode, time of the last change in ns, size in bytes) of each job file, by its name.
+        slots: names of the slots; None: a job cannot be read, and may name any slot of the rank.
     """
 
     run_dir: Path
@@ -158,24 +160,24 @@ class RankJobs:
     slots: frozenset[str] | None
 
     def unnamed(self, slots: Iterable[Path]) -> list[Path]:
-        """Those of `slots` that no job names; none while it is not known what one names."""
+        """Returns those of `slots` that no job names; none if a job cannot be read."""
         named = self.slots
         return [] if named is None else [path for path in slots if path.name not in named]
 
     def hold(self) -> bool:
-        """Whether there is no other job now, and none that has changed; nothing is read for it."""
+        """Says whether no job is new or changed, by names and times, without reading a job."""
         try:
             found = {path.name: _identity(path) for path in _jobs_of(self.run_dir, self.rank)}
         except FileNotFoundError:
-            return False  # answered just now: asked again the next time
+            return False  # a job was answered just now; the next call will see it
         return found.items() <= self.files.items()
 
 
 def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> RankJobs:
-    """Read which slots the jobs of a rank name, `besides` those that will be done with by then.
+    """Read which slots the jobs of a rank name, except the jobs whose stems are in `besides`.
 
-    Before its trainer lock is taken: to parse a job of many tables takes longer than a trainer
-    that starts waits for that lock.
+    Call this before taking the rank's trainer lock, because parsing a job of many tables takes
+    longer than a starting trainer waits for that lock.
     """
     files: dict[str, tuple[int, int, int]] = {}
     slots: set[str] | None = set()
@@ -183,11 +185,11 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
         if path.stem in besides:
             continue
         try:
-            files[path.name] = _identity(path)  # first: what replaces it then is seen by it
+            files[path.name] = _identity(path)  # before the read, so that `hold` sees a replacement
             if slots is not None:
                 slots.add(read_job(path).slot)
         except FileNotFoundError:
-            continue  # answered since
+            continue  # answered meanwhile
         except (FormatError, StagingRefused):
             slots = None
     named = None if slots is None else frozenset(slots)
@@ -195,7 +197,7 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
 
 
 def slots_by_rank(run_dir: Path) -> dict[int, list[Path]]:
-    """Slot files of a run by rank, by name; links are not followed."""
+    """Returns the slot files of a run by rank, sorted by name; follows no links."""
     slots: dict[int, list[Path]] = {}
     directory = slots_directory(run_dir)
     try:
@@ -212,18 +214,18 @@ def slots_by_rank(run_dir: Path) -> dict[int, list[Path]]:
 def remove_unnamed(
     jobs: RankJobs, slots: Iterable[Path], afterwards: ExitStack
 ) -> list[tuple[str, int]]:
-    """Remove those of `slots` that no job names; only while the rank's trainer lock is held.
+    """Remove those of `slots` that no job names; the caller must hold the rank's trainer lock.
 
-    Nothing, if there are other jobs than when they were read.
+    Removes nothing if a job is new or changed since `jobs` was read.
 
     Args:
-        jobs: of the rank; read before the lock was taken.
-        slots: of the rank.
-        afterwards: to be closed once the lock is given back: it frees the memory of what was
-            removed, which takes long.
+        jobs: the jobs of the rank, read before the lock was taken.
+        slots: slots of the rank.
+        afterwards: the caller closes it after releasing the lock. Closing frees the memory of the
+            removed slots, which takes long.
 
     Returns:
-        Names and sizes of what was removed.
+        Names and sizes in bytes of the removed slots.
     """
     removed: list[tuple[str, int]] = []
     if not jobs.hold():
@@ -233,7 +235,7 @@ def remove_unnamed(
         try:
             descriptor = owned.open_file(area, path)
         except FileNotFoundError:
-            continue  # a trainer has come and gone since
+            continue  # meanwhile a trainer has come and removed it
         afterwards.callback(os.close, descriptor)
         size_bytes = os.fstat(descriptor).st_size
         durable.step(f"unlink {path.name}")
@@ -248,7 +250,7 @@ def _remove(jobs: RankJobs, slots: list[Path]) -> list[tuple[str, int]]:
         lock = locks.acquire(
             trainer_lock_path(jobs.run_dir, jobs.rank),
             expected="no trainer of this rank",
-            next_step="nothing: its slots are its own",
+            next_step="nothing: its slots stay while it trains",
             root=jobs.run_dir.parent,
         )
     except StagingRefused:
@@ -266,7 +268,7 @@ def _is_plain(name: str, directory: int) -> bool:
     try:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
-        return False  # removed since
+        return False  # removed meanwhile
     return stat.S_ISREG(status.st_mode)
 
 
@@ -284,13 +286,17 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def _idle_seconds(run_dir: Path) -> float:
-    """Since something was staged or answered. A slot in memory does not tell when it was used."""
+    """Returns the seconds since a job was staged or answered.
+
+    The time of a slot does not show its last use, because writes through mapped memory may not
+    change it.
+    """
     directories = (jobs_directory(run_dir), outcomes_directory(run_dir))
     return min(map(_age_seconds, directories))
 
 
 def _age_seconds(path: Path) -> float:
-    """Since it was changed, by this host's clock; what is not there is old."""
+    """Returns the seconds since `path` was changed, by this host's clock; infinity if missing."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A staged job opened for reading: its slot checked against what the job says lies in it."""
+"""Opens a staged job for reading, and checks its slot against what the job says lies in it."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ __all__ = [
 ]
 
 
-#: What a slot has of a table instead of values when the trainer has quantized it.
+#: The arrays that a slot has instead of a table's values if the trainer has quantized it.
 CodeArray = Literal["codes", "scale", "offset", "wide", "exact_at", "exact"]
 
-#: Bytes that are read at once: each upload has a buffer of its own.
+#: Bytes that are read at once; small, because each upload has its own buffer.
 PIECE_BYTES = 1 << 20
 
 _NEXT = "nothing: the job is rejected, and the trainer stages its rows again"
 
 
 class Extent(NamedTuple):
-    """A piece of a file: the slot, or something in the spool."""
+    """A range of bytes in a file: the slot or a file in the spool."""
 
     path: str
     offset: int
@@ -60,37 +60,40 @@ class Extent(NamedTuple):
 
 
 def ids_name(table: int) -> str:
-    """Segment of the row ids of a table."""
+    """Returns the name of the segment with a table's row ids."""
     return f"t{table}.ids"
 
 
 def values_name(table: int) -> str:
-    """Segment of the values of a table's rows."""
+    """Returns the name of the segment with the values of a table's rows."""
     return f"t{table}.values"
 
 
 def code_name(table: int, array: CodeArray) -> str:
-    """Segment of one array of a table's codes (format §7)."""
+    """Returns the name of the segment with one array of a table's codes (format §7)."""
     return f"t{table}.{array}"
 
 
 def state_name(table: int, state: int) -> str:
-    """Segment of one row state of a table's rows."""
+    """Returns the name of the segment with one row state of a table's rows."""
     return f"t{table}.state.{state}"
 
 
 def sample_name(table: int, part: str) -> str:
-    """Segment of one part of a table's sample; it has the same name in a chunk (format §3.6)."""
+    """Returns the name of the segment, and of the chunk's tensor, of one part of a table's sample.
+
+    See format §3.6.
+    """
     return f"sample.{table}.{part}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedJob:
-    """A job whose slot is there, long enough, and laid out as the tables ask for.
+    """A job whose slot exists, is long enough, and has the segments that its tables need.
 
-    The slot is read with `pread` and never mapped: a failing disk or a truncated file is then an
-    error of one job, where a mapping would kill the agent (SIGBUS), and resident memory does not
-    grow with the slot.
+    The slot is read with `pread` and never mapped. So a failing disk or a truncated file is an
+    error of one job; with a mapping it would kill the agent (SIGBUS). Resident memory does not grow
+    with the slot either.
     """
 
     path: Path
@@ -100,15 +103,20 @@ class StagedJob:
 
     @property
     def spool(self) -> Path:
-        """Directory for this job's encoded parts; made on first use by whoever writes there."""
+        """Directory for this job's encoded parts; the first writer makes it."""
         return spool_directory(self.path.parent.parent) / self.path.stem
 
     def extent(self, name: str, *, first: int = 0, count: int | None = None) -> Extent:
-        """Where `count` entries of a segment lie, from entry `first` of its first dimension.
+        """Returns where `count` entries of a segment lie, from entry `first` on.
 
         Args:
-            first: index in the first dimension.
-            count: entries; None for all from `first` on.
+            name: the segment's name.
+            first: index in the segment's first dimension.
+            count: number of entries; None: all from `first` on.
+
+        Raises:
+            KeyError: there is no such segment.
+            ValueError: the segment does not have these entries.
         """
         segment = self.segments[name]
         entries = segment.shape[0] if segment.shape else 1
@@ -139,16 +147,16 @@ class StagedJob:
 
 
 def open_slot(path: Path, job: Job) -> StagedJob:
-    """Check the slot of a job against what the job says lies in it; nothing of it is read yet.
+    """Check that a job's slot exists and has the segments that its tables need; reads no data.
 
     Args:
         path: the job file.
-        job: what was read from it.
+        job: the job in it.
 
     Raises:
-        FormatError: its segments are not what its tables need.
-        StagingError: its slot is missing, not a plain file, or too short.
-        StagingRefused: slot or a directory above it is not this user's own.
+        FormatError: the segments are not those that the tables need.
+        StagingError: the slot is missing, not a plain file, or too short.
+        StagingRefused: the slot, or a directory above it, is not this user's own.
     """
     slot = slots_directory(path.parent.parent) / job.slot
     if not job.slot.startswith(f"r{job.rank:05d}-"):
@@ -156,13 +164,13 @@ def open_slot(path: Path, job: Job) -> StagedJob:
     try:
         status = owned.require_own(_area_of(slot), slot)
     except OSError as error:
-        raise _no_slot(slot, error.strerror or str(error), "the slot the job names") from error
+        raise _no_slot(slot, error.strerror or str(error), "the slot that the job names") from error
     if status is None:
-        raise _no_slot(slot, os.strerror(errno.ENOENT), "the slot the job names")
+        raise _no_slot(slot, os.strerror(errno.ENOENT), "the slot that the job names")
     if not stat.S_ISREG(status.st_mode):
-        raise _no_slot(slot, "something that is no plain file", "a slot")
+        raise _no_slot(slot, "no plain file", "a slot, which is a plain file")
     if status.st_size < job.slot_bytes:
-        raise _no_slot(slot, f"{status.st_size} bytes", f"at least {job.slot_bytes}")
+        raise _no_slot(slot, f"{status.st_size} bytes", f"at least {job.slot_bytes} bytes")
     segments = {segment.name: segment for segment in job.segments}
     _check_layout(path, job, dict(segments))
     return StagedJob(path=path, job=job, slot=slot, segments=segments)
@@ -172,7 +180,7 @@ def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
     def take(name: str, dtype: Dtype | None, shape: tuple[int, ...] | None) -> None:
         segment = left.pop(name, None)
         if segment is None:
-            raise _malformed(path, f"no segment {name}", "the segments of its tables and state")
+            raise _malformed(path, f"no segment {name}", "all segments of its tables and state")
         if dtype not in (None, segment.dtype) or shape not in (None, segment.shape):
             raise _malformed(
                 path, f"{name} as {segment.dtype} {list(segment.shape)}", f"{dtype} {shape}"
@@ -212,12 +220,12 @@ def _take_sample(
     left: dict[str, Segment],
     take: Callable[[str, Dtype, tuple[int, ...]], None],
 ) -> None:
-    """A table's sample, which a trainer need not have taken (format §3.6)."""
+    """Take the segments of a table's sample, which is optional (format §3.6)."""
     ids = left.get(sample_name(index, "ids"))
     if ids is None or table.shard_rows == 0:
         return
     rows = ids.shape[0] if len(ids.shape) == 1 else 0
-    # Of another number of rows, which no sample has, it does not fit what `take` expects.
+    # Limited to possible numbers of rows, so that `take` refuses a sample of any other number.
     rows = min(max(rows, 1), MAX_SAMPLE_ROWS)
     for part, (dtype, shape) in sample_arrays(table.spec, rows).items():
         if part != "digests" or sample_name(index, part) in left:
@@ -237,7 +245,7 @@ def _take_codes(
     take(code_name(index, "wide"), "BOOL", (rows,))
     exact_at = left.get(code_name(index, "exact_at"))
     shape = (0,) if exact_at is None else exact_at.shape
-    # Whether they are in order and below `rows` is seen when they are read.
+    # Only the number is checked here; their order and bounds are checked when they are read.
     exact = (min(shape[0] if shape else 0, rows),)
     take(code_name(index, "exact_at"), "I64", exact)
     take(code_name(index, "exact"), spec.dtype, (*exact, spec.dim))
@@ -263,7 +271,7 @@ def _check_table(path: Path, table: StagedTable) -> None:
 
 
 def kernel_method(chosen: ChosenMethod) -> Method:
-    """A method as the kernels take it.
+    """Returns the quantization method as the kernels take it.
 
     Raises:
         ValueError: there is no such method, or it does not have these parameters.
@@ -277,7 +285,7 @@ def kernel_method(chosen: ChosenMethod) -> Method:
 
 
 def _area_of(path: Path) -> Path:
-    """The staging area that a file in `slots` or `spool` of a run lies in; else its directory."""
+    """Returns the staging area of a file in a run's `slots` or `spool`, or else its directory."""
     for above in path.parents:
         if above.name in ("slots", "spool"):
             return above.parent.parent
@@ -296,7 +304,7 @@ def _no_slot(slot: Path, found: str, expected: str) -> StagingError:
 
 
 class _Files:
-    """Files opened once each for the extents of one read."""
+    """Opens each file once for all extents of one read."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
@@ -314,7 +322,7 @@ class _Files:
             os.close(descriptor)
 
     def read(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill `view`."""
+        """Fill `view` with the bytes of the file from `offset` on."""
         if path not in self._open:
             self._open[path] = owned.open_file(_area_of(Path(path)), Path(path))
         descriptor = self._open[path]
@@ -324,7 +332,7 @@ class _Files:
             if got == 0:
                 raise StagingError(
                     path,
-                    found=f"its end at byte {offset + done}",
+                    found=f"the file's end at byte {offset + done}",
                     expected=f"{len(view) - done} more bytes",
                     next_step=_NEXT,
                 )
@@ -337,8 +345,8 @@ def _reading() -> Iterator[_Files]:
         with _Files() as files:
             yield files
     except OSError as error:
-        # A medium that fails stays failed; anything else (no descriptors, no memory) passes, and
-        # the job with it would be thrown away for nothing.
+        # Only a failed medium stays failed, so only EIO may reject the job. Other errors (no
+        # descriptors, no memory) pass, and rejecting the job would lose it for nothing.
         if error.errno != errno.EIO:
             raise
         raise StagingError(
@@ -350,10 +358,15 @@ def _reading() -> Iterator[_Files]:
 
 
 def read_into(view: memoryview, *extents: Extent) -> None:
-    """Fill `view`, of exactly the extents' length, with their bytes, one after another.
+    """Fill `view` with the bytes of the extents, one after another.
+
+    Args:
+        view: as long as all extents together.
+        extents: what to read.
 
     Raises:
         StagingError: a file ends early, or its medium fails.
+        ValueError: `view` has another length.
     """
     length = sum(extent.length for extent in extents)
     if len(view) != length:
@@ -366,7 +379,7 @@ def read_into(view: memoryview, *extents: Extent) -> None:
 
 
 def read_pieces(extent: Extent) -> Iterator[memoryview]:
-    """An extent's bytes, in pieces of at most 1 MiB; each holds until the next.
+    """Yields an extent's bytes in pieces of at most 1 MiB; each is valid until the next.
 
     Raises:
         StagingError: as `read_into`.

@@ -1,4 +1,4 @@
-"""Locks between processes of one host: held by one of them, and released however it ends."""
+"""Locks files between processes of one host; the kernel releases a lock however its holder ends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _held: set[int] = set()
 
 
 class Holder(NamedTuple):
-    """Who has a lock, as its file says: only the kernel's lock says that anybody has it.
+    """The holder of a lock, as its file says. Whether the lock is held, only the kernel says.
 
     Attributes:
-        process: its number; `unknown` where the file does not have it.
-        words: what it says of itself; empty: nothing.
+        process: the process number; `unknown` if the file does not have it.
+        words: how the holder describes itself; empty: it does not.
     """
 
     process: str
@@ -42,20 +42,20 @@ def acquire(
     here: str | None = None,
     root: Path | None = None,
 ) -> int:
-    """Take the lock, or say who has it.
+    """Take the lock, or raise an error that names its holder.
 
     Args:
-        path: the lock file, made if it is not there; another user's, or a link, is refused.
-        expected: for the error: what should have been.
+        path: the lock file, made if it does not exist; a link or another user's file is refused.
+        expected: for the error: what was expected.
         next_step: for the error: what to do.
-        here: what to do instead where this process itself has it.
-        root: the staging area that it lies in; None: the directory that it lies in.
+        here: replaces `next_step` if this process itself holds the lock.
+        root: the staging area of the file; None: the file's directory.
 
     Returns:
         A descriptor for `release`.
 
     Raises:
-        StagingError: another process has it, or this one.
+        StagingError: another process, or this one, holds the lock.
         StagingRefused: the file, or a directory above it, is not this user's own.
         OSError: the file cannot be opened.
     """
@@ -72,11 +72,11 @@ def acquire(
 
 
 def take(path: Path, words: str = "", *, root: Path | None = None) -> int | Holder:
-    """Take the lock: a descriptor for `release`, or who has it.
+    """Take the lock; returns a descriptor for `release`, or the lock's holder.
 
     Args:
         path, root: as for `acquire`.
-        words: that say who this is, on one line.
+        words: how this process describes itself in the file, on one line.
 
     Raises:
         StagingRefused: the file, or a directory above it, is not this user's own.
@@ -90,8 +90,8 @@ def take(path: Path, words: str = "", *, root: Path | None = None) -> int | Hold
             found = _read(descriptor)
             os.close(descriptor)
             return found
-        # Over what the one before has left, and cut to length after: an empty file would need a
-        # page again, which a full file system in memory may not have any more.
+        # The text of the last holder is overwritten and then cut to length. Emptying the file first
+        # would give up its page, and a full file system in memory may have no other.
         text = f"{os.getpid()} {words}".rstrip().encode("ascii") + b"\n"
         os.pwrite(descriptor, text, 0)
         os.ftruncate(descriptor, len(text))
@@ -103,14 +103,15 @@ def take(path: Path, words: str = "", *, root: Path | None = None) -> int | Hold
 
 
 def release(descriptor: int) -> None:
-    """Give back what `acquire` or `take` returned; nothing in a forked child, which has no lock."""
-    if descriptor in _held:  # else the number may be that of another file of the child by now
+    """Release a lock by its descriptor; does nothing in a forked child, which holds no lock."""
+    if descriptor in _held:  # in a child, this number may be another file by now
         _held.discard(descriptor)
         os.close(descriptor)
 
 
 def _is_held_here(path: Path) -> bool:
-    # By the file: of several containers that share a directory each may have a process 1.
+    # Compares files, not process numbers: containers that share a directory may each have a
+    # process 1.
     return any(_is_file(descriptor, path) for descriptor in list(_held))
 
 
@@ -118,56 +119,56 @@ def _is_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except OSError:
-        return False  # another thread has given it back meanwhile, or the file is gone
+        return False  # another thread has released it meanwhile, or the file is gone
 
 
 def is_lost(descriptor: int, path: Path) -> bool:
-    """Whether the file of a lock that is held was removed: who asks finds it free, and may take it.
+    """Says whether the file of a held lock was removed; then others find the lock free.
 
-    As what clears directories of temporary files does with a file that nobody has written to for
-    days, and some systems with all that a user has in memory, when that user logs out.
+    Cleaners of temporary directories remove files that were not written for days, and some systems
+    remove a user's files in memory when that user logs out.
 
     Args:
-        descriptor: that `acquire` or `take` returned.
-        path: as it was given to them.
+        descriptor: the result of `acquire` or `take`.
+        path: the path that was given to them.
     """
     try:
         there = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
-        return False  # who cannot look has nothing to go by
+        return False  # unknown; the lock counts as held
     try:
         return not os.path.samestat(os.fstat(descriptor), there)
     except OSError:
-        return True  # NFS does not know it any more: removed on another host
+        return True  # NFS does not know the file any more, so another host removed it
 
 
 def is_held(path: Path, *, root: Path | None = None) -> bool:
-    """Whether any process has the lock now; raises as `holder` does."""
+    """Says whether any process holds the lock now; raises as `holder`."""
     return holder(path, root=root) is not None
 
 
 def holder(path: Path, *, root: Path | None = None) -> Holder | None:
-    """Who has the lock now; None: nobody, whatever its file says.
+    """Returns the holder of the lock now; None if it is free, whatever its file says.
 
-    In the moment after a lock was taken its file may still speak of the one before.
+    Right after a lock was taken, its file may still name the holder before.
 
     Raises:
-        StagingRefused: the file, or a directory above it, is not this user's own: another user's
-            lock says nothing.
-        OSError: the system does not say: NFS without its lock daemon, or no more files may be
-            opened; with the file's name.
+        StagingRefused: the file, or a directory above it, is not this user's own. Another user's
+            lock means nothing.
+        OSError: the system does not say, for instance NFS without its lock daemon, or too many
+            open files; the error has the file's name.
     """
     try:
         descriptor = owned.open_file(root or path.parent, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        error.filename = str(path)  # which may name the directory above it
+        error.filename = str(path)  # before, it may name the directory above
         raise
     try:
-        # Shared, and for microseconds: two processes that ask do not see each other.
+        # A shared lock, for microseconds, so that two processes that ask do not see each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read(descriptor)
@@ -180,7 +181,7 @@ def holder(path: Path, *, root: Path | None = None) -> Holder | None:
 
 
 def _read(descriptor: int) -> Holder:
-    # One line; after it may be the rest of a longer one that is being replaced.
+    # Only the first line counts; the rest of a longer text that is being replaced may follow.
     text = os.pread(descriptor, _MAX_TEXT_BYTES, 0).decode("ascii", errors="replace")
     line, whole, _ = text.partition("\n")
     process, _, words = line.partition(" ")
@@ -190,7 +191,7 @@ def _read(descriptor: int) -> Holder:
 
 
 def _lock(descriptor: int) -> None:
-    # Whoever asks with `is_held` has the lock for microseconds.
+    # Tried several times, because a process that asks with `is_held` locks for microseconds.
     for _ in range(_TRIES):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,8 +201,8 @@ def _lock(descriptor: int) -> None:
 
 
 def _after_fork() -> None:
-    # A lock lives as long as any copy of its descriptor: a reader's worker that outlives a killed
-    # trainer would keep the next one from the run.
+    # A lock lives as long as any copy of its descriptor. Without this, a data loader's worker that
+    # outlives a killed trainer would keep the next trainer from the run.
     while _held:
         os.close(_held.pop())
 

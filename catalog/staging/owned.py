@@ -1,13 +1,13 @@
-"""Opening what lies in a staging area so that only what is this user's own is used (format §7).
+"""Opens files in a staging area, and refuses those that are not this user's own (format §7).
 
-What is staged is the model, and a staged job decides what is stored of it. In a directory where
-everybody may write, as `/dev/shm`, another user can make any name first, or put a link there. So
-each directory below the staging area is opened relative to the one above it, without following a
-link, and what was opened is looked at, not what the path leads to a moment later:
+The staged data are the model, and a job decides what is stored. In a directory where everybody may
+write, such as `/dev/shm`, another user can make any name first, or put a link there. So each
+directory below the staging area is opened relative to its parent, without following a link. The
+checks look at the opened file, not at the path, which may lead elsewhere a moment later:
 
-- the staging area itself belongs to this user or to root, as a mounted volume does;
-- each directory and file below it belongs to this user, is no link, and can be written by nobody
-  else. Below a directory that nobody else may enter, the modes of what is in it do not matter.
+- the staging area itself belongs to this user or, like a mounted volume, to root;
+- each directory and file below it belongs to this user, is no link, and nobody else can write to
+  it. Modes do not matter below a directory that nobody else may enter.
 
 Functions take the staging area, `root`, and a path below it.
 """
@@ -43,26 +43,26 @@ __all__ = [
 
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: O_NONBLOCK: to open a pipe that somebody put there must not hang.
+#: O_NONBLOCK, because opening a pipe in the file's place must not hang.
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_ENTER: Final = stat.S_IXGRP | stat.S_IXOTH
 _NEXT_STEP: Final = (
-    "find out who made it; remove it (a link in any case), or take it back (chown -R, chmod -R "
-    "go-w), or give trainer "
-    "and agent another staging area: RECPOINT_STAGING, staging= or --staging"
+    "find out who made it; then remove it (always if it is a link), or take it back (chown -R, "
+    "chmod -R go-w), or give trainer and agent another staging area: RECPOINT_STAGING, staging= or "
+    "--staging"
 )
 
 
 def make_root(root: Path) -> None:
-    """Make the staging area if it is not there, for this user alone.
+    """Make the staging area for this user alone, if it is not there.
 
-    In a directory where everybody may write, anybody may have made it first, or have put a link in
-    its place: there it is no link, and one of this user's own is closed to others, unless it was
-    opened to them on purpose, as `/tmp` is (mode 1777).
+    If everybody may write to its parent directory, anybody may have made it first, or put a link in
+    its place. There a link is refused, and so is a directory of this user to which others can
+    write, unless it was opened on purpose with a sticky bit, like `/tmp` (mode 1777).
 
     Raises:
-        StagingRefused: it is another user's, or such a link, or open to others there.
+        StagingRefused: it is another user's, or there it is a link or open to others.
         OSError: it cannot be made.
     """
     durable.make_directory(root.parent)
@@ -80,14 +80,14 @@ def make_root(root: Path) -> None:
 
 @contextmanager
 def directory(root: Path, path: Path) -> Iterator[int]:
-    """A descriptor of a directory, for calls relative to it.
+    """Opens a directory and yields its descriptor, for calls relative to it.
 
     Args:
         root: the staging area.
         path: the directory, `root` or below it.
 
     Raises:
-        StagingRefused: it, or one above it up to `root`, is not this user's own.
+        StagingRefused: it, or a directory above it up to `root`, is not this user's own.
         OSError: it cannot be opened; FileNotFoundError: it is not there.
     """
     descriptor, _ = _walk(root, path)
@@ -98,7 +98,7 @@ def directory(root: Path, path: Path) -> Iterator[int]:
 
 
 def names(root: Path, path: Path) -> list[str]:
-    """Names of what lies in a directory, in no order; none where it is not there."""
+    """Returns the names in a directory, in no order; none if it does not exist."""
     try:
         with directory(root, path) as descriptor:
             return os.listdir(descriptor)
@@ -107,13 +107,13 @@ def names(root: Path, path: Path) -> list[str]:
 
 
 def require_own(root: Path, path: Path) -> os.stat_result | None:
-    """Make sure that a file or directory below the staging area is this user's, if it is there.
+    """Check that a file or directory below the staging area is this user's, if it exists.
 
     Returns:
-        Its status; None: there is none.
+        Its status; None if it does not exist.
 
     Raises:
-        StagingRefused: it is not, or one above it.
+        StagingRefused: it, or a directory above it, is not this user's own.
     """
     try:
         descriptor, entered = _walk(root, path.parent)
@@ -130,11 +130,11 @@ def require_own(root: Path, path: Path) -> os.stat_result | None:
 
 
 def file_status(root: Path, path: Path) -> os.stat_result:
-    """Status of a plain file of this user's.
+    """Returns the status of a plain file of this user.
 
     Raises:
-        FileNotFoundError: it is not there.
-        StagingRefused: it is another's, or no plain file; or one of the directories above it is.
+        FileNotFoundError: it does not exist.
+        StagingRefused: it is no plain file, or it or a directory above it is not this user's own.
     """
     there = require_own(root, path)
     if there is None:
@@ -145,17 +145,17 @@ def file_status(root: Path, path: Path) -> os.stat_result:
 
 
 def open_file(root: Path, path: Path, flags: int = os.O_RDONLY, *, mode: int = 0o600) -> int:
-    """Open a plain file of this user's.
+    """Open a plain file of this user and return its descriptor.
 
     Args:
         root: the staging area.
         path: the file.
-        flags: of `os.open`; with O_CREAT it is made where it is not there.
-        mode: of one that is made.
+        flags: flags of `os.open`; with O_CREAT a missing file is made.
+        mode: mode of a new file.
 
     Raises:
-        StagingRefused: it is another's, or no plain file; or one of the directories above it is.
-        OSError: it cannot be opened; FileNotFoundError: it is not there.
+        StagingRefused: it is no plain file, or it or a directory above it is not this user's own.
+        OSError: it cannot be opened; FileNotFoundError: it does not exist.
     """
     above, entered = _walk(root, path.parent)
     try:
@@ -176,16 +176,16 @@ def open_file(root: Path, path: Path, flags: int = os.O_RDONLY, *, mode: int = 0
 
 
 def read(root: Path, path: Path, most_bytes: int) -> bytes:
-    """The first bytes of a file, at most so many; raises as `open_file`."""
+    """Returns at most the first `most_bytes` bytes of a file; raises as `open_file`."""
     with open(open_file(root, path), "rb") as file:
         return file.read(most_bytes)
 
 
 def make_directory(root: Path, path: Path) -> None:
-    """Make a directory and those above it, up to `root`, for this user alone; durable.
+    """Make a directory and its parents below `root`, for this user alone; durable.
 
     Raises:
-        StagingRefused: one of them is there, and is not this user's own.
+        StagingRefused: one of them exists and is not this user's own.
         OSError: one cannot be made.
     """
     at = root
@@ -199,29 +199,28 @@ def make_directory(root: Path, path: Path) -> None:
                 with _naming(at), suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=above)
                 durable.fsync_open_directory(above, at.parent.name)
-    with directory(root, path):  # all of it, whoever has made it
+    with directory(root, path):  # checks them all once more, whoever made them
         return
 
 
 def write_atomically(root: Path, path: Path, data: bytes) -> None:
-    """`durable.write_atomically` into a directory that is this user's own; raises as `directory`
-    and as that does."""
+    """As `durable.write_atomically`, into a directory of this user; also raises as `directory`."""
     with directory(root, path.parent) as above, _naming(path):
         durable.write_atomically(path, data, directory=above)
 
 
 def replace(root: Path, path: Path, data: bytes, *, temporary: str) -> None:
-    """Replace a file, whole at every moment, but not durably.
+    """Replace a file so that it is whole at every moment, but not durably.
 
     Args:
         root: the staging area.
         path: the file.
         data: its new content.
-        temporary: name of the file that is written first, beside it.
+        temporary: name of the file, in the same directory, that is written first.
 
     Raises:
         StagingRefused: as `directory`.
-        OSError: it cannot be written; `path` is as it was.
+        OSError: it cannot be written; `path` is unchanged.
     """
     with directory(root, path.parent) as above, _naming(path):
         try:
@@ -236,7 +235,7 @@ def replace(root: Path, path: Path, data: bytes, *, temporary: str) -> None:
 
 
 def remove(root: Path, path: Path) -> None:
-    """`durable.remove` from a directory that is this user's own; no error where that is gone."""
+    """As `durable.remove`, from a directory of this user; no error if the directory is gone."""
     try:
         with directory(root, path.parent) as above, _naming(path):
             durable.remove(path, directory=above)
@@ -245,15 +244,15 @@ def remove(root: Path, path: Path) -> None:
 
 
 def remove_tree(root: Path, path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory with all that is in it, following no link; no error where it is gone.
+    """Remove a directory with its contents, following no link; no error if it is gone.
 
     Args:
         root: the staging area.
         path: the directory.
-        ignore_errors: remove what can be removed.
+        ignore_errors: remove as much as possible, without an error for the rest.
 
     Raises:
-        StagingRefused: it, or one above it, is not this user's own.
+        StagingRefused: it, or a directory above it, is not this user's own.
         OSError: something in it cannot be removed; not with `ignore_errors`.
     """
     if require_own(root, path) is None:
@@ -263,7 +262,7 @@ def remove_tree(root: Path, path: Path, *, ignore_errors: bool = False) -> None:
 
 
 def _walk(root: Path, path: Path) -> tuple[int, bool]:
-    """Open a directory from `root` down; its descriptor, and whether others get as far."""
+    """Open a directory from `root` down; returns its descriptor and whether others can enter it."""
     descriptor = _open_root(root)
     entered = True
     at = root
@@ -271,7 +270,7 @@ def _walk(root: Path, path: Path) -> tuple[int, bool]:
         for name in path.relative_to(root).parts:
             at = at / name
             above, descriptor = descriptor, _open_below(descriptor, at, entered)
-            os.close(above)  # once, also where an interrupt comes right after it
+            os.close(above)  # after the swap, so that an interrupt here closes nothing twice
             entered = entered and bool(os.fstat(descriptor).st_mode & _OTHERS_ENTER)
     except BaseException:
         os.close(descriptor)
@@ -280,7 +279,7 @@ def _walk(root: Path, path: Path) -> tuple[int, bool]:
 
 
 def _open_below(above: int, path: Path, entered: bool) -> int:
-    """Open a directory in one that is open, if it is this user's own."""
+    """Open a directory in an open directory, if it is this user's own."""
     try:
         descriptor = os.open(path.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
     except OSError as error:
@@ -296,7 +295,7 @@ def _open_below(above: int, path: Path, entered: bool) -> int:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Have an error of a call that is relative to an open directory name the whole path."""
+    """Put the whole path into errors of calls that are relative to an open directory."""
     try:
         yield
     except OSError as error:
@@ -314,10 +313,10 @@ def _open_root(root: Path) -> int:
 
 
 def _open_in(above: int, entered: bool, path: Path, flags: int, mode: int) -> int:
-    """Open a file in a directory that is open; one that is there is never made anew.
+    """Open a file in an open directory; O_CREAT is used only if the file does not exist.
 
-    Where everybody may write, the kernel refuses O_CREAT for the file of another user without
-    saying whose it is.
+    In a directory where everybody may write, the kernel refuses O_CREAT for an existing file of
+    another user, and does not say whose it is.
     """
     plain = (flags & ~(os.O_CREAT | os.O_TRUNC)) | _FILE
     while True:
@@ -333,14 +332,14 @@ def _open_in(above: int, entered: bool, path: Path, flags: int, mode: int) -> in
         try:
             return os.open(path.name, plain | os.O_CREAT | os.O_EXCL, mode, dir_fd=above)
         except FileExistsError:
-            continue  # somebody has just made it: look whose it is
+            continue  # another process has just made it; open it and check whose it is
         except OSError as error:
             error.filename = str(path)
             raise
 
 
 def _explain(error: OSError, above: int, path: Path, entered: bool) -> None:
-    """Refuse what could not be opened, where it is not this user's; else name it in `error`."""
+    """Raise StagingRefused if the unopened file is not this user's; put its path into `error`."""
     error.filename = str(path)
     try:
         there = os.stat(path.name, dir_fd=above, follow_symlinks=False)

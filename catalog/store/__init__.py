@@ -2,7 +2,7 @@
 
 A URL comes in, a `Store` goes out; every other package reads and writes through it. Walk:
 `contract` (what a store promises), `durable` (writes that survive a crash), `local` and `s3` (the
-two implementations), `retrying` (tries calls again around any of them), `run_url` (what a URL may
-be), `store` (opens one for a URL), `scheduler` (several reads or writes at once in bounded memory),
-`records` (reads, lists and creates records of any kind).
+two main implementations), `retrying` (repeats failed calls of any store), `run_url` (which URLs are
+accepted), `store` (opens the store of a URL), `scheduler` (runs several reads or writes at once in
+bounded memory), `records` (reads, lists and creates records of any kind).
 """

@@ -1,4 +1,4 @@
-"""States what a store promises: its calls, its errors, and how it tells the age of an object."""
+"""Defines what a store promises: its calls, its errors, and the clocks for an object's age."""
 
 from __future__ import annotations
 
@@ -53,21 +53,22 @@ __all__ = [
 ]
 
 
-# What a store is: the interface and contract that every implementation keeps.
+# The interface and the contract of every store.
 
 
-#: Keys of `Store.probe`; what a killed probe leaves under it is not a run's and may be removed.
+#: Prefix of the keys of `Store.probe`. Objects that a killed probe leaves there belong to no run
+#: and may be removed.
 PROBE_PREFIX = "probe/"
 
-# Printable ASCII without blank and backslash: the characters that mean themselves to every
-# file system and every object store. [!-~] and \Z, so that no final newline gets through.
+# Printable ASCII without blank and backslash: these characters have no special meaning in any file
+# system or object store. \Z, because $ would accept a final newline.
 _PART = re.compile(r"(?!\.tmp-)[!-\[\]-~]{1,200}\Z")
-_MAX_KEY = 700  # S3 allows 1,024 bytes, the URL's own prefix included
+_MAX_KEY = 700  # S3 allows 1,024 bytes, including the prefix in the run URL
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
-    """One listed object. `modified_ms` is the store's clock: for people and grace periods only."""
+    """One listed object; `modified_ms`, of the store's clock, is for people and grace periods."""
 
     key: str
     size_bytes: int
@@ -80,122 +81,122 @@ class Store(ABC):
     Contract, for every implementation (the suite in `recpoint.testing.store_suite` checks it):
 
     - After `put` or `create` returns, the object is durable and visible to `get` and `list`.
-    - An object is visible whole or not at all, also when the writer dies in the middle.
-    - `create` never replaces an object; of many concurrent creates of one key one wins.
-    - Errors are those of `recpoint.errors.StoreError`; `retryable` says what a later call may
-      heal. Every call ends: none takes longer than the store's time-outs allow.
-    - A store makes a request again only as a client of its protocol does, a few times. An S3 store
-      does so after a time-out, a reset, a 429, a 5xx and a body that breaks off. A local store does
-      not.
-    - Whoever wants more puts a `RetryingStore` around the store, and writes no loop. The creates of
-      records have one, and so has the store of a trainer that starts. Agents, flows, followers and
-      dashboards have none: they come again at their next turn.
-    - Only failures are tried again. ObjectNotFound and ObjectExists are answers, and stay what they
-      are; ObjectExists may be about an object that an earlier try has made.
+    - An object is visible whole or not at all, even if its writer dies in the middle.
+    - `create` never replaces an object; if many create the same key at once, one wins.
+    - Errors are subclasses of `recpoint.errors.StoreError`; `retryable` says whether a later call
+      may succeed. Every call ends within the store's time-outs.
+    - A store repeats a request only a few times, as clients of its protocol do. An S3 store does so
+      after a time-out, a reset, a 429, a 5xx and a body that breaks off. A local store does not.
+    - A caller that wants more retries puts a `RetryingStore` around the store and writes no loop.
+      The creates of records and the store of a starting trainer have one. Agents, flows, followers
+      and dashboards have none, because they try again at their next turn.
+    - Only failures are retried. ObjectNotFound and ObjectExists are answers and are raised at once;
+      ObjectExists may be about an object that an earlier try has made.
     - Keys are relative, `/`-separated, of printable ASCII without blanks and backslashes, without
-      empty, `.`, `..` or `.tmp-…` parts; others are a ValueError. No key may be the directory of
-      another (`a` and `a/b`): a local store cannot hold both.
-    - An instance may be used from several threads; it may be pickled, never with a secret inside.
+      empty, `.`, `..` or `.tmp-…` parts; another key raises ValueError. No key may be the directory
+      of another (`a` and `a/b`), because a local store cannot hold both.
+    - Several threads may use one instance. It may be pickled; a pickle holds no secret.
     """
 
     #: The run URL, without credentials; safe to print and to store.
     url: str
 
-    #: Mode of a file that is made in `scratch_directory`, before the umask: a model is restored
-    #: there, which is nobody else's business in a directory that everybody can list.
+    #: Mode, before the umask, of files that callers make in `scratch_directory`. The default keeps
+    #: them private, because restored models lie there, in a directory that everybody can list.
     scratch_mode: int = 0o600
 
     @abstractmethod
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """The whole object.
+        """Returns the whole object.
 
         Raises:
-            ObjectNotFound: there is none.
-            MalformedObject: it is larger than `max_bytes`; nothing was allocated for it.
+            ObjectNotFound: there is no such object.
+            MalformedObject: the object is larger than `max_bytes`; nothing was allocated for it.
         """
 
     def get_lent(
         self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview]
     ) -> bytes | memoryview:
-        """As `get`; where a store can choose, in memory that `lend` gives for so many bytes."""
+        """As `get`; a store that can choose reads into memory from `lend(size_in_bytes)`."""
         return self.get(key, max_bytes=max_bytes)
 
     @abstractmethod
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """Bytes `start` (included) to `end` (excluded) of the object, exactly that many.
+        """Returns bytes `start` (included) to `end` (excluded) of the object, exactly that many.
 
         Raises:
-            ObjectNotFound: there is none.
+            ObjectNotFound: there is no such object.
             StoreUnavailable: fewer bytes came.
             ValueError: not 0 <= start <= end.
         """
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Write the object, replacing what is there."""
+        """Write the object, replacing any object under this key."""
 
     @abstractmethod
     def create(self, key: str, data: bytes | memoryview) -> None:
         """Write the object if there is none.
 
         Raises:
-            ObjectExists: there is one (possibly ours, from a try whose answer was lost: read back).
-            StoreUnavailable: it is not known whether it was written: read back.
+            ObjectExists: an object is there. It may be the caller's own, from a try whose answer
+                was lost: read it back.
+            StoreUnavailable: it is unknown whether the object was written: read it back.
         """
 
     def create_from_file(self, key: str, path: Path) -> None:
-        """As `create`, with the bytes of a file in `scratch_directory`; of any size but none.
+        """As `create`, with the bytes of a file in `scratch_directory`; the file must not be empty.
 
-        The file is the caller's to remove, and not to be written any more.
+        The caller removes the file and must not write to it any more.
         """
         mapped: Any = np.memmap(path, mode="r")
         self.create(key, memoryview(mapped))
 
     def scratch_directory(self) -> Path:
-        """A local directory, which is there, for what `create_from_file` is to store."""
+        """Returns an existing local directory for the files that `create_from_file` stores."""
         return Path(tempfile.gettempdir())
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose keys start with `prefix`, ascending by key; nothing is cached.
+        """Returns all objects whose keys start with `prefix`, ascending by key; caches nothing.
 
         Raises:
-            ObjectNotFound: of a local store: the directory of `prefix` lies behind a symbolic link.
+            ObjectNotFound: in a local store, the directory of `prefix` lies behind a symbolic link.
         """
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Length of the object in bytes; ObjectNotFound if there is none."""
+        """Returns the length of the object in bytes; raises ObjectNotFound if there is none."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove the object; it is no error when there is none."""
+        """Remove the object; it is no error if there is none."""
 
     @abstractmethod
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        """What killed writers left that is not an object: temporary files, multipart uploads.
+        """Lists writes that did not end: temporary files, multipart uploads.
 
-        Writers that still live are in it too: remove only what is older than a grace period.
+        Writes of living processes are included, so remove only entries older than a grace period.
         """
 
     @abstractmethod
     def delete_unfinished(self, key: str) -> None:
-        """Remove one thing that `list_unfinished` named; it is no error when it is gone."""
+        """Remove one entry that `list_unfinished` named; it is no error if it is gone."""
 
     @abstractmethod
     def probe(self) -> None:
-        """Find out, by trying, that create-only writes are honoured.
+        """Test, by writing, that the store honours create-only writes.
 
         Raises:
-            StoreUnsupported: they are not.
+            StoreUnsupported: it does not.
         """
 
 
 def check_key(key: str) -> str:
-    """The key itself if it is one.
+    """Returns `key` if it is one.
 
     Raises:
-        ValueError: it is absolute, leads elsewhere, or is nothing that every store takes.
+        ValueError: it is absolute, leads elsewhere, or some store would refuse it.
     """
     if len(key) > _MAX_KEY or not all(
         _PART.match(part) and part not in (".", "..") for part in key.split("/")
@@ -205,7 +206,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix itself if keys can start with it: as `check_key`, but the last part may be empty.
+    """Returns `prefix` if keys can start with it: as `check_key`, but the last part may be empty.
 
     Raises:
         ValueError: no key can start with it.
@@ -223,24 +224,24 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_range(start: int, end: int) -> int:
-    """Length in bytes of the range; ValueError if it is none."""
+    """Returns the length of the range in bytes; raises ValueError if it is no range."""
     if not 0 <= start <= end:
         raise ValueError(f"{start} … {end} is not a range")
     return end - start
 
 
 def probe_create_only(store: Store) -> None:
-    """Create one object twice; the second try must fail and leave the first's bytes.
+    """Create one object twice; the second create must fail and keep the first one's bytes.
 
     Raises:
-        StoreUnsupported: it did not.
+        StoreUnsupported: the second create replaced the bytes.
     """
     key = f"{PROBE_PREFIX}{secrets.token_hex(16)}"
     for body in (b"first", b"again"):
         try:
             store.create(key, body)
         except ObjectExists:
-            # Of the first too, when its answer got lost and the client asked again by itself.
+            # The first create can raise it too, if its answer was lost and the client tried again.
             pass
     found = store.get(key, max_bytes=16)
     store.delete(key)
@@ -249,7 +250,7 @@ def probe_create_only(store: Store) -> None:
 
 
 def no_create_only(store: Store, found: str) -> StoreUnsupported:
-    """The error of a probe."""
+    """Returns the error of a store that does not honour create-only writes."""
     return StoreUnsupported(
         store.url,
         found=found,
@@ -258,7 +259,7 @@ def no_create_only(store: Store, found: str) -> StoreUnsupported:
     )
 
 
-# From what an operating system or an object store says to the exception tree of recpoint.
+# Errors of operating systems and object stores become the exceptions of recpoint.
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -267,12 +268,12 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 _IMPOSSIBLE = {errno.EINVAL, errno.ENAMETOOLONG, errno.EFBIG, errno.EBADF}
 
-# Error codes of S3 whose status says less, or something else, than they do.
+# Error codes of S3 that say more than their HTTP status, or something else.
 _DENIED_CODES = {"ExpiredToken", "InvalidToken", "RequestTimeTooSkewed", "InvalidAccessKeyId"}
 _FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
 _THROTTLED_CODES = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 _REFUSED = (403, 409)
-# The bytes or the request did not arrive as they were sent: another try may.
+# The bytes or the request arrived damaged; another try may succeed.
 _DAMAGED_CODES = {
     "BadDigest",
     "IncompleteBody",
@@ -284,66 +285,73 @@ _DAMAGED_CODES = {
 
 
 def missing(where: str) -> ObjectNotFound:
-    """The error for an object that is not there; `where` is its URL with its key."""
+    """Returns the error for an object that is not there; `where` is its URL with its key."""
     return ObjectNotFound(
         where,
         found="no such object",
         expected="an object",
-        next_step="look at what is there with `recpoint check`",
+        next_step="see what the run holds: recpoint check URL",
     )
 
 
 def linked(where: str, link: str, *, reading: bool) -> StoreError:
-    """The error for a directory of a run that is a symbolic link.
+    """Returns the error for a directory of a run that is a symbolic link.
 
     Args:
         where: the object or the listing that was asked for.
         link: path of the link.
-        reading: something was to be read or listed. It counts as missing then, so that a restore
-            passes over the checkpoint; a change is refused.
+        reading: true for a read or a listing: the object counts as missing, so that a restore
+            passes over the checkpoint. False: a change is refused.
     """
     kind = ObjectNotFound if reading else StoreError
     return kind(
         where,
         found=f"a symbolic link at {link}",
-        expected="a directory: below the directory of a run no link is followed",
-        next_step=f"move the directory that {link} leads to into the place of the link; the "
-        "directory of the run as a whole may be a link",
+        expected="a directory: recpoint follows no link below the directory of a run",
+        next_step=f"replace the link {link} by the directory that it leads to; only the directory "
+        "of the whole run may be a link",
     )
 
 
 def exists(where: str) -> ObjectExists:
-    """The error for a create-only write of an object that is there."""
+    """Returns the error for a create-only write of an object that is there."""
     return ObjectExists(
         where,
         found="an object",
         expected="none",
-        next_step="read it back: it may be the one that was to be written",
+        next_step="read it back: an earlier try of the same write may have made it",
     )
 
 
 def too_large(where: str, *, found_bytes: int, max_bytes: int) -> MalformedObject:
-    """The error for an object that is larger than one of its kind can be."""
+    """Returns the error for an object that is larger than an object of its kind can be."""
     return MalformedObject(
         where,
         found=f"{found_bytes} bytes",
         expected=f"at most {max_bytes} bytes",
-        next_step="run `recpoint check`: the object is not what its key says",
+        next_step="recpoint check URL: the object is not of the kind that its key says",
     )
 
 
 def too_short(where: str, *, found_bytes: int, expected_bytes: int) -> StoreUnavailable:
-    """The error for a body that ended early."""
+    """Returns the error for a body that ended early."""
     return StoreUnavailable(
         where,
         found=f"{found_bytes} bytes",
         expected=f"{expected_bytes} bytes",
-        next_step="try again; if it stays so, the object is truncated: run `recpoint check`",
+        next_step="try again; if it stays so, the object is truncated: recpoint check URL",
     )
 
 
 def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> StoreError:
-    """The store error that says what `error`, met while `doing` something to `where`, means."""
+    """Translates `error` into a store error.
+
+    Args:
+        error: what the operating system raised.
+        where: the URL with key.
+        doing: what was tried.
+        writing: whether this was a change; a missing path is then no ObjectNotFound.
+    """
     number = error.errno or _number_of(error)
     found = f"{type(error).__name__}: {error.strerror or error} (while {doing})"
     if number in _FULL:
@@ -357,7 +365,7 @@ def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> St
         return StoreAccessDenied(
             where,
             found=found,
-            expected="permission to do it",
+            expected="permission for this",
             next_step="check owner and mode of the directory and that it is not mounted read-only",
         )
     if number in _ABSENT and not writing:
@@ -376,18 +384,18 @@ def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> St
             where,
             found=found,
             expected="a path that can be written",
-            next_step="check the run URL, and that no file stands where a directory has to be",
+            next_step="check the run URL, and that no file is in the place of a directory",
         )
     return StoreUnavailable(
         where,
         found=found,
         expected="an answer from the file system",
-        next_step="check that the disk or mount is there, then try again",
+        next_step="check that the disk or the mount works, then try again",
     )
 
 
 def _number_of(error: OSError) -> int:
-    """The number of an error that was raised without one, as Python programs do."""
+    """Returns the errno of an error that Python code raised without one."""
     kinds = {
         FileNotFoundError: errno.ENOENT,
         IsADirectoryError: errno.EISDIR,
@@ -401,7 +409,7 @@ def _number_of(error: OSError) -> int:
 def for_answer(
     where: str, *, status: int, code: str, message: str, doing: str, bucket: str
 ) -> StoreError:
-    """The store error for an HTTP answer that is not a success.
+    """Returns the store error for an HTTP answer that is not a success.
 
     Args:
         where: URL with key.
@@ -424,14 +432,14 @@ def _for_status(
         return StoreError(
             where,
             found=f"no bucket {bucket!r}",
-            expected="a bucket that is there",
+            expected="an existing bucket",
             next_step=f"create the bucket {bucket!r}, or correct the run URL or the endpoint",
         )
     if status in (401, 403) or code in _DENIED_CODES:
         return StoreAccessDenied(
             where,
             found=found,
-            expected="permission to do it",
+            expected="permission for this",
             next_step="check AWS_ACCESS_KEY_ID and its secret, the bucket's policy, the clock",
         )
     if status == 404:
@@ -456,27 +464,27 @@ def _for_status(
         return StoreUnsupported(
             where,
             found=found,
-            expected="a store that can do it",
+            expected="a store that supports this",
             next_step="choose another store for the run",
         )
-    # 409 is Amazon's answer to two conditional writes at once: nobody knows who won.
+    # Amazon answers 409 to two conditional writes at once; it is unknown which one won.
     if status >= 500 or status in (408, 409) or code in _DAMAGED_CODES:
         return StoreUnavailable(
             where,
             found=found,
             expected="an answer that says what happened",
-            next_step="try again; if it stays so, look at the store's own log",
+            next_step="try again; if it stays so, read the store's own log",
         )
     return StoreError(
         where,
         found=found,
-        expected="a request the store accepts",
-        next_step="check run URL, endpoint and region",
+        expected="a request that the store accepts",
+        next_step="check the run URL, the endpoint and the region",
     )
 
 
 def for_no_answer(where: str, *, words: str, doing: str, endpoint: str) -> StoreUnavailable:
-    """The store error for a time-out, a reset, a refused connection or half an answer."""
+    """Returns the store error for a time-out, a reset, a refused connection or half an answer."""
     return StoreUnavailable(
         where,
         found=f"{words} (while {doing})",
@@ -485,7 +493,7 @@ def for_no_answer(where: str, *, words: str, doing: str, endpoint: str) -> Store
     )
 
 
-# How long ago something was written, by clocks of which none is trusted alone (format §6.7).
+# The age of a record, by several clocks, because no single clock can be trusted (format §6.7).
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -493,13 +501,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """What the clocks say at one moment.
+    """The readings of several clocks at one moment.
 
     Attributes:
-        wall_ms: this host's time.
-        boot: the id of this host's boot; None where the system has none.
-        boot_ms: time since that boot, sleep included; nobody can set it.
-        store_ms: the store's own time; None if it was not asked.
+        wall_ms: this host's time in milliseconds since the epoch.
+        boot: the id of this host's boot; None if the system has none.
+        boot_ms: milliseconds since that boot, sleep included; nobody can set this clock.
+        store_ms: the store's time in milliseconds since the epoch; None if it was not asked.
     """
 
     wall_ms: int
@@ -509,10 +517,10 @@ class Clocks:
 
     @classmethod
     def read(cls, store: Store | None = None) -> Self:
-        """The clocks now.
+        """Reads the clocks.
 
         Args:
-            store: asked for its time too: by writing a small object, listing it and removing it.
+            store: a store whose time is read too, by writing, listing and removing a small object.
 
         Raises:
             StoreError: the store cannot be written or read.
@@ -522,14 +530,14 @@ class Clocks:
         return cls(wall_ms=now_ms(), boot=boot, boot_ms=boot_ms, store_ms=asked_ms)
 
     def age_seconds(self, stamp: Stamp, *, modified_ms: int | None = None) -> float:
-        """Seconds since `stamp` was made, at least: the least that any of the clocks says.
+        """Returns the seconds that have passed at least since `stamp`: the smallest of all clocks.
 
         Args:
-            stamp: of a record.
-            modified_ms: the store's own time of that record's object.
+            stamp: the stamp in a record.
+            modified_ms: when that record's object was written, by the store's clock.
 
         Returns:
-            A negative number if some clock says that it is from the future.
+            Seconds; negative if a clock says that the stamp lies in the future.
         """
         ages = [self.wall_ms - stamp.written_ms]
         if stamp.boot is not None and stamp.boot == self.boot:
@@ -540,18 +548,18 @@ class Clocks:
 
 
 def now_ms() -> int:
-    """This host's time in whole milliseconds since the epoch; somebody may set it back."""
+    """Returns this host's time in whole milliseconds since the epoch; it can be set back."""
     return time.time_ns() // 1_000_000
 
 
 def stamp_now() -> Stamp:
-    """A stamp of this moment."""
+    """Returns a stamp of this moment."""
     boot, boot_ms = _boot()
     return Stamp(written_ms=now_ms(), boot=boot, boot_ms=boot_ms)
 
 
 def host_seconds() -> float:
-    """A clock that nobody sets, and that goes on while the host sleeps where there is such one."""
+    """Returns the seconds of a clock that nobody can set; on Linux it counts sleep too."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
@@ -568,7 +576,7 @@ def _boot() -> tuple[str | None, int]:
 
 
 def store_ms(store: Store) -> int:
-    """The store's own time: a small object is written, listed and removed.
+    """Returns the store's time in milliseconds, by writing, listing and removing a small object.
 
     Raises:
         StoreError: the store cannot be written or read.
@@ -582,8 +590,8 @@ def store_ms(store: Store) -> int:
     if not times:
         raise StoreUnavailable(
             f"{store.url}/{key}",
-            found="no such object in a listing, right after it was written",
-            expected="what was written, with the time that it was written at",
-            next_step="try again; a store that does not list what it holds cannot be used",
+            found="no such object in a listing right after it was written",
+            expected="the object, with its time of writing",
+            next_step="try again; a store that does not list all its objects cannot hold a run",
         )
     return times[0]

@@ -1,7 +1,7 @@
-"""Steps that a local file takes until it survives the death of process and machine.
+"""Writes local files so that they survive the death of the process and of the machine.
 
-Every function that changes the disk announces each of its steps to one observer first, so that a
-test can stop a process at any of them and look at what is left (`recpoint.testing.die_at`).
+Every function that changes the disk announces each step to one observer before it takes the step.
+So a test can stop a process at any step and look at what is left (`recpoint.testing.die_at`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ __all__ = [
 ]
 
 
-#: Names of files that are being written start so; what a killed writer left keeps such a name.
+#: Start of the names of files that are being written; a killed writer leaves such a file.
 TEMPORARY_PREFIX = ".tmp-"
 
-#: The numbers of errors where a file system, a quota or a limit has no room for what is written.
+#: Error numbers of a file system, a quota or a limit without room for a write.
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-#: Is told the name of each step right before it is taken; what it raises stops the step.
+#: Called with the name of each step right before the step; an exception stops the step.
 Observer = Callable[[str], None]
 
 _observer: Observer | None = None
 
 
 def set_observer(observer: Observer | None) -> None:
-    """Have `observer` called before every step of this process, from the thread that takes it."""
+    """Call `observer` before every step of this process, in the thread that takes the step."""
     global _observer
     _observer = observer
 
 
 def step(name: str) -> None:
-    """Announce the step `name`; costs one comparison when nobody observes."""
+    """Announce the step `name`; costs one comparison if there is no observer."""
     if _observer is not None:
         _observer(name)
 
@@ -60,18 +60,18 @@ def write_atomically(
     *,
     directory: int | None = None,
 ) -> None:
-    """Make `data` the content of `path`, replacing what is there; durable when it returns.
+    """Make `data` the content of `path`, replacing any old content; durable when it returns.
 
-    Whoever opens `path` sees the old content or the new, never a mixture.
+    A reader that opens `path` sees the old content or the new, never a mixture.
 
     Args:
         path: the file.
         data: its content.
-        directory: a descriptor of the directory that it lies in: that one is written to, whatever
-            the path leads to.
+        directory: a descriptor of the file's directory. The file is then written there, even if
+            `path` leads elsewhere by now.
 
     Raises:
-        OSError: of the step that failed; `path` is as it was, unless it was the last fsync.
+        OSError: a step failed. `path` is unchanged, unless the last fsync failed.
     """
     target = Path(path)
     temporary = _write_temporary(target, data, directory)
@@ -87,12 +87,12 @@ def write_atomically(
 def create_exclusively(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
     """Create `path` with content `data`; durable when it returns.
 
-    `link` is the step that decides: it is atomic and fails when the name is taken, on NFS too,
-    where an exclusive open is not enough (and would show an empty file first).
+    The step `link` decides: it is atomic and fails if the name is taken, on NFS too. An exclusive
+    open is not enough on NFS, and it would show an empty file first.
 
     Raises:
-        FileExistsError: there is such a file; it is durable.
-        OSError: of the step that failed.
+        FileExistsError: the file exists and is durable.
+        OSError: a step failed.
     """
     target = Path(path)
     temporary = _write_temporary(target, data)
@@ -101,7 +101,7 @@ def create_exclusively(path: str | os.PathLike[str], data: bytes | bytearray | m
         os.link(temporary, target)
     except FileExistsError:
         _discard(temporary)
-        # Whoever made it may have died before this fsync, and the caller may now rely on it.
+        # The file's writer may have died before its fsync, and the caller may rely on the file.
         fsync_directory(target.parent)
         raise
     except OSError:
@@ -113,9 +113,10 @@ def create_exclusively(path: str | os.PathLike[str], data: bytes | bytearray | m
 
 
 def remove(path: str | os.PathLike[str], *, directory: int | None = None) -> None:
-    """Remove the file; gone for good when it returns. It is no error when there is none.
+    """Remove the file durably; it is no error if there is none.
 
-    The directory is synced in that case too: an earlier try may have died before it.
+    The directory is synced even if there is no file, because an earlier try may have removed the
+    file and died before its sync.
 
     Args:
         path: the file.
@@ -131,19 +132,19 @@ def remove(path: str | os.PathLike[str], *, directory: int | None = None) -> Non
     try:
         _fsync_above(target, directory)
     except FileNotFoundError:
-        return  # another remover has found it empty and removed the directory itself
+        return  # another process found the directory empty and removed it
 
 
 def make_directory(path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
-    """Make the directory and its missing parents, each durable in the one above it.
+    """Make the directory and its missing parents, each durable in its parent.
 
     Args:
         path: the directory.
-        mode: of those that are made, before the process's umask.
+        mode: mode of new directories, before the process's umask.
 
     Raises:
-        FileNotFoundError: somebody else has removed one of them meanwhile, as empty ones are.
-        OSError: it cannot be made.
+        FileNotFoundError: meanwhile another process removed one of them because it was empty.
+        OSError: a directory cannot be made.
     """
     target = Path(path)
     missing = []
@@ -161,7 +162,7 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
                 is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
             except FileNotFoundError:
                 if not os.path.islink(directory):
-                    raise  # made by somebody else, and removed again
+                    raise  # another process made and removed it
                 is_directory = False
             if not is_directory:
                 raise NotADirectoryError(
@@ -171,12 +172,12 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o777) -> None:
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Make names made, replaced and removed in the directory durable."""
+    """Make created, replaced and removed names in the directory durable."""
     _fsync(path, f"fsync directory {Path(path).name}", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def fsync_open_directory(descriptor: int, name: str) -> None:
-    """As `fsync_directory`, of one that is open; `name` is for who observes the steps."""
+    """As `fsync_directory`, for an open directory; `name` is for the observer of steps."""
     step(f"fsync directory {name}")
     os.fsync(descriptor)
 
@@ -200,7 +201,7 @@ def _fsync(path: str | os.PathLike[str], name: str, flags: int) -> None:
 
 
 def _named(target: Path, directory: int | None) -> Path | str:
-    """What a call names `target` by: relative to its directory, where that is open."""
+    """Returns the name of `target` for a system call, relative to its directory if that is open."""
     return target if directory is None else target.name
 
 
@@ -225,8 +226,8 @@ def _write_temporary(
             while left:
                 left = left[os.write(descriptor, left) :]
             step(f"fsync {target.name}")
-            # Once only: after a failed fsync the kernel may call lost pages clean (a second says
-            # success), so the whole write has failed.
+            # A failed fsync is not repeated: the kernel may have marked lost pages as clean, so a
+            # second fsync would report success. The whole write has failed.
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -237,8 +238,8 @@ def _write_temporary(
 
 
 def _discard(temporary: Path | str, directory: int | None = None) -> None:
-    """Remove a temporary file after an error, which matters more than one met here."""
+    """Remove a temporary file after an error, which matters more than an error here."""
     try:
         os.unlink(temporary, dir_fd=directory)
     except OSError:
-        pass  # what is left is found by `list_unfinished` and swept
+        pass  # `list_unfinished` finds the file, and a sweep removes it

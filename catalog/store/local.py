@@ -1,4 +1,4 @@
-"""A run in a local directory: plain system calls, each object durable before a call returns."""
+"""Stores a run in a local directory; each object is durable before the call returns."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from recpoint.errors import StoreAccessDenied
 __all__ = ["LocalStore"]
 
 
-# A sweep may remove a directory that has just become empty while an object is on its way into it.
+# A sweep may remove a directory that has just become empty while an object is written into it.
 _TRIES = 5
-#: Opens a directory on the way to an object. O_PATH needs no permission to list it.
+#: Flags to open the directories above an object. O_PATH needs no permission to list them.
 _ON_THE_WAY: Final = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _LISTED: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class LocalStore(Store):
-    """Objects as files under `directory`, which is made when the first object is written.
+    """Objects as files under `directory`, which the first write makes.
 
-    `directory` may be reached through symbolic links. Below it no link is followed: an object
-    or a prefix behind one counts as missing, and writing and deleting there are refused. Otherwise
-    a listing of the whole run, which passes over links, and a read would disagree on what is there.
+    `directory` may be reached through symbolic links. Below it no link is followed: an object or a
+    prefix behind a link counts as missing, and writes and deletes there are refused. Otherwise
+    reads would find objects that a listing of the whole run does not have, because it skips links.
 
     Args:
         directory: an absolute path; it is also the store's URL.
     """
 
-    #: The file becomes the object.
+    #: Not private, because the file itself becomes the object.
     scratch_mode = 0o666
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -57,7 +57,7 @@ class LocalStore(Store):
         if not self._root.is_absolute():
             raise ValueError(f"{directory} is not absolute")
         self.url = str(self._root)
-        # Inodes of directories that are known to be durable in the one above them.
+        # Inodes of directories that are known to be durable in their parents.
         self._durable_directories: dict[Path, int] = {}
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class LocalStore(Store):
         return data
 
     def _size(self, where: str, file: BufferedReader, max_bytes: int) -> int:
-        """The length of an object that is open, before anything is allocated for it."""
+        """Returns an open object's length in bytes, checked before memory is allocated for it."""
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > max_bytes:
             raise too_large(where, found_bytes=size_bytes, max_bytes=max_bytes)
@@ -121,7 +121,7 @@ class LocalStore(Store):
         self._write(key, data, exclusively=True)
 
     def create_from_file(self, key: str, path: Path) -> None:
-        """See `Store.create_from_file`: by a link, so that nothing is written again."""
+        """See `Store.create_from_file`: makes a link, so the bytes are not copied."""
         target = self._path(key)
         durable.step(f"create {key}")
         with self._translated(self._where(key), "writing", writing=True):
@@ -133,7 +133,7 @@ class LocalStore(Store):
         durable.step(f"created {key}")
 
     def scratch_directory(self) -> Path:
-        """See `Store.scratch_directory`: the store's own, or there would be no link."""
+        """See `Store.scratch_directory`: the store's root, because a link needs one file system."""
         with self._translated(self.url, "writing", writing=True):
             durable.make_directory(self._root)
         return self._root
@@ -160,7 +160,7 @@ class LocalStore(Store):
         return status.st_size
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`. Directories that become empty go with the object."""
+        """See `Store.delete`. Directories that become empty are removed too."""
         path = self._path(key)
         durable.step(f"delete {key}")
         with self._translated(self._where(key), "deleting", writing=True):
@@ -170,7 +170,7 @@ class LocalStore(Store):
             try:
                 os.rmdir(directory)
             except OSError:
-                break  # not empty, or not there any more, or not ours to remove
+                break  # not empty, or gone, or no permission
             self._durable_directories.pop(directory, None)
         durable.step(f"deleted {key}")
 
@@ -197,7 +197,8 @@ class LocalStore(Store):
         try:
             probe_create_only(self)
         except StoreAccessDenied:
-            # Without hard links, link() says EPERM; if a plain write works, it is that.
+            # link() raises EPERM on a file system without hard links. If a plain write works, that
+            # is the cause.
             key = f"{PROBE_PREFIX}{os.urandom(16).hex()}"
             self.put(key, b"")
             self.delete(key)
@@ -222,10 +223,10 @@ class LocalStore(Store):
         durable.step(f"{done} {key}")
 
     def _make_directories(self, path: Path) -> None:
-        """Make the directories above `path`, durable up to the root, whoever made them.
+        """Make the directories above `path`, durable up to the root.
 
-        One that is there may have been made by a process that died, or has not come, before its
-        fsync; so the first use of each syncs the one above it.
+        Another process may have made a directory and died, or not yet reached its fsync. So the
+        first use of each directory syncs its parent.
         """
         self._require_no_link(path)
         durable.make_directory(path.parent)
@@ -236,21 +237,21 @@ class LocalStore(Store):
                 self._durable_directories[directory] = inode
 
     def _require_no_link(self, path: Path) -> None:
-        """Refuse to change `path` where a directory between the root and it is a link."""
+        """Refuse to change `path` if a directory between the root and `path` is a link."""
         for directory in self._directories_above(path):
             if directory.is_symlink():
                 where = self._where(path.relative_to(self._root).as_posix())
                 raise linked(where, str(directory), reading=False)
 
     def _directories_above(self, path: Path) -> Iterator[Path]:
-        """Directories between `path` and the root, neither included, deepest first."""
+        """Yields the directories between `path` and the root, both excluded, deepest first."""
         for directory in path.parents:
             if directory == self._root:
                 return
             yield directory
 
     def _walk(self, directory: str) -> Iterator[tuple[ObjectInfo, bool]]:
-        """Regular files under `directory` ascending by key, each with whether it is temporary."""
+        """Yields (file, is it temporary) of regular files under `directory`, ascending by key."""
         for name, status in self._entries(directory):
             key = f"{directory}/{name}" if directory else name
             if stat.S_ISDIR(status.st_mode):
@@ -266,7 +267,7 @@ class LocalStore(Store):
                 )
 
     def _entries(self, directory: str) -> Sequence[tuple[str, os.stat_result]]:
-        """What lies in `directory`, in the order of the keys; nothing where it is not there."""
+        """Returns the entries of `directory` in the order of keys; none if it does not exist."""
         found = []
         where = self._where(directory)
         with self._translated(where, "listing"):
@@ -277,11 +278,11 @@ class LocalStore(Store):
                         try:
                             status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                         except FileNotFoundError:
-                            continue  # removed since
+                            continue  # removed meanwhile
                         found.append((name, status))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        # A directory sorts as its keys do, with the slash behind its name.
+        # A directory sorts with a slash behind its name, as the keys in it do.
         found.sort(key=lambda entry: entry[0] + "/" * stat.S_ISDIR(entry[1].st_mode))
         return found
 
@@ -289,16 +290,16 @@ class LocalStore(Store):
     def _directory(
         self, parts: Sequence[str], where: str, *, flags: int = _ON_THE_WAY
     ) -> Iterator[int]:
-        """Open a directory below the root, and none on the way to it that is a link.
+        """Open a directory below the root without following links on the way.
 
         Args:
-            parts: its names below the root; none: the root itself, which may be a link.
+            parts: the names below the root; empty: the root itself, which may be a link.
             where: the object or the listing that was asked for.
-            flags: to open it with.
+            flags: flags of `os.open`.
 
         Raises:
-            ObjectNotFound: one of them is a link.
-            OSError: one of them is not there, or no directory.
+            ObjectNotFound: a directory on the way is a link.
+            OSError: a directory on the way is missing or no directory.
         """
         descriptor = os.open(self._root, flags)
         try:
@@ -312,15 +313,15 @@ class LocalStore(Store):
                     link = self._root.joinpath(*parts[: depth + 1])
                     raise linked(where, str(link), reading=True) from None
                 above, descriptor = descriptor, below
-                os.close(above)  # once, also where an interrupt comes right after it
+                os.close(above)  # after the swap, so that an interrupt here closes nothing twice
             yield descriptor
         finally:
             os.close(descriptor)
 
     @contextmanager
     def _open(self, key: str) -> Iterator[BufferedReader]:
-        """The object's file; a link, pipe or device in its place counts as no object."""
-        # O_NONBLOCK: opening a pipe that somebody put there must not hang.
+        """Opens the object's file; a link, pipe or device in its place counts as no object."""
+        # O_NONBLOCK, because opening a pipe in the object's place must not hang.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         *above, name = check_key(key).split("/")
         with self._directory(above, self._where(key)) as directory:

@@ -1,4 +1,4 @@
-"""Records in a store: listed, read with all checks, created once, replaced (format §4, §6.2)."""
+"""Lists, reads, creates and replaces records in a store, with all checks (format §4, §6.2)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ P = ParamSpec("P")
 NameT = TypeVar("NameT")
 RecordT = TypeVar("RecordT", bound=StoredRecord)
 
-#: What came of creating a record. `same`: these very bytes were there, as where an earlier try of
-#: this process wrote them and its answer got lost; `other`: another record was there.
+#: The result of creating a record. `same`: the same bytes were there, for instance from an earlier
+#: try of this process whose answer was lost; `other`: another record was there.
 Created = Literal["created", "same", "other"]
 
-#: What it takes to know whether a record was created. A store that is away costs a second, and what
-#: its own retries take.
+#: Retries until it is known whether a record was created. A store that cannot be reached costs
+#: about a second, plus the store's own retries.
 _CREATING = Retries()
 
 
 class Records(Generic[P, NameT, RecordT]):
-    """The records of one kind in one run. What a key says names each.
+    """The records of one kind in one run; each is named by the values in its key.
 
     Args:
         store: where the run lies.
         kind: which records.
-        run: the id of the run; None: whatever run and key a record belongs to, it is read.
+        run: the id of the run; None: the run and the key in a record are not checked.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Records(Generic[P, NameT, RecordT]):
         self._run = run
 
     def listed(self, *first: object) -> Iterator[tuple[NameT, ObjectInfo]]:
-        """Name and object of each; one listing, no reads.
+        """Yields the name and the object of each record, with one listing and no reads.
 
         Args:
-            first: only those whose names begin with this.
+            first: only records whose names begin with these values.
 
         Raises:
             StoreError: the store cannot be listed.
@@ -60,22 +60,22 @@ class Records(Generic[P, NameT, RecordT]):
                 yield name, info
 
     def names(self, *first: object) -> Iterator[NameT]:
-        """As `listed`, the names alone."""
+        """As `listed`, but yields only the names."""
         return (name for name, _ in self.listed(*first))
 
     def read(self, *name: P.args, **named: P.kwargs) -> RecordT:
-        """One record, fully checked.
+        """Returns one record, fully checked.
 
         Raises:
-            ObjectNotFound: there is none.
-            FormatError: it is damaged, larger than its kind may be, of another run, or not what
-                its key says.
+            ObjectNotFound: there is no such record.
+            FormatError: the record is damaged or larger than its kind may be, or it belongs to
+                another run or key.
             StoreError: it cannot be read.
         """
         return self.read_key(self._kind.keys.of(*name, **named))
 
     def read_key(self, key: str) -> RecordT:
-        """As `read`, of the record under a key of this kind."""
+        """As `read`, for the record under a key of this kind."""
 
         def parse(data: bytes) -> RecordT:
             return self._kind.unpack(data, key, run=self._run, url=self._store.url)
@@ -86,33 +86,34 @@ class Records(Generic[P, NameT, RecordT]):
         """Write a record if there is none.
 
         Raises:
-            StoreError: it is still unknown after several tries, or the store refuses.
-            MalformedObject: what is there is larger than any record of this kind.
-            ValueError: the record is larger than any reader takes.
+            StoreError: after several tries it is still unknown whether the record was written, or
+                the store refuses.
+            MalformedObject: an object is there that is larger than any record of this kind.
+            ValueError: the record is larger than a reader accepts.
         """
         return self.create_packed(pack_record(record), *name, **named)
 
     def create_packed(self, data: bytes, *name: P.args, **named: P.kwargs) -> Created:
-        """As `create`, of a record in its envelope."""
+        """As `create`, for a record that is already packed in its envelope."""
         key = self._kind.keys.of(*name, **named)
         store = RetryingStore(self._store, _CREATING)
         there = store.create_or_read(key, data, max_bytes=self._kind.max_bytes)
         return "created" if there is None else "same" if there == data else "other"
 
     def put(self, record: RecordT, *name: P.args, **named: P.kwargs) -> None:
-        """Write a record, in the place of one that may be there.
+        """Write a record, replacing any record under its key.
 
         Raises:
             StoreError: the store refuses, or cannot be reached.
-            ValueError: records of this kind are written once; or this one is too large.
+            ValueError: records of this kind are written once, or this record is too large.
         """
         key = self._kind.keys.of(*name, **named)
         if self._kind.written == "once":
-            raise ValueError(f"{key} is written once")
+            raise ValueError(f"{key} must not be replaced: records of its kind are written once")
         self._store.put(key, pack_record(record))
 
     def delete(self, *name: P.args, **named: P.kwargs) -> None:
-        """Remove a record, if it is there.
+        """Remove a record if it is there.
 
         Raises:
             StoreError: the store refuses, or cannot be reached.
@@ -123,25 +124,25 @@ class Records(Generic[P, NameT, RecordT]):
 def read_checked(
     store: Store, key: str, *, max_bytes: int, parse: Callable[[bytes], _Parsed]
 ) -> _Parsed:
-    """What `parse` makes of the object under `key`.
+    """Read the object under `key` and return what `parse` makes of its bytes.
 
-    A bit that flips between the store's disk and this process looks like a damaged object, and a
-    damaged object makes a reader go back in time, and an agent reject a job. So bytes that do not
-    parse are read a second time, and only what is wrong twice is damaged.
+    If `parse` refuses the bytes, the object is read a second time, and only a second refusal counts
+    as damage. Without this, a bit that flips between the store's disk and this process would make
+    a reader restore an older checkpoint, or an agent reject a job.
 
     Raises:
-        ObjectNotFound: there is none.
-        MalformedObject: it is larger than `max_bytes`.
-        FormatError: what `parse` raised for the bytes of the second read.
-        StoreError: it could not be read.
+        ObjectNotFound: there is no such object.
+        MalformedObject: the object is larger than `max_bytes`.
+        FormatError: `parse` raised it for the bytes of the second read.
+        StoreError: the object could not be read.
     """
     return parsed_twice(lambda: store.get(key, max_bytes=max_bytes), parse)
 
 
 def parsed_twice(read: Callable[[], _Read], parse: Callable[[_Read], _Parsed]) -> _Parsed:
-    """As `read_checked`, of whatever `read` brings."""
+    """As `read_checked`, for whatever `read` returns."""
     try:
         return parse(read())
     except FormatError:
-        pass  # and with it the first bytes go, before the second ones come
+        pass  # the exception and the first bytes are freed before the second read
     return parse(read())

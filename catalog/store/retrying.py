@@ -1,23 +1,22 @@
-"""Makes a store's calls again where a failure may pass: the one place that does so.
+"""Repeats calls of a store after failures that may pass; no other module does so.
 
-Callers write no loops over a store's failures. They put this decorator around the store, and say
-with `Retries` which failures it tries again, and for how long. Two do so:
+Callers write no loops over a store's failures. They put this decorator around the store and say
+with `Retries` which failures it retries and for how long. Two modules do so:
 
-- `catalog.store.records` creates every record through it, with `Retries()`. A commit or a
-  claim has to end with an answer, and where the answer to a create is lost, only a look at the
-  store tells what became of it (format §6.2).
+- `catalog.store.records` creates every record through it, with `Retries()`. A commit or a claim
+  must end with an answer. If the answer to a create is lost, only a look at the store shows
+  whether the record was written (format §6.2).
 - `catalog.store.store.open_store` puts it, with `Retries.of_refusals`, around an S3 store whose
-  time-outs have `refused_seconds`. Such is the store of a trainer that starts.
+  time-outs have `refused_seconds`. A starting trainer has such a store.
 
-How it relates to S3's own retries: after a time-out, a reset, a 429 or a 5xx the SDK sends the
-request again, up to `S3Timeouts.attempts` times in all, and `S3Store` asks as often for a body that
-breaks off. So what an S3 store raises as StoreThrottled or StoreUnavailable has been tried several
-times, and a further layer multiplies what a dead store costs: only the creates of records have one.
-After a 403 or a 409 the SDK does not send the request again. That is what `Retries.of_refusals` is
-for. A local directory has no retries but those of this decorator. What other stores have is up to
-fsspec's packages.
+S3 has its own retries: after a time-out, a reset, a 429 or a 5xx the SDK sends the request again,
+up to `S3Timeouts.attempts` times in all, and `S3Store` asks as often for a body that breaks off. So
+a StoreThrottled or StoreUnavailable of an S3 store comes after several tries. A further layer of
+retries multiplies the time that a dead store costs, so only the creates of records have one. After
+a 403 or a 409 the SDK does not send the request again; `Retries.of_refusals` does. A local
+directory has only this decorator's retries. Other stores have the retries of fsspec's packages.
 
-Agents, flows, followers and dashboards look again at their next turn, and need no decorator.
+Agents, flows, followers and dashboards try again at their next turn and need no decorator.
 """
 
 from __future__ import annotations
@@ -43,22 +42,24 @@ _Result = TypeVar("_Result")
 
 _LOG = logging.getLogger("recpoint")
 
-#: Not the process's generator: this also runs inside seeded training.
+#: A generator of its own, because this also runs inside seeded training.
 _chance = random.Random()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """Which failures are tried again, and until when; the bound that is reached first counts.
+    """Which failures are retried, how often and how long; the bound that is reached first counts.
 
     Attributes:
-        failures: whether a failure is. "Gone" and "exists" are answers, and never are.
-        tries: of one call, the first included.
-        seconds: no try begins later than so long after the first failure of a call.
-        first_pause_seconds: before the second try; doubled before each further one. Chance shortens
-            each pause by up to half, so that many processes do not come back at once.
-        longest_pause_seconds: the pauses grow no further.
-        puts: whether `put` is tried again, too.
+        failures: says whether a failure is retried. It is false for "gone" and "exists", which are
+            answers.
+        tries: the most tries of one call, the first included.
+        seconds: no try begins later than this after the first failure of a call.
+        first_pause_seconds: the pause before the second try; it doubles before each further try. A
+            random factor shortens each pause by up to half, so that many processes do not come
+            back at once.
+        longest_pause_seconds: the longest pause.
+        puts: whether `put` is retried too.
     """
 
     failures: Callable[[StoreError], bool] = attrgetter("retryable")
@@ -70,34 +71,34 @@ class Retries:
 
     @classmethod
     def of_refusals(cls, seconds: float) -> Self:
-        """Refusals (403, 409) are tried again, for so long, and nothing else.
+        """Returns retries of refusals (403, 409) only, for so many seconds.
 
-        A `put` is not: a reader that may not write its lease goes on without one at once.
+        `put` is not retried: a reader that may not write its lease goes on at once without a lease.
         """
         return cls(failures=attrgetter("refused"), tries=math.inf, seconds=seconds, puts=False)
 
 
 class RetryingStore(Store):
-    """`store`, with each call made again while `retries` allows it.
+    """`store`, with each failed call repeated while `retries` allows it.
 
-    - Reads, `size` and listings are made again. A listing that broke off goes on after the last key
-      that it told.
-    - `put`, `delete` and `delete_unfinished` are made again. The second try may replace or remove
-      what another writer has written since the first. So may the first: a request whose answer was
-      lost can arrive at any later time.
-    - `create` and `create_from_file` are made again only if a look finds no object. If it finds
-      one, they raise ObjectExists. The object may be the caller's own, from the try before, or
-      another writer's: `create_or_read` returns its bytes, which tell.
-    - `probe` is made again from its beginning.
+    - Reads, `size` and listings are repeated. A listing that broke off continues after the last key
+      that it gave.
+    - `put`, `delete` and `delete_unfinished` are repeated. The second try may replace or remove
+      an object that another writer has written since the first try. So may the first try itself,
+      because a request whose answer was lost can arrive at any later time.
+    - `create` and `create_from_file` are repeated only if a look finds no object. If it finds an
+      object, they raise ObjectExists. The object may be the caller's own, from an earlier try, or
+      another writer's; `create_or_read` returns its bytes, which show whose it is.
+    - `probe` is repeated from its beginning.
     - ObjectNotFound, ObjectExists and all other failures that `retries` does not name end the call
-      at once, and are raised as they are. So is the last failure once time or tries are used up.
+      at once and are raised unchanged. So is the last failure once time or tries are used up.
 
-    The first failure of a call is logged as a warning, with how long the call is tried again.
-    Further ones are not logged.
+    The first failure of a call is logged as a warning that says how long the call is retried.
+    Later failures are not logged.
 
     Args:
         store: where the objects are.
-        retries: what is tried again.
+        retries: which failures are retried, and for how long.
     """
 
     def __init__(self, store: Store, retries: Retries) -> None:
@@ -139,19 +140,20 @@ class RetryingStore(Store):
         self._create(key, lambda: self._store.create_from_file(key, path))
 
     def create_or_read(self, key: str, data: bytes, *, max_bytes: int) -> bytes | None:
-        """Write the object if there is none; otherwise say what is there.
+        """Write the object if there is none; otherwise return the bytes under its key.
 
-        Safe to call from any number of processes: of all of them one creates the object, and those
-        whose answer was lost recognise their own bytes in what comes back.
+        Any number of processes may call this at once: one of them creates the object. A process
+        whose answer was lost recognises its own bytes in the returned ones.
 
         Returns:
-            None when this call created the object and was told so; else the bytes under `key`,
-            which may be the ones that this very call wrote.
+            None if this call created the object and got the answer; otherwise the bytes under
+            `key`, which this very call may have written.
 
         Raises:
-            StoreError: it is still unknown after the last try, or the store refuses.
-            ObjectNotFound: at each try an object was there and was removed before it could be read.
-            MalformedObject: what is there is larger than `max_bytes`.
+            StoreError: after the last try it is still unknown whether the object was written, or
+                the store refuses.
+            ObjectNotFound: at each try an object was there and was removed before it was read.
+            MalformedObject: the object under `key` is larger than `max_bytes`.
         """
 
         def create_or_get() -> bytes | None:
@@ -161,7 +163,7 @@ class RetryingStore(Store):
                 return self.get(key, max_bytes=max_bytes)
             return None
 
-        # Gone again since it was met: the same bytes may be written again.
+        # If the object that stood in the way is gone, the bytes may be written again.
         return self._again(create_or_get, replace(self._retries, failures=_is_gone))
 
     def scratch_directory(self) -> Path:
@@ -182,7 +184,7 @@ class RetryingStore(Store):
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
         """See `Store.list_unfinished`."""
-        # In no order that one could go on in; there are few.
+        # This listing has no order in which it could continue, so it starts again; it is short.
         yield from self._again(lambda: builtins.list(self._store.list_unfinished()))
 
     def delete_unfinished(self, key: str) -> None:
@@ -198,7 +200,7 @@ class RetryingStore(Store):
             try:
                 create()
             except StoreError as error:
-                # Only what a later call may heal leaves open whether this one wrote.
+                # After a failure that is not retryable it is known that nothing was written.
                 if error.retryable and self._is_there(key):
                     raise exists(f"{self.url}/{key}") from error
                 raise
@@ -206,11 +208,11 @@ class RetryingStore(Store):
         self._again(create_and_look)
 
     def _is_there(self, key: str) -> bool:
-        """Whether an object is known to be there."""
+        """Says whether an object is known to be there."""
         try:
             self._store.size(key)
         except StoreError:
-            return False  # or nobody knows: the next create meets it
+            return False  # missing or unknown; if it is there, the next create meets it
         return True
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -227,7 +229,7 @@ class RetryingStore(Store):
                     raise
 
     def _again(self, call: Callable[[], _Result], retries: Retries | None = None) -> _Result:
-        """What `call` returns, made again as `retries` says; None: as those of the store say."""
+        """Returns the result of `call`, repeated as `retries` allows; None: the store's retries."""
         failures = _Failures(self._retries if retries is None else retries)
         while True:
             try:
@@ -251,7 +253,7 @@ class _Failures:
         self._pause_seconds = retries.first_pause_seconds
 
     def pause_after(self, error: StoreError) -> bool:
-        """Wait until the next try; False, at once: there is none."""
+        """Wait until the next try and return True; return False at once if there is none."""
         retries, now = self._retries, time.monotonic()
         if not retries.failures(error):
             return False
@@ -263,7 +265,7 @@ class _Failures:
         if self._count == 1:
             times = "" if math.isinf(retries.tries) else f" {retries.tries - 1:.0f} times"
             most = "" if math.isinf(retries.seconds) else f" for {retries.seconds:.0f} s"
-            _LOG.warning("tried again%s%s at most: %s", times, most, error)
+            _LOG.warning("trying again%s%s at most: %s", times, most, error)
         time.sleep(self._pause_seconds * _chance.uniform(0.5, 1.0))
         self._pause_seconds = min(2 * self._pause_seconds, retries.longest_pause_seconds)
         return True

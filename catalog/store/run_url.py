@@ -1,4 +1,4 @@
-"""Run URLs: what they may look like, and the one spelling that each is known by."""
+"""Checks run URLs and gives each its one spelling, which is safe to print."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://|:)")
 _FORGOTTEN_SLASHES = re.compile(r"(?:file|s3a?|gs|abfss?|https?|memory):", re.IGNORECASE)
 _AT = re.compile("@|%40")
 _MAYBE_SECRET = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:(?://)?)[^/]*:")
-_CREDENTIAL_FIRST = re.compile(r"[^/]*:.*(?:@|%40)")  # secrets have slashes in them, too
+_CREDENTIAL_FIRST = re.compile(r"[^/]*:.*(?:@|%40)")  # .* because a secret may contain slashes
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
 _PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
 
-#: What to do with the address of a web server.
+#: The next step after a run URL that is the address of a web server.
 S3_INSTEAD = "if it speaks S3: export AWS_ENDPOINT_URL=ADDRESS, and give s3://BUCKET/PREFIX"
 
 _NEXT = "give a local path, file:///path, s3://bucket/prefix, or another fsspec URL"
@@ -34,12 +34,12 @@ _RENAME = "; rename the directory, or give another"
 
 @dataclass(frozen=True, kw_only=True)
 class RunUrl:
-    """A run URL taken apart.
+    """The parts of a run URL.
 
     Attributes:
         scheme: lower case; `file` for local paths.
-        bucket: what stands between `//` and the next slash; empty for local paths.
-        path: without slashes at its ends; for local paths absolute.
+        bucket: the text between `//` and the next slash; empty for local paths.
+        path: without slashes at its ends; absolute for local paths.
         url: the one spelling; safe to print.
     """
 
@@ -52,12 +52,13 @@ class RunUrl:
 def parse_run_url(url: str) -> RunUrl:
     """Take a run URL apart.
 
-    Local paths may be relative to the working directory; links in them are kept, unless they are
-    written with `..`, which has a meaning only once links are followed.
+    Local paths may be relative to the working directory. Links in them are kept, except in a path
+    with `..`, which has a meaning only after links are followed.
 
     Raises:
-        SettingsError: it is no string, is empty, has bytes that are not UTF-8, or has no bucket,
-            credentials, a query, `..`, or blanks. The message never repeats a credential.
+        SettingsError: the URL is no string, is empty, has bytes that are not UTF-8, has no bucket,
+            or has credentials, a query, `..` or control characters. The message never repeats a
+            credential.
     """
     if not isinstance(url, str):
         raise SettingsError(
@@ -88,22 +89,22 @@ def parse_run_url(url: str) -> RunUrl:
     if scheme in ("file", "local"):
         return _local_url(url, parts.netloc, unquote(parts.path))
     user, at, _ = parts.netloc.rpartition("@")
-    # abfs://container@account.dfs.core.windows.net is an address; with a colon it is a password.
+    # abfs://container@account.dfs.core.windows.net is an address; a colon before @ is a password.
     if at and (":" in user or not scheme.startswith(("abfs", "wasb"))):
         raise _refused(url, "a credential in the URL")
     if scheme in ("http", "https") and ":" in parts.netloc:
         raise _refused(
             url,
             "the address of a web server",
-            expected="a bucket; an S3 server's own address comes from the environment",
+            expected="a bucket; the address of an S3 server comes from the environment",
             next_step=S3_INSTEAD,
         )
     if scheme != "memory" and not _BUCKET.match(parts.netloc.replace("@", "-")):
         raise _refused(
             url,
             _bucket_text(parts.netloc),
-            expected="a bucket's name: 2 to 255 letters, digits, dots, dashes and underscores, of "
-            "which the first is a letter or a digit",
+            expected="a bucket's name: 2 to 255 letters, digits, dots, dashes and underscores, the "
+            "first a letter or a digit",
             next_step=f"correct the bucket's name: {scheme}://BUCKET/PREFIX",
         )
     pieces = [piece for piece in parts.path.split("/") if piece]
@@ -116,7 +117,7 @@ def parse_run_url(url: str) -> RunUrl:
 
 
 def _bucket_text(bucket: str) -> str:
-    """What is wrong with a bucket; never a credential that a URL has without the `@`."""
+    """Describes a wrong bucket; hides text with a colon, which may be a credential without `@`."""
     if not bucket:
         return "no bucket"
     shown = ":" not in bucket and not _AT.search(bucket)
@@ -134,7 +135,7 @@ def _local_url(url: str, host: str, path: str) -> RunUrl:
 
 def _local(path: str) -> RunUrl:
     absolute = os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
-    if absolute.startswith("//"):  # which abspath keeps, since POSIX does
+    if absolute.startswith("//"):  # POSIX gives it a meaning, so abspath keeps it
         absolute = absolute[1:]
     if absolute == "/":
         raise _refused(path, "the root directory")
@@ -143,11 +144,11 @@ def _local(path: str) -> RunUrl:
 
 
 def _require_utf8(text: str, url: str) -> None:
-    """Raise for a file name that Python could not decode: records, metrics and logs are UTF-8."""
+    """Refuse a file name that Python could not decode, because records and logs are UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        found = "bytes that are not UTF-8 in the URL or in the directory that it begins from"
+        found = "bytes that are not UTF-8 in the URL or in the directory that it is relative to"
         raise _refused(url, found, or_else=_RENAME) from None
 
 
@@ -155,19 +156,19 @@ def _refused(
     url: str,
     found: str,
     *,
-    expected: str = "where the run's objects are, credentials coming from the environment",
+    expected: str = "the place of the run's objects; credentials come from the environment",
     next_step: str = _NEXT,
     or_else: str = "",
 ) -> SettingsError:
-    # Only the scheme and what is after the last @ are shown, and nothing after a ? or #. In this
-    # order: a secret may have these two characters in it.
+    # Only the scheme and the text after the last @ are shown, up to a ? or #. The @ is looked for
+    # first, because a secret may contain a ? or #.
     *hidden, shown = _AT.split(url)
     shown = re.split(r"[?#]", shown, maxsplit=1)[0]
     if hidden:
         scheme = _SCHEME.match(url)
         shown = f"{scheme[1] + '://' if scheme else ''}***@{shown}"
     elif secret := _MAYBE_SECRET.match(url):
-        # A forgotten @: nobody knows where the secret ends, which may have slashes in it.
+        # The @ is missing, and a secret may contain slashes, so its end is unknown: all is hidden.
         shown = f"{secret[1]}***"
     return SettingsError(
         f"run URL {shown[:200]!r}",
@@ -178,10 +179,10 @@ def _refused(
 
 
 def naming_run(text: str, url: object) -> str:
-    """`text` with the run's URL in the commands that it proposes, ready to be copied.
+    """Puts the run's URL into the commands that `text` proposes, so that they can be copied.
 
-    Where such an error is made, only the key of an object is known. A URL that is refused may
-    carry a credential, and is not repeated.
+    The code that raises such an error knows only the key of an object. A URL that is refused is
+    not put in, because it may hold a credential.
     """
     try:
         there = parse_run_url(url).url if isinstance(url, str) else "URL"
@@ -192,7 +193,7 @@ def naming_run(text: str, url: object) -> str:
 
 @contextmanager
 def naming_errors(url: object) -> Iterator[None]:
-    """Whatever is raised names the run of this URL in the commands that it proposes."""
+    """Puts the run's URL into the commands that errors raised inside propose."""
     try:
         yield
     except RecpointError as error:
@@ -201,7 +202,7 @@ def naming_errors(url: object) -> Iterator[None]:
 
 
 def name_run_in(error: BaseException, url: object) -> None:
-    """Have an error name the run of this URL in the commands that it proposes, if it is ours."""
+    """Put the run's URL into the commands that an error of recpoint proposes."""
     if isinstance(error, RecpointError):
         error.found = naming_run(error.found, url)
         error.next_step = naming_run(error.next_step, url)

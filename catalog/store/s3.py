@@ -1,4 +1,4 @@
-"""Stores a run in S3 or a server that speaks its language: client, settings, requests."""
+"""Stores a run in S3 or in a server with the same API: client, settings, requests."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from recpoint.errors import ObjectNotFound, SettingsError, StoreError, StoreUnav
 __all__ = ["PerProcess", "Request", "S3Failure", "S3Store", "S3Timeouts", "client_settings"]
 
 
-# One object for each process: for clients whose threads and sockets do not survive a fork.
+# An object for each process, for clients whose threads and sockets do not survive a fork.
 
 
 _Made = TypeVar("_Made")
 
-# A child may have been forked while another thread held the lock; it gets a new one.
+# A fork may happen while another thread holds the lock, so a child gets a new lock.
 _making = threading.Lock()
-# Objects that came with a fork. Kept for ever: to collect one would close its sockets, which are
-# the parent's too.
+# Objects inherited by a fork. They are kept for ever, because collecting one would close sockets
+# that the parent still uses.
 _inherited: list[object] = []
 
 
@@ -55,10 +55,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class PerProcess(Generic[_Made]):
-    """Calls `make` at the first use in each process. A pickle holds `make`, never what it made.
+    """Calls `make` at the first use in each process. A pickle holds `make`, never its result.
 
     Args:
-        make: can be pickled; must not hold secrets.
+        make: makes the object; can be pickled, and must not hold secrets.
     """
 
     def __init__(self, make: Callable[[], _Made]) -> None:
@@ -69,7 +69,7 @@ class PerProcess(Generic[_Made]):
         return {"_make": self._make, "_made": None}
 
     def get(self) -> _Made:
-        """This process's object."""
+        """Returns this process's object."""
         made = self._made
         if made is None or made[0] != os.getpid():
             with _making:
@@ -81,7 +81,7 @@ class PerProcess(Generic[_Made]):
         return made[1]
 
 
-# What `S3Store` needs of an S3 SDK; `catalog.store.store` makes a client that keeps it.
+# The interface of an S3 client for `S3Store`; `catalog.store.store` implements it with an SDK.
 
 
 _Result = TypeVar("_Result")
@@ -91,7 +91,7 @@ Request: TypeAlias = Callable[[], Coroutine[Any, Any, _Result]]
 
 
 class S3Failure(Exception):
-    """What a client raises. `status` is the HTTP status, 0 when there was no whole answer."""
+    """The error of a client. `status` is the HTTP status, 0 if no whole answer came."""
 
     def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
         super().__init__(message)
@@ -100,15 +100,15 @@ class S3Failure(Exception):
 
 
 class S3Client(Protocol):
-    """What is needed of an SDK. Its methods raise S3Failure."""
+    """The S3 client that `S3Store` needs. Its methods raise S3Failure."""
 
     endpoint: str
 
     async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
-        """Send one request about the bucket; retried while it may help."""
+        """Send one request about the bucket; the client retries it if that may help."""
 
     async def read(self, body: Any) -> bytes:
-        """All bytes of a body that `call` returned."""
+        """Returns all bytes of a body that `call` returned."""
 
     def run(
         self, request: Callable[[], Coroutine[Any, Any, _Result]], *, seconds: float
@@ -116,7 +116,7 @@ class S3Client(Protocol):
         """Run `request`, from any thread, for at most about `seconds`."""
 
 
-# Settings of the S3 client: time-outs, and where endpoint, region and credentials come from.
+# Settings of the S3 client: time-outs, endpoint, region and credentials.
 
 
 _MIB = 1 << 20
@@ -126,18 +126,17 @@ _MIB = 1 << 20
 class S3Timeouts:
     """How long a call to an S3 store may take.
 
-    A request that gets no answer, or one that a later try may better, is sent up to `attempts`
-    times, with pauses that grow from 1 to 8 s and are shortened by chance. Whatever happens, a
-    call ends after `call_seconds`, plus the time its bytes take at `slowest_mib_per_second`. A
-    listing makes one such call for every thousand objects.
+    A request is sent up to `attempts` times if no answer comes, or an answer after which a later
+    try may succeed. The pauses grow from 1 to 8 s, and a random factor shortens them. A call always
+    ends after `call_seconds`, plus the time for its bytes at `slowest_mib_per_second`. A listing
+    makes one such call for every thousand objects.
 
-    An answer of 403 or 409 ends a call at once, unless `refused_seconds` is more than 0: for so
-    long a `RetryingStore` makes the call again, whatever it is but `put`. Somebody who waits at a
-    terminal with a wrong key wants to hear of it; a trainer that starts must not end for one such
-    answer of a server that has just restarted.
+    An answer of 403 or 409 ends a call at once if `refused_seconds` is 0: a person with a wrong key
+    should learn of it without waiting. Otherwise a `RetryingStore` repeats every call but `put` for
+    so long: a starting trainer must not end because a server that has just restarted refuses once.
 
     Raises:
-        SettingsError: one of them is not a positive, finite number; `refused_seconds` may be 0.
+        SettingsError: a field is not a positive, finite number; `refused_seconds` may be 0.
     """
 
     connect_seconds: float = 3.0
@@ -158,11 +157,11 @@ class S3Timeouts:
                     expected="a finite number of 0 or more"
                     if may_be_zero
                     else "a positive, finite number",
-                    next_step=f"leave it out, or set it to something like {field.default}",
+                    next_step=f"leave it out, or set it to a number like {field.default}",
                 )
 
     def limit_seconds(self, size_bytes: int) -> float:
-        """The longest a call may take that moves `size_bytes`."""
+        """Returns the longest time that a call that moves `size_bytes` may take."""
         return self.call_seconds + size_bytes / (self.slowest_mib_per_second * _MIB)
 
 
@@ -172,18 +171,18 @@ def client_settings(
     configured: Mapping[str, object],
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, object]:
-    """Keyword arguments of `s3fs.S3FileSystem`.
+    """Returns the keyword arguments for `s3fs.S3FileSystem`.
 
-    Credentials are left to the SDK (environment, shared files, instance roles) unless the fsspec
-    configuration has some; nothing here ends in a URL, a log or a pickle.
+    The SDK finds credentials (environment, shared files, instance roles) unless fsspec's
+    configuration has some. No credential gets into a URL, a log or a pickle.
 
     Args:
-        timeouts: what the client may take.
-        configured: the `s3` section of fsspec's configuration; wins over what is chosen here.
+        timeouts: the time-outs of the client.
+        configured: the `s3` section of fsspec's configuration; it wins over the choices made here.
         environment: environment variables.
 
     Raises:
-        SettingsError: an endpoint that is no address, or that carries a credential.
+        SettingsError: the endpoint is no address, or carries a credential.
     """
     endpoint = (
         configured.get("endpoint_url")
@@ -199,7 +198,7 @@ def client_settings(
     }
     if endpoint:
         _check_endpoint(str(endpoint))
-        # Servers that are not Amazon's know buckets by path, and take any region's signature.
+        # Servers other than Amazon's address buckets by path and accept any region's signature.
         config["s3"] = {"addressing_style": "path"}
         client["region_name"] = (
             environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
@@ -208,7 +207,7 @@ def client_settings(
         **configured,
         "client_kwargs": {**client, **_section(configured, "client_kwargs")},
         "config_kwargs": {**config, **_section(configured, "config_kwargs")},
-        # A cached listing or instance would answer for another writer's, or another user's, state.
+        # A cached listing misses other writers' changes; a cached instance may be another user's.
         "use_listings_cache": False,
         "skip_instance_cache": True,
     }
@@ -218,7 +217,7 @@ def client_settings(
 
 
 def _check_endpoint(endpoint: str) -> None:
-    """Refuse what the SDK would fail on without saying why, and what messages must not repeat."""
+    """Refuse an endpoint on which the SDK would fail without a reason, or that holds a secret."""
     try:
         parts = urlsplit(endpoint)
         good = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -231,7 +230,7 @@ def _check_endpoint(endpoint: str) -> None:
         "S3 endpoint",
         found="an endpoint with a user, a query or a fragment, where a credential could hide"
         if good and hides
-        else "something that does not parse as an address"
+        else "a text that does not parse as an address"
         if hides
         else repr(endpoint[:200]),
         expected="http://host:port or https://host, without a credential",
@@ -251,17 +250,16 @@ def _section(configured: Mapping[str, object], name: str) -> Mapping[str, object
     return section
 
 
-# A run in S3, or in what speaks its language: which requests are made, and what answers mean.
+# The store: the requests it makes and the meaning of their answers.
 #
 # The requests go through a client that `catalog.store.store` makes; no SDK is imported here. They
-# are made one by one, rather than by the SDK's file operations, which read without checking
-# lengths, leave uploads behind, and retry on top of the client's own retries. The client sends a
-# request again that got no answer, or one that may pass; only a body that breaks off is asked for
-# again here.
+# do not use the file operations of fsspec, which read without checking lengths, leave uploads
+# behind, and retry on top of the client's own retries. The client repeats a request after no answer
+# or a failure that may pass. Only a body that breaks off is requested again here.
 
 
-_RANGE_BYTES = 16 * _MIB  # what one GET asks for; a reset in mid-body costs at most this much
-# Larger objects go up in parts: two more requests, and parts that a killed writer leaves behind.
+_RANGE_BYTES = 16 * _MIB  # of one GET; a reset in mid-body costs at most this much
+# Larger objects are sent in parts. That takes two more requests, and a killed writer leaves parts.
 _SINGLE_PUT_BYTES = 64 * _MIB
 _PART_BYTES = 32 * _MIB
 _MAX_PARTS = 10_000
@@ -269,7 +267,7 @@ _IN_FLIGHT = 4  # ranges or parts of one object at once
 _FIRST_PAUSE_SECONDS = 0.2
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})\Z")
-_UPLOAD = "?uploadId="  # between key and upload in the names of unfinished uploads
+_UPLOAD = "?uploadId="  # between key and upload id in the names of unfinished uploads
 
 
 class S3Store(Store):
@@ -280,7 +278,7 @@ class S3Store(Store):
         bucket: the bucket's name.
         prefix: empty, or ending in a slash.
         timeouts: how long calls may take.
-        client: gives each process its client; can be pickled.
+        client: makes a client for each process; can be pickled.
     """
 
     def __init__(
@@ -343,7 +341,7 @@ class S3Store(Store):
         try:
             self._run("deleting", key, lambda: self._call("delete_object", Key=name))
         except ObjectNotFound:
-            pass  # some servers say so; that there is none is what was asked for
+            pass  # some servers answer 404; the object is gone, as asked
         durable.step(f"deleted {key}")
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
@@ -371,7 +369,7 @@ class S3Store(Store):
                 lambda: self._call("abort_multipart_upload", Key=name, UploadId=upload),
             )
         except ObjectNotFound:
-            pass  # finished or aborted since
+            pass  # finished or aborted meanwhile
         durable.step(f"deleted unfinished {target}")
 
     def probe(self) -> None:
@@ -402,7 +400,7 @@ class S3Store(Store):
                 Key=name,
                 UploadId=upload,
                 PartNumber=number,
-                Body=bytes(body[start : start + part_bytes]),  # the SDK refuses other buffers
+                Body=bytes(body[start : start + part_bytes]),  # the SDK accepts only bytes
             )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
@@ -422,8 +420,8 @@ class S3Store(Store):
                 **condition,
             )
         except BaseException as error:
-            # Cancelled or failed: what was sent must not stay, nor be paid for. If this fails too,
-            # the sweep finds the upload.
+            # After a failure or a cancellation the sent parts must not stay and cost money. If the
+            # abort fails too, a sweep finds the upload.
             try:
                 await asyncio.shield(
                     self._call("abort_multipart_upload", Key=name, UploadId=upload)
@@ -431,20 +429,20 @@ class S3Store(Store):
             except S3Failure:
                 pass
             if isinstance(error, S3Failure) and error.code == "NoSuchUpload":
-                # A completion whose answer was lost ends so when it is sent again.
+                # If the answer to a completion was lost, the repeated completion ends like this.
                 raise StoreUnavailable(
                     self._where(key),
-                    found="an upload that is gone before its completion was confirmed",
+                    found="an upload that was gone before its completion was confirmed",
                     expected="the completed object",
                     next_step="read the object back, or write it again",
                 ) from error
             raise
 
     def _read(self, key: str, start: int, end: int | None, max_bytes: int | None) -> bytes:
-        """Bytes `start` … `end`, or all.
+        """Returns the bytes from `start` to `end`, or to the object's end if `end` is None.
 
-        The first answer says how much there is: not more is asked for, or allocated. The others
-        have to come from the same version of the object.
+        The first answer gives the object's length, so no more is requested or allocated. The other
+        answers must come from the same version of the object.
         """
         where = self._where(check_key(key))
         first_end = start + _RANGE_BYTES if end is None else min(start + _RANGE_BYTES, end)
@@ -455,7 +453,7 @@ class S3Store(Store):
             except S3Failure as failure:
                 if failure.status != 416:
                     raise
-            # Nothing is there at `start`; an empty object has not even a first byte.
+            # The object has no byte at `start`; an empty object has not even a first byte.
             head = await self._call("head_object", Key=self._prefix + key)
             return b"", head["ContentLength"], ""
 
@@ -482,9 +480,9 @@ class S3Store(Store):
     async def _range(
         self, key: str, start: int, end: int, *, etag: str = "", max_bytes: int | None = None
     ) -> tuple[bytes, int, str]:
-        """Bytes start … end of the object, or fewer where it ends; its length; its version.
+        """Returns the bytes from start to end, or to the object's end; its length; its ETag.
 
-        The client retries a request, not a body that breaks off: that is done here.
+        The client repeats requests. A body that breaks off is requested again here.
         """
         where = self._where(key)
         same = {"IfMatch": etag} if etag else {}
@@ -498,8 +496,8 @@ class S3Store(Store):
                     raise
                 raise StoreUnavailable(
                     where,
-                    found="another object than at the start of the read",
-                    expected="the same object to the end",
+                    found="an object that was replaced during the read",
+                    expected="the same object until the end of the read",
                     next_step="read it again",
                 ) from changed
             body = answer["Body"]
@@ -540,17 +538,17 @@ class S3Store(Store):
         for page in self._pages("list_objects_v2", token, self._prefix + prefix):
             for entry in page.get("Contents", ()):
                 name = entry["Key"]
-                # Names that end in a slash are other tools' folders.
+                # Names that end in a slash are folders of other tools.
                 if name.startswith(self._prefix + prefix) and not name.endswith("/"):
                     key = name[len(self._prefix) :]
                     found.append(_info(key, entry["Size"], entry["LastModified"]))
-        # Not every server lists in the order of the keys.
+        # Sorted, because not every server lists in the order of keys.
         yield from sorted(found, key=lambda info: info.key)
 
     def _pages(
         self, method: str, markers: Mapping[str, str], prefix: str
     ) -> Iterator[Mapping[str, Any]]:
-        """All pages of a listing; `markers` maps arguments to where the last page has them."""
+        """Yields all pages of a listing; `markers` maps arguments to fields of the page before."""
         position: dict[str, str] = {}
         while True:
             page = self._run("listing", "", partial(self._call, method, Prefix=prefix, **position))
@@ -561,7 +559,7 @@ class S3Store(Store):
             if not following or following == position:
                 raise StoreError(
                     self.url,
-                    found="a listing that does not get on",
+                    found="a listing that is truncated, without a new position to go on from",
                     expected="a next page",
                     next_step="report it to the maker of the store",
                 )
@@ -571,13 +569,13 @@ class S3Store(Store):
         return await self._client.get().call(method, **arguments)
 
     def _run(self, doing: str, key: str, request: Request[_Result], size_bytes: int = 0) -> _Result:
-        """What `request` returns.
+        """Returns the result of `request`; raises store errors.
 
         Args:
-            doing: for the error.
-            key: the object, or empty.
+            doing: what is tried, for the error.
+            key: the object's key, or empty.
             request: makes one or several requests.
-            size_bytes: that it moves.
+            size_bytes: how many bytes it moves, for the time limit.
         """
         client = self._client.get()
         try:

@@ -1,9 +1,9 @@
 """Schedules the reads and writes of a store: several at once, with bounded memory.
 
-`ReadScheduler` reads ahead of a caller that takes results in order; `WriteScheduler` writes behind
-a caller that goes on. Both run in threads and end with the caller: leaving their context drops
-what is not begun, and waits for what is under way. `requests_at_once` does the same for requests
-on an event loop, which are the parts of one read or write.
+`ReadScheduler` reads ahead of a caller that takes results in order. `WriteScheduler` writes in the
+background while its caller goes on. Both use threads and end with the caller: leaving their context
+drops calls that have not begun and waits for calls under way. `requests_at_once` does the same on
+an event loop, for the requests of one read or write.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ __all__ = [
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
-#: What a read or write counts as whose size is not known: a chunk as a persist makes them.
+#: The size that a read or write of unknown size counts as: the size of chunks that a persist makes.
 WHOLE_CHUNK_BYTES: Final = 32 << 20
 
 _RESULTS_AHEAD: Final = 2
-#: Small reads are mostly waited for, so more of them are done at once: together as large as a
-#: chunk.
+#: Small reads mostly wait for an answer, so more of them run at once, together as large as a chunk.
 _SMALL_AT_ONCE: Final = 16
 READ_SMALL_BYTES: Final = WHOLE_CHUNK_BYTES // _SMALL_AT_ONCE
 
-#: Records are small as well; one that takes long keeps few others waiting.
+#: Records are small too; with these bounds a slow record keeps few others waiting.
 _RECORDS_AT_ONCE: Final = 8
 _RECORDS_AHEAD: Final = 24
 
 
 def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Result]:
-    """Submit it. What a signal's handler raises comes out as it is.
+    """Submit `call` to `pool`; raises an exception of a signal's handler unchanged.
 
-    Python makes a RuntimeError of it where it starts a thread, as if there were none left.
-    `start_thread` would keep that from happening, for longer than a small read takes.
+    Python turns such an exception into a RuntimeError while it starts a thread, as if no thread
+    were left. `start_thread` would avoid that, but takes longer than a small read.
     """
     try:
         return pool.submit(call)
@@ -68,21 +67,20 @@ def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Re
 class ReadScheduler:
     """Reads in threads, ahead of a caller that takes the results in order.
 
-    Results that exist or are being made, the one handed out included, are at most
-    `threads` + `read_ahead` and 16 small ones behind them. Together they take at most that many
-    chunks of `WHOLE_CHUNK_BYTES`, and one chunk for the small ones; a result that is larger than
-    all of this is made alone.
+    At most `threads` + `read_ahead` results, and 16 small results behind them, exist or are being
+    read at a time, including the result that the caller holds. Together they take at most
+    (`threads` + `read_ahead` + 1) · `WHOLE_CHUNK_BYTES`; a result larger than this is read alone.
 
     Args:
-        threads: how many reads are done at once, not counting small ones.
-        read_ahead: how many results wait while the one before them is being used.
-        name: that the names of the threads start with.
+        threads: how many reads run at once, not counting small ones.
+        read_ahead: how many results wait while the caller uses one.
+        name: the start of the threads' names.
     """
 
     def __init__(
         self, threads: int, *, read_ahead: int = _RESULTS_AHEAD, name: str = "recpoint-read"
     ) -> None:
-        # Both start threads when there is work for them.
+        # Both pools start threads only when they have work.
         self._large = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._small = ThreadPoolExecutor(_SMALL_AT_ONCE, thread_name_prefix=f"{name}-small")
         self._window = threads + read_ahead
@@ -90,7 +88,7 @@ class ReadScheduler:
 
     @classmethod
     def of_records(cls) -> Self:
-        """A scheduler for records: 8 are read at once, and at most 32 are kept."""
+        """Returns a scheduler for records: it reads 8 at once and keeps at most 32."""
         return cls(_RECORDS_AT_ONCE, read_ahead=_RECORDS_AHEAD)
 
     def __enter__(self) -> Self:
@@ -106,7 +104,7 @@ class ReadScheduler:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, read: Callable[[], _Result]) -> Future[_Result]:
-        """Begin one read whose outcome is asked for later; it keeps one of the threads."""
+        """Begin one read and return its future; it occupies one of the threads."""
         return _submit(self._large, read)
 
     def in_order(
@@ -116,21 +114,21 @@ class ReadScheduler:
         *,
         size_bytes: Callable[[_Job], int] | None = None,
     ) -> Iterator[tuple[_Job, Future[_Result]]]:
-        """Do `work` for each job, and hand out the outcomes in the order of the jobs.
+        """Do `work` for each job, and yield (job, its future) in the order of the jobs.
 
-        An error stays with its job, and the other jobs go on. A caller that stops early drops what
-        is not begun.
+        An error stays in its job's future, and the other jobs go on. If the caller stops early,
+        jobs that have not begun are dropped.
 
         Args:
-            jobs: taken when there is room for them; with `size_bytes` one is taken before.
+            jobs: each job is taken when there is room for it; with `size_bytes`, one job earlier.
             work: called in a thread.
-            size_bytes: what the result of a job takes; None: a whole chunk each. Those of at most
-                `READ_SMALL_BYTES` are small.
+            size_bytes: the bytes that a job's result takes; None: a whole chunk each. Results of at
+                most `READ_SMALL_BYTES` are small.
         """
         waiting = iter(jobs)
         taken: list[_Job] = []
         under_way: deque[tuple[_Job, Future[_Result]]] = deque()
-        sizes: deque[int] = deque()  # of what is under way
+        sizes: deque[int] = deque()  # bytes of each job under way
         room_bytes = self._budget_bytes
         most = self._window + (0 if size_bytes is None else _SMALL_AT_ONCE)
         try:
@@ -152,14 +150,14 @@ class ReadScheduler:
                     room_bytes -= size
                 if not under_way:
                     return
-                yield under_way.popleft()  # and keep no reference to it here
+                yield under_way.popleft()  # without a reference here that would keep the result
                 room_bytes += sizes.popleft()
         finally:
             for _, outcome in under_way:
                 outcome.cancel()
 
     def results(self, jobs: Iterable[_Job], work: Callable[[_Job], _Result]) -> Iterator[_Result]:
-        """As `in_order`, the results alone; the first error in this order is raised."""
+        """As `in_order`, but yields only the results; raises the first error in this order."""
         for _, outcome in self.in_order(jobs, work):
             yield outcome.result()
 
@@ -168,14 +166,14 @@ class ReadScheduler:
 
 
 class WriteBudget:
-    """How many writes may be under way at once, and of how many bytes together.
+    """Bounds how many writes are under way at once, and their bytes together.
 
-    Several schedulers may share one, from several threads: who asks first gets room first. A write
-    that is larger than all of it goes alone.
+    Several schedulers may share a budget, from several threads; they get room in the order in which
+    they ask. A write that is larger than the whole budget runs alone.
 
     Args:
         at_once: how many writes.
-        budget_bytes: of all together; None: of so many whole chunks.
+        budget_bytes: bytes of all writes together; None: `at_once` whole chunks.
     """
 
     def __init__(self, at_once: int, *, budget_bytes: int | None = None) -> None:
@@ -186,7 +184,7 @@ class WriteBudget:
         self._held: list[tuple[object, int]] = []
 
     def take(self, holder: object, size_bytes: int, *, given_up: Callable[[], bool]) -> bool:
-        """Wait for room and take it; False: `given_up` became true before there was any."""
+        """Wait for room and take it; returns False if `given_up` became true before."""
         ticket = object()
         with self._changed:
             self._asking.append(ticket)
@@ -203,14 +201,14 @@ class WriteBudget:
                 self._changed.notify_all()
 
     def give_back(self, holder: object, size_bytes: int) -> None:
-        """Give back the room of one write."""
+        """Give back the room of one write; does nothing if it was given back before."""
         with self._changed:
             if (holder, size_bytes) in self._held:
                 self._held.remove((holder, size_bytes))
             self._changed.notify_all()
 
     def give_all_back(self, holder: object) -> None:
-        """Give back whatever `holder` still has; it has no write under way."""
+        """Give back all room of `holder`, which must have no write under way."""
         with self._changed:
             self._held = [one for one in self._held if one[0] is not holder]
             self._changed.notify_all()
@@ -223,15 +221,15 @@ class WriteBudget:
 
 
 class WriteScheduler:
-    """Writes in threads, behind a caller that goes on.
+    """Writes in threads, in the background, while its caller goes on.
 
-    After the first error no other write is begun, and the caller is told at its next call.
+    After the first error no other write is begun, and the caller's next call raises that error.
 
     Args:
-        budget: bounds what is under way; others may share it.
-        on_written: called with the bytes of each write that is done, in the order in which they
-            were begun; from the caller's thread, at one of its calls.
-        name: that the names of the threads start with.
+        budget: bounds the writes under way; other schedulers may share it.
+        on_written: called with the size in bytes of each finished write, in the order in which the
+            writes were begun, from the caller's thread during one of its calls.
+        name: the start of the threads' names.
     """
 
     def __init__(
@@ -262,15 +260,15 @@ class WriteScheduler:
             self._budget.give_all_back(self)
 
     def reserve(self, size_bytes: int) -> int:
-        """Wait until there is room for a write of so many bytes, and take it.
+        """Wait until there is room for a write of so many bytes, and take the room.
 
-        To be called before the bytes are made, so that the budget covers them while they wait.
+        Call this before the bytes are made, so that the budget covers them while they wait.
 
         Returns:
             `size_bytes`, for `begin`.
 
         Raises:
-            BaseException: what an earlier write raised first.
+            BaseException: the first error of an earlier write.
         """
         while self._begun and self._begun[0][0].done():
             self._account()
@@ -279,10 +277,10 @@ class WriteScheduler:
         return size_bytes
 
     def begin(self, room: int, write: Callable[[], object]) -> None:
-        """Begin a write in the room that `reserve` has returned; returns while it is under way."""
+        """Begin a write in the room that `reserve` returned; does not wait for the write."""
         try:
             self._begun.append((_submit(self._pool, partial(self._run, room, write)), room))
-        except BaseException as error:  # no thread: what may lie in the queue is not to run later
+        except BaseException as error:  # no thread started; the queued write must not run later
             self._errors.append(error)
             raise
 
@@ -290,7 +288,7 @@ class WriteScheduler:
         """Wait until all writes are done.
 
         Raises:
-            BaseException: what a write raised first.
+            BaseException: the first error of a write.
         """
         while self._begun:
             self._account()
@@ -321,7 +319,7 @@ class WriteScheduler:
 async def requests_at_once(
     requests: Iterable[Callable[[], Coroutine[Any, Any, _Result]]], *, at_once: int
 ) -> list[_Result]:
-    """Results of all requests, in order; none goes on after a failure or a cancellation."""
+    """Returns the results of all requests, in order; a failure or cancellation ends all of them."""
     turn = asyncio.Semaphore(at_once)
 
     async def in_turn(request: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:

@@ -1,4 +1,4 @@
-"""Where a run's objects live: opening a store from its URL. The only user of fsspec and its kin."""
+"""Opens the store of a run URL; the only module that uses fsspec and its file systems."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ _CLOSING_SECONDS = 0.1
 
 
 def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
-    """Open the store a run URL names: a local path, `file://`, `s3://`, or any fsspec one.
+    """Open the store that a run URL names: a local path, `file://`, `s3://`, or another of fsspec.
 
     Nothing is read or written. Endpoint and credentials come from the environment
     (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, …) or from fsspec's configuration.
 
     Args:
         url: the run URL.
-        timeouts: of an S3 store.
+        timeouts: time-outs of an S3 store; other stores ignore them.
 
     Raises:
-        SettingsError: a URL without bucket, with credentials, or of an unknown scheme; or a
-            package that the scheme needs is not installed.
+        SettingsError: the URL has no bucket, has credentials or an unknown scheme, or a package
+            that the scheme needs is not installed.
     """
     parsed = parse_run_url(url)
     if parsed.scheme == "file":
         return LocalStore(parsed.path)
-    _file_system_class(parsed)  # a missing package shows here, not at the first write
+    _file_system_class(parsed)  # so a missing package is found here, not at the first write
     if parsed.scheme not in ("s3", "s3a"):
         return _FsspecStore(parsed)
     timeouts = timeouts or S3Timeouts()
@@ -86,7 +86,7 @@ def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
     return RetryingStore(store, Retries.of_refusals(timeouts.refused_seconds))
 
 
-#: What reaches the stores that are most asked for.
+#: The packages to install for the most common schemes.
 _PACKAGES: Final = {
     "s3": "recpoint[s3]",
     "s3a": "recpoint[s3]",
@@ -108,21 +108,21 @@ def _file_system_class(parsed: RunUrl) -> Any:
             subject,
             found=f"no package for {parsed.scheme}:// ({error})",
             expected=f"{package or 'the package that fsspec needs for it'}, installed",
-            next_step=f"pip install '{package}'" if package else "install the package named here",
+            next_step=f"pip install '{package}'" if package else "install the package named above",
         ) from error
     except ValueError as error:
         raise SettingsError(
             subject,
             found=f"the scheme {parsed.scheme!r}",
-            expected="one that fsspec knows: s3, gs, abfs, file, …",
+            expected="a scheme that fsspec knows: s3, gs, abfs, file, …",
             next_step="correct the run URL",
         ) from error
 
 
 class _S3Client:
-    """The client of s3fs: its credentials, its event loop, its connections.
+    """The client of s3fs, with its credentials, its event loop and its connections.
 
-    Made at the first request of a process, so that neither a fork nor a pickle carries one.
+    Each process makes its client at its first request, so no fork or pickle carries one.
     """
 
     def __init__(self, parsed: RunUrl, timeouts: S3Timeouts) -> None:
@@ -130,7 +130,7 @@ class _S3Client:
         self.endpoint = str(settings.get("endpoint_url", "Amazon S3"))
         self._bucket = parsed.bucket
         self._file_system = _file_system_class(parsed)(**settings)
-        # The SDK below retries, with pauses and a budget. A second layer of retries would only
+        # The SDK below s3fs retries, with pauses and a budget. A second layer of retries would
         # multiply the time that a dead store costs.
         self._file_system.retries = 1
         self._file_system.close_session = partial(_close, made_in=os.getpid())
@@ -145,7 +145,7 @@ class _S3Client:
                 self._file_system.session = _session(self._file_system.kwargs)
             sdk = await self._file_system.set_session()
             if sdk is not self._prepared:
-                # With `Expect: 100-continue` a stalled server is waited for without a time-out.
+                # With `Expect: 100-continue` the SDK waits for a stalled server without a time-out.
                 sdk.meta.events.unregister("before-call.s3", add_expect_header)
                 self._prepared = sdk
             answer: Mapping[str, Any] = await self._file_system._call_s3(
@@ -167,37 +167,37 @@ class _S3Client:
         """See `S3Client.run`."""
         try:
             result: _Result = sync(self._file_system.loop, request, timeout=seconds)
-        except TimeoutError as error:  # cancelled: fsspec's time-out is one
+        except TimeoutError as error:  # fsspec's time-out, a subclass; the request is cancelled
             raise S3Failure(f"no answer within {seconds:.0f} s") from error
         return result
 
 
 def _close(loop: asyncio.AbstractEventLoop, client: Any, *, made_in: int) -> None:
-    """Close the connections of a client that nobody holds any more; in place of s3fs's own.
+    """Close the connections of a client that is not used any more; replaces s3fs's function.
 
-    That one closes them on whichever loop runs in the thread that lets go of the client. Where this
-    is another loop than theirs, of a flow for instance, they stay open and asyncio logs an error
-    each (s3fs 2026.9).
+    The function of s3fs 2026.9 closes them on the loop of the thread that drops the client. If this
+    is not the connections' own loop but, for instance, a flow's, they stay open and asyncio logs an
+    error for each.
 
     Args:
-        loop: theirs.
-        client: its asynchronous context manager, entered.
-        made_in: id of the process that made it: one forked from it leaves them to it.
+        loop: the loop of the connections.
+        client: the client's asynchronous context manager, entered.
+        made_in: id of the process that made the client; a forked child leaves the connections open.
     """
     if made_in != os.getpid() or not loop.is_running():
         return
     closing = asyncio.run_coroutine_threadsafe(client.__aexit__(None, None, None), loop)
     try:
         asyncio.get_running_loop()
-    except RuntimeError:  # no loop is held up, and the process may be about to end
-        with contextlib.suppress(Exception):  # whatever the SDK raises of a broken connection
+    except RuntimeError:  # waiting blocks no loop here, and the process may be about to end
+        with contextlib.suppress(Exception):  # the SDK may raise anything for a broken connection
             closing.result(_CLOSING_SECONDS)
 
 
 def _session(settings: Mapping[str, Any]) -> Any:
-    """A session as s3fs would make it, with credentials of its own; the SDK's files are read once.
+    """Returns a session as s3fs makes it, with its own credentials, but reads SDK files only once.
 
-    Each session would list and parse them anew, which is most of what a client costs.
+    Otherwise each session lists and parses these files again, which is most of a client's cost.
     """
     from aiobotocore.session import AioSession
 
@@ -208,14 +208,14 @@ def _session(settings: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _loader(data_path: str | None) -> Any:
-    """What reads the SDK's descriptions of services; keeps them, and nothing of any user."""
+    """Returns the loader that reads and keeps the SDK's service descriptions, but no user data."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
 
 
 def _s3_errors() -> tuple[type[Exception], ...]:
-    """What s3fs raises: OSErrors made from answers, and what lies below when there was none."""
+    """Returns the errors of s3fs: OSError made from answers, and SDK errors without an answer."""
     from aiohttp import ClientError
     from botocore.exceptions import BotoCoreError
 
@@ -251,16 +251,16 @@ def _s3_failure(error: Exception) -> S3Failure:
         ResponseParserError,
     )
     if isinstance(error, BotoCoreError) and not isinstance(error, healing):
-        return S3Failure(words, status=400, code=name)  # refused before it was sent
+        return S3Failure(words, status=400, code=name)  # the SDK refused to send the request
     return S3Failure(f"{name}: {words}" if words else name)
 
 
-# fsspec's memory file system hands the same file object, with one position, to all threads.
+# fsspec's memory file system gives all threads the same file object, with one position.
 _one_at_a_time = threading.RLock()
 
 
 class _FsspecStore(Store):
-    """Any other file system that fsspec knows, as far as its probe shows that it may be used."""
+    """Any other file system of fsspec; `probe` shows whether a run can be written to it."""
 
     def __init__(self, parsed: RunUrl) -> None:
         self.url = parsed.url
@@ -315,7 +315,7 @@ class _FsspecStore(Store):
             raise missing(self._where(key))
         size_bytes: int | None = entry["size"]
         if size_bytes is None:
-            raise no_create_only(self, "objects whose size it does not say")
+            raise no_create_only(self, "an object whose size the file system does not say")
         return size_bytes
 
     def delete(self, key: str) -> None:
@@ -328,7 +328,7 @@ class _FsspecStore(Store):
         durable.step(f"deleted {key}")
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        """See `Store.list_unfinished`: fsspec has no common name for any."""
+        """See `Store.list_unfinished`; empty, because fsspec has no call for unfinished writes."""
         return iter(())
 
     def delete_unfinished(self, key: str) -> None:
@@ -341,12 +341,12 @@ class _FsspecStore(Store):
             raise StoreUnsupported(
                 self.url,
                 found="a web server, from which a run can only be read",
-                expected="a store that a run is written to",
+                expected="a store to which a run can be written",
                 next_step=S3_INSTEAD,
             )
         kind = type(self._file_system.get())
         if kind.pipe_file is AbstractFileSystem.pipe_file:
-            # It looks first and writes then, which two tries one after another would not show.
+            # It checks and then writes; two creates one after the other would not show the gap.
             raise no_create_only(self, f"{kind.__name__}, which creates in two steps")
         probe_create_only(self)
 
@@ -381,11 +381,11 @@ class _FsspecStore(Store):
             raise no_create_only(
                 self, f"{type(error).__name__}: {error} (while {doing})"
             ) from error
-        except Exception as error:  # SDKs of all makers, whose errors have no base in common
+        except Exception as error:  # the errors of different SDKs have no common base
             raise self._for_failure(error, where, doing) from error
 
     def _for_failure(self, error: Exception, where: str, doing: str) -> RecpointError:
-        """What an SDK's error means, by the status of the answer if there was one."""
+        """Translates an SDK's error, by the HTTP status of the answer if one came."""
         status = next(
             (
                 found
@@ -411,7 +411,7 @@ class _FsspecStore(Store):
 
 
 def _behind(error: OSError) -> Exception | None:
-    """The failure that a file system has made "not found" of, as that for HTTP does of each."""
+    """Returns the failure that a file system reports as "not found", as fsspec's HTTP one does."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
         return None if isinstance(cause, FileNotFoundError | LookupError) else cause
@@ -423,7 +423,7 @@ def _connect(parsed: RunUrl) -> Any:
 
 
 def _ms(entry: Mapping[str, Any]) -> int:
-    """When the object was last changed, as far as the file system says."""
+    """Returns when the object was last changed, in milliseconds since the epoch."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         when = entry.get(name)
         if isinstance(when, str):
@@ -432,5 +432,5 @@ def _ms(entry: Mapping[str, Any]) -> int:
             when = when.timestamp()
         if isinstance(when, int | float):
             return int(when * 1000)
-    # Not known: as if it had been written just now, so that no grace period has passed.
+    # If the file system does not say, the object counts as just written, so no grace has passed.
     return now_ms()

@@ -79,7 +79,7 @@ class TestAnnouncement:
                     pins.pin(run, ManifestName(10, 1))
                 who = f"announced by process {os.getpid()} of {socket.gethostname()}"
                 assert who in refused.value.found
-                assert "half an hour after it was announced" in refused.value.next_step
+                assert "half an hour after the announcement" in refused.value.next_step
 
         execute(Run.open(InterposedStore(run.store, before=other)), plan)
         assert struck
@@ -124,7 +124,7 @@ class TestAnnouncement:
         announce(run, (named(run, 30), named(run, 20)))
         for stamp_old, file_old in ((True, False), (False, True)):
             make_announcement_old(run, stamp=stamp_old, file=file_old)
-            with pytest.raises(RetentionRefused, match=r"at work, or was killed.*in \d+ minutes"):
+            with pytest.raises(RetentionRefused, match=r"at work or was killed.*in \d+ minutes"):
                 retain(run)
         make_announcement_old(run)
         assert retain(run).deleted == tuple(named(run, step) for step in (30, 20, 10))
@@ -134,7 +134,7 @@ class TestAnnouncement:
         retain(run)
         announce(run, (named(run, 30),))
         make_announcement_old(run, seconds=-24 * HOUR, file=False)
-        with pytest.raises(RetentionRefused, match="at work, or was killed"):
+        with pytest.raises(RetentionRefused, match="at work or was killed"):
             retain(run)
         age_file(run, DELETION_KEY, TAKE_OVER_SECONDS + 60)
         assert len(retain(run).deleted) == 3
@@ -145,7 +145,7 @@ class TestAnnouncement:
             retain(run)
         run.store.put(DELETION_KEY, b"damaged")
         if marked:
-            with pytest.raises(RetentionRefused, match="it cannot be read"):
+            with pytest.raises(RetentionRefused, match="the record cannot be read"):
                 retain(run)
         age_file(run, DELETION_KEY, TAKE_OVER_SECONDS + 60)
         result = retain(run)

@@ -103,7 +103,7 @@ def test_an_increment_inserted_twice_does_not_count_twice(run: Run, links: list[
 
 def test_an_increment_that_skips_a_link_is_refused(run: Run, links: list[Manifest]) -> None:
     put(run, links[3], parent=links[1].ref.model_dump())
-    with pytest.raises(ChainError, match="one more than that of its parent"):
+    with pytest.raises(ChainError, match="one more than its parent's"):
         chain(run)
 
 

@@ -149,7 +149,7 @@ def test_beside_a_killed_retention_what_it_announced_is_refused_and_the_rest_is_
 ) -> None:
     killed(run)
     monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.05)
-    with pytest.raises(RetentionRefused, match=r"had again in (29|30) minutes") as refused:
+    with pytest.raises(RetentionRefused, match=r"read again in (29|30) minutes") as refused:
         start(run, 10)
     assert "it is being deleted" in refused.value.found
     with leases.reading(run, purpose="validate") as lease:

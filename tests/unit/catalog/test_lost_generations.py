@@ -403,8 +403,8 @@ def test_from_nothing_the_line_ends_there(run: Run) -> None:
     [
         (1, None, SettingsError, "a generation record"),
         (3, None, SettingsError, "no trace"),
-        (2, ManifestName(5, 1), SettingsError, "a checkpoint of its own at step 3"),
-        (2, ManifestName(3, 2), SettingsError, "an earlier generation's"),
+        (2, ManifestName(5, 1), SettingsError, "its own first checkpoint at step 3"),
+        (2, ManifestName(3, 2), SettingsError, "a checkpoint of an earlier generation"),
         (2, ManifestName(0, 1), NothingToRestore, "no manifest"),
     ],
 )
@@ -425,7 +425,7 @@ def test_one_that_never_was_does_not_replace_the_trainer(run: Run) -> None:
     fifth = build(run, tables(), step=5, generation=2)
     with pytest.raises(SettingsError, match="generation 2 is the newest") as refused:
         relink(run, 3, None)
-    assert "recpoint relink URL 3 --never-committed if that" in refused.value.next_step
+    assert "recpoint relink URL 3 --never-committed (no earlier" in refused.value.next_step
     with pytest.raises(SettingsError, match="no trace") as refused:
         relink(run, 4, None, never_committed=True)
     assert "relink" not in refused.value.next_step

@@ -145,7 +145,7 @@ def test_an_object_that_changes_during_a_read_is_noticed(
         return await call(self, method, **arguments)
 
     monkeypatch.setattr(S3Store, "_call", change_it_after_the_first)
-    with pytest.raises(StoreError, match="another object") as caught:
+    with pytest.raises(StoreError, match="an object that was replaced") as caught:
         store.get("k", max_bytes=2_500)
     assert caught.value.retryable
 

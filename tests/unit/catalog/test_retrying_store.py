@@ -153,7 +153,7 @@ def test_the_first_failure_of_a_call_is_logged(
     RetryingStore(faulty, _QUICK).size("old")
     (line,) = caplog.records
     assert line.levelno == logging.WARNING and line.name == "recpoint"
-    assert line.getMessage().startswith(f"tried again 4 times at most: {local.url}/old: found")
+    assert line.getMessage().startswith(f"trying again 4 times at most: {local.url}/old: found")
     caplog.clear()
     retries = Retries(tries=1, first_pause_seconds=0.001)
     with pytest.raises(StoreUnavailable):

@@ -115,7 +115,7 @@ def test_no_run_is_made_beside_what_another_has_left(left: str, tmp_path: Path) 
     record, told_by = remake_run_record(store)
     assert (record.run, told_by) == (run.id, 1)
     assert Run.create(store).id == run.id
-    with pytest.raises(ForeignObject, match=f"that of run {run.id}"):
+    with pytest.raises(ForeignObject, match=f"the record of run {run.id}"):
         remake_run_record(store)
 
 

@@ -134,7 +134,7 @@ def test_a_relative_path_begins_from_a_directory_that_has_a_name(
 ) -> None:
     (unnamed := tmp_path / os.fsdecode(b"mod\xe8les")).mkdir()
     monkeypatch.chdir(unnamed)
-    with pytest.raises(SettingsError, match="not UTF-8 .* the directory that it begins from"):
+    with pytest.raises(SettingsError, match="not UTF-8 .* the directory that it is relative to"):
         open_store("run")
 
 

@@ -137,7 +137,7 @@ def test_jobs_are_left_to_the_agent_that_is_at_work(
         paths[0].write_bytes(b"\xff")
         ended = recpoint("sweep", run.url, "--json")
         assert ended.code == 4
-        assert ended.json["next_step"].startswith("try again in a moment where an agent runs")
+        assert ended.json["next_step"].startswith("try again in a moment if an agent runs")
         assert f"recpoint sweep {run.url}" in ended.json["next_step"]
     assert all(path.exists() for path in paths)
 
