@@ -178,7 +178,7 @@ class RepresentationGraph:
         )
 
     def _contradiction(self, manifest: Manifest) -> ChainError | None:
-        """Return how a consolidated manifest contradicts the original (format §4, invariant 6)."""
+        """Return how a consolidated manifest contradicts the own one (format §4, invariant 6)."""
 
         def read(own: Representation) -> Manifest:
             found = self.read(own)

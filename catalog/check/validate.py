@@ -215,7 +215,7 @@ class ChainValidation:
 
     def _samples(self, reads: ReadScheduler, link: Manifest) -> dict[int, Sampled]:
         if link.stands_for is not None and not any(e.content == "sample" for e in link.chunks):
-            # The samples belong to the checkpoint's original manifest, if that still exists.
+            # The samples belong to the checkpoint's own manifest, if that still exists.
             try:
                 link = self._run.manifest(link.step, link.generation)
             except DAMAGE:
