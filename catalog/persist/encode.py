@@ -98,7 +98,7 @@ class _Chosen(NamedTuple):
 
     @classmethod
     def of(cls, mask: _Mask, spool: SpoolFile) -> _Chosen | None:
-        """Writes the mask to the spool; returns None if it chooses all rows."""
+        """Write the mask to the spool; return None if it chooses all rows."""
         return None if mask.all() else cls(mask, write_bits(mask, spool), int(mask.sum()))
 
 
@@ -179,7 +179,7 @@ def _finished(planned: _Planned) -> dict[str, Any]:
 
 
 def _absent(parts: tuple[Part, ...]) -> np.ndarray[Any, Any]:
-    """Returns a placeholder for the parts' bytes: it has their length and takes no memory."""
+    """Return a placeholder for the parts' bytes: it has their length and takes no memory."""
     return np.broadcast_to(np.uint8(0), (sum(part.length for part in parts),))
 
 
@@ -209,7 +209,7 @@ def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Plann
 def _quantized_chunks(
     staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
 ) -> Iterator[_Planned]:
-    """Yields at most one chunk for each dtype of row parameters, then the chunks of exact rows."""
+    """Yield at most one chunk for each dtype of row parameters, then the chunks of exact rows."""
     table = staged.job.tables[block.table]
     exactly, wide = (read_bits(extent_from(quantized[name]), block.rows) for name in _FORMS)
     exact, narrow = np.flatnonzero(exactly), ~(exactly | wide)
@@ -280,7 +280,7 @@ def _row_chunk(
     arrays: list[_Array],
     spool: SpoolFile,
 ) -> _Planned:
-    """Plans one row chunk; `ids`: the first id of a contiguous range, or all ids (whole table)."""
+    """Plan one row chunk; `ids`: the first id of a contiguous range, or all ids (whole table)."""
     job, table = staged.job, staged.job.tables[block.table]
     coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
     if coding is None:
@@ -311,7 +311,7 @@ def _row_chunk(
 
 
 def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
-    """Returns the block's row ids in the whole table; None if all rows of the shard are staged."""
+    """Return the block's row ids in the whole table; None if all rows of the shard are staged."""
     table = staged.job.tables[block.table]
     if table.all_rows:
         return None
@@ -342,7 +342,7 @@ def _chosen(table: StagedTable, ids: _Ids | None, block: RowBlock, mask: _Mask) 
 def _states(
     staged: StagedJob, block: RowBlock, chosen: _Chosen | None, spool: SpoolFile
 ) -> list[_Array]:
-    """Returns the row states of the `chosen` rows (None: all); copies only those to be rounded."""
+    """Return the row states of the `chosen` rows (None: all); copy only those to be rounded."""
     table = staged.job.tables[block.table]
     rows = block.rows if chosen is None else chosen.rows
     arrays = []
@@ -357,7 +357,7 @@ def _states(
 
 
 def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None) -> Part:
-    """Returns where the `chosen` rows (None: all rows of the block) lie in a segment."""
+    """Return where the `chosen` rows (None: all rows of the block) lie in a segment."""
     whole = staged.extent(name, first=block.first, count=block.rows)
     if chosen is None or not whole.length:
         return whole
@@ -365,7 +365,7 @@ def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None)
 
 
 def _rounded(part: Part, spool: SpoolFile) -> Extent:
-    """Rounds F32 values to the nearest BF16 and writes them to the spool (format §3.5)."""
+    """Round F32 values to the nearest BF16 and writes them to the spool (format §3.5)."""
     offset, length = spool.append(b"").offset, 0
     spool.flush()  # `pieces` reads the mask of chosen rows from this file
     for piece in pieces(part):
@@ -458,7 +458,7 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
 
 
 def encoded_entries(staged: StagedJob, group: Group) -> list[ChunkEntry]:
-    """Returns the manifest entries of the chunks of an encoded group."""
+    """Return the manifest entries of the chunks of an encoded group."""
     return [ChunkEntry.model_validate(chunk["entry"]) for chunk in _chunks(staged, group)]
 
 

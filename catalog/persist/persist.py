@@ -244,7 +244,7 @@ class PersistJob:
         return () if there else missing
 
     def _committed(self, run: Run) -> Committed | None:
-        """Returns the committed checkpoint, if any; removes a part of this rank that was left."""
+        """Return the committed checkpoint, if any; remove a part of this rank that was left."""
         job = self.job
         try:
             manifest = run.manifest(job.step, job.generation)
@@ -272,17 +272,17 @@ class PersistJob:
         self.staged.verify()
 
     def quantize(self, group: Group) -> str:
-        """Call `quantize_group` unless the job is cancelled; returns the path of the result."""
+        """Call `quantize_group` unless the job is cancelled; return the path of the result."""
         self.raise_if_cancelled()
         return quantize_group(self.staged, group, self._chosen)
 
     def encode(self, group: Group) -> str:
-        """Call `encode_group` unless the job is cancelled; returns the path of the result."""
+        """Call `encode_group` unless the job is cancelled; return the path of the result."""
         self.raise_if_cancelled()
         return encode_group(self.staged, group)
 
     def upload(self, group: Group) -> int:
-        """Call `upload_group` unless the job is cancelled; returns the bytes of its chunks."""
+        """Call `upload_group` unless the job is cancelled; return the bytes of its chunks."""
         self.raise_if_cancelled()
         return upload_group(self.store, self.staged, group)
 
@@ -346,7 +346,7 @@ class PersistJob:
         return [entry for group in self.groups for entry in encoded_entries(self.staged, group)]
 
     def _require_uploaded(self, run: Run, entries: list[ChunkEntry]) -> None:
-        """Checks that the store still has the chunks that the spool says were uploaded.
+        """Check that the store still has the chunks that the spool says were uploaded.
 
         Rule 5 of the write order requires this, because the upload may be long ago (format §6.1).
         """
@@ -505,7 +505,7 @@ def _store_groups(job: PersistJob, steps: Steps) -> None:
 
 
 def classify(error: BaseException) -> Literal["rejected", "deferred"]:
-    """Tells whether a job that failed with `error` can never succeed, or may succeed later.
+    """Tell whether a job that failed with `error` can never succeed, or may succeed later.
 
     Faults of the store or of this host, refused access included, may be repaired, and a lost record
     may be restored: the job is deferred and stays staged. A job or slot of another user is deferred
@@ -588,6 +588,6 @@ def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> 
 
 
 def _looks_committed(run: Run, job: Job) -> bool:
-    """Tells whether the stored chunks look like a checkpoint whose manifest was lost (§6.5)."""
+    """Tell whether the stored chunks look like a checkpoint whose manifest was lost (§6.5)."""
     prefix = attempt_prefix(job.step, job.generation, job.attempt)
     return not any(run.store.list(MANIFEST_KEY.prefix)) and any(run.store.list(prefix))

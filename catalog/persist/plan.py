@@ -113,13 +113,13 @@ class Group:
 
 
 def exact_row_bytes(table: StagedTable) -> int:
-    """Returns the bytes of one staged row: its values and row states."""
+    """Return the bytes of one staged row: its values and row states."""
     states = sum(array_bytes(state.dtype, state.shape) for state in table.spec.row_states)
     return table.spec.dim * item_bytes(table.spec.dtype) + states
 
 
 def plan_groups(staged: StagedJob) -> list[Group]:
-    """Returns the groups of a job, in the order in which they are persisted.
+    """Return the groups of a job, in the order in which they are persisted.
 
     Raises:
         MalformedObject: a chunk of one row would exceed the format's bound.
@@ -153,7 +153,7 @@ def plan_groups(staged: StagedJob) -> list[Group]:
 
 
 def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bool]]:
-    """Returns each block with its staged bytes, its most bytes in the spool, and if to quantize."""
+    """Return each block with its staged bytes, its most bytes in the spool, and if to quantize."""
     found: list[tuple[RowBlock | StateBlock, int, int, bool]] = []
     # The state comes first: it is small, and an error in it shows early.
     whole = [[piece] for piece in _state_pieces(staged)]
@@ -203,7 +203,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
 def _tensor_blocks(
     staged: StagedJob, content: Literal["state", "sample"], together: list[list[StatePiece]]
 ) -> list[StateBlock]:
-    """Returns chunks of pieces; the pieces of one list of `together` go into the same chunk."""
+    """Return chunks of pieces; the pieces of one list of `together` go into the same chunk."""
     blocks: list[StateBlock] = []
     pieces: list[StatePiece] = []
     total = 0
@@ -224,7 +224,7 @@ def _tensor_blocks(
 
 
 def _sample_pieces(staged: StagedJob) -> list[list[StatePiece]]:
-    """Returns, for each table that has a sample, the parts of the sample."""
+    """Return, for each table that has a sample, the parts of the sample."""
     found = []
     for index, table in enumerate(staged.job.tables):
         names = [sample_name(index, part) for part in sample_arrays(table.spec, 1)]
@@ -269,12 +269,12 @@ def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
 
 
 def _codes_bytes(table: StagedTable) -> int:
-    """Returns the most bytes of one row's codes with their parameters."""
+    """Return the most bytes of one row's codes with their parameters."""
     return (table.spec.dim * table.bits + 7) // 8 + 8
 
 
 def _spool_row_bytes(table: StagedTable) -> int:
-    """Returns the most bytes of one row in the spool; data stored as staged stays in the slot."""
+    """Return the most bytes of one row in the spool; data stored as staged stays in the slot."""
     found = 0 if table.all_rows else _ID_BYTES
     if table.is_quantized:
         found += _codes_bytes(table) + _BITS_BYTES
@@ -284,6 +284,6 @@ def _spool_row_bytes(table: StagedTable) -> int:
 
 
 def _state_bytes(table: StagedTable) -> int:
-    """Returns the stored bytes of one row's row states."""
+    """Return the stored bytes of one row's row states."""
     states = zip(table.state_dtypes, table.spec.row_states, strict=True)
     return sum(array_bytes(dtype, state.shape) for dtype, state in states)

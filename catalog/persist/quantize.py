@@ -107,7 +107,7 @@ def quantize_group(staged: StagedJob, group: Group, chosen: dict[int, Choice]) -
 
 
 def quantization_of(staged: StagedJob, groups: Sequence[Group]) -> Quantization:
-    """Returns what the groups of a job were quantized with; all of them must be quantized."""
+    """Return what the groups of a job were quantized with; all of them must be quantized."""
     quantizers: dict[int, Quantizer] = {}
     implementations: set[str] = set()
     for group in groups:
@@ -162,7 +162,7 @@ def _quantize_block(
 def _quantized(
     staged: StagedJob, block: RowBlock, method: Method, rows_each: int
 ) -> Iterator[PackedRows]:
-    """Yields the block's rows, `rows_each` at a time, quantized from their values."""
+    """Yield the block's rows, `rows_each` at a time, quantized from their values."""
     table = staged.job.tables[block.table]
     dim = table.spec.dim
     row_bytes = dim * item_bytes(table.spec.dtype)
@@ -184,7 +184,7 @@ def _quantized(
 
 
 def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
-    """Returns the implementation that quantized these tables: the agent's, or the trainer's."""
+    """Return the implementation that quantized these tables: the agent's, or the trainer's."""
     job = staged.job
     found = {job.quantized_by if job.tables[table].codes else on_cpu() for table in tables}
     return "; ".join(sorted(found))
@@ -193,7 +193,7 @@ def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
 def _chosen(
     mask: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the rows that `mask` chooses, with their parameters converted to `dtype`."""
+    """Return the rows that `mask` chooses, with their parameters converted to `dtype`."""
     if not bool(mask.all()):  # nearly always all rows are chosen, and nothing is copied
         codes, scale, offset = codes[mask], scale[mask], offset[mask]
     return codes, scale.to(dtype), offset.to(dtype)
@@ -212,7 +212,7 @@ Choice = tuple[Quantizer, Method]
 
 
 def choose_quantizer(staged: StagedJob, index: int) -> Choice:
-    """Chooses the method for the rows of table `index`, which must be a quantized table.
+    """Choose the method for the rows of table `index`, which must be a quantized table.
 
     Raises:
         StagingError: the slot cannot be read.
@@ -246,7 +246,7 @@ def choose_quantizer(staged: StagedJob, index: int) -> Choice:
 
 
 def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
-    """Returns a sample of a table's staged rows, or all if there are few: f32 [n, dim]."""
+    """Return a sample of a table's staged rows, or all if there are few: f32 [n, dim]."""
     table = staged.job.tables[index]
     count = table.row_count
     every = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
@@ -264,7 +264,7 @@ def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
 
 
 def _staged_codes(staged: StagedJob, block: RowBlock, rows_each: int) -> Iterator[PackedRows]:
-    """Yields the block's rows as the trainer quantized them, `rows_each` at a time.
+    """Yield the block's rows as the trainer quantized them, `rows_each` at a time.
 
     Raises:
         MalformedObject: no quantization yields such codes, or they would decode to values that are
@@ -311,7 +311,7 @@ def _check(staged: StagedJob, block: RowBlock, rows: PackedRows) -> None:
 
 
 def _exact_span(staged: StagedJob, block: RowBlock) -> tuple[int, int]:
-    """Returns the half-open range of the block's rows among the table's exactly staged rows."""
+    """Return the half-open range of the block's rows among the table's exactly staged rows."""
     count = staged.segments[code_name(block.table, "exact_at")].shape[0]
     end = block.first + block.rows
     # The first block begins at 0 and the last ends at `count`, so that no exact row is left
@@ -322,7 +322,7 @@ def _exact_span(staged: StagedJob, block: RowBlock) -> tuple[int, int]:
 
 
 def _first_from(staged: StagedJob, block: RowBlock, count: int, row: int) -> int:
-    """Returns the index of the first exact row at or after `row`, by binary search in the slot.
+    """Return the index of the first exact row at or after `row`, by binary search in the slot.
 
     A table that can hardly be quantized has too many exact rows to read them all.
     """
@@ -339,7 +339,7 @@ def _first_from(staged: StagedJob, block: RowBlock, count: int, row: int) -> int
 def _exact_positions(
     staged: StagedJob, block: RowBlock
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Returns the positions of the block's exact rows, counted from its first row: i64 [n]."""
+    """Return the positions of the block's exact rows, counted from its first row: i64 [n]."""
     low, high = _exact_span(staged, block)
     if high < low:
         _refuse(staged, block, "exact_at", "positions that descend", "ascending ones")
@@ -359,7 +359,7 @@ def _exact_positions(
 
 
 def _read(staged: StagedJob, block: RowBlock, array: CodeArray, first: int, count: int) -> Tensor:
-    """Reads `count` entries of a segment from `first` on; BOOL as u8."""
+    """Read `count` entries of a segment from `first` on; BOOL as u8."""
     name = code_name(block.table, array)
     segment = staged.segments[name]
     extent = staged.extent(name, first=first, count=count)

@@ -74,7 +74,7 @@ _OF_ONE_RANK: Final = (
 def stored_fields(
     job: Job, entries: list[ChunkEntry], quantization: Quantization
 ) -> dict[str, Any]:
-    """Returns the fields that a manifest of one rank and a part of several ranks share."""
+    """Return the fields that a manifest of one rank and a part of several ranks share."""
     return {field: getattr(job, field) for field in (*_ALIKE, *_OF_ONE_RANK)} | {
         "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
         "quantizers": quantization.quantizers,
@@ -85,7 +85,7 @@ def stored_fields(
 
 
 def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
-    """Returns the bytes of the stored parts of a checkpoint, by rank.
+    """Return the bytes of the stored parts of a checkpoint, by rank.
 
     Raises:
         StoreError: the store cannot be read.
@@ -95,7 +95,7 @@ def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
 
 
 def own_part(run: Run, job: Job) -> RankPart | None:
-    """Returns the part that an agent has already written for a job, or None.
+    """Return the part that an agent has already written for a job, or None.
 
     After a part is written other agents may join it, so none of its chunks may be written again.
 
@@ -143,7 +143,7 @@ def write_part(
 
 
 def missing_ranks(run: Run, job: Job) -> tuple[int, ...]:
-    """Returns the ranks whose part is not stored; after a commit these may be all ranks.
+    """Return the ranks whose part is not stored; after a commit these may be all ranks.
 
     Raises:
         StoreError: the store cannot be read.
@@ -222,7 +222,7 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
 
 
 def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
-    """Removes the parts whose chunks are not all stored; their agents write both again."""
+    """Remove the parts whose chunks are not all stored; their agents write both again."""
     chunks = [entry for part in parts for entry in part.chunks]
     missing = {
         entry.key for entry in not_there(run.store, attempt_prefix(*_identity(job.ref)), chunks)
@@ -236,7 +236,7 @@ def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
 
 
 def ranks_missing(job: Job, ranks: Collection[int]) -> RanksMissing:
-    """Returns the error that says that the parts of `ranks` are missing."""
+    """Return the error that says that the parts of `ranks` are missing."""
     return RanksMissing(
         PART_KEY.under(*_identity(job.ref)),
         found=f"no part of {ranks_text(ranks)} of {job.ranks}",
@@ -259,7 +259,7 @@ def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> Ra
 
 
 def _check_same_cut(job: Job, part: RankPart) -> None:
-    """Checks that a part is of the job's snapshot.
+    """Check that a part is of the job's snapshot.
 
     After a step was dropped it may be staged again, and its chunks may then differ.
     """
@@ -291,7 +291,7 @@ _MOST_TEXT: Final = 255
 
 
 def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> Manifest:
-    """Returns the manifest of a checkpoint of several ranks.
+    """Return the manifest of a checkpoint of several ranks.
 
     Args:
         parts: one part of each rank, in any order.
@@ -357,7 +357,7 @@ def _tables(parts: Sequence[RankPart]) -> tuple[TableSpec, ...]:
 
 
 def _table(parts: Sequence[RankPart], shards: Sequence[Shard]) -> TableSpec:
-    """Checks that the ranks agree on one table and that their shards cover its rows once."""
+    """Check that the ranks agree on one table and that their shards cover its rows once."""
     name = f"{shards[0].spec.name!r:.80}"
     # A rank without rows of the table may not know its row states.
     known = next((at for at, shard in enumerate(shards) if shard.rows), None)
@@ -399,7 +399,7 @@ _MOST_NAMED: Final = 20
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Returns ranks as text, at most 20 of them named: `rank 1`, `ranks 1, 2, 3`."""
+    """Return ranks as text, at most 20 of them named: `rank 1`, `ranks 1, 2, 3`."""
     named = ", ".join(str(rank) for rank in sorted(ranks)[:_MOST_NAMED])
     more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}{more}"

@@ -54,7 +54,7 @@ _FORM: Final = 2
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turns an OSError for lack of room into StagingFull, after which the job stays staged."""
+    """Turn an OSError for lack of room into StagingFull; the job then stays staged."""
     try:
         yield
     except OSError as error:
@@ -116,7 +116,7 @@ class SpoolFile:
 
 
 def result_path(staged: StagedJob, group: int, step: str) -> Path:
-    """Returns the path of the JSON file that a step leaves for a group of a job."""
+    """Return the path of the JSON file that a step leaves for a group of a job."""
     return staged.spool / f"g{group:04d}.{step}.json"
 
 
@@ -145,7 +145,7 @@ def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
 
 
 def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
-    """Returns a step's result; None if this release has not done the step for this attempt."""
+    """Return a step's result; None if this release has not done the step for this attempt."""
     try:
         with open(open_in_spool(path), encoding="utf-8") as file:
             value: dict[str, Any] = json.load(file)
@@ -156,22 +156,22 @@ def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
 
 
 def _area_of(path: Path) -> Path:
-    """Returns the staging area of a file in the spool: `<area>/<run>/spool/<job>/<name>`."""
+    """Return the staging area of a file in the spool: `<area>/<run>/spool/<job>/<name>`."""
     return path.parent.parent.parent.parent
 
 
 def open_in_spool(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the spool; takes `flags` and raises errors as `owned.open_file` does."""
+    """Open a file of the spool; `flags` and errors are those of `owned.open_file`."""
     return owned.open_file(_area_of(path), path, flags)
 
 
 def extent_list(extents: tuple[Extent, ...]) -> list[list[Any]]:
-    """Returns extents as JSON."""
+    """Return extents as JSON."""
     return [list(extent) for extent in extents]
 
 
 def extent_from(value: list[Any]) -> Extent:
-    """Returns one extent from JSON."""
+    """Return one extent from JSON."""
     path, offset, length = value
     return Extent(str(path), int(offset), int(length))
 
@@ -213,7 +213,7 @@ def write_bits(mask: _Mask, spool: SpoolFile) -> Extent:
 
 
 def read_bits(bits: Extent, count: int) -> _Mask:
-    """Returns the first `count` entries of a mask that `write_bits` has written: bool [count].
+    """Return the first `count` entries of a mask that `write_bits` has written: bool [count].
 
     Raises:
         StagingError: the spool cannot be read.
@@ -222,7 +222,7 @@ def read_bits(bits: Extent, count: int) -> _Mask:
 
 
 def digest_parts(parts: tuple[Part, ...], *, start: bytes) -> int:
-    """Returns the crc32c of `start` followed by the parts' bytes.
+    """Return the crc32c of `start` followed by the parts' bytes.
 
     Raises:
         StagingError: slot or spool cannot be read.
@@ -235,7 +235,7 @@ def digest_parts(parts: tuple[Part, ...], *, start: bytes) -> int:
 
 
 def pieces(part: Part) -> Iterator[memoryview]:
-    """Yields a part's bytes, whole rows at a time; each piece is valid until the next one.
+    """Yield a part's bytes, whole rows at a time; each piece is valid until the next one.
 
     Raises:
         StagingError: slot or spool cannot be read.
@@ -257,7 +257,7 @@ def pieces(part: Part) -> Iterator[memoryview]:
 
 
 def assemble_parts(parts: tuple[Part, ...], *, start: bytes) -> bytes:
-    """Returns `start` followed by the parts' bytes.
+    """Return `start` followed by the parts' bytes.
 
     Raises:
         StagingError: slot or spool cannot be read.
@@ -283,7 +283,7 @@ def assemble_parts(parts: tuple[Part, ...], *, start: bytes) -> bytes:
 
 
 def part_list(parts: tuple[Part, ...]) -> list[list[Any]]:
-    """Returns parts as JSON."""
+    """Return parts as JSON."""
     return [
         list(part)
         if isinstance(part, Extent)
@@ -293,7 +293,7 @@ def part_list(parts: tuple[Part, ...]) -> list[list[Any]]:
 
 
 def part_from(value: list[Any]) -> Part:
-    """Returns one part from JSON."""
+    """Return one part from JSON."""
     if not isinstance(value[0], list):
         return extent_from(value)
     whole, row_bytes, rows, bits = value
@@ -301,7 +301,7 @@ def part_from(value: list[Any]) -> Part:
 
 
 def _fill(part: ChosenRows, into: memoryview) -> None:
-    """Copies a part; leaves out bytes that do not fit if the spool changed (the digest differs)."""
+    """Copy a part; leave out bytes that do not fit if the spool changed (the digest differs)."""
     done = 0
     for piece in pieces(part):
         fitting = piece[: len(into) - done]

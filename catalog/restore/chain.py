@@ -154,7 +154,7 @@ class TableRows:
 def _links(
     chain: Chain, table: int, rows: int, wanted: range
 ) -> list[tuple[Manifest, list[ChunkEntry]]]:
-    """Returns the chunks of a table that may hold wanted rows, by checkpoint, newest first.
+    """Return the chunks of a table that may hold wanted rows, by checkpoint, newest first.
 
     The list ends with the first checkpoint that holds every row. It relies on the first and last
     row that the manifest states for a chunk: these are compared when the chunk is read, and
@@ -293,7 +293,7 @@ class ChainReading:
 
 
 def _budgeted_bytes(chunk: WantedChunk) -> int:
-    """Returns the bytes that a chunk counts in the read budget.
+    """Return the bytes that a chunk counts in the read budget.
 
     A chunk that may prove unneeded counts as a large one, so that few of them are read ahead.
     """

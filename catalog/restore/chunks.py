@@ -398,7 +398,7 @@ class Missing(NamedTuple):
 
 
 def _needed(chain: Chain) -> list[tuple[Manifest, ChunkEntry]]:
-    """Returns the chunks that a restore or validation of a chain reads.
+    """Return the chunks that a restore or validation of a chain reads.
 
     These are the rows of all checkpoints, and the state and samples of the newest.
     """

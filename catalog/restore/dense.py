@@ -186,7 +186,7 @@ def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
 
 
 def _checked(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
-    """Returns the pieces with elements, in order; checks that they are the whole tensor."""
+    """Return the pieces with elements, in order; check that they are the whole tensor."""
     filled = _disjoint(shards, name)
     stored, needed = sum(shard.tensor.numel() for shard in filled), math.prod(shards[0].shape)
     if stored != needed:
@@ -195,7 +195,7 @@ def _checked(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
 
 
 def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
-    """Returns the pieces with elements, in order; checks that they are disjoint, of one tensor."""
+    """Return the pieces with elements, in order; check that they are disjoint, of one tensor."""
     if not shards:
         raise _malformed(name, "no piece", "pieces that make up the tensor")
     forms = {(shard.shape, shard.tensor.dtype) for shard in shards}
@@ -210,7 +210,7 @@ def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
 
 
 def _each_once(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
-    """Returns the pieces in order; of pieces of the same place (replicas) only the first.
+    """Return the pieces in order; of pieces of the same place (replicas) only the first.
 
     Raises:
         MalformedObject: two pieces of the same place differ.
@@ -225,12 +225,12 @@ def _each_once(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Returns the bytes, so that -0 differs from 0, and a NaN equals itself."""
+    """Return the bytes, so that -0 differs from 0, and a NaN equals itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _overlap(boxes: Sequence[tuple[range, ...]]) -> str | None:
-    """Returns which two boxes overlap, as text, or None; they are sorted and not empty."""
+    """Return which two boxes overlap, as text, or None; they are sorted and not empty."""
     for index, box in enumerate(boxes):
         for other in boxes[index + 1 :]:
             if box and other[0].start >= box[0].stop:
@@ -245,7 +245,7 @@ def _starts(box: Sequence[range]) -> tuple[int, ...]:
 
 
 def _elements_in(shards: Sequence[DenseShard], box: Sequence[range]) -> int:
-    """Returns how many elements of the part `box` disjoint pieces hold."""
+    """Return how many elements of the part `box` disjoint pieces hold."""
     return sum(
         math.prod(len(_common(a, b)) for a, b in zip(shard.box, box, strict=True))
         for shard in shards

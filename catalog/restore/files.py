@@ -350,7 +350,7 @@ def _metadata(run: str, restored: CheckpointRef, include: Include) -> dict[str, 
 
 
 def _shard(file: str, tensors: Iterable[ShardTensor]) -> Shard:
-    """Returns a file of these tensors, and puts them in its order."""
+    """Return a file of these tensors, sorted into its order."""
     ordered = sorted(tensors, key=lambda tensor: (-item_bytes(tensor.dtype), tensor.name))
     return Shard(file, tuple(ordered))
 
@@ -499,7 +499,7 @@ def _require_all(into: Store, plan: ShardPlan) -> None:
 
 
 def _missing(into: Store, plan: ShardPlan) -> list[str]:
-    """Returns the names of the plan's files that are not there."""
+    """Return the names of the plan's files that are not there."""
     return [shard.file for shard in plan.shards if not shard_is_there(into, plan, shard)]
 
 
@@ -523,7 +523,7 @@ def shard_is_there(into: Store, plan: ShardPlan, shard: Shard) -> bool:
 
 
 def _is_there(into: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: int) -> bool:
-    """Tells whether the object `key` exists, begins with `start` and has `size_bytes` bytes.
+    """Tell whether the object `key` exists, begins with `start` and has `size_bytes` bytes.
 
     Raises:
         SettingsError: the object exists, but is another one.
@@ -537,7 +537,7 @@ def _is_there(into: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: 
 
 
 def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
-    """Returns the error for a file that is in the way.
+    """Return the error for a file that is in the way.
 
     It says which checkpoint the file is of and how to continue with that: a trainer may have
     committed a newer checkpoint after an earlier restore was killed.
@@ -576,18 +576,18 @@ def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
 
 
 def _origin_of(into: Store, plan: ShardPlan, key: str) -> Origin | None:
-    """Returns the checkpoint of the plan's run that a file is of; None if it names none."""
+    """Return the checkpoint of the plan's run that a file is of; None if it names none."""
     return checkpoint_in(_start_of(into, key, ORIGIN_BYTES), plan.run)
 
 
 def _has_header(into: Store, plan: ShardPlan, key: str) -> bool:
-    """Tells whether a file begins with the header of the plan's file of this name."""
+    """Tell whether a file begins with the header of the plan's file of this name."""
     headers = (shard.header(plan.metadata) for shard in plan.shards if shard.file == key)
     return any(_start_of(into, key, len(header)) == header for header in headers)
 
 
 def _start_of(into: Store, key: str, size_bytes: int) -> bytes:
-    """Returns the first `size_bytes` of an object, or all of it; b"" if it is gone."""
+    """Return the first `size_bytes` of an object, or all of it; b"" if it is gone."""
     try:
         return into.get_range(key, start=0, end=min(into.size(key), size_bytes))
     except ObjectNotFound:
@@ -807,7 +807,7 @@ def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
 
 @contextmanager
 def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any]]:
-    """Yields a temporary file of `size_bytes` and its mapped bytes as u8; removes it at the end."""
+    """Yield a temporary file of `size_bytes` and its mapped bytes as u8; remove it at the end."""
     directory = into.scratch_directory()
     path = directory / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}-{file}"
     try:
@@ -825,7 +825,7 @@ def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Turns an OSError on the file that is being written into a store's error."""
+    """Turn an OSError on the file that is being written into a store's error."""
     try:
         yield
     except FileNotFoundError as error:

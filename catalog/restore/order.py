@@ -126,7 +126,7 @@ def candidates(run: Run, selection: Selection, *, before: int | None = None) -> 
 
 
 def _plain_number(name: str, value: object, least: int, most: int | None) -> int | None:
-    """Returns the number as an `int`, because numpy's integers are not `int`."""
+    """Return the number as an `int`, because numpy's integers are not `int`."""
     if value is None:
         return None
     if isinstance(value, Integral) and not isinstance(value, bool):

@@ -80,7 +80,7 @@ def _decode(
 def _decode_in_passes(
     stored: StoredRows, positions: Tensor | None, dest: Tensor, ids: range | Tensor
 ) -> None:
-    """Decodes into a table on a GPU (on the GPU) or into one of half precision."""
+    """Decode into a table on a GPU (on the GPU) or into one of half precision."""
 
     def decoded(part: slice) -> Tensor:
         codes, scale, offset = (
@@ -94,7 +94,7 @@ def _decode_in_passes(
 
 
 def _put(source: Tensor, positions: Tensor | None, dest: Tensor, ids: range | Tensor) -> None:
-    """Copies rows unchanged, or converts BF16 to F32, which is exact (format §3.5)."""
+    """Copy rows unchanged, or converts BF16 to F32, which is exact (format §3.5)."""
     if isinstance(ids, range):
         dest[ids.start : ids.stop].copy_(source)
     elif dest.is_cpu and dest.dtype == source.dtype:
@@ -228,7 +228,7 @@ class PieceSink:
 
 
 def _place(stored: StoredRows, positions: Tensor | None, part: PartOfPiece) -> None:
-    """Writes rows to their places, block by block; the ids are already checked."""
+    """Write rows to their places, block by block; the ids are already checked."""
     count = len(stored.rows) if positions is None else positions.numel()
     step = max(1, _PASS_BYTES // _row_bytes(stored, part.dim))
     for start in range(0, count, step):
@@ -249,7 +249,7 @@ def _place(stored: StoredRows, positions: Tensor | None, part: PartOfPiece) -> N
 
 
 def _merged(state: StateOfPiece, ids: Tensor | slice, rows: Tensor) -> Tensor:
-    """Merges a piece's states into those of earlier pieces: mean by columns; largest of integers.
+    """Merge a piece's states into those of earlier pieces: mean by columns; largest of integers.
 
     The mean is updated from the previous mean, so that pieces with equal values do not change it.
     """
@@ -271,7 +271,7 @@ def _values(stored: StoredRows, chosen: slice | Tensor, dim: int) -> Tensor:
 
 
 def _write(dest: Tensor, ids: Tensor | slice, rows: Tensor) -> None:
-    """Writes rows to `dest`, converted to its dtype (format §3.2, §3.5)."""
+    """Write rows to `dest`, converted to its dtype (format §3.2, §3.5)."""
     if isinstance(ids, slice):
         dest[ids].copy_(rows)
     else:
@@ -288,7 +288,7 @@ def _ids(rows: range | Tensor, chosen: slice | Tensor) -> Tensor | slice:
 
 
 def _row_bytes(stored: StoredRows, dim: int) -> int:
-    """Returns the memory of one row, stored and decoded."""
+    """Return the memory of one row, stored and decoded."""
     rows = max(1, len(stored.rows))
     return 8 + 4 * dim + sum(t.nbytes for t in (stored.values, *stored.row_states)) // rows
 

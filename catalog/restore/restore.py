@@ -216,7 +216,7 @@ def transient_buffers(state: Mapping[int, object]) -> frozenset[str]:
 
 
 def _of_model(state: Mapping[int, object], key: str) -> object:
-    """Returns the entry `key` of the model in the lowest rank's tree."""
+    """Return the entry `key` of the model in the lowest rank's tree."""
     return _at(_at(state[min(state)], "model"), key) if state else None
 
 
@@ -337,7 +337,7 @@ def _restore_first(
     threads: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> RestoreReport:
-    """Restores the first good checkpoint; without `doubts` the named one, which must be good."""
+    """Restore the first good checkpoint; without `doubts` the named one, which must be good."""
     started = time.monotonic()
     damaged_chunks: dict[str, RecpointError] = {}
 

@@ -198,7 +198,7 @@ class RowCoverage:
             )
 
     def _sets_overlap(self, ranges: Sequence[range]) -> bool:
-        """Tells whether the sets of ids overlap each other or the disjoint `ranges`."""
+        """Tell whether the sets of ids overlap each other or the disjoint `ranges`."""
         if self._sets:
             ids = torch.cat(self._sets).sort().values
             edges = torch.tensor(
@@ -395,7 +395,7 @@ class LiveRows:
 
 
 def _joined(spans: list[_Span]) -> list[_Span]:
-    """Joins the spans that overlap; returns the spans in the order of their ids."""
+    """Join the spans that overlap; return the spans in the order of their ids."""
     joined: list[_Span] = []
     for span in sorted(spans):
         if joined and span.first <= joined[-1].last:

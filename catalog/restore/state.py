@@ -229,7 +229,7 @@ class StateReading:
 
 
 def _checked(state: dict[int, object]) -> dict[int, object]:
-    """Checks that the pieces in the trees of all ranks make up whole tensors; returns the trees."""
+    """Check that the pieces in the trees of all ranks make up whole tensors; return the trees."""
     for name, shards in dense_shards(state).items():
         check_shards(shards, name=name)
     return state
