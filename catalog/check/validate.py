@@ -411,10 +411,12 @@ def validate(
     """
     if level not in LEVELS:
         raise SettingsError(
-            "level", found=f"{level!r:.80}", expected=", ".join(LEVELS), next_step="choose one"
+            "level", found=f"{level!r:.80}", expected=", ".join(LEVELS), next_step="choose a level"
         )
     if threads < 1:
-        raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
+        raise SettingsError(
+            "threads", found=str(threads), expected="1 or more", next_step="correct threads"
+        )
     started_ms = now_ms()
     looks: list[ChainValidation] = []
     going = Going.read(run, leased=leased)  # MUST come before a manifest is read

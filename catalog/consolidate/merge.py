@@ -399,7 +399,9 @@ def commit_consolidation(
         return "already", there
     sources = read_sources(run, plan, tables=())
     manifest = _manifest(plan, sources, [*entries, *_copy_state(run, plan, sources[-1])])
-    data = manifest_bytes(manifest, next_step="nothing: the chain that it has restores it")
+    data = manifest_bytes(
+        manifest, next_step="nothing: the chain that the checkpoint has restores it"
+    )
     _look_last(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
     key, target = plan.target.key, plan.target
     if run.records(CONSOLIDATED).create_packed(data, *target.name, target.after) == "created":
@@ -408,7 +410,10 @@ def commit_consolidation(
     there = _already(run, plan)
     if there is None:
         raise MissingLink(
-            key, found="no manifest", expected="one just created", next_step="try again"
+            key,
+            found="no manifest",
+            expected="the manifest that another consolidation has just created",
+            next_step="run the consolidation again",
         )
     _make_sure(run, plan, there)
     return "already", there
@@ -490,7 +495,7 @@ def _already(run: Run, plan: ConsolidationPlan) -> Manifest | None:
             plan.target.key,
             found=f"attempt {there.attempt}",
             expected=f"attempt {expected}",
-            next_step="recpoint check URL: one of the two is not what a consolidation made",
+            next_step="recpoint check URL; the two manifests contradict each other",
         )
     return there
 

@@ -259,7 +259,10 @@ class ConsolidationTriggers:
             value = getattr(self, name)
             if not value >= least:
                 raise SettingsError(
-                    name, found=str(value), expected=f"{least} or more", next_step="correct it"
+                    name,
+                    found=str(value),
+                    expected=f"{least} or more",
+                    next_step="correct the trigger",
                 )
 
 

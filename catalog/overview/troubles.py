@@ -308,7 +308,7 @@ class Troubles:
                     cause=f"process {record.pid} of {record.host} went on from {went_on}; "
                     "its predecessor's training after that is lost",
                     when_ms=record.created_ms,
-                    next_step="see the log of the trainer before it",
+                    next_step="read the log of the previous trainer",
                 )
             )
         return found

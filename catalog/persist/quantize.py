@@ -297,17 +297,17 @@ def _check(staged: StagedJob, block: RowBlock, rows: PackedRows) -> None:
     wanted = ~rows.exact
     for name, parameter in zip(_PARAMETERS, (rows.scale, rows.offset), strict=True):
         if bool((wanted & ~torch.isfinite(parameter)).any()):
-            _refuse(staged, block, name, "a value that is not finite", "finite ones")
+            _refuse(staged, block, name, "a value that is not finite", "finite values")
         half = parameter.to(torch.float16).to(torch.float32)
         if bool((wanted & ~rows.wide & (half != parameter)).any()):
-            _refuse(staged, block, name, "a value that binary16 does not have", "a wide row for it")
+            _refuse(staged, block, name, "a value that binary16 does not have", "a wide row")
     # The smallest code decodes to the offset, the largest to scale * levels + offset, and all
     # others to values in between.
     if bool((wanted & ~torch.isfinite(rows.scale * levels + rows.offset)).any()):
-        _refuse(staged, block, "scale", "codes that decode to no finite number", "finite ones")
+        _refuse(staged, block, "scale", "codes that decode to no finite number", "finite numbers")
     unused = -table.spec.dim * table.bits % 8
     if unused and bool((wanted & (rows.packed[:, -1] >= 1 << (8 - unused))).any()):
-        _refuse(staged, block, "codes", "bits past the last code of a row", "zeros there")
+        _refuse(staged, block, "codes", "bits past the last code of a row", "zero bits")
 
 
 def _exact_span(staged: StagedJob, block: RowBlock) -> tuple[int, int]:

@@ -181,7 +181,7 @@ def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
             else:
                 whole.add(str(name))
     for name in sorted(whole & pieces.keys()):
-        raise _malformed(name, "the whole tensor beside a piece", "one of both")
+        raise _malformed(name, "the whole tensor beside a piece", "the whole tensor, or pieces")
     return pieces
 
 

@@ -832,8 +832,8 @@ def _translated(path: Path) -> Iterator[None]:
         raise StoreUnavailable(
             str(path),
             found="no such file any more (while writing)",
-            expected="the file that is being written, until it is in its place",
-            next_step="run the same restore again, which writes what is missing",
+            expected="the temporary file that is being written, until it has its final name",
+            next_step="run the same restore again, which writes the missing files",
         ) from error
     except OSError as error:
         raise for_os_error(error, str(path), doing="writing", writing=True) from error

@@ -313,7 +313,9 @@ def restore(
         StoreError: the store cannot be read. Older checkpoints are not tried.
     """
     if threads < 1:
-        raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
+        raise SettingsError(
+            "threads", found=str(threads), expected="1 or more", next_step="correct threads"
+        )
     with naming_errors(run.url):
         going = Going.read(run, leased=leased)  # MUST come before a manifest is read
         names = candidates(run, selection, before=before)

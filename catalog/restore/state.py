@@ -216,11 +216,11 @@ class StateReading:
             ordered = [parts[piece] for piece in range(len(parts))]
             if any(part.dim() != 1 or part.dtype != ordered[0].dtype for part in ordered):
                 found = f"tensor {number} in pieces that do not fit"
-                raise _malformed(key, found, "1-D, one dtype")
+                raise _malformed(key, found, "1-D pieces of one dtype")
             whole[number] = torch.cat(ordered)
         if sorted(whole) != list(range(len(whole))):
             found = f"the tensors {sorted(whole)!r:.80}"
-            raise _malformed(key, found, "numbers from 0 without gap")
+            raise _malformed(key, found, "numbers from 0 without a gap")
         tensors = [whole[number] for number in range(len(whole))]
         return unflatten(bytes(sections["tree"].data), tensors, name=key)
 
