@@ -365,7 +365,7 @@ def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None)
 
 
 def _rounded(part: Part, spool: SpoolFile) -> Extent:
-    """Round F32 values to the nearest BF16 and writes them to the spool (format §3.5)."""
+    """Round F32 values to the nearest BF16 and write them to the spool (format §3.5)."""
     offset, length = spool.append(b"").offset, 0
     spool.flush()  # `pieces` reads the mask of chosen rows from this file
     for piece in pieces(part):

@@ -222,8 +222,8 @@ class PersistJob:
         """
         self.raise_if_cancelled()
         run = self.open_run()
-        # Looks for the part before the manifest: a part is removed only after the commit, so a part
-        # that has just gone means that the manifest is found next.
+        # The part is looked for before the manifest: if a commit has just removed the part, the
+        # manifest is found next.
         stored = self.job.ranks > 1 and own_part(run, self.job) is not None
         return Found(stored, self._committed(run))
 
@@ -422,7 +422,7 @@ class Steps(Protocol):
         """Commit the job, after all groups and `verify`."""
 
     def advanced(self, done_bytes: int, total_bytes: int) -> object:
-        """Take note that `done_bytes` staged bytes are stored; called in `drive`'s thread."""
+        """Note that `done_bytes` of the staged bytes are stored; called in `drive`'s thread."""
 
 
 def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:

@@ -153,7 +153,7 @@ def plan_groups(staged: StagedJob) -> list[Group]:
 
 
 def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bool]]:
-    """Return each block with its staged bytes, its most bytes in the spool, and if to quantize."""
+    """Return each block with its staged bytes, most spool bytes, and whether it is quantized."""
     found: list[tuple[RowBlock | StateBlock, int, int, bool]] = []
     # The state comes first: it is small, and an error in it shows early.
     whole = [[piece] for piece in _state_pieces(staged)]

@@ -709,7 +709,7 @@ def write_shard(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport | None:
-    """Restore one file of a plan; returns None if the file was already there.
+    """Restore one file of a plan; return None if the file was already there.
 
     Raises:
         SettingsError: another file has its name.

@@ -80,7 +80,7 @@ def _decode(
 def _decode_in_passes(
     stored: StoredRows, positions: Tensor | None, dest: Tensor, ids: range | Tensor
 ) -> None:
-    """Decode into a table on a GPU (on the GPU) or into one of half precision."""
+    """Decode into a table on a GPU, by that GPU, or into a table of half precision."""
 
     def decoded(part: slice) -> Tensor:
         codes, scale, offset = (
@@ -94,7 +94,7 @@ def _decode_in_passes(
 
 
 def _put(source: Tensor, positions: Tensor | None, dest: Tensor, ids: range | Tensor) -> None:
-    """Copy rows unchanged, or converts BF16 to F32, which is exact (format §3.5)."""
+    """Copy rows unchanged, or convert BF16 to F32, which is exact (format §3.5)."""
     if isinstance(ids, range):
         dest[ids.start : ids.stop].copy_(source)
     elif dest.is_cpu and dest.dtype == source.dtype:

@@ -324,8 +324,10 @@ class Live(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Chunks whose ids overlap: their ids first … last, stored rows and bytes, and bytes per row of
-    the chunk with the widest rows.
+    """Chunks whose ids overlap.
+
+    `first` and `last` are the ends of their ids, `rows` and `size_bytes` what they store, `widest`
+    the bytes per row of the chunk with the widest rows.
     """
 
     first: int
