@@ -1,8 +1,8 @@
 """Defines what is stored, and the order in which it is written, read, checked and deleted.
 
-Bytes and records come from `format`; the packages stand on each other in this order, lowest
-first: `store` keeps objects, `run` knows a run by its records and chains, `staging` is what trainer
-and agent share on a host, `persist` commits a staged job, `restore` reads a chain into a target,
-`check` proves that it restores, `consolidate` shortens chains, `retention` removes what is not
-kept or needed, `overview` describes a run from its catalog alone.
+`format` defines the bytes and records. The packages build on each other in this order, lowest
+first: `store` keeps objects, `run` reads a run's records and chains, `staging` is the directory
+that trainer and agent share on a host, `persist` commits a staged job, `restore` reads a chain into
+a target, `check` proves that a run restores, `consolidate` shortens chains, `retention` removes
+checkpoints and objects that are not needed, `overview` describes a run from its catalog alone.
 """

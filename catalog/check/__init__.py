@@ -1,6 +1,6 @@
-"""Proves that what is stored is sound, restores, and equals what the trainer had.
+"""Proves that stored checkpoints are undamaged, restore, and equal what the trainer had.
 
-A run comes in, a report goes out. Walk: `check` (damage, without a model), `validate` (one
-checkpoint against what its trainer recorded), `rows` (one table of it), `evaluate` (a user's own
-function on a restored checkpoint).
+Its input is a run, its output a report. Read the modules in this order: `check` (finds damage,
+without a model), `validate` (compares one checkpoint with what its trainer recorded), `rows` (does
+so for one table), `evaluate` (calls a user's function with a restored checkpoint).
 """

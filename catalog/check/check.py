@@ -1,4 +1,4 @@
-"""Checks a run for damage: every manifest, how they depend on each other, and their chunks."""
+"""Checks a run for damage: every manifest, its dependencies and its chunks."""
 
 from __future__ import annotations
 
@@ -58,19 +58,21 @@ from recpoint.format.records import GenerationRecord
 __all__ = ["CheckReport", "Level", "Severity", "check"]
 
 
-# How all manifests of a run depend on each other: what a check has to know (format §4,
-# invariant 4).
+# Finds how the manifests of a run depend on each other (format §4, invariant 4).
 
 
 Damage: TypeAlias = FormatError | ChainError | ObjectNotFound
 
 
 class RepresentationGraph:
-    """Checkpoints, their representations, and which of the parent's each of them can follow.
+    """The representations of all checkpoints, and which of its parent's each of them can follow.
 
     Args:
         run: the run.
         there: every representation of every checkpoint.
+
+    Attributes:
+        broken: the representations that do not lead to a full, and why.
     """
 
     def __init__(self, run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -> None:
@@ -78,11 +80,10 @@ class RepresentationGraph:
         self._there = there
         self._manifests: dict[Representation, Manifest | Damage] = {}
         self._follows: dict[Representation, list[Representation]] = {}
-        #: What keeps a representation from leading to a full.
         self.broken: dict[Representation, Damage] = {}
 
     def read(self, one: Representation) -> Manifest | Damage:
-        """One manifest, or what is wrong with it; each is read once."""
+        """Return one manifest, or what is wrong with it; reads each once."""
         if one not in self._manifests:
             try:
                 self._manifests[one] = self._run.read_manifest(one)
@@ -91,9 +92,9 @@ class RepresentationGraph:
         return self._manifests[one]
 
     def load(self, names: Iterable[ManifestName], on_step: OnStep = unwatched) -> None:
-        """Read what these checkpoints depend on, and see what joins up.
+        """Read these checkpoints and all that they depend on, and link each to its parent.
 
-        `on_step` is called after each manifest, with how many there are in the whole run.
+        `on_step` is called after each manifest, with the number read and the total in the run.
         """
         total = sum(map(len, self._there.values()))
         waiting = [one for name in names for one in self.of(name)]
@@ -105,24 +106,24 @@ class RepresentationGraph:
             loaded.add(one)
             waiting.extend(self._before(self.read(one)))
             on_step("reading manifests", len(loaded), total)
-        for one in sorted(loaded, key=lambda one: one.name):  # a parent's step is lower
+        for one in sorted(loaded, key=lambda one: one.name):  # parents first: their step is lower
             error = self._join(one)
             if error is not None:
                 self.broken[one] = error
 
     def of(self, name: ManifestName) -> Sequence[Representation]:
-        """The representations of a checkpoint, those that read least first."""
+        """Return the representations of a checkpoint, the cheapest to read first."""
         return self._there.get(name, ())
 
     def sound(self) -> Iterator[tuple[Representation, Manifest]]:
-        """Every representation loaded that leads to a full, ascending."""
+        """Yield every loaded representation that leads to a full, ascending."""
         for one in sorted(self._follows, key=lambda one: (one.name, one.cost)):
             manifest = self._manifests[one]
             if one not in self.broken and isinstance(manifest, Manifest):
                 yield one, manifest
 
     def needs(self, name: ManifestName) -> set[Representation]:
-        """Every representation that a chain of this checkpoint may go through."""
+        """Return every representation that a chain of this checkpoint may go through."""
         waiting, found = list(self.of(name)), set[Representation]()
         while waiting:
             one = waiting.pop()
@@ -132,7 +133,7 @@ class RepresentationGraph:
         return found
 
     def leading(self, damaged: Collection[Representation]) -> set[Representation]:
-        """Representations that lead to a full past none that is damaged."""
+        """Return the representations that lead to a full without using one in `damaged`."""
         good: set[Representation] = set()
         for one, manifest in self.sound():
             reached = manifest.parent is None or any(o in good for o in self._follows[one])
@@ -146,7 +147,7 @@ class RepresentationGraph:
         return self.of(ManifestName(manifest.parent.step, manifest.parent.generation))
 
     def _join(self, one: Representation) -> Damage | None:
-        """Note what `one` follows; what is wrong when that is nothing and it is no full."""
+        """Note which representations `one` follows; return why, if it leads to no full."""
         manifest = self.read(one)
         follows = self._follows[one] = []
         if not isinstance(manifest, Manifest):
@@ -177,7 +178,7 @@ class RepresentationGraph:
         )
 
     def _contradiction(self, manifest: Manifest) -> ChainError | None:
-        """Where a consolidated manifest contradicts the own one (format §4, invariant 6)."""
+        """Return how a consolidated manifest contradicts the own one (format §4, invariant 6)."""
 
         def read(own: Representation) -> Manifest:
             found = self.read(own)
@@ -192,7 +193,7 @@ class RepresentationGraph:
         return None
 
 
-# Finding damage before a restore does (format §4, §6.3).
+# Finds damage before a restore does (format §4, §6.3).
 
 
 Level = Literal["metadata", "full"]
@@ -202,7 +203,7 @@ _SWEPT = "; recpoint sweep removes old ones"
 
 
 class Finding(NamedTuple):
-    """Something worth knowing. An error: a checkpoint that counts does not restore."""
+    """A result of a check; of severity error if a checkpoint that counts does not restore."""
 
     severity: Severity
     key: str
@@ -210,7 +211,7 @@ class Finding(NamedTuple):
 
 
 class CheckpointHealth(NamedTuple):
-    """One checkpoint, and whether one of its chains is good as far as was checked."""
+    """A checkpoint, and whether one of its chains is good at the level of the check."""
 
     name: ManifestName
     live: bool
@@ -219,11 +220,15 @@ class CheckpointHealth(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What was checked, and what was found; checkpoints are newest first.
+    """The result of a check.
 
     Attributes:
-        nothing_counts: a restore finds nothing: there is no checkpoint yet, or a start that was
-            told to begin anew has superseded them all and has none of its own.
+        level: the level of the check.
+        checkpoints: health of each checkpoint checked, newest first.
+        findings: the findings, worst first.
+        chunks_read, bytes_read: number of chunks read, and their bytes.
+        nothing_counts: a restore finds nothing, because there is no checkpoint yet, or because a
+            start that was told to begin anew has superseded all of them and has none of its own.
     """
 
     level: Level
@@ -235,7 +240,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every checkpoint that counts restores, as far as was checked."""
+        """Whether every checkpoint that counts restores, at the level of the check."""
         return not any(finding.severity == "error" for finding in self.findings)
 
 
@@ -252,14 +257,14 @@ def check(
 
     Args:
         run: the run.
-        level: `"metadata"`: generations, manifests, every chain, and whether each chunk is there
-            in its length. `"full"`: also every byte of every chunk, decoded, and without a step
-            every record beside the manifests: pins, validations and the like.
-        step: only the checkpoints of this step and what they depend on.
+        level: `"metadata"` checks generations, manifests, every chain, and the existence and length
+            of each chunk. `"full"` also reads and decodes every byte of every chunk, and without
+            `step` every other record: pins, validations and the like.
+        step: check only the checkpoints of this step and their dependencies; None: all.
         threads: chunks read at once.
-        on_step: called after each manifest that was read, from this thread.
-        on_progress: called with bytes read so far and bytes to read, from this thread; for
-            `"full"` alone.
+        on_step: called after each manifest that was read, in this thread.
+        on_progress: called with bytes read so far and bytes to read, in this thread; only for
+            `"full"`.
 
     Raises:
         NothingToRestore: there is no checkpoint of `step`.
@@ -275,7 +280,7 @@ def check(
 
 
 class _Checking:
-    """One check: each object is looked at once, however many checkpoints depend on it."""
+    """One run of a check; it reads each object once, however many checkpoints depend on it."""
 
     def __init__(self, run: Run, step: int | None) -> None:
         self._run = run
@@ -283,16 +288,16 @@ class _Checking:
         self._step = step
         self._findings: list[Finding] = []
         self._damage: dict[str, tuple[Representation, str, bool]] = {}
-        self._rowless: set[Representation] = set()  # rows are damaged: nothing after it restores
-        self._stateless: set[Representation] = set()  # its state is, which nothing else needs
+        self._rowless: set[Representation] = set()  # damaged rows: nothing after it restores
+        self._stateless: set[Representation] = set()  # damaged state, which nothing else needs
         self._chunks_read = self._bytes_read = self._bytes_to_read = 0
         self._on_progress: Callable[[int, int], None] | None = None
         self._parts: dict[AttemptName, list[int]] = {}
         self._unlisted: dict[str, ObjectNotFound | None] = {}
         self._nothing_counts = False
         numbers = run.generation_numbers()
-        # Manifests before chunks: whatever a manifest names was there before it, so that one which
-        # is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
+        # Lists manifests before chunks: a manifest's chunks are written before it, so a checkpoint
+        # that is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
         self._there = run.representations()
         self._live = self._live_line(numbers)
         self._graph = RepresentationGraph(run, self._there)
@@ -309,7 +314,7 @@ class _Checking:
     # --- records -------------------------------------------------------------------------------
 
     def _live_line(self, numbers: list[int]) -> frozenset[ManifestName] | None:
-        """Of the checkpoints that are there; None: unknown, the lineage cannot be followed."""
+        """Return the checkpoints on the live line; None if the lineage cannot be followed."""
         try:
             return frozenset(self._run.line_of(numbers, self._there))
         except DAMAGE as error:
@@ -317,7 +322,7 @@ class _Checking:
             return None
 
     def look_at_records(self, on_step: OnStep = unwatched) -> None:
-        """Every generation record, and every chain of every chosen checkpoint."""
+        """Check every generation record, and every chain of every chosen checkpoint."""
         numbers = self._run.generation_numbers()
         for number, outcome in self._run.read_generations(numbers).items():
             if not isinstance(outcome, GenerationRecord):
@@ -338,31 +343,31 @@ class _Checking:
                 self._add("info", self._graph.of(name)[-1].key, "superseded")
 
     def _look_for_lost(self, numbers: list[int]) -> None:
-        """Generations that something names and that have no record."""
+        """Find generations that an object's key names but that have no record."""
         named: dict[int, str] = {}
         for key in self._sizes:
             number = generation_in_key(key)
             if number is not None and (number not in named or MANIFEST_KEY.parse(key)):
                 named[number] = key
         for number in self._run.lost_generations(named, listed=numbers):
-            # Below the newest one the live line has been followed without it.
+            # A record older than the newest is not needed to follow the live line.
             severity: Severity = "error" if number > max(numbers, default=0) else "warning"
             error = GenerationRecordLost(
                 GENERATION_KEY.of(number),
                 found=f"no generation record, but {named[number]}",
-                expected="the record of each generation that there was",
+                expected="a record of each generation that objects belong to",
                 next_step=next_step_of_lost(number),
             )
             self._add_once(severity, error.subject, str(error))
 
     def _look_at_a_line_of_none(self) -> None:
-        """A warning, since nothing is damaged: there are checkpoints, and none counts yet."""
+        """Warn if there are checkpoints but none counts yet; nothing is damaged then."""
         if self._step is not None or self._live is None or self._live:
             return
         if not self._there:
             self._nothing_counts = True
             return
-        # Once more: the first checkpoint of all may have been committed since `_live` was read.
+        # Asks once more, because a first checkpoint may have been committed after `_live` was read.
         superseded = superseded_alone(self._run)
         if not superseded:
             return
@@ -376,7 +381,7 @@ class _Checking:
     # --- objects -------------------------------------------------------------------------------
 
     def look_at_objects(self) -> None:
-        """Whether each chunk of each chain is there in its length, and what nobody names."""
+        """Check existence and length of each chunk of each chain; find objects nobody names."""
         for one, manifest in self._graph.sound():
             for entry in manifest.chunks:
                 try:
@@ -387,7 +392,7 @@ class _Checking:
         self._look_at_the_rest()
 
     def _as_the_store_says(self, entry: ChunkEntry, error: Damage) -> Damage:
-        """The store's reason for a chunk that its listing lacks, where it has one."""
+        """Return the store's reason for a missing chunk, if it has one; otherwise `error`."""
         if not isinstance(error, ObjectNotFound):
             return error
         directory = entry.key.rpartition("/")[0]
@@ -396,15 +401,15 @@ class _Checking:
         return self._unlisted[directory] or error
 
     def _look_at_the_rest(self) -> None:
-        """Keys that are not ours, and chunks that no manifest names."""
+        """Report foreign keys, parts, and chunks that no manifest names."""
         if self._step is not None:
-            return  # what the other checkpoints name is not known
+            return  # the other checkpoints' manifests, which may name the chunks, were not read
         named: set[str] = set()
         links: list[Link] = []
         for one in (one for several in self._there.values() for one in several):
             manifest = self._graph.read(one)
             if not isinstance(manifest, Manifest):
-                return  # what that manifest names is unknown, and with it what nobody names
+                return  # this manifest may name any of the chunks
             named.update(entry.key for entry in manifest.chunks)
             links.append(Link.of(manifest))
         orphans: dict[AttemptName, int] = {}
@@ -432,7 +437,7 @@ class _Checking:
             self._add("warning" if needed else "info", attempt_prefix(*attempt), text)
 
     def _look_at_parts(self, orphans: dict[AttemptName, int], lost: LostManifests) -> None:
-        """Parts that are there, and with those of no checkpoint the chunks that they name."""
+        """Report stored parts, and the chunks of parts without a checkpoint."""
         for attempt, ranks in self._parts.items():
             there = f"the part of {ranks_text(ranks)}"
             prefix = PART_KEY.under(*attempt)
@@ -464,7 +469,7 @@ class _Checking:
             try:
                 read_state(self._source, manifest, reads, self._account)
             except DAMAGE as error:
-                # Stores name an object by its URL, a parser by its key: the same finding.
+                # A store names an object by its URL, a parser by its key; both end with the key.
                 subjects = (
                     entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
                 )
@@ -475,7 +480,7 @@ class _Checking:
     def _look_at_samples(
         self, reads: ReadScheduler, one: Representation, manifest: Manifest
     ) -> None:
-        """The rows that validations compare with: a warning each, since no restore reads them."""
+        """Check the samples; damage is only a warning, because no restore reads them."""
         entries = [entry for entry in manifest.chunks if entry.content == "sample"]
         sound: list[tuple[ChunkEntry, dict[str, Section]]] = []
         for entry, outcome in reads.in_order(
@@ -492,9 +497,9 @@ class _Checking:
             self._add_once("warning", error.subject, str(error))
 
     def _look_at_side_records(self, reads: ReadScheduler) -> None:
-        """Pins, validations and the like: a warning each, since no restore needs them."""
+        """Check pins, validations and the like; damage is only a warning: no restore needs them."""
         if self._step is not None:
-            return  # as with what no manifest names: the other checkpoints are not looked at
+            return  # only this step's checkpoints are checked
         keys = [key for key in self._sizes if kind_of(key) in SIDE_KINDS]
         for key, outcome in reads.in_order(keys, self._defect_of):
             error = outcome.result()
@@ -502,9 +507,9 @@ class _Checking:
                 self._add_once("warning", key, str(error))
 
     def _defect_of(self, key: str) -> FormatError | None:
-        """What is wrong with the record under `key`; None: nothing, or it has been removed."""
+        """Return what is wrong with the record `key`; None if it is sound or has been removed."""
         kind = kind_of(key)
-        assert kind is not None  # it was chosen by its kind
+        assert kind is not None  # the caller chose the key by its kind
         try:
             self._run.records(kind).read_key(key)
         except FormatError as error:
@@ -544,10 +549,10 @@ class _Checking:
         if self._on_progress is not None:
             self._on_progress(self._bytes_read, max(self._bytes_to_read, self._bytes_read))
 
-    # --- what comes of it ----------------------------------------------------------------------
+    # --- the report ----------------------------------------------------------------------------
 
     def _counts(self, name: ManifestName) -> bool:
-        """Whether it is on the live line, or may be for all that is known."""
+        """Tell whether a checkpoint is on the live line; true if the line is unknown."""
         return self._live is None or name in self._live
 
     def _damaged_chunk(self, one: Representation, entry: ChunkEntry, error: Damage) -> None:
@@ -559,16 +564,16 @@ class _Checking:
     def _damaged_part(
         self, one: Representation, key: str, error: Damage, *, of_state: bool = False
     ) -> None:
-        # A restore reads the rows of a whole chain, but the state of its newest link only (§6.3).
+        # A restore reads the rows of a whole chain, but only the newest link's state (§6.3).
         (self._stateless if of_state else self._rowless).add(one)
         self._damaged(one, key, str(error), of_state=of_state)
 
     def _damaged(self, one: Representation, key: str, text: str, *, of_state: bool = False) -> None:
-        # Once: a chunk that is missing fails again when its bytes are wanted.
+        # Noted once: a missing chunk fails again when its bytes are read.
         self._damage.setdefault(key, (one, text, of_state))
 
     def _add_once(self, severity: Severity, key: str, text: str) -> None:
-        # Where the live line goes through it, it has been added as an error already.
+        # If the live line depends on the object, it has already been added as an error.
         if not any(found.key == key for found in self._findings):
             self._add(severity, key, text)
 
@@ -576,7 +581,7 @@ class _Checking:
         self._findings.append(Finding(severity, key, text))
 
     def report(self, level: Level) -> CheckReport:
-        """The findings, worst first, and the health of each chosen checkpoint."""
+        """Return the findings, worst first, and the health of each chosen checkpoint."""
         leading = self._graph.leading(self._rowless)
         health = [
             CheckpointHealth(
@@ -586,7 +591,7 @@ class _Checking:
             )
             for name in self._chosen
         ]
-        # Damage counts when a checkpoint on the live line does not restore for it.
+        # Damage is an error if a checkpoint on the live line does not restore because of it.
         lost = {found.name for found in health if self._counts(found.name) and not found.restorable}
         blamed = {one for name in lost for one in self._graph.needs(name)}
         for key, (one, text, of_state) in self._damage.items():
@@ -606,7 +611,7 @@ class _Checking:
 
 
 def _why_needed(lost: LostManifests, attempt: AttemptName) -> str:
-    """What follows on what is there of an attempt: who needs it, and what to do; empty: nobody."""
+    """Return who needs the chunks of an attempt, and what to do, as text; empty if nobody does."""
     why = lost.why_needed(ManifestName(attempt.step, attempt.generation), attempt.attempt)
     if not why:
         return ""

@@ -1,4 +1,4 @@
-"""The user's own judgement of a checkpoint: a function of the restored model gives metrics."""
+"""Evaluates a checkpoint by a user's function of the restored model, and records its metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEXT = "correct the function; it gets a dict of tensors, as Module.load_state_d
 
 
 def load_function(name: str) -> Callable[[dict[str, Any]], object]:
-    """The function that `module:function` names.
+    """Import the function that `module:function` names.
 
     Raises:
         SettingsError: there is no such function, or its module cannot be imported.
@@ -58,12 +58,16 @@ def evaluate(
         run: the run.
         name: the checkpoint; all of it has to fit in memory.
         function: gets tables, dense parameters and buffers by their names in the model, on the
-            CPU; returns a number, or numbers by name.
-        function_name: names the number of a function that returns one.
+            CPU; returns a number, or a dict of numbers by name.
+        function_name: `module:function`; the function's name is the metric's if it returns one
+            number.
         leased, on_progress: as for `restore`.
 
+    Returns:
+        The metrics by name.
+
     Raises:
-        EvaluationFailed: the function raised, or returned something else.
+        EvaluationFailed: the function raised, or did not return finite numbers.
         RecpointError: as for `restore`.
     """
     target = MemoryTarget()
@@ -71,7 +75,7 @@ def evaluate(
     try:
         given = function(model_tensors(target))
     except Exception as error:
-        # Whatever a user's code raises says nothing about the checkpoint.
+        # An error in the user's code says nothing about the checkpoint.
         found = f"{type(error).__name__}: {error}"
         raise EvaluationFailed(
             function_name, found=found[:500], expected="metrics", next_step=_NEXT
@@ -81,7 +85,7 @@ def evaluate(
 
 
 def record_metrics(run: Run, checkpoint: CheckpointRef, metrics: Mapping[str, float]) -> None:
-    """Store metrics of a checkpoint; each takes the place of an earlier one of its name.
+    """Store metrics of a checkpoint; each replaces an earlier metric of the same name.
 
     Raises:
         StoreError: the store refuses, or cannot be reached.

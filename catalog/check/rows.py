@@ -1,4 +1,4 @@
-"""Validates a table: decodes its rows, newest first; compares them with the trainer's record."""
+"""Validates a table: decodes its rows, newest first; compares them with the trainer's sample."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ __all__ = [
 ]
 
 
-# Whether decoded rows are those that were stored, as near as their scheme promises (format §10).
+# Compares decoded rows with the trainer's, within the bounds of their scheme (format §10).
 #
-# What is derived here holds for whatever method found scale and offset, since all take the code
-# next to a value; and a search's squared error is at most that of the formula (format §3.2).
+# The bounds hold for any method of finding scale and offset, because all methods take the code
+# nearest to a value; and a search's squared error is at most the error of the formula (format
+# §3.2).
 
 
-#: Eight roundings of binary32: those of the quotient, the code and the decoded value (README of
-#: kernels/quantize), twice over.
+#: Relative error of eight binary32 roundings: twice the roundings of the quotient, the code and the
+#: decoded value (README of kernels/quantize).
 _ROUNDINGS: Final = 8 * 2.0**-24
-#: Half a unit in the last place of a table's dtype, of the value and at least.
+#: Half a unit in the last place of a table's dtype: relative to the value, and its minimum.
 _HALF_UNITS: Final = {"F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}
-#: What adding up squares in binary64 may cost.
+#: Relative error allowed for summing squares in binary64.
 _SUMS: Final = 1e-6
 
 
@@ -57,15 +58,15 @@ class ExactRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedRows:
-    """Rows as a chunk gives them.
+    """Rows decoded from a chunk.
 
     Attributes:
         values: decoded, [n, dim], of the table's dtype.
         row_states: decoded, [n, …] each, of the table's dtypes.
-        bits: of a code; of a value where there are no codes.
-        scale: f32 [n]; None: the rows are stored exactly.
-        offset: f32 [n], or None.
-        symmetric: whether their method may have been that one, whose error is larger.
+        bits: bits of a code; of a value if the rows are stored exactly.
+        scale: f32 [n]; None if the rows are stored exactly.
+        offset: f32 [n]; None if the rows are stored exactly.
+        symmetric: whether the method may have been `symmetric`, which has a larger error.
         narrow: for each row state, whether it is stored as BF16.
     """
 
@@ -78,7 +79,7 @@ class DecodedRows:
     narrow: tuple[bool, ...]
 
     def __getitem__(self, at: Tensor) -> DecodedRows:
-        """The rows at positions `at`."""
+        """Return the rows at positions `at`, int64 [m]."""
         return DecodedRows(
             values=self.values[at],
             row_states=tuple(state[at] for state in self.row_states),
@@ -91,7 +92,7 @@ class DecodedRows:
 
 
 class Difference(NamedTuple):
-    """A row whose decoded contents are not within the bound; `position` among those compared."""
+    """A row whose decoded contents exceed the bound; `position` counts the compared rows."""
 
     position: int
     what: str
@@ -101,14 +102,14 @@ class Difference(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The outcome: what differs, and the largest error as a part of its bound."""
+    """The result of a comparison: the differences, and the largest error divided by its bound."""
 
     differences: list[Difference]
     worst: float
 
 
 def compare(spec: TableSpec, exact: ExactRows, stored: DecodedRows) -> Compared:
-    """Compare n rows with what is stored of them."""
+    """Compare n rows of the trainer with the same rows as stored."""
     if stored.scale is None or stored.offset is None:
         values = Compared(_bits_differ("values", exact.values, stored.values), 0.0)
     else:
@@ -117,7 +118,7 @@ def compare(spec: TableSpec, exact: ExactRows, stored: DecodedRows) -> Compared:
     states = zip(spec.row_states, exact.row_states, stored.row_states, stored.narrow, strict=True)
     for state, there, found, narrow in states:
         what = f"row state {state.name}"
-        # Rounding is fixed (format §3.5), so that what it gives is known to the bit.
+        # The format fixes the rounding (§3.5), so the expected bits are known.
         expected = to_bfloat16(there).to(there.dtype) if narrow else there
         differences += _bits_differ(what, expected, found, any_nan=narrow)
     return Compared(differences, values.worst)
@@ -129,7 +130,7 @@ def _quantized(
     x, decoded = values.double(), stored.values.double()
     step, low = scale.double()[:, None], offset.double()[:, None]
     span = step * (2**stored.bits - 1)
-    # The code next to a value: half a step off, or at an end where the value lies beyond it.
+    # The nearest code is at most half a step away, or at the end if the value lies beyond the end.
     beyond = torch.maximum(low - x, x - (low + span)).clamp(min=0.0)
     slack = _ROUNDINGS * torch.maximum(torch.maximum(x.abs(), low.abs()), span)
     if spec.dtype in _HALF_UNITS:
@@ -141,7 +142,7 @@ def _quantized(
         _value_difference(int(row), values, stored.values, error, bound)
         for row in torch.nonzero(~(error <= bound).all(dim=1)).flatten()
     ]
-    # A constant row has no codes that could be off, and comes back bit for bit.
+    # A constant row (scale 0) must be restored bit for bit.
     constant = torch.nonzero(scale == 0).flatten()
     for difference in _bits_differ("values", values[constant], stored.values[constant]):
         differences.append(difference._replace(position=int(constant[difference.position])))
@@ -153,7 +154,7 @@ def _quantized(
                 row,
                 "values",
                 f"a root of squared errors of {float(of_rows[row]):.9g}",
-                "at most that of the formula in format §3.2",
+                "at most the error of the formula in format §3.2",
                 f"{float(most[row]):.9g}",
             )
         )
@@ -164,15 +165,16 @@ def _quantized(
 
 
 def _plain_error(values: Tensor, stored: DecodedRows) -> Tensor:
-    """f64 [n]: root of the squared errors that the formula makes; infinite where it has no codes.
+    """Return the root of the summed squared errors of the plain formula for each row: f64 [n].
 
-    A row that was restored from codes and not trained since is such a one, now and then.
+    It is infinite for a row that the formula cannot quantize, which may be a row that was restored
+    from codes and not trained since.
     """
     rows = values.to(torch.float32).contiguous()
     methods = [quantize.ASYMMETRIC] + ([quantize.SYMMETRIC] if stored.symmetric else [])
     worst = torch.zeros(len(rows), dtype=torch.float64, device="cpu")
     for method in methods:
-        for half in (False, True):  # as parameters may be stored
+        for half in (False, True):  # parameters may be stored as F32 or F16
             packed, scale, offset, refused, _ = quantize.quantize_packed(
                 rows, stored.bits, method, half_parameters=half
             )
@@ -197,7 +199,7 @@ def _value_difference(
 def _bits_differ(
     what: str, expected: Tensor, found: Tensor, *, any_nan: bool = False
 ) -> list[Difference]:
-    """Rows whose bits are not the same; with `any_nan` one NaN is as good as another."""
+    """Return the rows whose bits differ; with `any_nan` all NaNs count as equal."""
     n = len(expected)
     if n == 0:
         return []
@@ -219,16 +221,16 @@ def _raw(rows: Tensor) -> Tensor:
 
 
 def _text(value: Tensor) -> str:
-    """A number, and its bits where two that are written alike may differ."""
+    """Return a number as text; a float with its bits, because two may print alike but differ."""
     if not value.is_floating_point():
         return str(value.item())
     return f"{float(value):.9g} ({bytes(reversed(_raw(value.reshape(1)).tolist())).hex()})"
 
 
-# Reading what a trainer recorded of its tables, for comparison (format §3.6).
+# Reads the samples that a trainer recorded of its tables (format §3.6).
 
 
-_NEXT_STEP = "none for restoring; a later checkpoint's sample may be good"
+_NEXT_STEP = "nothing: no restore reads samples, and a later checkpoint's sample may be good"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +241,8 @@ class Sampled:
         ids: int64 [n], ascending, without duplicates, inside the table.
         values: [n, dim], of the table's dtype.
         row_states: one [n, …] for each row state of the table.
-        digests: of the rows that the checkpoint itself stores: ids, values, each row state; None
-            where it stores none.
+        digests: digests of the rows that the checkpoint itself stores: of their ids, their values,
+            and each row state; None if it stores none.
     """
 
     ids: Tensor
@@ -252,12 +254,12 @@ class Sampled:
 def read_samples(
     source: ChunkSource, manifest: Manifest, reads: ReadScheduler
 ) -> dict[int, Sampled]:
-    """The samples of a checkpoint by the index of their table; tables may have none.
+    """Read the samples of a checkpoint, by table index; a table may have none.
 
     Raises:
         ObjectNotFound: a chunk is missing.
-        FormatError: one is damaged, or samples what is not there.
-        StoreError: one could not be read.
+        FormatError: a chunk is damaged, or has rows that the table does not have.
+        StoreError: a chunk could not be read.
     """
     entries = [entry for entry in manifest.chunks if entry.content == "sample"]
     read = reads.in_order(entries, lambda entry: read_chunk(source, manifest, entry))
@@ -267,14 +269,15 @@ def read_samples(
 def decode_samples(
     manifest: Manifest, chunks: Iterable[tuple[ChunkEntry, dict[str, Section]]]
 ) -> dict[int, Sampled]:
-    """The samples in sample chunks of a checkpoint, by the index of their table.
+    """Return the samples in the sample chunks of a checkpoint, by table index.
 
     Args:
         manifest: the checkpoint.
-        chunks: its entries, each with the sections of the chunk, which were checked for form.
+        chunks: entries of the sample chunks, each with the sections of the chunk by name; names
+            and shapes have been checked.
 
     Raises:
-        FormatError: they sample what is not there.
+        FormatError: a sample has rows that the table does not have, or a row or table twice.
     """
     found: dict[int, dict[int, Sampled]] = {}
     for entry, sections in chunks:
@@ -291,7 +294,7 @@ def decode_samples(
 
 
 def _of_all_ranks(manifest: Manifest, table: int, of_ranks: dict[int, Sampled]) -> Sampled:
-    """One sample of a table: rows of all ranks, and the sums of their digests (format §3.6)."""
+    """Join the ranks' samples of a table, and sum their digests (format §3.6)."""
     storing = {entry.rank for entry in manifest.chunks if entry.table == table}
     known = [of_ranks[rank].digests for rank in storing if rank in of_ranks]
     recorded = [digests for digests in known if digests is not None]
@@ -308,7 +311,7 @@ def _of_all_ranks(manifest: Manifest, table: int, of_ranks: dict[int, Sampled]) 
     if bool((ids[1:] == ids[:-1]).any()):
         spec = manifest.tables[table]
         key = Representation.of(manifest).key
-        raise _malformed(key, f"a row of {spec.name!r:.80} in the samples of two ranks", "one")
+        raise _malformed(key, f"a row of {spec.name!r:.80} in the samples of two ranks", "one rank")
     states = zip(*(sampled.row_states for sampled in samples), strict=True)
     return Sampled(
         ids=ids,
@@ -342,14 +345,14 @@ def _malformed(key: str, found: str, expected: str) -> MalformedObject:
     return MalformedObject(key, found=found, expected=expected, next_step=_NEXT_STEP)
 
 
-# Validating one table: its chunks decoded, newest first, and compared with what was recorded.
+# Validates one table: decodes its chunks, newest first, and compares them with the samples.
 
 
 _MASK = 2**64 - 1
 
 
 class Unequal(NamedTuple):
-    """Rows that are not what they were; `row` None: it is not known which."""
+    """A row that differs from the trainer's; `row` is None if it is not known which row differs."""
 
     row: int | None
     what: str
@@ -364,19 +367,19 @@ class _Read(NamedTuple):
 
 
 class RowValidation:
-    """One table of one checkpoint.
+    """Validates one table of one checkpoint.
 
     Args:
-        source: where the chunks are.
-        links: the manifests to look at, newest first.
+        source: where chunks are read from.
+        links: the manifests whose chunks are read, newest first.
         table: index of the table in each of them.
-        samples: of each link, what its trainer recorded of the table.
-        whole: the links are a whole chain, so that every row is there.
+        samples: the trainer's sample of the table for each link, if there is one.
+        whole: whether the links are a whole chain, which holds every row.
 
     Attributes:
-        rows_compared: sampled rows that were found and compared.
-        worst: largest error of a value, as a part of its bound.
-        digests: of all rows, when `whole` and nothing was damaged.
+        rows_compared: number of sampled rows that were found and compared.
+        worst: largest error of a value, divided by its bound.
+        digests: digests of all rows, if `whole` and nothing was damaged.
     """
 
     def __init__(
@@ -394,9 +397,9 @@ class RowValidation:
         self._spec = links[0].tables[table]
         self._samples = samples
         self._whole = whole
-        # Of each sample, the positions of the rows that were not met yet.
+        # For each sample, the positions of its rows that no chunk so far has held.
         self._left = [torch.arange(0 if s is None else len(s.ids), device="cpu") for s in samples]
-        # Of one link no row comes twice, so that nothing has to be remembered.
+        # Within one link no row comes twice, so only several links need to remember rows.
         several = whole and len(links) > 1
         self._seen = SeenRows(self._spec.rows) if several else None
         self._sums = [0] * (1 + len(self._spec.row_states))
@@ -407,7 +410,7 @@ class RowValidation:
     def find_unequal(
         self, reads: ReadScheduler, on_chunk: Callable[[ChunkEntry], None]
     ) -> Iterator[Unequal | FormatError | ObjectNotFound]:
-        """Read every chunk of the table, and tell what is wrong.
+        """Read every chunk of the table, and yield differences and damage.
 
         Raises:
             StoreError: a chunk could not be read.
@@ -420,7 +423,7 @@ class RowValidation:
         if self._whole and good:
             for position in self._left[0].tolist():
                 newest = self._samples[0]
-                assert newest is not None  # there are positions only of a sample
+                assert newest is not None  # `_left` is empty without a sample
                 yield Unequal(int(newest.ids[position]), "row", "no such row", "each row once", "")
             self.digests = TableDigests(
                 table=self._table,
@@ -445,7 +448,7 @@ class RowValidation:
                 read = outcome.result()
             except (FormatError, ObjectNotFound) as error:
                 good = False
-                # Which rows it would have brought is not known: older ones are no substitute.
+                # The rows of this chunk are unknown, so older versions of them cannot be told.
                 self._left = [left[:0] for left in self._left]
                 yield error
                 continue
@@ -463,7 +466,7 @@ class RowValidation:
         except FormatError as error:
             yield error
             return
-        # A consolidated link holds the rows of several checkpoints.
+        # The digests are of the checkpoint's own rows; a consolidated link holds rows of several.
         if sampled is not None and sampled.digests is not None and link.stands_for is None:
             where = f"of step {link.step}"
             yield from own.compare(sampled.digests, [s.name for s in self._spec.row_states], where)
@@ -481,9 +484,9 @@ class RowValidation:
             ) from error
 
     def _compare(self, read: _Read, link: int, sample: int) -> Iterator[Unequal]:
-        """Compare the rows of a sample that are in a chunk of `link`, and in no newer one.
+        """Compare the rows of a sample that are in a chunk of `link` and in no newer one.
 
-        What was sampled before this link was written, it has replaced: that is not compared.
+        Rows sampled before this link are not compared, because this link has replaced them.
         """
         sampled, left = self._samples[sample], self._left[sample]
         if sampled is None or not len(left):
@@ -511,7 +514,7 @@ class RowValidation:
             yield Unequal(int(sampled.ids[here[position]]), what + of, *texts)
 
     def _add_to_sums(self, read: _Read) -> None:
-        """Digest the rows that no newer link has brought: those that a restore would give."""
+        """Digest the rows that no newer link has brought, which are the rows of a restore."""
         ids: Tensor | int = read.rows.start if isinstance(read.rows, range) else read.rows
         arrays: Sequence[Tensor] = (read.decoded.values, *read.decoded.row_states)
         at = None if self._seen is None else self._seen.claim(read.rows)
@@ -524,13 +527,13 @@ class RowValidation:
 
 
 class _OwnDigests:
-    """Digests of the rows that one checkpoint stores of a table, as far as they are exact."""
+    """Digests of the rows that one checkpoint stores of a table; None for arrays not exact."""
 
     def __init__(self, row_states: int) -> None:
         self._sums: list[int | None] = [0] * (2 + row_states)
 
     def add(self, read: _Read) -> None:
-        """Take in a chunk."""
+        """Add the rows of a chunk."""
         rows, decoded = read
         ids = rows.start if isinstance(rows, range) else rows
         exact = [True, decoded.scale is None, *(not narrow for narrow in decoded.narrow)]
@@ -545,7 +548,7 @@ class _OwnDigests:
     def compare(
         self, recorded: Sequence[int], states: Sequence[str], where: str
     ) -> Iterator[Unequal]:
-        """What is not as it was recorded."""
+        """Yield the digests that differ from the recorded ones."""
         names = ["row ids", "values", *(f"row state {name}" for name in states)]
         for name, found, expected in zip(names, self._sums, recorded, strict=True):
             if found is not None and found != expected:
@@ -560,7 +563,7 @@ def _decoded(stored: StoredRows, spec: TableSpec, link: Manifest, entry: ChunkEn
         rows = quantize.dequantize_packed(values, scale, offset, dim=spec.dim, bits=stored.bits)
         values = rows.to(torch_dtype(spec.dtype))  # rounds, format §3.2
     states = zip(spec.row_states, stored.row_states, strict=True)
-    # A consolidated manifest tells the newest method of its rows; older ones may be of any.
+    # A consolidated manifest names only the newest method; its older rows may have any method.
     quantizers = link.quantizers if link.stands_for is None else ()
     known = {(one.table, one.rank): one.method for one in quantizers}
     return DecodedRows(

@@ -1,4 +1,4 @@
-"""Validates a checkpoint: each of its chains against what the trainer recorded."""
+"""Validates a checkpoint: compares its chains with the samples that the trainer recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from recpoint.format.validation import (
 __all__ = ["Validation", "record", "validate"]
 
 
-# Validating one chain of a checkpoint: objects, samples, state, then the tables (format §10).
+# Validates one chain of a checkpoint: objects, samples, state, then the tables (format §10).
 
 
 Damage = FormatError | ChainError | ObjectNotFound
@@ -49,14 +49,14 @@ DAMAGE = (FormatError, ChainError, ObjectNotFound)
 
 
 class Found(NamedTuple):
-    """Something that was found, and what the checkpoint is for it: `"passed"`: no worse."""
+    """A finding, and the result it implies; `"passed"` if it makes the checkpoint no worse."""
 
     finding: ValidationFinding
     result: ValidationResult
 
     @classmethod
     def of(cls, error: Damage, what: str, result: ValidationResult) -> Self:
-        """What an error says."""
+        """Make a finding from an error."""
         finding = ValidationFinding(
             subject=error.subject[:MAX_TEXT],
             row=None,
@@ -69,27 +69,27 @@ class Found(NamedTuple):
 
 
 def passed_over(text: PassedOver) -> Found:
-    """A damaged representation that a reader does without."""
+    """Return the finding for a damaged representation that a reader can do without."""
     finding = ValidationFinding(
         subject=text.key[:MAX_TEXT],
         row=None,
         what=PASSED_OVER,
         found=text.error[:MAX_TEXT],
-        expected="a sound one; another stands in for it",
+        expected="a sound manifest; another one of the checkpoint is used instead",
         bound="",
     )
     return Found(finding, "passed")
 
 
 class ChainValidation:
-    """One chain of one checkpoint.
+    """Validates one chain of one checkpoint.
 
     Attributes:
-        found: what was found.
-        damage: the first damage of rows or state, if any; a mismatch is none.
-        reached: the level up to which it was looked at: lower than what was asked for where a
-            consolidated manifest does not tell its checkpoints' rows apart, and `"metadata"` where
-            chunks of rows are missing, so that none was read.
+        found: the findings.
+        damage: the first damage of rows or state, if any; a difference of values is not damage.
+        reached: the level that was reached. It is lower than the requested one if a consolidated
+            manifest does not tell which checkpoint its rows are of, and `"metadata"` if row chunks
+            are missing, so that none was read.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ChainValidation:
 
     @property
     def links_read(self) -> int:
-        """Manifests whose chunks were read."""
+        """Number of manifests whose chunks were read."""
         return len(self._links) if self.chunks_read else 0
 
     @property
@@ -131,16 +131,16 @@ class ChainValidation:
 
     @property
     def rows_are_wrong(self) -> bool:
-        """Whether rows that are there, all of them, are not those that should be."""
+        """Whether all rows could be read, but some differ from the trainer's."""
         return not self._rows_damaged and not self._rows_passed
 
     def validate(self, threads: int) -> None:
-        """All that the level asks for; what is broken ends what depends on it.
+        """Run the checks of the level; a check that depends on damaged objects is skipped.
 
-        State that is missing ends nothing of the rows: what they are has to be known all the same.
+        Missing state does not stop the checks of rows.
 
         Raises:
-            UnsupportedVersion: something was written by a later release.
+            UnsupportedVersion: a later release wrote an object.
             StoreError: the store cannot be read.
         """
         with ReadScheduler(threads) as reads:
@@ -154,13 +154,13 @@ class ChainValidation:
 
     @property
     def tells_links_apart(self) -> bool:
-        """Whether each row that was read is known to be that of the link that should have it."""
+        """Whether it is known for each row which link it is of, as the requested level needs."""
         return self.reached == self._level
 
     def add_original(self, original: ChainValidation) -> None:
-        """Take over what was found of the same checkpoint's chain as it was committed, all of it.
+        """Add the findings on the checkpoint's original chain, which was validated in full.
 
-        If that passed, and its rows are those that were read here, these are known to be right.
+        If the original passed and its rows are equal to the rows read here, these are right, too.
         """
         known = {(found.finding.subject, found.finding.what) for found in self.found}
         self.found += [
@@ -181,11 +181,11 @@ class ChainValidation:
         for table, spec in enumerate(tables):
             digests = next((one for one in self.digests if one.table == table), None)
             if digests != expected.get(table):
-                text = "those of its links as they were committed"
+                text = "the rows of its links as they were committed"
                 self._unequal(spec.name, Unequal(None, "digests", "other rows", text, ""))
 
     def add_not_told_apart(self, error: RecpointError) -> None:
-        """Note that the level was not reached, since the original chain is not whole."""
+        """Note that the level was not reached, because the original chain is damaged."""
         self.found.append(self._not_told_apart(error))
 
     @property
@@ -215,7 +215,7 @@ class ChainValidation:
 
     def _samples(self, reads: ReadScheduler, link: Manifest) -> dict[int, Sampled]:
         if link.stands_for is not None and not any(e.content == "sample" for e in link.chunks):
-            # What was recorded of the checkpoint is with its own manifest, as long as there is one.
+            # The samples belong to the checkpoint's own manifest, if that still exists.
             try:
                 link = self._run.manifest(link.step, link.generation)
             except DAMAGE:
@@ -253,9 +253,10 @@ class ChainValidation:
         self.digests = tuple(digests)
 
     def _compare_with_earlier(self) -> None:
-        """What a validation of all rows has read before must be read again, however it is stored.
+        """Compare the digests of all rows with those of an earlier validation that passed.
 
-        Rows that are those of an earlier validation have been looked at as far as that one did.
+        They must be equal even if the rows are stored in another way now. If they are, this
+        validation reaches the earlier one's level, too.
         """
         earlier = self._earlier()
         if earlier is None:
@@ -271,7 +272,7 @@ class ChainValidation:
             self.reached = "full"
 
     def _earlier(self) -> ValidationRecord | None:
-        """The newest validation that passed and digested all rows; one in full if there is one."""
+        """Return the newest validation that passed and digested all rows, preferably a full one."""
         passed = [name for name in records_of(self._run, self._name) if name.result == "passed"]
         for level in ("full", "sample"):
             for name in reversed([name for name in passed if name.level == level]):
@@ -289,9 +290,9 @@ class ChainValidation:
             subject=Representation.of(merged).key[:MAX_TEXT],
             row=None,
             what="level",
-            found="rows of several checkpoints, held against the newest one's sample alone",
-            expected="each link as it was committed, or an earlier full validation, for the level "
-            f"full; but {error.subject}: {error.found}"[:MAX_TEXT],
+            found="rows of several checkpoints, compared only with the newest one's sample",
+            expected="for level full, each link as it was committed, or an earlier full "
+            f"validation; but {error.subject}: {error.found}"[:MAX_TEXT],
             bound="",
         )
         return Found(finding, "passed")
@@ -323,30 +324,36 @@ class ChainValidation:
             self.damage = error
         self._rows_damaged |= result == "failed"
         found = Found.of(error, what, result)
-        # A chunk that is missing fails again when its bytes are wanted; the store names its URL.
+        # A missing chunk fails again when its bytes are read; that error names the URL, which ends
+        # with the key.
         known = (one.finding for one in self.found if one.finding.what == what)
         if not any(found.finding.subject.endswith(one.subject) for one in known):
             self.found.append(found)
 
 
-# Validating a checkpoint: what is stored, compared with what the trainer recorded (format §10).
+# Validates a checkpoint: compares what is stored with what the trainer recorded (format §10).
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What a validation looked at, and what came of it.
+    """The outcome of a validation.
 
     Attributes:
-        level: up to which it was looked at: at most the one asked for. `"full"` is not reached
-            where a chain has consolidated manifests, which hold the rows of several checkpoints:
-            unless they are, by their digests, those of the links that they were merged from, which
-            are read too where all are there, or those that an earlier full validation has passed.
-            `"metadata"` where no row was read, since manifests or chunks of rows are missing.
-        result: `"passed"`; `"failed"`: rows are damaged or wrong, also in every checkpoint after
-            this one that needs them; `"stateless"`: only this checkpoint's own state is damaged.
-        notes: what does not make a checkpoint worse, such as a sample that cannot be read.
-        worst: largest difference between an exact and a decoded value, as a part of its bound.
-        digests: of all rows of each table as restored; if the whole chain was read and passed.
+        checkpoint: the checkpoint that was validated.
+        level: the level that was reached, at most the requested one. It is `"metadata"` if no row
+            was read, because manifests or row chunks are missing. A chain with consolidated
+            manifests, which hold rows of several checkpoints, reaches `"full"` only if its digests
+            equal those of the links it was merged from (which are read too, if all of them are
+            there), or those of an earlier full validation that passed.
+        result: `"passed"`; `"failed"`: rows are damaged or wrong, also in every later checkpoint
+            that needs them; `"stateless"`: only this checkpoint's own state is damaged.
+        findings: the findings that make the checkpoint worse.
+        notes: other findings, such as a sample that cannot be read.
+        links_read, chunks_read, bytes_read: numbers of manifests and chunks read, and bytes.
+        rows_compared: number of sampled rows compared.
+        worst: largest difference between an exact and a decoded value, divided by its bound.
+        digests: digests of all rows of each restored table, if the whole chain was read and passed.
+        started_ms, finished_ms: times in milliseconds since the epoch.
     """
 
     checkpoint: CheckpointRef
@@ -378,38 +385,41 @@ def validate(
     threads: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Compare a checkpoint with what was recorded of it; nothing is changed.
+    """Compare a checkpoint with what its trainer recorded; nothing is changed.
 
-    Memory: `threads` + 2 chunks, the samples, one rank's state; for `"full"` one bit a row of
-    the largest table too.
+    Memory: `threads` + 2 chunks, the samples, one rank's state; for `"full"` also one bit for each
+    row of the largest table.
 
     Args:
         run: the run.
-        name: the checkpoint; also one that is superseded.
-        level: `"metadata"`: manifests, chain, and whether each chunk is there in its length.
-            `"sample"`: also each byte of the chunks that this checkpoint itself wrote: digests,
-            decoding, the rows of the sample that lie in them. `"full"`: each byte of the whole
-            chain, all sampled rows of each link that it restores, and digests of the restored
+        name: the checkpoint, which may be superseded.
+        level: `"metadata"` checks manifests, chain, and existence and length of each chunk.
+            `"sample"` also checks each byte of the chunks that this checkpoint itself wrote:
+            digests, decoding, and the sampled rows in them. `"full"` checks each byte of the whole
+            chain, all sampled rows of each link that are restored, and digests of the restored
             tables.
         leased: as for `catalog.restore.restore.restore`.
         threads: chunks read at once.
-        on_progress: called with bytes read so far and bytes to read, from this thread.
+        on_progress: called with bytes read so far and bytes to read, in this thread.
 
     Raises:
+        SettingsError: `level` or `threads` has an invalid value.
         ObjectNotFound: there is no such checkpoint.
-        UnsupportedVersion: it was written by a later release, so that nothing can be said.
-        RetentionRefused: with `leased`: it is being deleted, which is no damage.
-        StoreError: the store cannot be read, which says nothing about the checkpoint either.
+        UnsupportedVersion: a later release wrote the checkpoint; it cannot be validated here.
+        RetentionRefused: with `leased`: the checkpoint is being deleted, which is no damage.
+        StoreError: the store cannot be read, which is no damage of the checkpoint either.
     """
     if level not in LEVELS:
         raise SettingsError(
-            "level", found=f"{level!r:.80}", expected=", ".join(LEVELS), next_step="choose one"
+            "level", found=f"{level!r:.80}", expected=", ".join(LEVELS), next_step="choose a level"
         )
     if threads < 1:
-        raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
+        raise SettingsError(
+            "threads", found=str(threads), expected="1 or more", next_step="correct threads"
+        )
     started_ms = now_ms()
     looks: list[ChainValidation] = []
-    going = Going.read(run, leased=leased)  # before a manifest is read
+    going = Going.read(run, leased=leased)  # MUST come before a manifest is read
 
     def read(chain: Chain) -> ChainValidation:
         going.require_staying(chain)
@@ -417,7 +427,7 @@ def validate(
         looks.append(look)
         look.validate(threads)
         if look.damage is not None and not look.rows_are_wrong:
-            raise look.damage  # another representation may do without what is damaged
+            raise look.damage  # another representation may not need the damaged object
         return look
 
     found: list[Found] = []
@@ -427,7 +437,7 @@ def validate(
     except UnsupportedVersion:
         raise
     except DAMAGE as error:
-        # With several looks the first counts, as for a reader. With none, the chain is broken.
+        # Of several chains tried the first one counts. If none was tried, the chain is broken.
         if not looks:
             if not run.representations().get(name):
                 raise  # there is no such checkpoint
@@ -445,7 +455,7 @@ def _look_at_original(
     threads: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Hold rows of consolidated manifests against those of the links that they were merged from."""
+    """Compare rows of consolidated manifests with the links that they were merged from."""
     try:
         chain = resolve_chain(run, name, original=True)
         original = ChainValidation(run, name, chain, "full", on_progress)
@@ -462,12 +472,15 @@ def _look_at_original(
 
 
 def record(run: Run, validation: Validation, *, evaluated_by: str = "") -> ValidationName:
-    """Keep what came of a validation in the catalog.
+    """Store the outcome of a validation in the catalog.
 
     Args:
         run: the run.
         validation: the outcome.
-        evaluated_by: the function whose metrics were recorded with it, if there was one.
+        evaluated_by: the function whose metrics were recorded with it, if any.
+
+    Returns:
+        Name of the record.
 
     Raises:
         StoreError: the store refuses, or cannot be reached.
@@ -527,7 +540,7 @@ def _outcome(
 
 
 def _ref(run: Run, name: ManifestName) -> CheckpointRef:
-    """What a checkpoint whose chain is broken says of itself, if anything."""
+    """Return the reference in a checkpoint's manifest; without attempt if that cannot be read."""
     try:
         return run.manifest(*name).ref
     except DAMAGE:

@@ -1,5 +1,6 @@
-"""Shortens a chain by moving stored rows into one more manifest.
+"""Shortens a chain by copying its stored rows into chunks of one more manifest.
 
-A checkpoint comes in, a manifest that replaces none goes out. Walk: `plan` (what to merge, and
-whether it pays), `merge` (the whole way to the commit), `moves` (rows from chunks into chunks).
+Its input is a checkpoint, its output a further manifest of it, which replaces no other. Read the
+modules in this order: `plan` (what to merge, and whether it pays), `merge` (runs the merge up to
+the commit), `moves` (copies rows from chunks to chunks).
 """

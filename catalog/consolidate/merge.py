@@ -1,4 +1,4 @@
-"""Merges a chain into fewer manifests by moving stored rows, around what is damaged."""
+"""Merges a chain into fewer manifests by moving stored rows; avoids damaged objects."""
 
 from __future__ import annotations
 
@@ -57,24 +57,24 @@ __all__ = [
 ]
 
 
-# Chunks of a consolidation on their way to the store, and what an earlier try left there.
+# Uploads the chunks of a consolidation, and reuses those that an earlier try has written.
 
 
-#: Chunks on their way at once; each is in memory, and in the store's client once or twice more.
+#: Concurrent uploads. Each holds a chunk in memory, and the store's client one or two more copies.
 _MERGE_UPLOADS: Final = 2
 
 
 class Uploads:
-    """Writes chunks in threads; leaving the context waits for those under way.
+    """Writes chunks in threads; leaving the context waits for those in flight.
 
-    The first chunk is written whatever is there: it makes the attempt young, so that no sweep
-    that begins now takes what is found under it (format §6.8, consolidation order, rule 4). Of
-    the others those that are there, byte for byte, are not written again.
+    The first chunk is always written. It makes the attempt young, so that no sweep that begins
+    after that removes the attempt's other chunks (format §6.8, consolidation order, rule 4). Other
+    chunks that are already stored byte for byte are not written again.
 
     Args:
-        store: where to.
-        prefix: that all keys start with.
-        trust: whether what is there may count as written.
+        store: the store to write to.
+        prefix: the prefix of all keys.
+        trust: whether chunks that are already stored may count as written.
     """
 
     def __init__(self, store: Store, prefix: str, *, trust: bool = True) -> None:
@@ -97,7 +97,7 @@ class Uploads:
         self._writes.__exit__(kind, error, traceback)
 
     def put(self, entry: ChunkEntry, data: bytes) -> None:
-        """Write a chunk; returns while it is under way, and raises what went wrong with another."""
+        """Begin to write a chunk; raises the error of an earlier chunk, if there was one."""
         self._entries.append(entry)
         if self._there is None:
             self._store.put(entry.key, data)
@@ -110,7 +110,7 @@ class Uploads:
         self._writes.begin(room, partial(self._write, entry, data))
 
     def finish(self) -> tuple[ChunkEntry, ...]:
-        """Wait until all are durable; what was put, in order."""
+        """Wait until all chunks are durable; return their entries in the order of `put`."""
         self._writes.finish()
         return tuple(self._entries)
 
@@ -129,22 +129,21 @@ class Uploads:
 
 
 def moved_chunk(chunk: Chunk, entry: ChunkEntry, attempt: str) -> tuple[ChunkEntry, bytes]:
-    """A chunk of state or samples under another attempt: the same arrays, another header."""
+    """Return a state or sample chunk for another attempt: same arrays, another key and header."""
     meta = chunk.meta.model_copy(update={"attempt": attempt})
     data = build_chunk(meta, list(chunk.sections.values()))
     named = parse_chunk_name(entry.key)
-    assert named is not None  # ChunkEntry lets no other key through
+    assert named is not None  # ChunkEntry accepts only keys of chunks
     name = state_chunk_key if entry.content == "state" else sample_chunk_key
     key = name(meta.step, meta.generation, attempt, rank=entry.rank, number=named.number)
     changes = {"key": key, "bytes": len(data), "crc32c": crc32c.crc32c(data)}
     return ChunkEntry.model_validate(entry.model_dump() | changes), data
 
 
-# Moving the rows of a consolidation: some tables, newest source first (format §6.8,
-# consolidation order, rule 3).
+# Moves the rows of some tables, newest source first (format §6.8, consolidation order, rule 3).
 
 
-#: Chunks that are read at once, and those that may wait besides: each is in memory whole.
+#: Chunks read at once, and chunks that may wait besides; each is in memory whole.
 _READERS: Final = 2
 _READ_AHEAD: Final = 1
 
@@ -156,16 +155,16 @@ def merge_part(
     *,
     on_read: Callable[[int], None] | None = None,
 ) -> tuple[ChunkEntry, ...]:
-    """Move the rows of some tables; their chunks are durable when it returns. A step of many.
+    """Move the rows of some tables, as one step of several; their chunks are durable on return.
 
     Args:
         run: the run.
-        plan: of `plan_consolidation`.
-        part: one of the plan's.
-        on_read: called with the bytes of each chunk that was read, from this thread.
+        plan: from `plan_consolidation`.
+        part: one of the plan's parts.
+        on_read: called with the bytes of each chunk that was read, in this thread.
 
     Returns:
-        What the manifest will say of the chunks.
+        The manifest entries of the new chunks.
 
     Raises:
         ObjectNotFound, ChainError, FormatError: a source is damaged or gone.
@@ -184,7 +183,7 @@ def merge_part(
 
 
 class _TableMerge:
-    """One table, from the newest source to the oldest; each row comes along once."""
+    """Moves one table's rows, from the newest source to the oldest; each row once."""
 
     def __init__(
         self,
@@ -220,7 +219,7 @@ class _TableMerge:
     def _section(self, section: range, seen: SeenRows | SeenIds) -> None:
         for manifest, entries in self._links:
             if seen.all:
-                break  # what is older holds nothing that counts (format §6.3)
+                break  # older links hold no row that is still needed (format §6.3)
             wanted = [entry for entry in entries if _may_be_in(entry, section)]
             counts = [min(entry.row_count or 0, len(section)) for entry in wanted]
             coverage = RowCoverage(rows=len(section), row_counts=counts)
@@ -255,14 +254,17 @@ class _TableMerge:
 
 
 def _may_be_in(entry: ChunkEntry, section: range) -> bool:
-    """By the ends that the manifest says; reading a chunk checks them (format §6.3, rule 5)."""
+    """Tell whether a chunk may hold rows of a section, by its first and last row in the manifest.
+
+    Reading the chunk checks these (format §6.3, rule 5).
+    """
     first, last = entry.first_row, entry.last_row
-    assert first is not None and last is not None  # of a chunk of rows
+    assert first is not None and last is not None  # every row chunk has both
     return first < section.stop and last >= section.start
 
 
 def _within(moved: MovedRows, section: range) -> tuple[range | Tensor, int]:
-    """The ids of a chunk's rows in a section, less the section's start; where they begin."""
+    """Return a chunk's row ids in a section, counted from its start; and their first position."""
     rows = moved.rows
     if isinstance(rows, range):
         first = max(rows.start, section.start)
@@ -275,22 +277,22 @@ def _within(moved: MovedRows, section: range) -> tuple[range | Tensor, int]:
     return rows[first:stop] - section.start, first
 
 
-# Merging a checkpoint's chain into fewer manifests by moving stored rows (format §6.8).
+# Merges a checkpoint's chain into fewer manifests by moving stored rows (format §6.8).
 #
 # The steps are functions of a run and plain values, so that a workflow engine can run each as a
-# task: `plan_consolidation`, then `merge_part` for each part of the plan, one after another since
-# each takes its share of memory, then `commit_consolidation`; meanwhile it holds a lease
-# (`leases`). `consolidate` does all of that by itself. Any step may be killed and called again, and
-# so may the whole: keys and bytes follow from the sources.
+# task: `plan_consolidation`, then `merge_part` for each part of the plan, one after another because
+# each needs its share of memory, then `commit_consolidation`. Meanwhile the caller holds a lease
+# (`leases`). `consolidate` does all of this by itself. A step, or the whole, may be killed and
+# called again: keys and bytes follow from the sources.
 
 
-#: What was seen so long ago is looked at again before the manifest is created: a process may have
-#: stood still in between, also while the host slept.
+#: If the checks before the commit took longer than this, they are made again, because the process
+#: may have stood still in between, also while the host slept.
 _LOOK_AGAIN_SECONDS: Final = 60.0
 _LOOKS: Final = 3
 
-#: A chunk that was so old as the manifest was created may have been too old for a sweep that began
-#: before; that removes nothing more half of the other time after it has looked.
+#: A chunk that was this old when the manifest was created may have been too old for a sweep that
+#: began before. Such a sweep stops removing at half of the second time after its own look.
 _OLD_MS: Final = 30 * 60 * 1000
 _SWEEPS_END_SECONDS: Final = 20.0
 
@@ -299,15 +301,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """What a consolidation did.
+    """The outcome of a consolidation.
 
     Attributes:
-        outcome: `"created"`: by this call; `"already"`: by an earlier one; `"not_needed"`: a full
-            restores the checkpoint as it is.
-        key: of the consolidated manifest; empty if there is none.
-        read_bytes: of the sources' chunks.
-        written_bytes, chunks: that the manifest names.
-        seconds: that it took.
+        outcome: `"created"`: this call created the manifest; `"already"`: an earlier call did;
+            `"not_needed"`: a full already restores the checkpoint.
+        key: key of the consolidated manifest; empty if there is none.
+        read_bytes: bytes read from the sources' chunks.
+        written_bytes, chunks: bytes and number of the chunks that the manifest names.
+        seconds: time that it took.
     """
 
     outcome: Literal["created", "already", "not_needed"]
@@ -321,22 +323,22 @@ class Consolidated:
 def consolidate(
     run: Run, plan: ConsolidationPlan, *, on_progress: Progress | None = None
 ) -> Consolidated:
-    """Do what a plan says, all of its steps.
+    """Run all steps of a plan.
 
-    Beside the size of one manifest, and for each source of its chunks of one part's tables, it
-    takes less than 512 MB of memory, however large the tables are and however many ranks there are.
-    Safe beside persists, restores, sweeps and other consolidations. Killed anywhere, a call with
-    the same plan, or a new one of the same sources, goes on under the same keys.
+    Memory: less than 512 MB, whatever the size of the tables and the number of ranks; beside that,
+    one whole manifest, and for each source the entries of its chunks of one part's tables.
+    Persists, restores, sweeps and other consolidations may run at the same time. After a kill, a
+    call with the same plan, or with a new plan of the same sources, continues with the same keys.
 
     Args:
         run: the run.
-        plan: of `plan_consolidation`.
-        on_progress: called with bytes read so far and bytes to read, from this thread.
+        plan: from `plan_consolidation`.
+        on_progress: called with bytes read so far and bytes to read, in this thread.
 
     Raises:
-        ObjectNotFound, ChainError, FormatError: a source is damaged, or has been let go of since
-            the plan was made; nothing is committed.
-        CommitConflict: another manifest is under the key.
+        ObjectNotFound, ChainError, FormatError: a source is damaged, or was deleted after the plan
+            was made; nothing is committed.
+        CommitConflict: the key has another manifest.
         StoreError: the store cannot be reached or refuses.
     """
     started = time.monotonic()
@@ -355,7 +357,7 @@ def consolidate(
             if on_progress is not None:
                 on_progress(read, plan.read_bytes)
 
-        # From retention, which may have begun to let go of the sources (format §6.6).
+        # The lease protects the sources from a retention that may have begun (format §6.6).
         with reading(run, purpose="consolidate", covers=[run.manifest(*plan.target.name).ref]):
             for part in plan.parts:
                 entries += merge_part(run, plan, part, on_read=account)
@@ -375,19 +377,19 @@ def consolidate(
 def commit_consolidation(
     run: Run, plan: ConsolidationPlan, entries: Iterable[ChunkEntry]
 ) -> tuple[Literal["created", "already"], Manifest]:
-    """Copy the checkpoint's state and create the consolidated manifest. The last step.
+    """Copy the checkpoint's state and create the consolidated manifest, as the last step.
 
     Args:
         run: the run.
-        plan: of `plan_consolidation`.
-        entries: what `merge_part` returned for every part of the plan.
+        plan: from `plan_consolidation`.
+        entries: the entries that `merge_part` returned for every part of the plan.
 
     Returns:
-        `"created"` when this call made it exist, `"already"` when another had; and what is there.
+        `"created"` if this call created the manifest, `"already"` if another had; and the manifest.
 
     Raises:
-        MissingLink: the checkpoint or its parent has been let go of.
-        CommitConflict: what is under the key is another checkpoint's, or another attempt's.
+        MissingLink: the checkpoint or its parent has been deleted.
+        CommitConflict: the key has a manifest of another checkpoint or another attempt.
         ObjectNotFound, ChainError, FormatError: a source or one of the new chunks is damaged.
         MalformedObject: the manifest would be too large.
         StoreError: the store cannot be reached or refuses.
@@ -397,7 +399,9 @@ def commit_consolidation(
         return "already", there
     sources = read_sources(run, plan, tables=())
     manifest = _manifest(plan, sources, [*entries, *_copy_state(run, plan, sources[-1])])
-    data = manifest_bytes(manifest, next_step="nothing: the chain that it has restores it")
+    data = manifest_bytes(
+        manifest, next_step="nothing: the chain that the checkpoint has restores it"
+    )
     _look_last(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
     key, target = plan.target.key, plan.target
     if run.records(CONSOLIDATED).create_packed(data, *target.name, target.after) == "created":
@@ -406,15 +410,18 @@ def commit_consolidation(
     there = _already(run, plan)
     if there is None:
         raise MissingLink(
-            key, found="no manifest", expected="one just created", next_step="try again"
+            key,
+            found="no manifest",
+            expected="the manifest that another consolidation has just created",
+            next_step="run the consolidation again",
         )
     _make_sure(run, plan, there)
     return "already", there
 
 
 def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[ChunkEntry, ...]:
-    # Last, and written whatever is there: on a local disk this makes the directory durable, with
-    # all that an earlier call had put into it (format §6.8, consolidation order, rule 4).
+    # Always written, after everything else: on a local disk this makes the directory durable with
+    # all chunks that an earlier call has put into it (format §6.8, consolidation order, rule 4).
     prefix = attempt_prefix(*plan.target.name, plan.attempt)
     with Uploads(run.store, prefix, trust=False) as uploads:
         for entry in newest.chunks:
@@ -424,16 +431,16 @@ def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[Ch
                 chunk = read_chunk(StoreChunks(run.store), newest, entry)
             except (FormatError, ObjectNotFound):
                 if entry.content == "sample":
-                    continue  # no restore needs it (format §3.6)
+                    continue  # no restore needs samples (format §3.6)
                 raise
             uploads.put(*moved_chunk(chunk, entry, plan.attempt))
         return uploads.finish()
 
 
 def _make_sure(run: Run, plan: ConsolidationPlan, there: Manifest) -> None:
-    """Write what a sweep has removed since the look (format §6.8, consolidation order, rule 6).
+    """Write again what a sweep has removed since the checks (consolidation order, rule 6, §6.8).
 
-    From now on no sweep removes anything of it.
+    After this no sweep removes any of these chunks.
     """
     if _may_be_swept(run, plan, there):
         time.sleep(_SWEEPS_END_SECONDS)
@@ -446,7 +453,7 @@ def _make_sure(run: Run, plan: ConsolidationPlan, there: Manifest) -> None:
 
 
 def _may_be_swept(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
-    """Whether a sweep that looked before the manifest was there may have found chunks too old."""
+    """Tell whether a sweep that looked before the manifest existed may have removed old chunks."""
     prefix, _, _ = there.chunks[0].key.rpartition("/")
     created = [info.modified_ms for info in run.store.list(plan.target.key)]
     chunks = [info.modified_ms for info in run.store.list(f"{prefix}/")]
@@ -454,22 +461,30 @@ def _may_be_swept(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
 
 
 def _has_gap(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
-    """Whether chunks of the manifest under the plan's key are missing that the plan can write."""
+    """Tell whether chunks of the existing manifest are missing; the plan can write them again.
+
+    Raises:
+        CommitConflict: chunks are missing, but the manifest is of other sources than the plan's.
+    """
     attempt = parse_chunk_key(there.chunks[0].key)
-    assert attempt is not None  # ChunkEntry lets no other key through
+    assert attempt is not None  # ChunkEntry accepts only keys of chunks
     missing = not_there(run.store, attempt_prefix(*attempt), there.chunks)
     if missing and attempt.attempt != plan.attempt:
         raise CommitConflict(
             plan.target.key,
-            found=f"a manifest of other sources, of which {missing[0].key} is missing",
-            expected="none, or one of which all chunks are there",
+            found=f"a manifest of other sources, whose chunk {missing[0].key} is missing",
+            expected="no manifest, or one whose chunks are all there",
             next_step="remove it, or consolidate another checkpoint",
         )
     return bool(missing)
 
 
 def _already(run: Run, plan: ConsolidationPlan) -> Manifest | None:
-    """The manifest under the plan's key, if it is of the same checkpoint."""
+    """Return the manifest under the plan's key; None if there is none.
+
+    Raises:
+        CommitConflict: the manifest is of another attempt.
+    """
     try:
         there = run.read_manifest(plan.target)
     except ObjectNotFound:
@@ -480,7 +495,7 @@ def _already(run: Run, plan: ConsolidationPlan) -> Manifest | None:
             plan.target.key,
             found=f"attempt {there.attempt}",
             expected=f"attempt {expected}",
-            next_step="recpoint check URL: one of the two is not what a consolidation made",
+            next_step="recpoint check URL; the two manifests contradict each other",
         )
     return there
 
@@ -517,7 +532,7 @@ def _manifest(
 
 
 def _look_last(run: Run, manifest: Manifest, prefix: str) -> None:
-    """Make, right before the manifest, the checks of consolidation order, rule 5 (format §6.8)."""
+    """Make the checks of consolidation order, rule 5 (format §6.8), right before the commit."""
     for _ in range(_LOOKS):
         began_seconds = host_seconds()
         _check_all_there(run, manifest, prefix)
@@ -535,7 +550,7 @@ def _check_all_there(run: Run, manifest: Manifest, prefix: str) -> None:
 def _check_still_wanted(run: Run, manifest: Manifest) -> None:
     """Check that the checkpoint, and the parent that the manifest will need, still exist.
 
-    The consolidation order asks for it in rule 5 (format §6.8).
+    Rule 5 of the consolidation order requires this (format §6.8).
     """
     for ref in (manifest.ref, manifest.parent):
         if ref is None:
@@ -548,7 +563,7 @@ def _check_still_wanted(run: Run, manifest: Manifest) -> None:
                 Representation(name).key,
                 found="no manifest any more",
                 expected=f"{ref}, which is being consolidated or is the parent",
-                next_step="nothing: what has been let go of is not consolidated",
+                next_step="nothing: a checkpoint that was deleted is not consolidated",
             ) from error
         if found.ref != ref:
             raise CommitConflict(
@@ -559,15 +574,14 @@ def _check_still_wanted(run: Run, manifest: Manifest) -> None:
             )
 
 
-# A consolidation that goes around what is damaged, as a restore does (format §6.8,
-# consolidation order, rule 3).
+# Consolidates around damaged objects, as a restore does (format §6.8, consolidation order, rule 3).
 #
-# Plans are made from manifests alone, so that a damaged chunk is found when it is read: by then
-# half a plan may be done. A new plan then does without the manifest that names the chunk, where
-# another chain of the checkpoint does; what was written for the old one are orphans.
+# Plans are made from manifests alone, so a damaged chunk is found only when it is read; by then
+# half of the plan may be done. If another chain of the checkpoint does not need the manifest that
+# names the chunk, a new plan uses that chain. The chunks written for the old plan become orphans.
 
 
-#: How a report begins where there was nothing to merge.
+#: The beginning of a report if there was nothing to merge.
 NOTHING_DONE = "nothing done"
 
 
@@ -583,18 +597,19 @@ def consolidate_around_damage(
 
     Args:
         run: the run.
-        make_plan: plans it without the manifests it is given, which are none at first.
+        make_plan: makes a plan that avoids the given manifests; called with none at first.
         only_if_it_pays: do nothing before a trigger is reached.
         on_plan: called with each plan that is begun.
         on_progress: see `consolidate`.
 
     Returns:
-        the last plan, whose `passed_over` says what is damaged; and what was done, None if nothing.
+        The last plan, whose `passed_over` says what is damaged; and the outcome, None if nothing
+        was done.
 
     Raises:
-        ObjectNotFound, ChainError, FormatError: what was wrong with the first plan, when no other
-            does without the damaged manifest or chunk; nothing is committed.
-        RecpointError: others, of `make_plan` and `consolidate`.
+        ObjectNotFound, ChainError, FormatError: the first plan failed, and no other plan avoids the
+            damaged manifest or chunk; nothing is committed.
+        RecpointError: other errors of `make_plan` and `consolidate`.
     """
     avoid: tuple[PassedOver, ...] = ()
     first: RecpointError | None = None
@@ -618,7 +633,7 @@ def consolidate_around_damage(
 
 
 def blamed_source(run: Run, plan: ConsolidationPlan, error: RecpointError) -> PassedOver | None:
-    """Which of a plan's sources is damaged, or names what is; None: the error is of none of them.
+    """Return the plan's source that is damaged or names the damaged chunk; None if none of them.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -630,12 +645,12 @@ def blamed_source(run: Run, plan: ConsolidationPlan, error: RecpointError) -> Pa
         try:
             is_of_it = has_chunk_of(run.read_manifest(source), error)
         except DAMAGE:
-            continue  # gone since, or another damage, which the next plan will find
+            continue  # deleted meanwhile, or damaged in another way; the next plan finds out
         if is_of_it:
             return PassedOver.of(source.key, error)
     return None
 
 
 def passed_over_words(plan: ConsolidationPlan) -> str:
-    """What a plan passes over, to be put after what was done; empty if nothing."""
+    """Return what a plan passed over, as text to append to the outcome; empty if nothing."""
     return "".join(f"; passed over {key}: {error}" for key, error in plan.passed_over)

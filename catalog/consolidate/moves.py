@@ -1,4 +1,4 @@
-"""Moves rows from stored chunks into new ones, and decodes none of them.
+"""Moves rows from stored chunks to new chunks without decoding them.
 
 This is rule 3 of the consolidation order (format §6.8).
 """
@@ -27,10 +27,10 @@ from recpoint.kernels import row_gather, row_set
 __all__ = ["BUFFERED_BYTES", "ChunkBuilder", "MovedRows", "RowKind", "read_moved"]
 
 
-#: Most memory of rows that wait for a chunk of their kind to be full, over all kinds of a table.
+#: Most memory of rows waiting for a full chunk, over all kinds of rows of a table.
 BUFFERED_BYTES: Final = 48 << 20
 
-#: Room for one row id in a row set, as in `persist/plan.py`.
+#: Most bytes of one row id in a row set, as in `persist/plan.py`.
 _ID_BYTES: Final = 9
 _INT64_BYTES: Final = 8
 
@@ -39,7 +39,7 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class RowKind(NamedTuple):
-    """What rows have to have in common to share a chunk (format §3)."""
+    """The properties that rows must share to be in the same chunk (format §3)."""
 
     rank: int
     bits: int
@@ -48,7 +48,7 @@ class RowKind(NamedTuple):
     states: tuple[Dtype, ...]
 
     def arrays(self, spec: TableSpec) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
-        """Names of a chunk's arrays but for the row set, with dtype and shape of one row's part."""
+        """Return a chunk's arrays except the row set: name, dtype and shape of one row's part."""
         if self.parameters is None:
             found: dict[str, tuple[Dtype, tuple[int, ...]]] = {"values": (spec.dtype, (spec.dim,))}
         else:
@@ -64,12 +64,12 @@ class RowKind(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MovedRows:
-    """A chunk's rows as bytes.
+    """The rows of a chunk as bytes.
 
     Attributes:
-        kind: of all of them.
+        kind: the kind of all rows.
         rows: ids, int64 [n], ascending; or a range.
-        parts: by name of the array, u8 [n, bytes of a row's part]. MUST NOT be written to.
+        parts: each array's bytes by name, u8 [n, bytes of a row's part]. MUST NOT be written to.
     """
 
     kind: RowKind
@@ -78,7 +78,7 @@ class MovedRows:
 
 
 def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> MovedRows:
-    """Read one row chunk and check all of it; errors as for `read_chunk`."""
+    """Read one row chunk and check all of it; errors are those of `read_chunk`."""
     chunk = read_chunk(source, manifest, entry)
     if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")
@@ -86,7 +86,7 @@ def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> Mo
     quantized = entry.scheme == "asymmetric"
     if quantized:
         for name in ("scale", "offset"):
-            row_parameter(sections[name], entry)  # refuses those that are not finite
+            row_parameter(sections[name], entry)  # checks that all parameters are finite
     kind = RowKind(
         rank=entry.rank,
         bits=entry.bits,
@@ -108,15 +108,15 @@ def _as_bytes(section: Section, rows: int) -> Tensor:
 
 
 class ChunkBuilder:
-    """Collects the rows of one table and hands out chunks of them.
+    """Collects the rows of one table and emits chunks of them.
 
-    Which chunks come out, and their bytes, follow from what is added in which order.
+    The chunks and their bytes depend only on the rows and the order in which they are added.
 
     Args:
-        manifest: of the checkpoint that the chunks are for.
-        attempt: under which they lie.
-        table: index into its tables.
-        emit: takes each chunk when it is complete.
+        manifest: manifest of the checkpoint that the chunks are for.
+        attempt: the attempt in the chunks' keys.
+        table: index into the manifest's tables.
+        emit: called with the entry and the bytes of each complete chunk.
     """
 
     def __init__(
@@ -135,12 +135,13 @@ class ChunkBuilder:
         self._numbers: dict[int, int] = {}
 
     def add(self, moved: MovedRows, first: int, stop: int, positions: Tensor | None) -> None:
-        """Take rows of a chunk.
+        """Add rows of a chunk.
 
         Args:
             moved: the chunk.
-            first, stop: take none but rows at these positions of it.
-            positions: which of those, int64 [m], ascending, counted from `first`; None: all.
+            first, stop: add only rows at positions first … stop − 1.
+            positions: positions of the rows to add, int64 [m], ascending, counted from `first`;
+                None: all.
         """
         if positions is not None:
             positions = positions + first
@@ -155,14 +156,14 @@ class ChunkBuilder:
             self._build(largest)
 
     def finish(self) -> None:
-        """Hand out what is left."""
+        """Emit chunks of the remaining rows."""
         while self._waiting:
             self._build(next(iter(self._waiting)))
 
     def _append(
         self, moved: MovedRows, first: int, done: int, total: int, positions: Tensor | None
     ) -> int:
-        """Take as many of the rows as the chunk of their kind has room for; how many."""
+        """Add as many rows as the chunk of their kind has room for; return their number."""
         waiting = self._waiting.get(moved.kind)
         if waiting is None:
             waiting = self._waiting[moved.kind] = _Waiting(moved.kind, self._spec)
@@ -172,14 +173,14 @@ class ChunkBuilder:
         else:
             waiting.append(moved, positions[done : done + count])
         is_full = not waiting.room
-        del waiting  # nobody but the dictionary holds it: what is built gives its memory back
+        del waiting  # only the dictionary refers to it now, so that `_build` frees its memory
         if is_full:
             self._build(moved.kind)
         return count
 
     def _build(self, kind: RowKind) -> None:
         spec, manifest = self._spec, self._manifest
-        # Its memory goes with it: there may be as many kinds as ranks.
+        # Removed from the dictionary so that its memory is freed: there may be a kind per rank.
         ids, parts = self._waiting.pop(kind).take()
         coded = row_set.encode(torch.from_numpy(ids))
         arrays = kind.arrays(spec)
@@ -189,7 +190,7 @@ class ChunkBuilder:
         ]
         if coded.payload is not None:
             sections.append(Section("row_set", "U8", (len(coded.payload),), coded.payload))
-        # Wider items first: then each array is aligned, and a reader need not copy it.
+        # With the widest items first each array is aligned, and a reader need not copy it.
         sections.sort(key=lambda section: -item_bytes(section.dtype))
         meta = ChunkMeta(
             run=manifest.run,
@@ -232,10 +233,10 @@ class ChunkBuilder:
 
 
 class _Waiting:
-    """Rows of one kind, until they fill a chunk; made for the first one, gone with the chunk.
+    """The rows of one kind that wait until they fill a chunk.
 
-    Its memory is a mapping of its own: pages that nothing is written to take no room, and all of
-    them are given back at once, which an allocator may put off.
+    It allocates a memory mapping of its own. Pages that are never written take no memory, and all
+    pages are returned to the system at once; an allocator may delay that.
     """
 
     def __init__(self, kind: RowKind, spec: TableSpec) -> None:
@@ -246,10 +247,11 @@ class _Waiting:
         sizes = [_pages(self._most * width) for width in (_INT64_BYTES, *self._widths.values())]
         mapping = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            # Else a few rows could take 2 MiB each part. A kernel without such pages refuses it.
+            # With huge pages, a few rows could take 2 MiB for each part. A kernel without huge
+            # pages refuses the call.
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_NOHUGEPAGE)
-        # The mapping lives as long as a view of it.
+        # The views keep the mapping alive.
         memory = torch.frombuffer(mapping, dtype=torch.uint8).split(sizes)
         self._ids = memory[0].view(torch.int64)[: self._most]
         self._parts = {
@@ -285,7 +287,7 @@ class _Waiting:
         self.rows += positions.numel()
 
     def take(self) -> tuple[_Ids, dict[str, _Bytes]]:
-        """Ids, ascending, and parts. Nothing is appended any more."""
+        """Return the ids, i64 [n], ascending, and each part, u8; call it last."""
         ids = self._ids[: self.rows]
         parts = {name: part[: self.rows] for name, part in self._parts.items()}
         if bool((ids[1:] < ids[:-1]).any()):
@@ -296,5 +298,5 @@ class _Waiting:
 
 
 def _pages(size_bytes: int) -> int:
-    """Bytes of the whole pages that hold so many."""
+    """Return `size_bytes` rounded up to whole pages."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

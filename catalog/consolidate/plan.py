@@ -1,4 +1,4 @@
-"""Plans a consolidation: what to merge, what that reads, writes and frees, and whether it pays."""
+"""Plans a consolidation: what to merge, the bytes read, written and freed, and whether it pays."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ __all__ = [
 ]
 
 
-# What merging the newest manifests of a chain would read, write and leave, for any number of them.
+# Estimates what each merge of the newest manifests of a chain would read, write and leave.
 #
-# By manifests alone, each looked at once, so that all merges of a long chain are weighed for
-# little.
+# The estimate uses manifests alone and goes through each once, so that weighing all merges of a
+# long chain is cheap.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +58,20 @@ class MergeSizes:
     """One of the merges that a chain allows: of its newest manifests, or of all.
 
     Attributes:
-        merged: manifests that become one.
-        links_before, links_after: manifests that a restore reads.
-        read_bytes: of the sources' rows and of the newest state. A chunk counts once for each
-            section of a large table (`rows.SECTION_ROWS`) that it may hold rows of; less is
-            read where newer links turn out to hold every row.
-        write_bytes: into a full: its rows at the mean size of those stored; into an increment: at
-            most, since which rows two links share follows from their ends only (`LiveRows`).
-        write_rows: rows in the chunks to be written; of an increment, too, at most.
-        merged_rows: stored in the sources.
-        restore_bytes_before, restore_bytes_after: that a restore reads; after as for
-            `write_bytes`.
-        restore_rows_after: stored in what a restore then reads; as for `write_rows`.
+        merged: number of manifests that become one.
+        links_before, links_after: number of manifests that a restore reads.
+        read_bytes: bytes of the sources' rows and of the newest state. A chunk counts once for each
+            section of a large table (`rows.SECTION_ROWS`) that it may hold rows of; less is read if
+            newer links turn out to hold every row.
+        write_bytes: bytes to write. For a full, an estimate: its rows at the mean size of the
+            stored rows. For an increment, an upper bound: manifests tell only roughly which rows
+            two links share (`LiveRows`).
+        write_rows: rows to write; for an increment, an upper bound.
+        merged_rows: rows stored in the sources.
+        restore_bytes_before, restore_bytes_after: bytes that a restore reads; after the merge as
+            exact as `write_bytes`.
+        restore_rows_after: stored rows that a restore reads after the merge, as exact as
+            `write_rows`.
     """
 
     merged: int
@@ -90,15 +92,15 @@ class MergeSizes:
 
     @property
     def dead_rows(self) -> int | None:
-        """Of the sources' rows, those that newer ones have replaced; None: only reading tells."""
+        """Number of source rows that newer rows replace; None if only reading chunks can tell."""
         return self.merged_rows - self.write_rows if self.into_full else None
 
 
 def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
-    """All merges of a chain: of its two newest manifests, of the three newest, … of all of them.
+    """Return all merges of a chain: of its two newest manifests, the three newest, … all of them.
 
     Args:
-        manifests: of the chain, oldest first; of a full alone there is nothing to merge.
+        manifests: the manifests of the chain, oldest first; a full alone allows no merge.
     """
     specs = manifests[-1].tables
     state = sum(entry.bytes for entry in manifests[-1].chunks if entry.table is None)
@@ -139,13 +141,13 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
 
 
 class _Reading:
-    """Bytes of rows that a merge reads: some chunks of the largest tables more than once."""
+    """Counts the bytes of rows that a merge reads; it reads some chunks of large tables again."""
 
     def __init__(self, specs: Sequence[TableSpec]) -> None:
         self._specs = specs
         self._once = 0
         self._stored: dict[int, int] = {}
-        self._again: dict[int, int] = {}  # of tables with chunks that lie in several sections
+        self._again: dict[int, int] = {}  # bytes read again, of chunks in several sections
 
     def add(self, entries: Iterable[ChunkEntry]) -> None:
         for entry in entries:
@@ -167,7 +169,7 @@ class _Reading:
 
 
 def _stored(manifest: Manifest) -> Live:
-    """Rows in its chunks, and their bytes."""
+    """Return the rows in a manifest's chunks, and their bytes."""
     of_rows = [entry for entry in manifest.chunks if entry.table is not None]
     return Live(
         sum(entry.row_count or 0 for entry in of_rows), sum(entry.bytes for entry in of_rows)
@@ -175,7 +177,7 @@ def _stored(manifest: Manifest) -> Live:
 
 
 def _as_a_full(manifests: Sequence[Manifest], specs: Sequence[TableSpec]) -> Live:
-    """Every row of every table, at the mean size of those stored."""
+    """Return every row of every table, at the mean size of the stored rows."""
     sizes = [0] * len(specs)
     stored = [0] * len(specs)
     for manifest in manifests:
@@ -191,14 +193,13 @@ def _as_a_full(manifests: Sequence[Manifest], specs: Sequence[TableSpec]) -> Liv
     return Live(sum(rows), size_bytes)
 
 
-# What a consolidation would read, write and free, and whether it pays (format §6.8,
-# consolidation order, rules 1 and 2).
+# Plans a consolidation and tells whether it pays (format §6.8, consolidation order, rules 1, 2).
 
 
-#: Raised with every change of which chunks come out of the same sources.
+#: Increased with every change of the chunks that the same sources yield.
 _LAYOUT: Final = 2
 
-#: Bytes to read for a part of several tables; a larger table is a part of its own.
+#: Most bytes to read for a part of several tables; a larger table is a part of its own.
 _PART_BYTES: Final = 512 << 20
 
 
@@ -207,13 +208,16 @@ Trigger = Literal["links", "restore_ratio", "dead_share"]
 
 @dataclass(frozen=True, kw_only=True)
 class ConsolidationTriggers:
-    """From when on a consolidation pays; each is reason enough.
+    """The thresholds at which a consolidation pays; reaching any of them suffices.
 
     Attributes:
-        links: manifests that a restore reads: each costs requests, whatever its size.
-        restore_ratio: bytes that a restore reads now, for one that it would read afterwards.
-        dead_share: share of the stored rows that newer ones have replaced; what retention can
+        links: number of manifests that a restore reads; each costs requests, whatever its size.
+        restore_ratio: bytes that a restore reads now, divided by the bytes afterwards.
+        dead_share: share of the stored rows that newer rows have replaced, which retention can
             free.
+
+    Raises:
+        SettingsError: a threshold is below its least value.
     """
 
     links: int = 16
@@ -228,17 +232,17 @@ class ConsolidationTriggers:
         restore_ratio: float | None = None,
         dead_share: float | None = None,
     ) -> Self:
-        """Those that are given, and the defaults of the others.
+        """Return triggers with the given thresholds, and the defaults of the others.
 
         Raises:
-            SettingsError: one is out of its range.
+            SettingsError: a threshold is below its least value.
         """
         given: dict[str, Any] = {"links": links, "restore_ratio": restore_ratio}
         given["dead_share"] = dead_share
         return replace(cls(), **{name: value for name, value in given.items() if value is not None})
 
     def reached(self, merge: MergeSizes) -> dict[Trigger, str]:
-        """Those that a chain has reached, by what a merge of it would gain, and in words."""
+        """Return the triggers that a chain has reached, judged by a merge of it, each as text."""
         found: dict[Trigger, str] = {}
         if merge.links_before >= self.links:
             found["links"] = f"a restore reads {merge.links_before} manifests"
@@ -255,7 +259,10 @@ class ConsolidationTriggers:
             value = getattr(self, name)
             if not value >= least:
                 raise SettingsError(
-                    name, found=str(value), expected=f"{least} or more", next_step="correct it"
+                    name,
+                    found=str(value),
+                    expected=f"{least} or more",
+                    next_step="correct the trigger",
                 )
 
 
@@ -270,24 +277,25 @@ class TablesPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ConsolidationPlan:
-    """What a consolidation would do. Made by reading manifests alone; plain values, so it pickles.
+    """What a consolidation would do, from manifests alone; it has plain values, so it pickles.
 
     Attributes:
         target: the representation to make.
-        attempt: under which its chunks lie: follows from the sources (format §6.8,
+        attempt: the attempt in its chunks' keys; it follows from the sources (format §6.8,
             consolidation order, rule 2).
-        sources: what is merged, oldest first; empty when there is nothing to do.
+        sources: the manifests to merge, oldest first; empty if there is nothing to do.
         parts: the work on rows, in steps.
         links_before, links_after, read_bytes, write_bytes, write_rows, restore_bytes_before,
             restore_bytes_after: see `MergeSizes`.
-        state_bytes: of `read_bytes` those of the state and the samples.
-        frees_bytes: of the sources, once retention lets all of them go.
-        stored_rows: in the sources.
-        dead_rows: of those, that newer ones have replaced; None if not known before reading.
+        state_bytes: the share of `read_bytes` that is state and samples.
+        frees_bytes: bytes of the sources, which are freed after retention has deleted all of them.
+        stored_rows: rows stored in the sources.
+        dead_rows: number of these rows that newer ones have replaced; None if only reading chunks
+            can tell.
         pays: whether a trigger is reached.
-        reason: which one, or why there is nothing to do.
+        reason: the trigger, or why there is nothing to do.
         passed_over: damaged manifests that a shorter chain would have used.
-        merges: everything that the chain allows, this plan among it; see `merge_sizes`.
+        merges: all merges that the chain allows, this one included; see `merge_sizes`.
     """
 
     target: Representation
@@ -317,7 +325,7 @@ class ConsolidationPlan:
 
     @property
     def dead_share(self) -> float | None:
-        """Dead rows among those stored; None if not known before reading."""
+        """Share of dead rows in the stored rows; None if only reading chunks can tell."""
         if self.dead_rows is None or not self.stored_rows:
             return None
         return self.dead_rows / self.stored_rows
@@ -331,22 +339,22 @@ def plan_consolidation(
     triggers: ConsolidationTriggers | None = None,
     avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan:
-    """Find out what consolidating a checkpoint would do; nothing is changed. The first step.
+    """Plan the consolidation of a checkpoint, as the first step; nothing is changed.
 
     Args:
         run: the run.
         name: the checkpoint.
-        links: merge its newest `links` manifests into one increment; None, or all there are: the
-            whole chain into a full.
-        triggers: from when on it pays; the defaults if None.
-        avoid: manifests to do without: they name chunks that were found damaged, which a plan
-            does not look at.
+        links: merge the newest `links` manifests of its chain into one increment; None, or as many
+            as the chain has or more: merge the whole chain into a full.
+        triggers: the thresholds at which it pays; None: the defaults.
+        avoid: manifests not to use, because they name chunks that were found damaged; a plan does
+            not read chunks.
 
     Raises:
-        SettingsError: fewer than 2 links.
+        SettingsError: `links` is less than 2.
         CommitConflict: a damaged consolidated manifest is in the way.
         ObjectNotFound, ChainError, FormatError: the checkpoint's chain is damaged, or a validation
-            says so: once its rows are among others, nothing would tell them apart.
+            says so. Its rows must not be merged with others, because nothing would tell them apart.
         StoreError: the store cannot be read.
     """
     if links is not None and links < 2:
@@ -358,14 +366,14 @@ def plan_consolidation(
 
 
 def chain_to_merge(run: Run, name: ManifestName, *, avoid: Sequence[PassedOver] = ()) -> Chain:
-    """The chain that a plan is made of; see `plan_consolidation` for arguments and errors."""
+    """Return the chain to make a plan of; see `plan_consolidation` for arguments and errors."""
     chain = resolve_chain(run, name, avoid=[one.key for one in avoid])
     doubt = Doubts(run, validated_only=False).about(name)
     if doubt is not None:
         raise ChainError(
             Representation(name).key,
             found=doubt,
-            expected="a checkpoint that a reader takes unasked",
+            expected="a checkpoint that a restore takes without being told its step",
             next_step=f"consolidate an older one; or: recpoint validate {run.url} --step "
             f"{name.step} --level full, which may prove it good",
         )
@@ -375,13 +383,13 @@ def chain_to_merge(run: Run, name: ManifestName, *, avoid: Sequence[PassedOver] 
 def plan_merge_of(
     run: Run, chain: Chain, *, links: int | None, triggers: ConsolidationTriggers
 ) -> ConsolidationPlan:
-    """The plan for one merge of a chain; see `plan_consolidation`.
+    """Return the plan for one merge of a chain; see `plan_consolidation`.
 
     Args:
         run: the run.
-        chain: of `chain_to_merge`.
+        chain: from `chain_to_merge`.
         links: 2 or more, or None.
-        triggers: from when on it pays.
+        triggers: the thresholds at which it pays.
 
     Raises:
         CommitConflict: a damaged consolidated manifest is in the way.
@@ -411,7 +419,7 @@ def plan_merge_of(
             raise CommitConflict(
                 target.key,
                 found=f"a damaged manifest, or one of damaged chunks ({damaged.error})",
-                expected="none, or a good one",
+                expected="no manifest, or a good one",
                 next_step="remove it, or consolidate another checkpoint",
             )
     reasons = triggers.reached(sizes).values()
@@ -439,19 +447,19 @@ def plan_merge_of(
 
 
 def read_sources(run: Run, plan: ConsolidationPlan, *, tables: Collection[int]) -> list[Manifest]:
-    """The manifests that a plan merges, oldest first, and that they are still those.
+    """Read the manifests that a plan merges, oldest first, and check that they have not changed.
 
-    One at a time is in memory whole, since each may name millions of chunks.
+    Only one at a time is whole in memory, because each may name millions of chunks.
 
     Args:
         run: the run.
-        plan: of `plan_consolidation`.
-        tables: of chunks of rows they keep those of these tables, by index, and no others.
+        plan: from `plan_consolidation`.
+        tables: indices of tables; the returned manifests keep only the row chunks of these.
 
     Raises:
-        ObjectNotFound: one has been let go of since.
-        ChainError: one is another than it was; make a new plan.
-        FormatError: one is damaged.
+        ObjectNotFound: a manifest has been deleted meanwhile.
+        ChainError: a manifest has changed; make a new plan.
+        FormatError: a manifest is damaged.
     """
     wanted = frozenset(tables)
     read = [_read_source(run, one, wanted) for one in plan.sources]
@@ -461,14 +469,14 @@ def read_sources(run: Run, plan: ConsolidationPlan, *, tables: Collection[int]) 
         raise ChainError(
             plan.target.key,
             found="other manifests, or another version of recpoint, than the plan was made with",
-            expected="the same",
+            expected="the manifests and the version that the plan was made with",
             next_step="make a new plan",
         )
     return sources
 
 
 def _read_source(run: Run, source: Representation, tables: frozenset[int]) -> tuple[Manifest, str]:
-    """A manifest that names no rows but those of some tables, and the digest of all of it."""
+    """Read a manifest; return it with row chunks of `tables` only, and the digest of the whole."""
     whole = run.read_manifest(source)
     kept = tuple(entry for entry in whole.chunks if entry.table is None or entry.table in tables)
     return whole.model_copy(update={"chunks": kept}), _digest(whole)
@@ -476,7 +484,7 @@ def _read_source(run: Run, source: Representation, tables: frozenset[int]) -> tu
 
 @cache
 def writer() -> str:
-    """What a consolidated manifest says of who wrote it."""
+    """Return the `writer` field of a consolidated manifest."""
     return f"recpoint {version('recpoint')}"
 
 
@@ -485,15 +493,15 @@ def _digest(manifest: Manifest) -> str:
 
 
 def _attempt(run: Run, target: Representation, attempt: str, digests: Sequence[str]) -> str:
-    """Everything that the bytes of the chunks follow from, in 128 bits.
+    """Return a 128-bit hash of everything that determines the bytes of the chunks, in hex.
 
-    The consolidation order names the attempt by it, in rule 2 (format §6.8).
+    It is the attempt of the consolidation (format §6.8, consolidation order, rule 2).
 
     Args:
         run: the run.
         target: the representation to make.
-        attempt: the checkpoint's own.
-        digests: of the sources, oldest first.
+        attempt: the checkpoint's own attempt.
+        digests: SHA-256 digests of the sources in hex, oldest first.
     """
     made_of = [
         "recpoint/consolidation",
@@ -524,7 +532,7 @@ def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
     total = 0
     for table, size in enumerate(sizes):
         if not size:
-            continue  # an increment without rows of it
+            continue  # the sources have no rows of this table
         if tables and total + size > _PART_BYTES:
             parts.append(TablesPart(len(parts), tuple(tables), total))
             tables, total = [], 0
@@ -535,22 +543,23 @@ def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
     return tuple(parts)
 
 
-# What to consolidate of a checkpoint, if anything, when nobody has said.
+# Chooses the merge of a checkpoint's chain, if any, when the caller has not chosen one.
 
 
-#: Of the way to a trigger that was reached, how much may be gone right after an increment was made.
-#: With less left, the next merge would be due a few checkpoints later all the same.
+#: After a merge into an increment, at most this share of the way to a trigger may be used up.
+#: Otherwise the next merge would be due a few checkpoints later.
 _LEFT: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeighedMerge:
-    """A merge that a chain allows, and what it costs by the measure of `weigh`.
+    """A merge that a chain allows, and its cost as `weigh` computes it.
 
     Attributes:
         sizes: what it reads, writes and leaves.
-        cost_bytes: read and written, over the share of the way back; None: it is not to be chosen.
-        why_not: why that is so; empty where it has a cost.
+        cost_bytes: bytes read and written, divided by the share of the excess that the merge
+            removes; None if the merge must not be chosen.
+        why_not: why it must not be chosen; empty if it has a cost.
     """
 
     sizes: MergeSizes
@@ -559,7 +568,7 @@ class WeighedMerge:
 
 
 def newest_checkpoint(run: Run) -> ManifestName | None:
-    """The newest checkpoint of the live line: the one whose chain a restore would read."""
+    """Return the newest checkpoint of the live line, whose chain a restore would read."""
     return next(iter(run.live_line()), None)
 
 
@@ -570,22 +579,23 @@ def choose_consolidation(
     triggers: ConsolidationTriggers | None = None,
     avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan:
-    """Plan the consolidation of a checkpoint that costs least for what it saves, by `weigh`.
+    """Plan the merge of a checkpoint's chain that costs least for what it saves, by `weigh`.
 
-    Of the whole chain into a full, and of its newest k links into one increment for each k. Only
-    once the chain has reached a trigger: until then, the plan is of a full, and does not pay.
+    It chooses between a merge of the whole chain into a full, and a merge of the newest k links
+    into one increment for each k. Before the chain has reached a trigger, the plan is of a full and
+    does not pay.
 
     Args:
         run: the run.
         name: the checkpoint.
-        triggers: from when on it pays; the defaults if None.
-        avoid: manifests to do without; see `plan_consolidation`.
+        triggers: the thresholds at which it pays; None: the defaults.
+        avoid: manifests not to use; see `plan_consolidation`.
 
     Returns:
-        a plan; `pays` says whether to follow it now.
+        A plan; `pays` says whether to follow it now.
 
     Raises:
-        RecpointError: of `plan_consolidation`.
+        RecpointError: the errors of `plan_consolidation`.
     """
     triggers = triggers or ConsolidationTriggers()
     chain = chain_to_merge(run, name, avoid=avoid)
@@ -594,29 +604,30 @@ def choose_consolidation(
     if best is None or best.sizes.into_full:
         return whole
     part = plan_merge_of(run, chain, links=best.sizes.merged, triggers=triggers)
-    # What is reached by the chain as a whole need not be by these links alone.
+    # The whole chain has reached a trigger, even if these links alone have not.
     return part if part.pays else replace(part, pays=True, reason=whole.reason)
 
 
 def weigh(
     merges: Sequence[MergeSizes], triggers: ConsolidationTriggers
 ) -> tuple[WeighedMerge, ...]:
-    """What each merge of a chain costs for what it saves.
+    """Return the cost of each merge of a chain in relation to what it saves.
 
-    The cost is the bytes read and written, over the share of the way back that they buy: of the
-    manifests beyond the one of a full, where the chain is too long, and of the bytes that a restore
-    reads beyond those of a full, where these are too many, or too many rows dead; of the smaller
-    share where it is both. A chain that goes on growing as it did comes to its trigger again after
-    a time in proportion to that share, so that the cost is what keeping it below takes over time. A
-    full takes it all the way back, for the bytes of everything; merging fewer links leaves alone
-    what was merged before, or what has little in common with the newest.
+    The cost is the bytes read and written, divided by the share of the chain's excess over a full
+    that the merge removes. If the chain has too many links, the excess is the manifests beyond the
+    one of a full. If a restore reads too many bytes, or too many rows are dead, it is the bytes
+    that a restore reads beyond those of a full. If both apply, the smaller share counts. A chain
+    that keeps growing at the same rate reaches its trigger again after a time proportional to that
+    share, so the cost is proportional to the bytes moved over time to stay below the trigger. A
+    merge into a full removes all of the excess, but moves the bytes of everything. A merge of fewer
+    links leaves alone rows that were merged before, or that the newest links rarely change.
 
-    An increment counts only if it leaves at least half of the way to each trigger that was reached.
-    What it saves is what is known without reading chunks (`LiveRows`).
+    A merge into an increment is allowed only if it leaves at least half of the way to each trigger
+    that was reached. Its savings are those known without reading chunks (`LiveRows`).
 
     Args:
-        merges: of `merge_sizes`; the last is into a full.
-        triggers: from when on it pays. Before that nothing has a cost.
+        merges: from `merge_sizes`; the last is into a full.
+        triggers: the thresholds at which it pays; before one is reached no merge has a cost.
     """
     if not merges:
         return ()
@@ -636,7 +647,7 @@ def weigh(
             if too_large:
                 shares.append(_saved_bytes(merge) / max(1, _saved_bytes(whole)))
                 if shares[-1] <= 0 or _leaves_much(merge, whole, triggers):
-                    why_not = "may leave much dead"
+                    why_not = "may leave many dead rows"
         moved = merge.read_bytes + merge.write_bytes
         cost = None if why_not else moved / min(shares)
         weighed.append(WeighedMerge(sizes=merge, cost_bytes=cost, why_not=why_not))
@@ -644,7 +655,7 @@ def weigh(
 
 
 def cheapest(weighed: Sequence[WeighedMerge]) -> WeighedMerge | None:
-    """The one to follow: of the lowest cost, and of those the one of most links; None: none."""
+    """Return the merge of the lowest cost, and among equals of the most links; None if none."""
     costs = [
         (one.cost_bytes, -one.sizes.merged, one) for one in weighed if one.cost_bytes is not None
     ]
@@ -652,12 +663,12 @@ def cheapest(weighed: Sequence[WeighedMerge]) -> WeighedMerge | None:
 
 
 def _saved_bytes(merge: MergeSizes) -> int:
-    """That a restore reads less; at least."""
+    """Return by how many bytes less a restore reads, at least."""
     return merge.restore_bytes_before - merge.restore_bytes_after
 
 
 def _leaves_much(merge: MergeSizes, whole: MergeSizes, triggers: ConsolidationTriggers) -> bool:
-    """Whether a restore may afterwards read more than half of what a trigger allows."""
+    """Tell whether a restore may afterwards be past half of the way to a trigger."""
     ratio = merge.restore_bytes_after / max(1, whole.restore_bytes_after)
     rows = merge.restore_rows_after
     dead_share = (rows - whole.write_rows) / max(1, rows)

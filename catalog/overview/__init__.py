@@ -1,5 +1,6 @@
 """Describes a run from its catalog alone, for pages, commands and metrics.
 
-A run comes in, figures and troubles go out. Walk: `overview` (one look), `troubles` (what is
-wrong with a run), `watch` (looks again and again, reading only what is new).
+Its input is a run, its output figures and failures. Read the modules in this order: `overview`
+(computes the figures), `troubles` (collects failures), `watch` (refreshes an overview, and reads
+only new records).
 """

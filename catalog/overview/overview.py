@@ -55,10 +55,10 @@ __all__ = [
 ]
 
 
-# Why checkpoints fail, in a few classes that can be counted and alerted on.
+# Classifies failures of checkpoints, so that they can be counted and alerted on.
 #
 # The classes are few and fixed, so that they can be the values of a metric's label; the message
-# says the rest.
+# has the details.
 
 
 #: Most specific class first.
@@ -80,17 +80,17 @@ _BY_CLASS: Final[tuple[tuple[type[BaseException], str], ...]] = (
 )
 _OTHER: Final = "other"
 
-#: Every value that there is.
+#: All classes.
 CAUSES: Final = (*(cause for _, cause in _BY_CLASS), _OTHER)
 
 
 def cause_of(error: BaseException) -> str:
-    """The class that `error` counts in."""
+    """Return the class of an error."""
     return _cause(type(error))
 
 
 def cause_of_name(error_type: str) -> str:
-    """As `cause_of`, of the name of an exception class of recpoint's, as outcomes have it."""
+    """Return the class of an error from its recpoint exception class's name, as in outcomes."""
     found = getattr(errors, error_type, None) if error_type in errors.__all__ else None
     return _cause(found) if isinstance(found, type) else _OTHER
 
@@ -99,11 +99,11 @@ def _cause(kind: type[BaseException]) -> str:
     return next((cause for base, cause in _BY_CLASS if issubclass(kind, base)), _OTHER)
 
 
-# How often something took how long, in buckets: what a monitoring system can add up over hosts.
+# Counts durations in buckets, which a monitoring system can add up over hosts.
 
 
-#: From a copy of a few rows to an object store on a bad day: ten buckets a factor of a thousand
-#: would be finer than anybody reads, three a factor of ten tell 0.2 s from 0.5 s.
+#: Bucket bounds in seconds, from a copy of a few rows to an object store on a bad day. Three for
+#: each factor of ten tell 0.2 s from 0.5 s; nobody needs finer ones.
 SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -115,7 +115,7 @@ class HistogramReading(NamedTuple):
 
     Attributes:
         bounds: upper bounds of the buckets, inclusive, ascending, without infinity.
-        counts: values of each bucket alone, and last those above all bounds.
+        counts: number of values in each bucket alone; the last is the number above all bounds.
         total: sum of all values.
     """
 
@@ -127,7 +127,8 @@ class HistogramReading(NamedTuple):
 class Histogram:
     """Counts values; one thread at a time adds, any thread reads, and neither waits.
 
-    A reading made while a value is added may miss it in the sum: a monitoring system reads again.
+    A reading during an `add` may miss the value in the sum. That is harmless, because a monitoring
+    system reads again.
     """
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
@@ -141,44 +142,45 @@ class Histogram:
         self._total += value
 
     def read(self) -> HistogramReading:
-        """What has been counted."""
+        """Return the counts so far."""
         return HistogramReading(self._bounds, tuple(self._counts), self._total)
 
 
-# What a run looks like from its catalog alone: lag, stalls, bytes, chain, states, failures.
+# Describes a run from its catalog alone: lag, stalls, bytes, chain, states, failures.
 #
-# Pure: `watch.RunWatch` reads, the functions here only compute, so that a page, a command and a
-# metric say the same. Nothing here asks Prefect, a trainer or an agent.
+# The functions here only compute; `watch.RunWatch` reads. So a page, a command and a metric agree.
+# Nothing here asks Prefect, a trainer or an agent.
 #
-# Whose clock. `snapshot_ms`, `staged_ms` and `committed_ms` of a checkpoint, and `created_ms` of
-# its generation, are of one clock: that of the trainer's host, where the agent runs too.
-# Differences among them (`stall`, `lag_seconds`, `at_risk_seconds` of a checkpoint) do not depend
-# on whether it is right. `ended_ms` of a trainer is of that clock too. How long ago something
-# happened is measured by `Age`: the store's time of the object against this host's, held within
-# what this process has seen itself on its monotonic clock.
+# Clocks: `snapshot_ms`, `staged_ms` and `committed_ms` of a checkpoint, `created_ms` of its
+# generation and `ended_ms` of a trainer are by one clock, that of the trainer's host, where the
+# agent runs too. Their differences (`stall`, `lag_seconds`, `at_risk_seconds` of a checkpoint) do
+# not depend on whether that clock is right. How long ago something happened is an `Age`: this
+# host's time less the store's time of the object, limited to the bounds that this process has
+# observed with its monotonic clock.
 
 
 #: A run is lagging when this many of its intervals have passed without a commit.
 INTERVALS_OF_SILENCE = 3.0
 
-#: So many of the newest gaps between checkpoints are looked at.
+#: Number of the newest gaps between checkpoints that figures are computed from.
 _GAPS = 16
 
-#: A clock that is further off than this is worth a word.
+#: A difference of clocks above this is reported.
 _CLOCK_SECONDS = 60.0
 
-#: committed: there, nothing more is known. validated: its bytes have been compared (§10, sample or
-#: full). failed, stateless: a validation stands against it. damaged: its manifest is unreadable.
-#: What is only staged is in no catalog; of what an agent has rejected there is word only.
+#: committed: stored, and nothing more is known. validated: its bytes have been compared (§10,
+#: sample or full). failed, stateless: the result of its validation. damaged: its manifest is
+#: unreadable. The catalog does not have staged checkpoints, and only records of rejected ones.
 State = Literal["committed", "validated", "failed", "stateless", "damaged"]
 
 
 class Age(NamedTuple):
     """How long ago something was written.
 
-    `seconds` is the store's word (this host's time less the store's time of the object), but never
-    less than this process knows by its monotonic clock, and never more. `clock` says what decided:
-    `store`, or `watched` where it was corrected by what was seen here.
+    Attributes:
+        seconds: this host's time less the store's time of the object, limited to the bounds that
+            this process has observed with its monotonic clock.
+        clock: `store`, or `watched` if a bound was applied.
     """
 
     seconds: float
@@ -186,7 +188,7 @@ class Age(NamedTuple):
 
     @classmethod
     def of(cls, *, store_seconds: float, least: float, most: float | None) -> Age:
-        """The age, from the store's word and the bounds that this process has seen itself."""
+        """Make an age from the store's value and the bounds that this process has observed."""
         held = max(store_seconds, least) if most is None else min(max(store_seconds, least), most)
         return cls(held, "store" if held == store_seconds else "watched")
 
@@ -198,24 +200,26 @@ class CheckpointFacts:
     Attributes:
         step, generation: its name.
         kind: `full` or `increment`, as it was taken.
-        chain_length: manifests of its chain as it was taken, itself counted.
+        chain_length: number of manifests in its chain as it was taken, its own included.
         state: see `State`.
-        validation: what validations say; None: never validated.
+        validation: result of its validations; None: never validated.
         pins: names of its pins.
-        expires: retention has marked every manifest of it.
-        merged: it has a consolidated manifest.
-        snapshot_ms, staged_ms, committed_ms: when it was cut, durable in staging, committed.
+        expires: whether retention has marked all its manifests.
+        merged: whether it has a consolidated manifest.
+        snapshot_ms, staged_ms, committed_ms: when it was cut, durable in staging, committed; in
+            milliseconds since the epoch.
         stall_seconds: how long training waited for it.
-        lag_seconds: from cut to commit.
-        interval_seconds: from the cut of the checkpoint before it that is there, or the start of
-            its trainer if that is later, to its cut. None: what came before is not known.
-        interval_batches: batches from there to its cut; exact.
-        at_risk_seconds: training that would have been lost right before its commit: the interval,
-            and what was trained until the commit. A trainer that had ended trained nothing more.
-        at_risk_batches: the same in batches, at the pace of the interval; never more than the
-            trainer is known to have trained.
-        stored_bytes: of its chunks. full_bytes: of a full, exact (fp32) checkpoint of the same.
-        error: what is wrong with its manifest; the figures are then 0 or None.
+        lag_seconds: time from cut to commit.
+        interval_seconds: time from the cut of the checkpoint before it, or from the start of its
+            trainer if that is later, to its cut. None: the time before is not known.
+        interval_batches: batches trained in that interval; exact.
+        at_risk_seconds: training that a crash right before its commit would have lost: the
+            interval, and the training until the commit, none of it after the trainer's end.
+        at_risk_batches: the same in batches, at the pace of the interval; at most the batches that
+            the trainer is known to have trained.
+        stored_bytes: bytes of its chunks.
+        full_bytes: bytes of a full, exact (fp32) checkpoint of the same state.
+        error: what is wrong with its manifest; the other figures are then 0 or None.
     """
 
     step: int
@@ -243,7 +247,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A trainer's life: its number, where it runs, and the step it went on from (None: nothing)."""
+    """A start of the trainer: its number, its process, and the step it restored (None: nothing)."""
 
     number: int
     host: str
@@ -255,9 +259,14 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The newest trainer has ended by itself, after `step` batches. `reason`: finished, terminated.
+    """The end of the newest trainer, if it has ended by itself.
 
-    Nothing is lost by it once a checkpoint of that step is there.
+    Nothing is lost if there is a checkpoint of `step`.
+
+    Attributes:
+        step: number of batches trained.
+        reason: `finished` or `terminated`.
+        ended_ms: time in milliseconds since the epoch, by the clock of the trainer's host.
     """
 
     step: int
@@ -271,21 +280,21 @@ class Lag:
 
     Attributes:
         seconds: age of the state that a restore would bring back; None: there is none.
-        silent_seconds: how long no checkpoint that restores has come: as `seconds`, but no longer
-            than the newest trainer has been running. It grows after the end of training too.
-        at_risk_seconds: training that would be lost: the silence, and what earlier trainers had
-            trained that does not restore any more. It stands still once the run has ended, and is
-            0 if all is stored.
-        at_risk_batches: the same in batches, at the pace of the newest checkpoints. Exact once the
-            run has ended. None: not known, as where `overdue`.
-        overdue: the run has not ended, and is silent for longer than a checkpoint takes to come. A
-            dead trainer looks like one whose agent is dead: the catalog cannot tell them apart.
-            `at_risk_seconds` is then what is lost if it still trains, which is the most.
-        clock: what decided the age, see `Age`.
-        interval_seconds: from one checkpoint to the next, as its trainer meant it or as it turns
-            out, whichever is longer; None: not known yet.
+        silent_seconds: time since the last checkpoint that restores: as `seconds`, but at most the
+            time that the newest trainer has been running. It grows after the end of training too.
+        at_risk_seconds: training that would be lost: the silence, and training of earlier trainers
+            that does not restore any more. After the run has ended it is constant, and 0 if
+            everything is stored.
+        at_risk_batches: the same in batches, at the pace of the newest checkpoints; exact after the
+            run has ended. None: not known, for instance if `overdue`.
+        overdue: the run has not ended, and has been silent for longer than a checkpoint takes. The
+            catalog cannot tell a dead trainer from one whose agent is dead. `at_risk_seconds` is
+            then the loss if the trainer still trains, which is the largest possible.
+        clock: the clock of the age, see `Age`.
+        interval_seconds: time from one checkpoint to the next, as the trainer intends or as
+            measured, whichever is longer; None: not known yet.
         intervals: `at_risk_seconds` in these intervals; None: not known.
-        clock_note: what is odd about the clocks; empty: nothing.
+        clock_note: a note if clocks disagree; empty if not.
     """
 
     seconds: float | None
@@ -301,15 +310,16 @@ class Lag:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreEstimate:
-    """What a restore of the newest checkpoint that restores would do.
+    """The cost of a restore of the newest checkpoint that restores.
 
     Attributes:
         step, generation: that checkpoint.
-        chain_length: links of its chain as it was taken.
-        manifests_to_read: of the cheapest chain, consolidated ones included.
-        bytes_to_read: of chunks; samples left out.
-        seconds: at `bytes_per_second`; None: nobody has measured any.
-        bytes_per_second: read, decoded and compared by the newest validation of bytes.
+        chain_length: number of links of its chain as it was taken.
+        manifests_to_read: number of manifests in the cheapest chain, consolidated ones included.
+        bytes_to_read: bytes of chunks, without samples.
+        seconds: time at `bytes_per_second`; None: that is not known.
+        bytes_per_second: speed at which the newest validation read, decoded and compared bytes;
+            None: there was none.
     """
 
     step: int
@@ -323,7 +333,7 @@ class RestoreEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpiringManifest:
-    """A manifest that retention has marked, why, and how long ago. `reason` "": unreadable mark."""
+    """A manifest that retention has marked: why (`""` if unreadable), and how long ago."""
 
     key: str
     reason: str
@@ -332,13 +342,19 @@ class ExpiringManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Something that went wrong, as far as the catalog holds it.
+    """Something that went wrong, as recorded in the catalog.
 
-    `kind`: `validation` (failed), `manifest` (unreadable), `chain` (does not join up), `restart`
-    (a trainer was killed, its successor went on), `deletion` (announced and not finished), `record`
-    (another one, that nothing depends on, is damaged), `ranks` (a checkpoint waits for some of
-    several), `rejected` (an agent found that it can never be stored).
-    `when_ms`: by the clock of whoever recorded it; None: nobody did.
+    Attributes:
+        kind: `validation` (failed), `manifest` (unreadable), `chain` (broken), `restart` (a trainer
+            was killed and its successor continued), `deletion` (announced and not finished),
+            `record` (damaged or lost, but no checkpoint depends on it), `ranks` (a checkpoint waits
+            for parts of some ranks), `rejected` (an agent found that a checkpoint can never be
+            stored).
+        subject: the object.
+        cause: what is wrong with it.
+        when_ms: time in milliseconds since the epoch, by the clock of the process that recorded it;
+            None: not recorded.
+        next_step: what to run or read next.
     """
 
     kind: Literal[
@@ -352,7 +368,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over the checkpoints of `RunOverview.checkpoints`, unreadable ones left out."""
+    """Sums over `RunOverview.checkpoints`, without unreadable ones."""
 
     checkpoints: int
     stored_bytes: int
@@ -362,17 +378,17 @@ class Totals:
 
     @property
     def share_of_full(self) -> float | None:
-        """Bytes written as a share of full fp32 checkpoints of the same; None: nothing to go by."""
+        """Stored bytes as a share of full fp32 checkpoints of the same states; None: none known."""
         return self.stored_bytes / self.full_bytes if self.full_bytes else None
 
     @property
     def stall_share(self) -> float | None:
-        """Share of the time between first and last cut that training waited; None: too few."""
+        """Share of the time from first to last cut that training waited; None: too few cuts."""
         return self.stall_seconds / self.trained_seconds if self.trained_seconds else None
 
 
 class Validated(NamedTuple):
-    """A checkpoint that was validated, and what its validations say together."""
+    """A checkpoint that was validated, and the combined result of its validations."""
 
     step: int
     generation: int
@@ -385,19 +401,19 @@ class RunOverview:
 
     Attributes:
         url, run: the run URL and the run's id.
-        refreshed_ms: this host's time when it was looked at.
+        refreshed_ms: this host's time of the refresh, in milliseconds since the epoch.
         checkpoints: the newest of the live line, newest first.
-        live_checkpoints, superseded_checkpoints: how many there are in all.
-        last_validated: the newest of the whole live line that any validation has looked at; None:
-            none has.
+        live_checkpoints, superseded_checkpoints: number of all such checkpoints.
+        last_validated: the newest checkpoint of the whole live line that was validated; None: none
+            was.
         generation: the newest trainer; None: none has started.
-        restarts: starts of trainers on this line, the first left out.
-        ended: the newest trainer has ended by itself; None: it has not, or not said so.
-        lag, restore, totals: see there. `restore` None: nothing restores.
-        plan: what the newest retention planned, by the rules that it was given; None: none has
-            left a plan.
-        expiring: what is marked now.
-        failures: newest first where the time is known, then the others.
+        restarts: number of starts of trainers on this line after the first.
+        ended: the end of the newest trainer; None: it has not ended, or has not said so.
+        lag, totals: see their classes.
+        restore: see `RestoreEstimate`; None: no checkpoint restores.
+        plan: the plan of the newest retention; None: none has stored a plan.
+        expiring: the manifests that are marked now.
+        failures: newest first; those of unknown time last.
     """
 
     url: str
@@ -423,12 +439,12 @@ class RunOverview:
         return self.checkpoints[0] if self.checkpoints else None
 
 
-#: What an alarm is about.
+#: Kinds of alarms.
 Trouble = Literal["no_commit", "validation_failed", "chain_broken", "manifest_damaged"]
 
 
 class Alarm(NamedTuple):
-    """Something that somebody has to look at now, in one sentence, and what to do."""
+    """Something that needs attention now, in one sentence, and what to do."""
 
     trouble: Trouble
     text: str
@@ -436,10 +452,10 @@ class Alarm(NamedTuple):
 
 
 def measured_interval_seconds(checkpoints: Sequence[CheckpointFacts]) -> float | None:
-    """Time from one cut to the next: the median of the newest gaps; None: there is none yet.
+    """Return the time between cuts: the median of the newest gaps; None: there is none yet.
 
     Args:
-        checkpoints: of the live line, newest first.
+        checkpoints: checkpoints of the live line, newest first.
     """
     gaps = [one.interval_seconds for one in checkpoints if one.interval_seconds is not None]
     gaps = [gap for gap in gaps[:_GAPS] if gap > 0]
@@ -452,13 +468,13 @@ def alarms(
     intervals: float = INTERVALS_OF_SILENCE,
     unknown_interval_seconds: float = 1800.0,
 ) -> tuple[Alarm, ...]:
-    """What is wrong now, worst first; empty: nothing.
+    """Return what is wrong now, worst first; empty if nothing is.
 
     Args:
         overview: the run.
-        intervals: of the run's own, without a commit, that are too many.
-        unknown_interval_seconds: how long without a commit is too long before the run's interval
-            is known.
+        intervals: number of the run's intervals without a commit that is too long.
+        unknown_interval_seconds: time without a commit that is too long if the run's interval is
+            not known.
     """
     found: list[Alarm] = []
     silence = _silence(overview, intervals, unknown_interval_seconds)
@@ -492,8 +508,8 @@ def _silence(
             "no_commit",
             f"training has {_ENDED[ended.reason]} after step {ended.step}, and its last "
             f"{lag.at_risk_batches} batches are not stored",
-            f"on {host}: run recpoint agent, which stores what is staged there; "
-            "what is not staged, a new start trains again",
+            f"on {host}: run recpoint agent, which stores the checkpoints that are staged there; a "
+            "new start trains the other batches again",
         )
     since = "checkpoint that restores" if overview.checkpoints else "checkpoint at all"
     expected = "" if known is None else f", one is expected every {_seconds_text(known)}"
@@ -501,7 +517,7 @@ def _silence(
     return Alarm("no_commit", what, f"on {host}: is the trainer alive, and recpoint agent running?")
 
 
-#: What becomes of "training has …" by the reason of its end.
+#: Completes "training has …" by the reason of its end.
 _ENDED: Final[dict[str, str]] = {"finished": "finished", "terminated": "been terminated"}
 
 
@@ -510,12 +526,12 @@ def _seconds_text(seconds: float) -> str:
 
 
 def clock_note(*, store_less_trainer_seconds: float, ahead_seconds: float) -> str:
-    """What to say about clocks that do not agree; empty: they do, near enough.
+    """Return a note about clocks that differ by more than a minute; empty if they do not.
 
     Args:
-        store_less_trainer_seconds: the store's time of the newest manifest less the commit time
-            that it says itself.
-        ahead_seconds: how far that object is in the future of this host.
+        store_less_trainer_seconds: the store's time of the newest manifest less the commit time in
+            the manifest.
+        ahead_seconds: by how much the store's time of that object is after this host's time.
     """
     if ahead_seconds > _CLOCK_SECONDS:
         return f"the store's clock is {ahead_seconds:.0f} s ahead of this host's"
@@ -525,18 +541,15 @@ def clock_note(*, store_less_trainer_seconds: float, ahead_seconds: float) -> st
     order = "after" if apart > 0 else "before"
     return (
         f"the store dates the newest manifest {abs(apart):.0f} s {order} its trainer did: their "
-        "clocks differ, or the run was copied; ages are the store's"
+        "clocks differ, or the run was copied; ages are by the store's clock"
     )
 
 
-# Figures of a run's overview, from what is kept of its manifests and generation records.
-
-
-#: So many of the newest gaps tell how fast training is.
+# Computes the figures of an overview from the kept figures of manifests and generation records.
 
 
 class ManifestFigures(NamedTuple):
-    """What is kept of a manifest once it has been read, as taken; `error`: it could not be."""
+    """The figures kept of a manifest, as the checkpoint was taken; `error` if it is unreadable."""
 
     kind: Literal["full", "increment"]
     chain_length: int
@@ -552,7 +565,7 @@ class ManifestFigures(NamedTuple):
 
 
 def kept(manifest: Manifest) -> ManifestFigures:
-    """What is kept of a manifest."""
+    """Return the figures to keep of a manifest."""
     links = manifest.links
     return ManifestFigures(
         kind=links.kind,
@@ -570,12 +583,12 @@ def kept(manifest: Manifest) -> ManifestFigures:
 
 
 def unreadable(error: RecpointError) -> ManifestFigures:
-    """What is kept of one that cannot be read."""
+    """Return the figures to keep of an unreadable manifest."""
     return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, str(error))
 
 
 def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:
-    """The state of a checkpoint, from its manifest and what validations say."""
+    """Return the state of a checkpoint, from its manifest and the result of its validations."""
     if read.error is not None:
         return "damaged"
     if verdict is None:
@@ -588,15 +601,15 @@ def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:
 def with_risk(
     facts: Sequence[CheckpointFacts], run: Run, ends: Mapping[int, EndRecord]
 ) -> tuple[CheckpointFacts, ...]:
-    """With what was at risk right before each commit.
+    """Return the checkpoints with their intervals and what was at risk right before each commit.
 
     Args:
-        facts: of the live line, newest first.
+        facts: checkpoints of the live line, newest first.
         run: the run.
-        ends: of each generation whose trainer has said that it has ended, its word.
+        ends: the end records by generation, for trainers that have said that they have ended.
     """
     newest_steps = {one.generation: one.step for one in reversed(facts)}
-    # A trainer that has gone on after its word has not ended (format §5).
+    # An end record does not count if its trainer has continued after it (format §5).
     last_steps = {
         generation: end.step
         for generation, end in ends.items()
@@ -612,7 +625,7 @@ def with_risk(
             continue
         since_ms, since_step = start
         batches = one.step - since_step
-        # One host's clock; it may have been set meanwhile.
+        # Both times are by one host's clock, which may have been set back meanwhile.
         gap_seconds = max(0, one.snapshot_ms - since_ms) / 1000
         meanwhile = one.lag_seconds * batches / gap_seconds if gap_seconds > 0 else 0.0
         last_step = last_steps.get(one.generation)
@@ -633,12 +646,12 @@ def with_risk(
 def _most_meanwhile(
     one: CheckpointFacts, newer: Sequence[CheckpointFacts], last_step: int | None
 ) -> float:
-    """How many batches the trainer of `one` can have trained from its cut to its commit.
+    """Return the most batches that its trainer can have trained from `one`'s cut to its commit.
 
     Args:
         one: a checkpoint.
-        newer: those after it, newest first.
-        last_step: that its trainer has ended with; None: not known.
+        newer: the checkpoints after it, newest first.
+        last_step: the step at which its trainer ended; None: not known.
     """
     for other in reversed(newer):
         if other.generation != one.generation:
@@ -651,17 +664,20 @@ def _most_meanwhile(
 def _before(
     one: CheckpointFacts, before: CheckpointFacts | None, run: Run, *, alone: bool
 ) -> tuple[int, int] | None:
-    """(time, step) from which on training was in no checkpoint; by its trainer's host's clock."""
+    """Return from when and from which step on training was in no checkpoint before `one`.
+
+    The time is in ms by the clock of the trainer's host. None: they are not known.
+    """
     if before is not None and before.generation == one.generation:
         return None if before.error is not None else (before.snapshot_ms, before.step)
     if before is None and not alone:
-        return None  # retention may have let go of the one before it, or it was not read
+        return None  # the checkpoint before it was not read, or retention has deleted it
     record = run.generation(one.generation)
     return record.created_ms, 0 if record.restored is None else record.restored.step
 
 
 def pace(facts: Sequence[CheckpointFacts]) -> float | None:
-    """Batches a second between the newest cuts; None: not known."""
+    """Return the batches per second between the newest cuts; None: not known."""
     known = [
         (one.interval_batches, one.interval_seconds)
         for one in facts
@@ -674,14 +690,14 @@ def pace(facts: Sequence[CheckpointFacts]) -> float | None:
 def expected_interval_seconds(
     newest: ManifestFigures | None, facts: Sequence[CheckpointFacts]
 ) -> float | None:
-    """From one checkpoint to the next: as its trainer meant it, or as measured if that is longer.
+    """Return the time between checkpoints that the trainer intends, or the measured one if longer.
 
-    Longer where checkpoints are skipped, since the store is slower than the interval. None: the
-    trainer did not know, or how long a batch takes is not known.
+    It is longer if checkpoints are skipped because the store is slower than the interval. None: the
+    trainer did not state it, or the time of a batch is not known.
 
     Args:
         newest: the newest manifest that can be read.
-        facts: of the live line, newest first.
+        facts: checkpoints of the live line, newest first.
     """
     if newest is None:
         return None
@@ -699,11 +715,13 @@ def expected_interval_seconds(
 def longest_wait_seconds(
     interval_seconds: float | None, facts: Sequence[CheckpointFacts]
 ) -> float | None:
-    """How long after a cut the next commit has come, of the newest and as meant; None: not known.
+    """Return the longest time from a cut to the next checkpoint's commit; None: not known.
+
+    It is the maximum over the newest checkpoints and the expected one.
 
     Args:
         interval_seconds: see `expected_interval_seconds`.
-        facts: of the live line, newest first.
+        facts: checkpoints of the live line, newest first.
     """
     known = [one for one in facts if one.interval_seconds][:_GAPS]
     waits = [one.lag_seconds + (one.interval_seconds or 0.0) for one in known]
@@ -722,12 +740,12 @@ def lag_of(
     earlier_batches: int = 0,
     note: str = "",
 ) -> Lag:
-    """The lag of a run whose trainer has not said that it has ended.
+    """Return the lag of a run whose trainer has not said that it has ended.
 
     Args:
         seconds, silent_seconds, clock, interval_seconds: see `Lag`.
-        facts: of the live line, newest first.
-        earlier_batches: that earlier trainers had trained, and that do not restore any more.
+        facts: checkpoints of the live line, newest first.
+        earlier_batches: batches of earlier trainers that do not restore any more.
         note: `Lag.clock_note`.
     """
     rate = pace(facts)
@@ -753,21 +771,21 @@ def lag_of(
 def ended_lag(
     lag: Lag, ended: Ended, safe_step: int | None, *, most_seconds: float, pace: float | None
 ) -> Lag:
-    """The lag of a run whose trainer has ended: what is at risk is what it could not store.
+    """Return the lag of a run whose trainer has ended: the training that is not stored is at risk.
 
-    Nothing of it grows with time but `seconds` and `silent_seconds`.
+    Only `seconds` and `silent_seconds` grow with time.
 
     Args:
-        lag: as if it still trained.
-        ended: its word.
-        safe_step: of the newest checkpoint that restores; None: there is none.
-        most_seconds: that the trainer can have trained what is missing.
-        pace: in batches a second; None: not known.
+        lag: the lag as if it still trained.
+        ended: its end.
+        safe_step: step of the newest checkpoint that restores; None: there is none.
+        most_seconds: the most time that training the missing batches can have taken.
+        pace: batches per second; None: not known.
     """
     missing = ended.step - (safe_step or 0)
     if missing <= 0:
         return replace(lag, at_risk_seconds=0.0, at_risk_batches=0, overdue=False, intervals=None)
-    # A trainer waits for its agent before it says that it has ended: it trained nothing meanwhile.
+    # A trainer waits for its agent before it writes its end record, and trains nothing meanwhile.
     at_pace = missing / pace if pace else math.inf
     trained = min(lag.at_risk_seconds, most_seconds, at_pace)
     interval = lag.interval_seconds
@@ -781,7 +799,7 @@ def ended_lag(
 
 
 def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEstimate:
-    """What a restore by `chain` reads: the rows of all links, the state of the newest (§6.3)."""
+    """Return the cost of a restore by `chain`: all links' rows, the newest's state (§6.3)."""
     newest = chain.newest
     total = sum(
         chunk.bytes
@@ -801,7 +819,7 @@ def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEst
 
 
 def totals(facts: Sequence[CheckpointFacts]) -> Totals:
-    """Sums over all that could be read."""
+    """Return sums over the checkpoints that could be read."""
     readable = [one for one in facts if one.error is None]
     gaps = [one.interval_seconds for one in readable if one.interval_seconds is not None]
     return Totals(

@@ -1,4 +1,4 @@
-"""What went wrong with a run, and what retention is about to remove, as its catalog tells it."""
+"""Collects from the catalog what went wrong with a run, and what retention is about to remove."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from recpoint.format.validation import ValidationRecord
 __all__ = ["Troubles"]
 
 
-#: So many of each kind are told of, the newest.
+#: Most failures reported of each kind, the newest.
 _TOLD = 20
 
-#: So many marks are read at a time: the reasons of thousands come with later refreshes.
+#: Most marks read at each refresh; the reasons of others come with later refreshes.
 _MARKS_EACH = 200
 
-#: A checkpoint of several ranks whose parts are not all there after so long waits for some.
+#: If parts of a checkpoint are still missing after this time, it counts as waiting for ranks.
 _RANKS_SECONDS = 60.0
 
-#: A deletion that has been announced for longer was killed, and the next retention finishes it.
+#: A deletion announced longer ago than this was killed; the next retention finishes it.
 _DELETION_SECONDS = TAKE_OVER_SECONDS
 
 
 class Troubles:
-    """Reads records of trouble, each once.
+    """Reads the records of failures, each once.
 
     Args:
         run: the run.
 
     Attributes:
-        chains: checkpoints whose chain does not join up, and why; set by `RunWatch`.
+        chains: checkpoints whose chain is broken, and why; set by `RunWatch`.
         end: what is wrong with the newest trainer's end record; set by `RunWatch`.
-        lost: generations beside the live line that have checkpoints and no record, ascending; set
+        lost: generations beside the live line that have checkpoints but no record, ascending; set
             by `RunWatch`.
-        plan: the plan of the newest retention.
+        plan: watches the plan of the newest retention.
     """
 
     def __init__(self, run: Run) -> None:
@@ -72,7 +72,7 @@ class Troubles:
         self._rejections = RejectionWatch(run)
 
     def marks(self, age: Callable[[ObjectInfo], Age]) -> tuple[ExpiringManifest, ...]:
-        """What retention has marked, ascending by key; new marks are read, some at each call."""
+        """Return the marked manifests, ascending by key; reads some of the new marks each time."""
         marks = dict(self._run.records(MARK).listed())
         there = {manifest: (info.key, info.modified_ms) for manifest, info in marks.items()}
         new = [one for one, mark in there.items() if mark not in self._reasons][:_MARKS_EACH]
@@ -95,12 +95,12 @@ class Troubles:
         *,
         training: int | None,
     ) -> tuple[Failure, ...]:
-        """What went wrong, newest first where the time is known.
+        """Return what went wrong, newest first; failures of unknown time last.
 
         Args:
             live: checkpoints of the live line, newest first.
-            known: what validations say of them.
-            checkpoints: those that were read.
+            known: results of their validations.
+            checkpoints: the checkpoints that were read.
             training: the generation whose trainer has not ended; None: there is none.
         """
         found = [
@@ -117,7 +117,7 @@ class Troubles:
         return tuple(sorted(found, key=lambda one: -(one.when_ms or 0)))
 
     def ends(self, generations: Iterable[int]) -> dict[int, EndRecord]:
-        """The ends of trainers that have a successor, where they left word; each is read once."""
+        """Return the end records of trainers that have a successor, if any; each is read once."""
         new = [number for number in generations if number not in self._ends]
         if new:
             with ReadScheduler.of_records() as reads:
@@ -127,7 +127,7 @@ class Troubles:
     def bytes_per_second(
         self, live: Sequence[ManifestName], known: Mapping[ManifestName, Verdict]
     ) -> float | None:
-        """How fast the newest validation of bytes read them; None: there is none."""
+        """Return the speed of the newest validation that read bytes; None: there is none."""
         for name in live:
             verdict = known.get(name)
             if verdict is None or not verdict.passed("sample"):
@@ -139,7 +139,7 @@ class Troubles:
             return None if took_ms <= 0 else 1000 * record.bytes_read / took_ms
         return None
 
-    # --- one kind each -------------------------------------------------------------------------
+    # --- failures of each kind -----------------------------------------------------------------
 
     def _validations(
         self, live: Sequence[ManifestName], known: Mapping[ManifestName, Verdict]
@@ -230,8 +230,8 @@ class Troubles:
             Failure(
                 kind="record",
                 subject=GENERATION_KEY.of(number),
-                cause=f"no record of generation {number}, but checkpoints: they are superseded, "
-                "and retention keeps them",
+                cause=f"no record of generation {number}, which has checkpoints: they are "
+                "superseded, and retention keeps them",
                 when_ms=None,
                 next_step=naming_run(next_step_of_lost(number), self._run.url),
             )
@@ -251,12 +251,12 @@ class Troubles:
             )
             for record in self._rejections.refresh()
             for one in record.newest
-            if one.error_type != CheckpointCancelled.__name__  # as its trainer wished
+            if one.error_type != CheckpointCancelled.__name__  # the trainer wanted that
         ]
         return sorted(found, key=lambda one: -(one.when_ms or 0))[:_TOLD]
 
     def _ranks(self, live: Sequence[ManifestName]) -> list[Failure]:
-        """Checkpoints that the newest trainer can still commit, and that wait for some ranks."""
+        """Return the newest trainer's checkpoints that wait for the parts of some ranks."""
         newest = max(self._run.generation_numbers(), default=0)
         last = max((name.step for name in live if name.generation == newest), default=-1)
         there: dict[AttemptName, dict[int, int]] = {}
@@ -275,19 +275,19 @@ class Troubles:
                     Failure(
                         kind="ranks",
                         subject=f"step {attempt.step} waits for {ranks_text(missing)} of {ranks}",
-                        cause=f"{ranks_text(modified)} stored what they have; the others did not",
+                        cause=f"{ranks_text(modified)} stored their parts; the others did not",
                         when_ms=since,
-                        next_step="see trainers and agents on the hosts of the missing ranks",
+                        next_step="read the logs of trainers and agents of the missing ranks",
                     )
                 )
         return found
 
     def _ranks_of(self, attempt: AttemptName, rank: int) -> int:
-        """How many ranks the checkpoint is of, as one of its parts says; 0: it cannot be read."""
+        """Return the checkpoint's number of ranks from one of its parts; 0: that is unreadable."""
         try:
             return self._run.records(PART).read(*attempt, rank).ranks
         except (FormatError, ObjectNotFound):
-            return 0  # an agent says so, and rejects it
+            return 0  # an agent reports the damage, and rejects the job
 
     def _restarts(self) -> list[Failure]:
         numbers = self._run.generation_numbers()[-_TOLD - 1 :]
@@ -306,9 +306,9 @@ class Troubles:
                     kind="restart",
                     subject=f"generation {number}",
                     cause=f"process {record.pid} of {record.host} went on from {went_on}; "
-                    "what its predecessor had trained after that is gone",
+                    "its predecessor's training after that is lost",
                     when_ms=record.created_ms,
-                    next_step="see the log of the trainer before it",
+                    next_step="read the log of the previous trainer",
                 )
             )
         return found

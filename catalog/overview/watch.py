@@ -1,4 +1,4 @@
-"""Refreshes the overview of a run: reads each manifest once, estimates when objects appeared."""
+"""Refreshes the overview of a run: reads each manifest once, estimates the age of objects."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from recpoint.format.records import EndRecord
 __all__ = ["RunWatch"]
 
 
-# Between which looks an object has appeared, and how old it is for that, whatever clocks say.
+# Estimates an object's age from the two listings between which it appeared, whatever clocks say.
 
 
 class Appearances:
-    """Of the objects that looks have found. For one thread at a time."""
+    """Remembers between which listings each object appeared. For one thread at a time."""
 
     def __init__(self) -> None:
-        # Monotonic times: between which an object that was not there at first has appeared.
+        # Monotonic times between which an object appeared that the first listing did not have.
         self._appeared: dict[str, tuple[float, float]] = {}
         self._known: set[str] = set()
         self._first_seen: float | None = None
         self._last_began = 0.0
 
     def note_listing(self, keys: set[str], began: float) -> None:
-        """A look that began then, on the monotonic clock, has found these keys and no others."""
+        """Note the keys of a listing that began at monotonic time `began`."""
         now = time.monotonic()
         if self._first_seen is None:
             self._first_seen = now
@@ -71,7 +71,7 @@ class Appearances:
         self._known, self._last_began = keys, began
 
     def age(self, info: ObjectInfo) -> Age:
-        """Of an object: what its store says, within what was seen here."""
+        """Return an object's age by the store's time, limited to the bounds observed here."""
         now = time.monotonic()
         store_seconds = time.time() - info.modified_ms / 1000
         if info.key in self._appeared:
@@ -82,34 +82,34 @@ class Appearances:
         return Age.of(store_seconds=store_seconds, least=least, most=None)
 
 
-# Reading a run's overview again and again, each manifest once (format §2, §5, §10).
+# Refreshes a run's overview repeatedly, and reads each manifest once (format §2, §5, §10).
 #
-# A refresh lists the records of a run and reads only those manifests that it has not read before:
-# what it costs follows what is new, and not how long the run has been going.
+# A refresh lists the records of a run and reads only the manifests that it has not read before. Its
+# cost depends on the number of new checkpoints, not on the length of the run.
 
 
-#: So many checkpoints of the live line are read; the others are only counted.
+#: Number of the newest checkpoints of the live line that are read; others are only counted.
 NEWEST = 500
 
-#: So many checkpoints are tried before it is said that none restores.
+#: Number of checkpoints that are tried before the overview says that none restores.
 _TRIED = 50
 
-#: Manifests of one refresh that are kept for the chain, which needs them whole.
+#: Number of the newest manifests read that are kept whole, because the chain may need them.
 _KEPT_WHOLE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Safe:
-    """What a restore would take, and the chain it would read."""
+    """The checkpoint that a restore would choose, and the chain that it would read."""
 
     name: ManifestName
     chain: Chain
 
 
 class _Listing(NamedTuple):
-    """What a refresh has listed, and on which clocks."""
+    """The listings of a refresh."""
 
-    manifests: Mapping[ManifestName, ObjectInfo]  # of checkpoints' own, no consolidated ones
+    manifests: Mapping[ManifestName, ObjectInfo]  # checkpoints' own, no consolidated ones
     generations: Mapping[int, ObjectInfo]
     forms: Mapping[ManifestName, Sequence[Representation]]
     live: Sequence[ManifestName]
@@ -117,10 +117,10 @@ class _Listing(NamedTuple):
 
 
 class RunWatch:
-    """Overviews of one run, each cheaper than the first. For one thread at a time.
+    """Makes overviews of one run; later ones cost less than the first. For one thread at a time.
 
-    Keeps a few numbers for each of the newest `NEWEST` checkpoints, and the manifests of the chain
-    that a restore would read.
+    It keeps a few numbers for each of the newest `NEWEST` checkpoints, and the manifests of the
+    chain that a restore would read.
 
     Args:
         run: the run.
@@ -138,7 +138,7 @@ class RunWatch:
         self._appearances = Appearances()
 
     def refresh(self) -> RunOverview:
-        """The run as it is now.
+        """Return an overview of the run as it is now.
 
         Raises:
             NothingToRestore: the run is not there any more.
@@ -211,10 +211,10 @@ class RunWatch:
         # rule 3).
         generations = dict(self.run.records(GENERATION).listed())
         if not generations:
-            # A local directory that is gone lists as empty: a run that is away is not a new one.
+            # A missing local directory lists as empty; this raises if the run is gone.
             Run.open(self.run.store)
         if any(generations.get(number) != info for number, info in self._generations.items()):
-            self.run = Run(self.run.store, self.run.record)  # it keeps records that it has read
+            self.run = Run(self.run.store, self.run.record)  # drops the records it has cached
         self._generations = generations
         manifests = dict(self.run.records(MANIFEST).listed())
         forms = [Representation(name) for name in manifests]
@@ -239,7 +239,7 @@ class RunWatch:
     # --- manifests -----------------------------------------------------------------------------
 
     def _checkpoints(self, listing: _Listing) -> list[tuple[ManifestName, ManifestFigures]]:
-        """Of the newest of the live line, newest first; only what is new is read."""
+        """Return the figures of the newest checkpoints, newest first; reads only new manifests."""
         wanted = [self._preferred(listing, name) for name in listing.live[:NEWEST]]
         fresh: dict[Representation, Manifest] = {}
 
@@ -251,7 +251,7 @@ class RunWatch:
             try:
                 manifest = self.run.read_manifest(form)
             except ObjectNotFound:
-                return None  # let go of since it was listed
+                return None  # deleted after the listing
             except FormatError as error:
                 return unreadable(error)
             if at < _KEPT_WHOLE:
@@ -269,7 +269,7 @@ class RunWatch:
     def _preferred(
         self, listing: _Listing, name: ManifestName
     ) -> tuple[Representation, tuple[str, int, int]]:
-        """A checkpoint's own manifest, else a consolidated one; and what tells it from others."""
+        """Return a checkpoint's own manifest, or else a consolidated one; and its identity."""
         own = Representation(name)
         forms = listing.forms[name]
         form = own if own in forms else forms[0]
@@ -277,10 +277,10 @@ class RunWatch:
         return form, (form.key, info.size_bytes if info else 0, info.modified_ms if info else 0)
 
     def _safe_one(self, listing: _Listing) -> _Safe | None:
-        """What a restore would take: the newest whose chain joins up and that nothing is against.
+        """Return what a restore would choose: the newest with a sound chain and no bad validation.
 
-        Looked for again only when something has been added, removed or validated; or when the
-        newest was passed over, which may be mended.
+        It is searched again only if something was added, removed or validated, or if the newest was
+        passed over, because that may have been repaired.
         """
         signature = (listing.manifests, listing.forms, listing.live, listing.verdicts)
         live = listing.live
@@ -310,7 +310,7 @@ class RunWatch:
         return safe
 
     def _forget_changed(self, listing: _Listing) -> None:
-        """Forget whole manifests that are gone, or are not those that were read."""
+        """Forget whole manifests that are gone or were replaced."""
         before, now = self._manifests_before, listing.manifests
         self._whole = {
             form: manifest
@@ -377,7 +377,7 @@ class RunWatch:
         )
 
     def _end(self, generation: int) -> EndRecord | None:
-        """The word of the newest trainer that it has ended; None: there is none to go by."""
+        """Return the end record of the newest trainer; None if there is none or it is damaged."""
         self._troubles.end = None
         try:
             return read_end(self.run, generation) if generation else None
@@ -408,7 +408,7 @@ class RunWatch:
             )
         newest = safe.chain.newest
         info = listing.manifests.get(safe.name)
-        if info is None:  # consolidated, and its own manifest let go of
+        if info is None:  # it has only a consolidated manifest; its own was deleted
             store_seconds = time.time() - newest.committed_ms / 1000
             age, note = Age.of(store_seconds=store_seconds, least=0.0, most=None), ""
         else:
@@ -417,7 +417,7 @@ class RunWatch:
                 store_less_trainer_seconds=(info.modified_ms - newest.committed_ms) / 1000,
                 ahead_seconds=info.modified_ms / 1000 - time.time(),
             )
-        # From cut to commit: one host's clock.
+        # The time from cut to commit is by one host's clock.
         seconds = age.seconds + max(0, newest.committed_ms - newest.snapshot_ms) / 1000
         silent = seconds
         if generation.number > safe.name.generation:
@@ -434,14 +434,14 @@ class RunWatch:
 
 
 def _ended(end: EndRecord | None, facts: Sequence[CheckpointFacts]) -> Ended | None:
-    """The newest trainer's word that it has ended; not if it has gone on nevertheless."""
+    """Return the newest trainer's end; None if it has not ended, or has continued after that."""
     if end is None or (facts and facts[0].step > end.step):
         return None
     return Ended(step=end.step, reason=end.reason, ended_ms=end.ended_ms)
 
 
 def _earlier_batches(generation: Generation, safe: _Safe | None) -> int:
-    """How many batches the newest trainer went on from that do not restore any more."""
+    """Return how many of the batches that the newest trainer restored do not restore any more."""
     restorable = 0 if safe is None else safe.name.step
     return max(0, (generation.restored_step or 0) - restorable)
 
@@ -449,9 +449,10 @@ def _earlier_batches(generation: Generation, safe: _Safe | None) -> int:
 def _seconds_to_end(
     ended: Ended, generation: Generation, safe: _Safe | None, pace: float | None
 ) -> float:
-    """How long what was trained until the end, and does not restore, can have taken.
+    """Return the most time that the training took that does not restore, until the trainer's end.
 
-    Of the newest trainer by its own clock, of those before it at the pace of batches a second.
+    It is measured by the newest trainer's clock; for earlier trainers it is computed from `pace`,
+    in batches per second.
     """
     since_ms = generation.created_ms
     if safe is not None and safe.name.generation == generation.number:

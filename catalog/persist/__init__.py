@@ -1,7 +1,7 @@
-"""Takes a staged job to a committed checkpoint.
+"""Turns a staged job into a committed checkpoint.
 
-A job file comes in, a manifest in the store goes out. Walk: `persist` (one driver of the steps,
-for a flow and for an agent without Prefect), `plan` (which chunks), `quantize`, `encode` (chunks
-into the spool and into the store), `spool` (the files in between), `ranks` (parts of several ranks
-joined to one checkpoint).
+Its input is a job file, its output a manifest in the store. Read the modules in this order:
+`persist` (runs the steps, for a flow and for an agent without Prefect), `plan` (divides the job
+into chunks), `quantize`, `encode` (writes chunks to the spool and the store), `spool` (the files
+between the steps), `ranks` (joins the parts of several ranks to one checkpoint).
 """

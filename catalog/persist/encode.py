@@ -1,9 +1,9 @@
-"""Second and third step of a persist: makes recipes of chunks, and writes chunks from them.
+"""Runs the second and third step of a persist: makes recipes of chunks, writes chunks from them.
 
-At its end the chunks are in the store (format §6.1, write order, rule 3).
+After the third step the chunks are in the store (format §6.1, write order, rule 3).
 
-A recipe holds a chunk's header and names the extents of slot and spool that make up its body, so
-that exact rows and states go from the slot to the store without a copy in between.
+A recipe holds a chunk's header and names the extents of slot and spool that make up its body.
+Exact rows and states thus go from the slot to the store without a copy in between.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from recpoint.kernels import row_set
 
 __all__ = ["encode_group", "encoded_entries", "upload_group"]
 
-#: Which rows of a block are no codes, and which of the codes have parameters of four bytes.
+#: The masks of a quantized block: rows stored exactly, and rows whose parameters are F32.
 _FORMS = ("exact", "wide")
 
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -75,7 +75,7 @@ _Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class _Array(NamedTuple):
-    """An array of a chunk, in pieces that lie in files."""
+    """An array of a chunk; `parts` name its bytes in slot and spool."""
 
     name: str
     dtype: Dtype
@@ -84,9 +84,12 @@ class _Array(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """Which rows of a block are in a chunk that has not all of them; `bits`: the same, in a file.
+    """The rows of a block that a chunk holds, if it does not hold all of them.
 
-    `rows` of them.
+    Attributes:
+        mask: [rows of the block], true for the rows in the chunk.
+        bits: the same mask in the spool, as `write_bits` writes it.
+        rows: number of rows in the chunk.
     """
 
     mask: _Mask
@@ -95,12 +98,12 @@ class _Chosen(NamedTuple):
 
     @classmethod
     def of(cls, mask: _Mask, spool: SpoolFile) -> _Chosen | None:
-        """None if it is all of them."""
+        """Write the mask to the spool; return None if it chooses all rows."""
         return None if mask.all() else cls(mask, write_bits(mask, spool), int(mask.sum()))
 
 
 class _Planned(NamedTuple):
-    """A chunk before its bytes are put together; `ends`: ids of its first and its last row."""
+    """A chunk before its bytes are assembled; `ends`: ids of its first and its last row."""
 
     key: str
     meta: ChunkMeta
@@ -109,14 +112,15 @@ class _Planned(NamedTuple):
 
 
 def encode_group(staged: StagedJob, group: Group) -> str:
-    """Write the recipes of a group's chunks; the group is quantized if it has to be.
+    """Write the recipes of a group's chunks; `quantize_group` has run if the group needs it.
 
     Returns:
-        Path of the result.
+        Path of the result, a JSON file in the spool.
 
     Raises:
         MalformedObject: the row ids are not ascending, or outside their table.
         StagingError: slot or spool cannot be read.
+        ValueError: the group has not been quantized, but has rows to quantize.
     """
     path = result_path(staged, group.index, "encoded")
     if load_result(path, staged) is None:
@@ -124,7 +128,7 @@ def encode_group(staged: StagedJob, group: Group) -> str:
             pending = [
                 chunk for block in group.blocks for chunk in _planned(block, staged, spool, group)
             ]
-        # Digests only now: the spool file is complete on disk once it is closed.
+        # The digests read the spool file, which is complete on disk only after it is closed.
         save_result(path, staged, {"chunks": [_finished(planned) for planned in pending]})
     return str(path)
 
@@ -147,7 +151,7 @@ def _planned(
 
 def _finished(planned: _Planned) -> dict[str, Any]:
     meta = planned.meta
-    # Wider items first: then each array is aligned, and a reader need not copy it.
+    # With the widest items first each array is aligned, and a reader need not copy it.
     arrays = sorted(planned.arrays, key=lambda array: -item_bytes(array.dtype))
     sections = [
         Section(array.name, array.dtype, array.shape, _absent(array.parts)) for array in arrays
@@ -175,7 +179,7 @@ def _finished(planned: _Planned) -> dict[str, Any]:
 
 
 def _absent(parts: tuple[Part, ...]) -> np.ndarray[Any, Any]:
-    """Stands for bytes that are not in memory: has their number, and takes no room."""
+    """Return a placeholder for the parts' bytes: it has their length and takes no memory."""
     return np.broadcast_to(np.uint8(0), (sum(part.length for part in parts),))
 
 
@@ -205,7 +209,7 @@ def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Plann
 def _quantized_chunks(
     staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
 ) -> Iterator[_Planned]:
-    """Up to one chunk for each dtype of row parameters, and the exact ones."""
+    """Yield at most one chunk for each dtype of row parameters, then the chunks of exact rows."""
     table = staged.job.tables[block.table]
     exactly, wide = (read_bits(extent_from(quantized[name]), block.rows) for name in _FORMS)
     exact, narrow = np.flatnonzero(exactly), ~(exactly | wide)
@@ -276,7 +280,7 @@ def _row_chunk(
     arrays: list[_Array],
     spool: SpoolFile,
 ) -> _Planned:
-    """`ids` is the first of a range, or all of them: positions in the whole table."""
+    """Plan one row chunk; `ids`: the first id of a contiguous range, or all ids (whole table)."""
     job, table = staged.job, staged.job.tables[block.table]
     coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
     if coding is None:
@@ -307,11 +311,11 @@ def _row_chunk(
 
 
 def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
-    """The block's row ids in the whole table; None if all rows of the shard are staged."""
+    """Return the block's row ids in the whole table; None if all rows of the shard are staged."""
     table = staged.job.tables[block.table]
     if table.all_rows:
         return None
-    # One id more at the front shows that the block goes on where the one before it ended.
+    # Also reads the last id of the block before, to check that the ids ascend across blocks.
     before = 1 if block.first else 0
     extent = staged.extent(
         ids_name(block.table), first=block.first - before, count=block.rows + before
@@ -338,7 +342,7 @@ def _chosen(table: StagedTable, ids: _Ids | None, block: RowBlock, mask: _Mask) 
 def _states(
     staged: StagedJob, block: RowBlock, chosen: _Chosen | None, spool: SpoolFile
 ) -> list[_Array]:
-    """The row states of the rows that are `chosen`, None: of all; copied only if they change."""
+    """Return the row states of the `chosen` rows (None: all); copy only those to be rounded."""
     table = staged.job.tables[block.table]
     rows = block.rows if chosen is None else chosen.rows
     arrays = []
@@ -353,7 +357,7 @@ def _states(
 
 
 def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None) -> Part:
-    """The rows of a segment that are `chosen`, None: all of the block's, where they lie."""
+    """Return where the `chosen` rows (None: all rows of the block) lie in a segment."""
     whole = staged.extent(name, first=block.first, count=block.rows)
     if chosen is None or not whole.length:
         return whole
@@ -361,9 +365,9 @@ def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None)
 
 
 def _rounded(part: Part, spool: SpoolFile) -> Extent:
-    """Write F32 values into the spool as the BF16 next to each of them (format §3.5)."""
+    """Round F32 values to the nearest BF16 and write them to the spool (format §3.5)."""
     offset, length = spool.append(b"").offset, 0
-    spool.flush()  # the bits of which rows it is are in there
+    spool.flush()  # `pieces` reads the mask of chosen rows from this file
     for piece in pieces(part):
         values = torch.frombuffer(piece, dtype=torch.float32)
         length += spool.append(to_bfloat16(values).view(torch.uint8).numpy()).length
@@ -404,24 +408,25 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
 # --- upload ---------------------------------------------------------------------------------------
 
 
-#: Uploads at once in this process, over all groups and runs: each holds a chunk in memory, and the
-#: store's client another copy or two of it.
+#: Concurrent uploads in this process, over all groups and runs. Each holds a chunk in memory, and
+#: the store's client holds one or two more copies.
 _PERSIST_UPLOADS = WriteBudget(4)
 
 
 def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
     """Write the chunks of an encoded group, several at once; all are durable when it returns.
 
-    A call after one that failed in the middle goes on where that one stopped. The group's part of
-    the spool is emptied, but for the entries that the manifest will need; it stays where the spool
-    has no room to note what was written.
+    After a failure, the next call continues where the failed one stopped. At the end the group's
+    spool files are removed, except for the entries that the manifest needs. If the spool had no
+    room to note a written chunk, the files stay for the next call.
 
     Returns:
-        Bytes of the group's chunks.
+        Bytes of the group's chunks in the store.
 
     Raises:
-        DigestMismatch: slot or spool changed since the group was encoded.
-        StoreError: the store did not take a chunk.
+        DigestMismatch: slot or spool changed after the group was encoded.
+        StoreError: the store did not accept a chunk.
+        ValueError: the group has not been encoded.
     """
     chunks = _chunks(staged, group)
     marker = result_path(staged, group.index, "uploaded")
@@ -435,26 +440,25 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with lock, open(open_in_spool(marker, flags), "a", encoding="ascii") as file:
-                # After a line break: half a line may be there, of one that there was no room for.
+                # Starts with a line break, because an earlier write may have left half a line.
                 file.write(f"\n{staged.job.attempt} {chunk['entry']['key']}\n")
         except OSError:
-            # Without room for this line the chunk is stored all the same, and a later try writes it
-            # once more.
+            # The chunk is stored even if there was no room for this line; a later call writes it
+            # again.
             unnoted.set()
 
-    # After one failure the others would only make the caller wait for the same answer.
     with WriteScheduler(_PERSIST_UPLOADS) as writes:
         for chunk in left:
             writes.begin(writes.reserve(chunk["entry"]["bytes"]), partial(upload, chunk))
         writes.finish()
-    if not unnoted.is_set():  # else a later try reads them again
+    if not unnoted.is_set():  # otherwise a later call needs these files again
         for name in ("quantized", "encoded"):
             result_path(staged, group.index, name).with_suffix(".bin").unlink(missing_ok=True)
     return sum(int(chunk["entry"]["bytes"]) for chunk in chunks)
 
 
 def encoded_entries(staged: StagedJob, group: Group) -> list[ChunkEntry]:
-    """What the manifest says about the chunks of an encoded group."""
+    """Return the manifest entries of the chunks of an encoded group."""
     return [ChunkEntry.model_validate(chunk["entry"]) for chunk in _chunks(staged, group)]
 
 

@@ -1,8 +1,8 @@
-"""From a staged job to a committed checkpoint: the job as one object, and the order of its steps.
+"""Runs the steps that turn a staged job into a committed checkpoint.
 
-`PersistJob` is a job file that was opened once. `drive` runs its steps, overlapped, up to the
-answer. It runs them through `Steps`: the object's own, or those of a workflow engine, which calls
-each step of the object as a task.
+`PersistJob` holds a job file that was opened once; its methods are the steps. `drive` runs them,
+overlapped, until the job is answered. It calls them through `Steps`: either the job itself, or a
+workflow engine that runs each step of the job as a task.
 """
 
 from __future__ import annotations
@@ -75,24 +75,25 @@ __all__ = [
     "reject_job",
 ]
 
-#: Groups that are worked on at once: one is prepared while the one before it is uploaded.
+#: Groups in work at once: one is prepared while the previous one is uploaded.
 _GROUPS_IN_FLIGHT: Final = 2
 
-#: Few attempts: whoever persists tries again by pauses of its own, which follow the interval.
+#: Few attempts, because the caller retries a failed job with pauses that follow the interval.
 _TIMEOUTS: Final = S3Timeouts(attempts=3)
 
-#: What is told of a checkpoint that is not there.
+#: The sizes in the answer to a rejected job.
 _NOTHING: Final = Committed(0, 0, 0, 0, 0, ())
 
 _REJECTED: Final = "nothing: the job is rejected, and the trainer stages its rows again"
 
 
 class Found(NamedTuple):
-    """What the store has of a job.
+    """What the store already holds of a job.
 
     Attributes:
-        stored: the part of this rank, one of several, is written: no chunk may be written again.
-        committed: the checkpoint, if an agent that was killed had committed it; else None.
+        stored: the part of this rank is written, so that no chunk may be written again; always
+            false if the job has one rank.
+        committed: the checkpoint, if an earlier agent committed it before it was killed; else None.
     """
 
     stored: bool
@@ -100,23 +101,23 @@ class Found(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a job was answered; `committed` is None if it was rejected."""
+    """The answer to a job; `committed` is None if the job was rejected."""
 
     outcome: Outcome
     committed: Committed | None = None
 
 
 class PersistJob:
-    """A staged job that is persisted: its file is opened once, and what follows from it is kept.
+    """A staged job to be persisted: its file is opened once, and what follows from it is kept.
 
-    The slot is checked and the chunks are planned at the first use; so is the store opened, which
-    goes with the object. After a failure a new object opens all of it anew, since a slot may have
-    changed, and credentials too. Steps may be called again, and after a kill by another process:
-    each finds what it has done. Different groups may be at different steps at once.
+    The store is opened, the slot checked and the chunks planned at first use. After a failure,
+    create a new object: the slot and the credentials may have changed. A step may be called again,
+    also by another process after a kill: it finds its earlier work and continues from there.
+    Different groups may be at different steps at once.
 
     Attributes:
         path: the job file.
-        job: what it says.
+        job: its content.
     """
 
     def __init__(self, path: Path, job: Job, store: Store | None = None) -> None:
@@ -130,20 +131,20 @@ class PersistJob:
         """Read a job file.
 
         Args:
-            job_file: the job; nothing else is needed.
-            store: the store to write to; that of the job's run URL if None.
+            job_file: path of the job; nothing else is needed.
+            store: the store to write to; None opens the store of the job's run URL.
 
         Raises:
             FileNotFoundError: there is no such job (any more).
-            FormatError: it is not a job, or not this run's.
-            StagingRefused: it, or a directory above it, is not this user's own.
+            FormatError: the file is not a job, or is a job of another run.
+            StagingRefused: this user does not own the file or a directory above it.
         """
         path = Path(job_file)
         return cls(path, read_job(path), store)
 
     @cached_property
     def store(self) -> Store:
-        """The store of the run. A new client of an object store takes a fifth of a second."""
+        """The store of the run; kept, because a new client of an object store takes 0.2 s."""
         if self._given is not None:
             return self._given
         return open_store(self.job.run_url, timeouts=_TIMEOUTS)
@@ -153,14 +154,14 @@ class PersistJob:
         """The job with its slot.
 
         Raises:
-            FormatError: its segments are not what its tables need.
-            StagingError: its slot is missing, not a plain file, too short, or another user's.
+            FormatError: the segments do not match what the tables need.
+            StagingError: the slot is missing, not a plain file, too short, or another user's.
         """
         return open_slot(self.path, self.job)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of the job, each to be quantized if it says so, encoded and uploaded.
+        """The groups of the job: each is quantized if `group.quantized`, encoded and uploaded.
 
         Raises:
             FormatError, StagingError: the job cannot be persisted.
@@ -168,10 +169,10 @@ class PersistJob:
         return tuple(plan_groups(self.staged))
 
     def raise_if_cancelled(self) -> None:
-        """Stop where the trainer wants the job dropped, or its file is gone.
+        """Raise if the trainer has cancelled the job, or if its file is gone.
 
         Raises:
-            CheckpointCancelled: the trainer does.
+            CheckpointCancelled: the trainer has cancelled the job.
             FileNotFoundError: somebody has answered or removed the job.
         """
         raise_if_cancelled(self.path, self.job)
@@ -179,11 +180,11 @@ class PersistJob:
     # --- what the store has -----------------------------------------------------------------------
 
     def open_run(self) -> Run:
-        """The run that the job is for, as it is there now.
+        """Open the job's run, and check that it is still the same run.
 
         Raises:
-            NothingToRestore: there is no run: a mount may be missing.
-            ForeignObject: another run is there.
+            NothingToRestore: there is no run at its URL: a mount may be missing.
+            ForeignObject: another run is at its URL.
         """
         try:
             run = Run.open(self.store)
@@ -207,25 +208,27 @@ class PersistJob:
         return run
 
     def find_done(self) -> Found:
-        """What is done of the job; the first step.
+        """Find what is already done of the job; this is the first step.
 
         Raises:
-            CheckpointCancelled: the trainer wants it dropped.
-            StaleWriter, MissingLink: it is not committed and never will be.
-            GenerationRecordLost: nor will it be before the record of its generation is back.
-            CommitConflict: a part of another snapshot of this step is there.
-            FormatError: that part is damaged.
-            ForeignObject, NothingToRestore, StoreError: as `open_run`, or not now.
+            CheckpointCancelled: the trainer has cancelled the job.
+            StaleWriter, MissingLink: the job is not committed and can never be.
+            GenerationRecordLost: the job cannot be committed until the record of its generation is
+                restored.
+            CommitConflict: the store has this rank's part of another snapshot of this step.
+            FormatError: the part is damaged.
+            ForeignObject, NothingToRestore: as `open_run`.
+            StoreError: the store cannot be read; try again later.
         """
         self.raise_if_cancelled()
         run = self.open_run()
-        # The part first: one that is gone by then may have been removed after the commit, which
-        # the other look then finds.
+        # The part is looked for before the manifest: if a commit has just removed the part, the
+        # manifest is found next.
         stored = self.job.ranks > 1 and own_part(run, self.job) is not None
         return Found(stored, self._committed(run))
 
     def ranks_awaited(self) -> tuple[int, ...]:
-        """Ranks that a job whose part is stored still waits for; none: it can be gone on with.
+        """Ranks whose part a job still waits for after its own is stored; if none, it can proceed.
 
         Raises:
             StoreError: the store cannot be read.
@@ -233,7 +236,7 @@ class PersistJob:
         run = self.open_run()
         missing = missing_ranks(run, self.job)
         if not missing or self.job.rank in missing:
-            return ()  # all are there; or parts were removed, as they are after a commit
+            return ()  # all parts are there, or a commit has removed them
         try:
             there = self._committed(run) is not None
         except (StaleWriter, MissingLink):
@@ -241,7 +244,7 @@ class PersistJob:
         return () if there else missing
 
     def _committed(self, run: Run) -> Committed | None:
-        """What was committed; of several ranks, this one's part is removed if it is there still."""
+        """Return the committed checkpoint, if any; remove a part of this rank that was left."""
         job = self.job
         try:
             manifest = run.manifest(job.step, job.generation)
@@ -251,10 +254,9 @@ class PersistJob:
         if manifest.attempt != job.attempt:
             return None
         if job.ranks > 1:
-            # One that was killed between commit and removal left it; and who commits may remove it
-            # while its own agent is not yet told that it was written, which then writes it once
-            # more.
-            with suppress(StoreError):  # a sweep removes what is left
+            # A part is left if an agent was killed between commit and removal, or if this agent
+            # retried the write of its part after another agent had committed and removed it.
+            with suppress(StoreError):  # a sweep removes it later
                 remove_parts(run, job.ref, rank=job.rank)
         return committed(run, manifest, job.rank)
 
@@ -264,43 +266,43 @@ class PersistJob:
         """Check the digests of everything staged; MUST have succeeded before the commit.
 
         Raises:
-            DigestMismatch: the slot is not what the trainer wrote.
-            StagingError: it cannot be read.
+            DigestMismatch: the slot does not hold what the trainer wrote.
+            StagingError: the slot cannot be read.
         """
         self.staged.verify()
 
     def quantize(self, group: Group) -> str:
-        """`quantize_group`, unless the job is to be dropped; path of the result."""
+        """Call `quantize_group` unless the job is cancelled; return the path of the result."""
         self.raise_if_cancelled()
         return quantize_group(self.staged, group, self._chosen)
 
     def encode(self, group: Group) -> str:
-        """`encode_group`, unless the job is to be dropped; path of the result."""
+        """Call `encode_group` unless the job is cancelled; return the path of the result."""
         self.raise_if_cancelled()
         return encode_group(self.staged, group)
 
     def upload(self, group: Group) -> int:
-        """`upload_group`, unless the job is to be dropped; bytes of the group's chunks."""
+        """Call `upload_group` unless the job is cancelled; return the bytes of its chunks."""
         self.raise_if_cancelled()
         return upload_group(self.store, self.staged, group)
 
     def advanced(self, done_bytes: int, total_bytes: int) -> None:
-        """Nobody is told."""
+        """Ignore the progress; nobody is told."""
 
     # --- commit and answer ------------------------------------------------------------------------
 
     def commit(self) -> Committed:
-        """Create the manifest of the job, all of whose groups are uploaded.
+        """Create the manifest of the job after all its groups are uploaded.
 
-        With several ranks: write its part, and the manifest if all others are there.
+        With several ranks, write this rank's part, and the manifest if all other parts are there.
 
         Raises:
-            RanksMissing: others are not.
-            CommitError, ChainError: it can never be committed.
-            CheckpointCancelled: the trainer wants it dropped.
-            ObjectNotFound: chunks that were uploaded are not there any more. The spool is empty
-                now, so that the next try writes all of them again.
-            StoreError: not now.
+            RanksMissing: parts of other ranks are not there yet.
+            CommitError, ChainError: the job can never be committed.
+            CheckpointCancelled: the trainer has cancelled the job.
+            ObjectNotFound: chunks that were uploaded are gone. The spool has been emptied, so that
+                the next try writes all of them again.
+            StoreError: the store cannot be read or written; try again later.
         """
         run = self.open_run()
         if self.job.ranks > 1:
@@ -324,14 +326,16 @@ class PersistJob:
         job = self.job
         self.raise_if_cancelled()
         if own_part(run, job) is None:
-            # Removed after a commit, or never written: then nobody has committed without it.
+            # Either a commit has removed the part, or it was never written; then nothing is
+            # committed, because a commit needs it.
             there = self._committed(run)
             if there is not None:
                 return there
             try:
                 entries = self._entries()
             except ValueError:
-                # A sweep has removed it since: all of it is written again.
+                # Nothing was encoded, because the part was there when the job began; a sweep has
+                # removed the part meanwhile. The next try writes everything again.
                 raise ranks_missing(job, (job.rank,)) from None
             self._require_uploaded(run, entries)
             write_part(run, self.staged, entries, quantization_of(self.staged, self.groups))
@@ -342,9 +346,9 @@ class PersistJob:
         return [entry for group in self.groups for entry in encoded_entries(self.staged, group)]
 
     def _require_uploaded(self, run: Run, entries: list[ChunkEntry]) -> None:
-        """That the store still has what the spool says was uploaded, maybe long ago.
+        """Check that the store still has the chunks that the spool says were uploaded.
 
-        Rule 5 of the write order asks for it (format §6.1).
+        Rule 5 of the write order requires this, because the upload may be long ago (format §6.1).
         """
         prefix = attempt_prefix(self.job.step, self.job.generation, self.job.attempt)
         missing = not_there(run.store, prefix, entries)
@@ -374,9 +378,9 @@ class PersistJob:
         return outcome
 
     def reject(self, error: RecpointError) -> Outcome:
-        """Tell the trainer that the checkpoint will never be there, and why; remove the job.
+        """Tell the trainer that the checkpoint will never exist, and why; remove the job.
 
-        Then leave word of it in the store, where that can be reached.
+        Then record the rejection in the store, if the store can be reached.
 
         Raises:
             StagingRefused, OSError: as `area.finish`.
@@ -384,7 +388,7 @@ class PersistJob:
         job = self.job
         outcome = _outcome(job.step, job.generation, job.attempt, error=error)
         finish(self.path, outcome)
-        # After the answer, since a store that is away must not keep the trainer waiting for it.
+        # After the answer, so that an unreachable store does not keep the trainer waiting.
         with suppress(RecpointError):
             run = Run.open(self.store)
             if run.id == job.run:
@@ -393,42 +397,42 @@ class PersistJob:
 
 
 class Steps(Protocol):
-    """Who runs the steps of a job for `drive`, and so sees how far it is.
+    """Runs the steps of a job for `drive`, and is told the progress.
 
-    Each returns, or raises, what the method of the same name of `PersistJob` does, when the step is
-    over. `verify` and the `upload` of groups are called from threads of their own.
+    Each method returns when its step is over, and returns or raises what the `PersistJob` method of
+    the same name does. `drive` calls `verify` and `upload` from threads of their own.
     """
 
     def find_done(self) -> Found:
-        """The first step."""
+        """Run the first step."""
 
     def verify(self) -> object:
-        """Beside the groups."""
+        """Verify the slot, in parallel with the groups."""
 
     def quantize(self, group: Group) -> object:
-        """Of each group that has something to quantize."""
+        """Quantize a group; called only for groups that have something to quantize."""
 
     def encode(self, group: Group) -> object:
-        """Of each group, then."""
+        """Encode a group, after its `quantize`."""
 
     def upload(self, group: Group) -> object:
-        """Of each group, then."""
+        """Upload a group, after its `encode`."""
 
     def commit(self) -> Committed:
-        """After all groups."""
+        """Commit the job, after all groups and `verify`."""
 
     def advanced(self, done_bytes: int, total_bytes: int) -> object:
-        """So many of the staged bytes are stored; called from the thread of `drive`."""
+        """Note that `done_bytes` of the staged bytes are stored; called in `drive`'s thread."""
 
 
 def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
-    """Take a staged job to its end: committed, or rejected for good; then the job is removed.
+    """Commit a staged job, or reject it for good; then remove it.
 
-    May be killed anywhere and called again: it goes on under the same keys.
+    It may be killed at any point and called again: it continues with the same keys.
 
     Args:
-        job_file: the job; nothing else is needed.
-        store: the store to write to; that of the job's run URL if None.
+        job_file: path of the job; nothing else is needed.
+        store: the store to write to; None opens the store of the job's run URL.
 
     Raises:
         FileNotFoundError: there is no such job (any more).
@@ -444,19 +448,19 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
 
 
 def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
-    """Run the steps of a job up to its answer; then the job is removed.
+    """Run the steps of a job until it is answered; then remove it.
 
-    No step is at work any more when it returns or raises.
+    No step is running any more when this returns or raises.
 
     Args:
         job: the job.
-        steps: runs them; the job's own if None.
+        steps: runs the steps; None calls the job's own methods.
 
     Raises:
         FileNotFoundError: the job is not there any more.
-        RanksMissing: its part is stored, those of other ranks are not; the job stays staged.
-        StoreError, StagingFull, StagingRefused, OSError: not now; the job stays staged and nothing
-            is lost. Open it again later.
+        RanksMissing: this rank's part is stored, other ranks' parts are not; the job stays staged.
+        StoreError, StagingFull, StagingRefused, OSError: the job cannot be persisted now. It stays
+            staged and nothing is lost; open it again later.
     """
     steps = job if steps is None else steps
     try:
@@ -486,12 +490,12 @@ def _store_groups(job: PersistJob, steps: Steps) -> None:
         ReadScheduler(1, name="persist") as reads,
         WriteScheduler(budget, on_written=advance, name="persist") as writes,
     ):
-        # Beside the groups: reading everything once more first would delay the first upload.
+        # In parallel with the groups: reading everything first would delay the first upload.
         verified = reads.begin(steps.verify)
         for group in job.groups:
             room = writes.reserve(group.staged_bytes)
             if verified.done():
-                verified.result()  # of what is damaged nothing more need be stored
+                verified.result()  # raises if the slot is damaged, before more is stored
             if group.quantized:
                 steps.quantize(group)
             steps.encode(group)
@@ -501,12 +505,12 @@ def _store_groups(job: PersistJob, steps: Steps) -> None:
 
 
 def classify(error: BaseException) -> Literal["rejected", "deferred"]:
-    """Whether a job that failed with `error` can never succeed, or may do so later.
+    """Tell whether a job that failed with `error` can never succeed, or may succeed later.
 
-    Whatever the store or this host does, also refusing access, may be repaired, and a record that
-    is lost be brought back: the job then stays staged. So does one of another user, or whose slot
-    is: it is neither taken nor answered. What is wrong with the job itself, or was
-    decided by another writer, stays so.
+    Faults of the store or of this host, refused access included, may be repaired, and a lost record
+    may be restored: the job is deferred and stays staged. A job or slot of another user is deferred
+    too, and is not answered. A fault of the job itself, or a decision of another writer, is final:
+    the job is rejected.
     """
     later = (
         StoreError,
@@ -522,11 +526,13 @@ def classify(error: BaseException) -> Literal["rejected", "deferred"]:
 
 
 def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
-    """`PersistJob.reject`, also of a job file that cannot be read: the answer goes by its name.
+    """Reject a job as `PersistJob.reject` does, even if its file cannot be read.
+
+    The answer to an unreadable job takes step and generation from the file's name.
 
     Raises:
         FileNotFoundError: there is no such job (any more).
-        RecpointError: it cannot be read, and has no name of a job.
+        RecpointError: the file cannot be read, and its name is not that of a job.
         StagingRefused, OSError: as `area.finish`.
     """
     try:
@@ -566,12 +572,12 @@ def _outcome(
 
 def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> None:
     if job.ranks > 1:
-        # Or the others could still make a checkpoint of it: one that is sound, and that nobody
-        # expects. A sweep removes what is left.
+        # Otherwise the other ranks could still commit the checkpoint: it would be sound, but nobody
+        # expects it. If the removal fails, a sweep removes the part later.
         with suppress(RecpointError):
             remove_parts(run, job.ref, rank=job.rank)
     if isinstance(error, CheckpointCancelled) and not _looks_committed(run, job):
-        return  # as its trainer wished: a newer one takes its place
+        return  # the trainer wanted this: a newer checkpoint replaces it
     rejection = Rejection(
         checkpoint=job.ref,
         error_type=outcome.error_type[:80],
@@ -582,6 +588,6 @@ def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> 
 
 
 def _looks_committed(run: Run, job: Job) -> bool:
-    """Whether what is stored of it would pass for a checkpoint whose manifest is gone (§6.5)."""
+    """Tell whether the stored chunks look like a checkpoint whose manifest was lost (§6.5)."""
     prefix = attempt_prefix(job.step, job.generation, job.attempt)
     return not any(run.store.list(MANIFEST_KEY.prefix)) and any(run.store.list(prefix))

@@ -1,7 +1,7 @@
-"""Which chunks a staged job becomes, and in which groups they are worked on: arithmetic only.
+"""Plans the chunks of a staged job, and the groups in which they are persisted; does no I/O.
 
-Keys and contents of chunks follow from the job alone, so that an agent that starts over after
-having been killed writes the same bytes under the same keys.
+Keys and contents of chunks follow from the job alone. An agent that starts over after a kill
+therefore writes the same bytes under the same keys.
 """
 
 from __future__ import annotations
@@ -32,34 +32,37 @@ __all__ = [
 #: Most bytes of a chunk's body (format §3 asks for chunks of 32 MiB or less, header included).
 CHUNK_BYTES = (32 << 20) - (64 << 10)
 
-#: Most staged bytes of a group. Each costs a workflow engine tens of milliseconds.
+#: Most staged bytes of a group. Large, because each group costs a workflow engine tens of
+#: milliseconds.
 GROUP_BYTES = 512 << 20
 
-#: Most bytes that a group of several chunks takes in the spool, which may be in memory: of two
-#: groups in flight, beside chunks that are uploaded, with their copies in the store's client.
+#: Most bytes that a group of several chunks takes in the spool. The spool may be in memory, and
+#: holds two groups at once beside the chunks in upload and their copies in the store's client.
 GROUP_SPOOL_BYTES = 72 << 20
 
-#: Of row parameters. Rows of either go to a chunk of their own: else one row that needs the wider
-#: one would cost each of the others four bytes.
+#: Dtypes of row parameters. Each has chunks of its own: in a common chunk, one row that needs F32
+#: would cost every other row four bytes.
 PARAMETER_DTYPES: tuple[Dtype, ...] = ("F16", "F32")
 
-#: Most tensors of a chunk of state or samples: their names and shapes have to fit its header.
+#: Most tensors of a chunk of state or samples: their names and shapes must fit into its header.
 _TENSORS_EACH = 4_000
 
-#: Room for one row id in a row set: 8 bytes of a delta and what zstd adds to what it cannot shrink.
+#: Most bytes of one row id in a row set: 8 bytes of a delta, and what zstd adds to incompressible
+#: data.
 _ID_BYTES = 9
 
-#: Room for a row's bits of which rows are in which chunk, and for their ids where all are staged.
+#: Most bytes of a row's bits in the chunks' masks, and of its id if all rows are staged.
 _BITS_BYTES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Rows `first` … `first + rows − 1` of those staged for a table.
+    """Rows `first` … `first + rows − 1` of the rows staged for a table.
 
-    Of an exact table they become one chunk, number `number`. Of another they become a chunk for
-    each dtype of row parameters, from that number on, and those that cannot be quantized become
-    exact chunks of `exact_rows_each` rows with the numbers after these, set aside.
+    Rows of an exact table become one chunk with number `number`. Rows of a quantized table become
+    one chunk for each dtype of row parameters, numbered from `number` on. Those of them that cannot
+    be quantized become exact chunks of at most `exact_rows_each` rows, with the numbers after that,
+    which are reserved for them.
     """
 
     table: int
@@ -73,7 +76,7 @@ class RowBlock:
 class StatePiece:
     """One tensor of a state chunk: elements `first` … `first + count − 1` of a segment.
 
-    `name` is its name in the chunk, `shape` its shape there.
+    `name` and `shape` are the tensor's name and shape in the chunk.
     """
 
     segment: str
@@ -94,8 +97,13 @@ class StateBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """What is quantized, encoded and uploaded together. `quantized`: whether there is anything to
-    quantize.
+    """Blocks that are quantized, encoded and uploaded together.
+
+    Attributes:
+        index: position of the group in the job.
+        blocks: its blocks.
+        quantized: whether it has rows to quantize.
+        staged_bytes: bytes of its blocks in the slot.
     """
 
     index: int
@@ -105,16 +113,16 @@ class Group:
 
 
 def exact_row_bytes(table: StagedTable) -> int:
-    """Bytes of one staged row: its values and row states."""
+    """Return the bytes of one staged row: its values and row states."""
     states = sum(array_bytes(state.dtype, state.shape) for state in table.spec.row_states)
     return table.spec.dim * item_bytes(table.spec.dtype) + states
 
 
 def plan_groups(staged: StagedJob) -> list[Group]:
-    """The groups of a job, in the order in which they are worked on.
+    """Return the groups of a job, in the order in which they are persisted.
 
     Raises:
-        MalformedObject: one row makes a chunk that breaks the format's bound.
+        MalformedObject: a chunk of one row would exceed the format's bound.
     """
     groups: list[Group] = []
     blocks: list[RowBlock | StateBlock] = []
@@ -145,9 +153,9 @@ def plan_groups(staged: StagedJob) -> list[Group]:
 
 
 def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bool]]:
-    """Each block with its staged bytes, what it may take in the spool, and whether to quantize."""
+    """Return each block with its staged bytes, most spool bytes, and whether it is quantized."""
     found: list[tuple[RowBlock | StateBlock, int, int, bool]] = []
-    # The state first: it is small, and what it needs goes wrong early if it does.
+    # The state comes first: it is small, and an error in it shows early.
     whole = [[piece] for piece in _state_pieces(staged)]
     blocks = _tensor_blocks(staged, "state", whole)
     blocks += _tensor_blocks(staged, "sample", _sample_pieces(staged))
@@ -178,7 +186,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
     exact_rows_each = max(1, CHUNK_BYTES // (exact_stored + _ID_BYTES))
     numbers = 1
     if table.is_quantized:
-        # Should none of the rows be quantizable, they fill as many exact chunks.
+        # If no row can be quantized, the rows fill this many exact chunks.
         numbers = len(PARAMETER_DTYPES) + -(-rows_each // exact_rows_each)
     return [
         RowBlock(
@@ -195,7 +203,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
 def _tensor_blocks(
     staged: StagedJob, content: Literal["state", "sample"], together: list[list[StatePiece]]
 ) -> list[StateBlock]:
-    """Chunks of pieces; those of one list come into one chunk."""
+    """Return chunks of pieces; the pieces of one list of `together` go into the same chunk."""
     blocks: list[StateBlock] = []
     pieces: list[StatePiece] = []
     total = 0
@@ -216,7 +224,7 @@ def _tensor_blocks(
 
 
 def _sample_pieces(staged: StagedJob) -> list[list[StatePiece]]:
-    """Of each table that has one: the parts of its sample."""
+    """Return, for each table that has a sample, the parts of the sample."""
     found = []
     for index, table in enumerate(staged.job.tables):
         names = [sample_name(index, part) for part in sample_arrays(table.spec, 1)]
@@ -261,12 +269,12 @@ def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
 
 
 def _codes_bytes(table: StagedTable) -> int:
-    """Most bytes that the codes of one row take, with their parameters."""
+    """Return the most bytes of one row's codes with their parameters."""
     return (table.spec.dim * table.bits + 7) // 8 + 8
 
 
 def _spool_row_bytes(table: StagedTable) -> int:
-    """Most bytes of the spool for one row; what is stored as it is staged stays in the slot."""
+    """Return the most bytes of one row in the spool; data stored as staged stays in the slot."""
     found = 0 if table.all_rows else _ID_BYTES
     if table.is_quantized:
         found += _codes_bytes(table) + _BITS_BYTES
@@ -276,6 +284,6 @@ def _spool_row_bytes(table: StagedTable) -> int:
 
 
 def _state_bytes(table: StagedTable) -> int:
-    """Bytes of the row states of one row as they are to be stored."""
+    """Return the stored bytes of one row's row states."""
     states = zip(table.state_dtypes, table.spec.row_states, strict=True)
     return sum(array_bytes(dtype, state.shape) for dtype, state in states)

@@ -1,10 +1,10 @@
-"""First step of a persist: fewer bits for the rows of a group (format §3.2, §3.3).
+"""Runs the first step of a persist: quantizes the rows of a group (format §3.2, §3.3).
 
-Rows are quantized as the setting of their table says, or as is chosen on a sample of them. What is
-chosen follows from the job alone, as keys and chunks do: an agent that starts over after having
-been killed chooses the same, and so writes the same bytes. A job that names its method is not
-chosen for: what was chosen for an earlier one of its chain still holds, and the trainer may have
-quantized with it. Rows that the trainer has quantized are read from the slot and checked (§7).
+The method comes from the table's setting, or is chosen on a sample of the table's rows. The choice
+follows from the job alone, as keys and chunks do: an agent that starts over after a kill chooses
+the same method and writes the same bytes. If a job names its method, nothing is chosen: the choice
+for an earlier job of its chain still holds, and the trainer may have quantized with it. Rows that
+the trainer has quantized are read from the slot and checked (§7).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
     "quantize_group",
 ]
 
-#: Staged bytes that are worked on at once: small enough for the caches and for bounded memory.
+#: Staged bytes quantized at once: few enough to fit the caches and to bound the memory.
 _PASS_BYTES = 8 << 20
 
 _ARRAYS = ("codes", "scale", "offset")
@@ -57,7 +57,7 @@ _MOST_TEXT = 255
 
 
 class Quantization(NamedTuple):
-    """What a manifest says about how its rows were quantized."""
+    """How the rows of a checkpoint were quantized, as its manifest records it."""
 
     quantizers: tuple[Quantizer, ...]
     implementation: str
@@ -66,20 +66,20 @@ class Quantization(NamedTuple):
 def quantize_group(staged: StagedJob, group: Group, chosen: dict[int, Choice]) -> str:
     """Quantize and pack the group's rows into the spool.
 
-    Rows that are not quantizable are left out and it is written down which: the next step
-    stores them exactly. What the trainer has quantized is only checked and sorted.
+    Rows that cannot be quantized are left out and noted in the result; the next step stores them
+    exactly. Rows that the trainer has quantized are only checked and sorted by parameter dtype.
 
     Args:
         staged: the job.
         group: one of its groups.
-        chosen: what the rows of its tables are quantized with, by table; a table that no group
-            before had is added.
+        chosen: the choice of each table's method, by table index; tables that no earlier group had
+            are added.
 
     Returns:
-        Path of the result, which names extents of the spool.
+        Path of the result, a JSON file that names extents of the spool.
 
     Raises:
-        MalformedObject: the slot has codes that no quantization gives.
+        MalformedObject: the slot has codes that no quantization yields.
         StagingError: the slot cannot be read.
     """
     path = result_path(staged, group.index, "quantized")
@@ -107,7 +107,7 @@ def quantize_group(staged: StagedJob, group: Group, chosen: dict[int, Choice]) -
 
 
 def quantization_of(staged: StagedJob, groups: Sequence[Group]) -> Quantization:
-    """What the groups of a job, all of them quantized that have to be, were quantized with."""
+    """Return what the groups of a job were quantized with; all of them must be quantized."""
     quantizers: dict[int, Quantizer] = {}
     implementations: set[str] = set()
     for group in groups:
@@ -162,7 +162,7 @@ def _quantize_block(
 def _quantized(
     staged: StagedJob, block: RowBlock, method: Method, rows_each: int
 ) -> Iterator[PackedRows]:
-    """The block's rows, some at a time, quantized from their values."""
+    """Yield the block's rows, `rows_each` at a time, quantized from their values."""
     table = staged.job.tables[block.table]
     dim = table.spec.dim
     row_bytes = dim * item_bytes(table.spec.dtype)
@@ -184,7 +184,7 @@ def _quantized(
 
 
 def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
-    """What has quantized the rows of these tables: here, or where they were trained."""
+    """Return the implementation that quantized these tables: the agent's, or the trainer's."""
     job = staged.job
     found = {job.quantized_by if job.tables[table].codes else on_cpu() for table in tables}
     return "; ".join(sorted(found))
@@ -193,8 +193,8 @@ def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
 def _chosen(
     mask: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows that `mask` chooses; their parameters, which `dtype` can hold, as such."""
-    if not bool(mask.all()):  # nearly always all of them: then nothing is copied
+    """Return the rows that `mask` chooses, with their parameters converted to `dtype`."""
+    if not bool(mask.all()):  # nearly always all rows are chosen, and nothing is copied
         codes, scale, offset = codes[mask], scale[mask], offset[mask]
     return codes, scale.to(dtype), offset.to(dtype)
 
@@ -207,12 +207,12 @@ def _bits(masks: list[Tensor], spool: SpoolFile) -> list[Any]:
 # --- the choice of a method -----------------------------------------------------------------------
 
 
-#: What rows are quantized with: as a manifest records it, and as the kernels take it.
+#: The method for a table's rows: as the manifest records it, and as the kernels take it.
 Choice = tuple[Quantizer, Method]
 
 
 def choose_quantizer(staged: StagedJob, index: int) -> Choice:
-    """What the rows of table `index`, which are to be quantized, are quantized with.
+    """Choose the method for the rows of table `index`, which must be a quantized table.
 
     Raises:
         StagingError: the slot cannot be read.
@@ -246,7 +246,7 @@ def choose_quantizer(staged: StagedJob, index: int) -> Choice:
 
 
 def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
-    """Some of the staged rows of a table, or all when they are few: f32 [n, dim]."""
+    """Return a sample of a table's staged rows, or all if there are few: f32 [n, dim]."""
     table = staged.job.tables[index]
     count = table.row_count
     every = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
@@ -264,11 +264,11 @@ def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
 
 
 def _staged_codes(staged: StagedJob, block: RowBlock, rows_each: int) -> Iterator[PackedRows]:
-    """The block's rows as they were quantized, `rows_each` at a time.
+    """Yield the block's rows as the trainer quantized them, `rows_each` at a time.
 
     Raises:
-        MalformedObject: they are nothing that quantization gives, or would decode to something
-            that is not finite.
+        MalformedObject: no quantization yields such codes, or they would decode to values that are
+            not finite.
         StagingError: the slot cannot be read.
     """
     exact_at = _exact_positions(staged, block)
@@ -297,31 +297,35 @@ def _check(staged: StagedJob, block: RowBlock, rows: PackedRows) -> None:
     wanted = ~rows.exact
     for name, parameter in zip(_PARAMETERS, (rows.scale, rows.offset), strict=True):
         if bool((wanted & ~torch.isfinite(parameter)).any()):
-            _refuse(staged, block, name, "a value that is not finite", "finite ones")
+            _refuse(staged, block, name, "a value that is not finite", "finite values")
         half = parameter.to(torch.float16).to(torch.float32)
         if bool((wanted & ~rows.wide & (half != parameter)).any()):
-            _refuse(staged, block, name, "a value that binary16 does not have", "a wide row for it")
-    # The first code decodes to the offset, the last to this, the others lie in between.
+            _refuse(staged, block, name, "a value that binary16 does not have", "a wide row")
+    # The smallest code decodes to the offset, the largest to scale * levels + offset, and all
+    # others to values in between.
     if bool((wanted & ~torch.isfinite(rows.scale * levels + rows.offset)).any()):
-        _refuse(staged, block, "scale", "codes that decode to no finite number", "finite ones")
+        _refuse(staged, block, "scale", "codes that decode to no finite number", "finite numbers")
     unused = -table.spec.dim * table.bits % 8
     if unused and bool((wanted & (rows.packed[:, -1] >= 1 << (8 - unused))).any()):
-        _refuse(staged, block, "codes", "bits past the last code of a row", "zeros there")
+        _refuse(staged, block, "codes", "bits past the last code of a row", "zero bits")
 
 
 def _exact_span(staged: StagedJob, block: RowBlock) -> tuple[int, int]:
-    """Which of the exactly staged rows are the block's: the first, and that after the last."""
+    """Return the half-open range of the block's rows among the table's exactly staged rows."""
     count = staged.segments[code_name(block.table, "exact_at")].shape[0]
     end = block.first + block.rows
-    # The ends of a table's blocks cover all of them, whatever they hold.
+    # The first block begins at 0 and the last ends at `count`, so that no exact row is left
+    # unchecked, even if its position is out of range.
     low = 0 if block.first == 0 else _first_from(staged, block, count, block.first)
     last = end == staged.job.tables[block.table].row_count
     return low, count if last else _first_from(staged, block, count, end)
 
 
 def _first_from(staged: StagedJob, block: RowBlock, count: int, row: int) -> int:
-    """Position of the first exact row that is `row` or a later one: by halves, for of a table that
-    can hardly be quantized there are many."""
+    """Return the index of the first exact row at or after `row`, by binary search in the slot.
+
+    A table that can hardly be quantized has too many exact rows to read them all.
+    """
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -335,7 +339,7 @@ def _first_from(staged: StagedJob, block: RowBlock, count: int, row: int) -> int
 def _exact_positions(
     staged: StagedJob, block: RowBlock
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The block's exact rows, counted from its first."""
+    """Return the positions of the block's exact rows, counted from its first row: i64 [n]."""
     low, high = _exact_span(staged, block)
     if high < low:
         _refuse(staged, block, "exact_at", "positions that descend", "ascending ones")
@@ -355,7 +359,7 @@ def _exact_positions(
 
 
 def _read(staged: StagedJob, block: RowBlock, array: CodeArray, first: int, count: int) -> Tensor:
-    """Entries of a segment; BOOL as bytes."""
+    """Read `count` entries of a segment from `first` on; BOOL as u8."""
     name = code_name(block.table, array)
     segment = staged.segments[name]
     extent = staged.extent(name, first=first, count=count)

@@ -1,7 +1,7 @@
-"""Checkpoints of several ranks: parts written, awaited, joined, removed (format §6.1).
+"""Writes, awaits, joins and removes the parts of a checkpoint of several ranks (format §6.1).
 
-Each agent does the same with the jobs of its own ranks, and none knows of the others but through
-the store. Whoever finds all parts commits; any number may, since only one creates the manifest.
+Each agent persists the jobs of its own ranks, and learns of the other ranks only through the store.
+An agent that finds all parts commits. Several may try, because only one creates the manifest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from recpoint.format.records import (
     pack_record,
 )
 
-if TYPE_CHECKING:  # whoever looks at a catalog needs neither
+if TYPE_CHECKING:  # a reader of the catalog needs neither
     from recpoint.catalog.persist.quantize import Quantization
     from recpoint.catalog.staging.job import StagedJob
 
@@ -56,16 +56,16 @@ __all__ = [
     "write_part",
 ]
 
-#: Of all parts of a checkpoint, as they are stored: each repeats the tables.
+#: Most stored bytes of all parts of a checkpoint; each part repeats the tables.
 MAX_PARTS_BYTES: Final = 4 * MAX_RECORD_BYTES
 
 
-#: What a job, the parts of all its ranks and their manifest say alike.
+#: Fields that are equal in a job, in the parts of all its ranks, and in their manifest.
 _ALIKE: Final = (
     "run", "step", "generation", "attempt", "ranks", "kind", "base", "parent", "chain_length",
     "policy",
 )  # fmt: skip
-#: What a job says of this rank alone, and its part or a manifest of one rank repeats.
+#: Fields of a job that describe its rank alone; its part, or a manifest of one rank, repeats them.
 _OF_ONE_RANK: Final = (
     "snapshot_ms", "staged_ms", "stall_us", "dirty_rows", "full_bytes", "history",
 )  # fmt: skip
@@ -74,7 +74,7 @@ _OF_ONE_RANK: Final = (
 def stored_fields(
     job: Job, entries: list[ChunkEntry], quantization: Quantization
 ) -> dict[str, Any]:
-    """Fields that a manifest of one rank and the part of one of several have in common."""
+    """Return the fields that a manifest of one rank and a part of several ranks share."""
     return {field: getattr(job, field) for field in (*_ALIKE, *_OF_ONE_RANK)} | {
         "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
         "quantizers": quantization.quantizers,
@@ -85,7 +85,7 @@ def stored_fields(
 
 
 def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
-    """Bytes of the parts of a checkpoint that are stored, by rank.
+    """Return the bytes of the stored parts of a checkpoint, by rank.
 
     Raises:
         StoreError: the store cannot be read.
@@ -95,14 +95,14 @@ def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
 
 
 def own_part(run: Run, job: Job) -> RankPart | None:
-    """The part that an agent has already written for a job; None: there is none.
+    """Return the part that an agent has already written for a job, or None.
 
-    Once it is there others may join it, so that no chunk of it may be written again.
+    After a part is written other agents may join it, so none of its chunks may be written again.
 
     Raises:
-        CommitConflict: it is of another snapshot of this step.
-        FormatError: it is damaged.
-        StoreError: it cannot be read.
+        CommitConflict: the part is of another snapshot of this step.
+        FormatError: the part is damaged.
+        StoreError: the store cannot be read.
     """
     try:
         part = run.records(PART).read(*_name_of(job))
@@ -115,12 +115,12 @@ def own_part(run: Run, job: Job) -> RankPart | None:
 def write_part(
     run: Run, staged: StagedJob, entries: list[ChunkEntry], quantization: Quantization
 ) -> RankPart:
-    """Say that the chunks of a job are all durable; may be called again.
+    """Write the part that declares all chunks of a job durable; may be called again.
 
     Raises:
-        MalformedObject: the job makes no part that keeps to the format.
-        CommitConflict: there is one of another snapshot of this step.
-        StoreError: it could not be written.
+        MalformedObject: the job's part does not keep to the format.
+        CommitConflict: the store has a part of another snapshot of this step.
+        StoreError: the part could not be written.
     """
     job = staged.job
     try:
@@ -143,7 +143,7 @@ def write_part(
 
 
 def missing_ranks(run: Run, job: Job) -> tuple[int, ...]:
-    """Ranks whose part is not stored. Of a checkpoint that is committed that may be all.
+    """Return the ranks whose part is not stored; after a commit these may be all ranks.
 
     Raises:
         StoreError: the store cannot be read.
@@ -153,13 +153,13 @@ def missing_ranks(run: Run, job: Job) -> tuple[int, ...]:
 
 
 def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
-    """Commit a checkpoint of which all parts are there, and remove them.
+    """Commit a checkpoint whose parts are all stored, then remove the parts.
 
     Raises:
-        RanksMissing: not all are; or chunks that a part names are not, which is removed then.
-        CommitError, ChainError, FormatError: it can never be committed.
-        CheckpointCancelled: the trainer wants it dropped.
-        StoreError: not now.
+        RanksMissing: a part is missing; or chunks of a part are missing, and the part was removed.
+        CommitError, ChainError, FormatError: the checkpoint can never be committed.
+        CheckpointCancelled: the trainer has cancelled the job.
+        StoreError: the store cannot be read or written; try again later.
     """
     parts = _read_all(run, job)
     writer = f"recpoint {version('recpoint')}"
@@ -176,10 +176,10 @@ def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
 
 
 def remove_parts(run: Run, ref: CheckpointRef, *, rank: int | None = None) -> None:
-    """Remove the parts of a checkpoint, or that of one rank.
+    """Remove the parts of a checkpoint, or only the part of `rank`.
 
     Raises:
-        StoreError: not all could be removed.
+        StoreError: not all of them could be removed.
     """
     if rank is not None:
         run.records(PART).delete(*_identity(ref), rank=rank)
@@ -216,13 +216,13 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
         try:
             parts.append(run.records(PART).read(*name))
         except ObjectNotFound:
-            # Somebody else has committed it since, or its trainer has had it dropped.
+            # Meanwhile another agent has committed the checkpoint, or the trainer has cancelled it.
             raise ranks_missing(job, [rank]) from None
     return parts
 
 
 def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
-    """Remove the parts whose chunks are not all there: their agents write both again."""
+    """Remove the parts whose chunks are not all stored; their agents write both again."""
     chunks = [entry for part in parts for entry in part.chunks]
     missing = {
         entry.key for entry in not_there(run.store, attempt_prefix(*_identity(job.ref)), chunks)
@@ -236,12 +236,12 @@ def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
 
 
 def ranks_missing(job: Job, ranks: Collection[int]) -> RanksMissing:
-    """The error that says so."""
+    """Return the error that says that the parts of `ranks` are missing."""
     return RanksMissing(
         PART_KEY.under(*_identity(job.ref)),
         found=f"no part of {ranks_text(ranks)} of {job.ranks}",
         expected=f"one of each rank of step {job.step}",
-        next_step="see what the agents of the hosts of these ranks say, and their trainers",
+        next_step="read the logs of the agents and trainers on the hosts of these ranks",
         ranks=tuple(sorted(ranks)),
     )
 
@@ -259,7 +259,10 @@ def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> Ra
 
 
 def _check_same_cut(job: Job, part: RankPart) -> None:
-    """A step may be staged again after it was dropped; its chunks may then be other ones."""
+    """Check that a part is of the job's snapshot.
+
+    After a step was dropped it may be staged again, and its chunks may then differ.
+    """
     if (part.snapshot_ms, part.staged_ms, part.ranks) != (
         job.snapshot_ms,
         job.staged_ms,
@@ -281,21 +284,22 @@ def _identity(ref: CheckpointRef) -> tuple[int, int, str]:
     return ref.step, ref.generation, ref.attempt
 
 
-# --- from the parts of all ranks to one manifest (joining order, rule 3): no I/O -----------------
+# --- join the parts of all ranks to one manifest (joining order, rule 3), without I/O -------------
 
 
 _MOST_TEXT: Final = 255
 
 
 def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> Manifest:
-    """The manifest of a checkpoint of several ranks.
+    """Return the manifest of a checkpoint of several ranks.
 
     Args:
-        parts: one of each rank, in any order.
-        committed_ms, writer: of the manifest.
+        parts: one part of each rank, in any order.
+        committed_ms: time of the commit, in milliseconds since the epoch.
+        writer: the program that commits, with its version.
 
     Raises:
-        MalformedObject: they are not the parts of one checkpoint; it names the rank, the field,
+        MalformedObject: the parts are not of one checkpoint; the error names the rank, the field,
             what was found, and what was expected.
     """
     parts = sorted(parts, key=lambda part: part.rank)
@@ -353,9 +357,9 @@ def _tables(parts: Sequence[RankPart]) -> tuple[TableSpec, ...]:
 
 
 def _table(parts: Sequence[RankPart], shards: Sequence[Shard]) -> TableSpec:
-    """What all ranks say of one table, whose rows they have to share among them."""
+    """Check that the ranks agree on one table and that their shards cover its rows once."""
     name = f"{shards[0].spec.name!r:.80}"
-    # Of no row one need not know the row states.
+    # A rank without rows of the table may not know its row states.
     known = next((at for at, shard in enumerate(shards) if shard.rows), None)
     if known is None:
         _refuse(parts[0], f"no row of table {name} in any part", f"{shards[0].spec.rows} rows")
@@ -388,14 +392,14 @@ def _refuse(part: RankPart, found: str, expected: str) -> NoReturn:
     )
 
 
-# --- for people -----------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 _MOST_NAMED: Final = 20
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Ranks for people, few enough to be read: `rank 1`, `ranks 1, 2, 3`."""
+    """Return ranks as text, at most 20 of them named: `rank 1`, `ranks 1, 2, 3`."""
     named = ", ".join(str(rank) for rank in sorted(ranks)[:_MOST_NAMED])
     more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}{more}"

@@ -1,11 +1,11 @@
-"""Files in the spool, and what the bodies of chunks are put together from (format §7).
+"""Reads and writes the files in the spool, and assembles the bodies of chunks (format §7).
 
-Each step of a persist leaves files there for the next. The spool is emptied when an agent starts,
-so nothing here is made durable. A step's result exists once its JSON file has its final name; a
-step that finds its result there has nothing to do.
+Each step of a persist leaves files in the spool for the next step. The spool is emptied when an
+agent starts, so nothing here is made durable. A step's result exists as soon as its JSON file has
+its final name; a step that finds its result has nothing to do.
 
-Rows that are chosen are read where they lie whenever they are needed, so that they take no room in
-the spool, which may be in memory.
+Chosen rows are read from where they lie each time they are needed, so that they take no room in the
+spool, which may be in memory.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ __all__ = [
     "write_bits",
 ]
 
-#: Of what steps leave for each other, and of how a job is cut into groups. Changed with either: a
-#: job that was begun by another release is begun anew.
+#: Version of the results that steps leave for each other, and of how a job is divided into groups.
+#: If it differs, a job that another release began is started over.
 _FORM: Final = 2
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Name the file where there is no room for it; the job stays staged, and is tried again."""
+    """Turn an OSError for lack of room into StagingFull; the job then stays staged."""
     try:
         yield
     except OSError as error:
@@ -64,17 +64,17 @@ def _writing(path: Path) -> Iterator[None]:
             str(path),
             found=error.strerror or str(error),
             expected="room for what is encoded beside the staged checkpoints",
-            next_step="free space there; the checkpoint is tried again by itself. Or give trainer "
-            "and agent a larger directory: RECPOINT_STAGING",
+            next_step="free space there; the checkpoint is then tried again by itself. Or set "
+            "RECPOINT_STAGING to a larger directory for trainer and agent",
         ) from error
 
 
 class SpoolFile:
-    """A file that grows by arrays; each `append` says where its bytes went.
+    """A file to which arrays are appended; each `append` returns where the bytes lie.
 
     Raises:
-        StagingFull: there is no room for it, when it is opened, added to, flushed or closed.
-        StagingRefused: the spool is not this user's own.
+        StagingFull: there is no room for the file; raised on open, append, flush or close.
+        StagingRefused: the spool belongs to another user.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class SpoolFile:
         self._end = 0
 
     def append(self, data: bytes | np.ndarray[Any, Any]) -> Extent:
-        """Write an array's (C-contiguous) or string's bytes at the end."""
+        """Write the bytes of `data` (an array must be C-contiguous) at the end."""
         if isinstance(data, bytes):
             view = memoryview(data)
         else:
@@ -98,7 +98,7 @@ class SpoolFile:
         return extent
 
     def flush(self) -> None:
-        """Let what was appended be read."""
+        """Make the appended bytes readable through the file's path."""
         with _writing(self.path):
             self._file.flush()
 
@@ -116,22 +116,22 @@ class SpoolFile:
 
 
 def result_path(staged: StagedJob, group: int, step: str) -> Path:
-    """The JSON file that a step leaves for a group of a job."""
+    """Return the path of the JSON file that a step leaves for a group of a job."""
     return staged.spool / f"g{group:04d}.{step}.json"
 
 
 def empty_spool(staged: StagedJob) -> None:
-    """Forget what has been encoded and uploaded of a job; nobody else may be at work on it.
+    """Remove a job's spool, so that it is encoded and uploaded anew; no other process may use it.
 
     Raises:
-        StagingRefused: it is not this user's own.
-        OSError: it cannot be removed.
+        StagingRefused: the spool belongs to another user.
+        OSError: the spool cannot be removed.
     """
     owned.remove_tree(staged.spool.parent.parent.parent, staged.spool)
 
 
 def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
-    """Write a step's result; it is there as a whole or not at all.
+    """Write a step's result atomically.
 
     Raises:
         StagingFull: there is no room for it.
@@ -145,7 +145,7 @@ def save_result(path: Path, staged: StagedJob, value: dict[str, Any]) -> None:
 
 
 def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
-    """A step's result; None if this release has not done the step for this attempt."""
+    """Return a step's result; None if this release has not done the step for this attempt."""
     try:
         with open(open_in_spool(path), encoding="utf-8") as file:
             value: dict[str, Any] = json.load(file)
@@ -156,22 +156,22 @@ def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
 
 
 def _area_of(path: Path) -> Path:
-    """The staging area of a file in the spool, which is `<area>/<run>/spool/<job>/<name>`."""
+    """Return the staging area of a file in the spool: `<area>/<run>/spool/<job>/<name>`."""
     return path.parent.parent.parent.parent
 
 
 def open_in_spool(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the spool; arguments and errors as those of `owned.open_file`."""
+    """Open a file of the spool; `flags` and errors are those of `owned.open_file`."""
     return owned.open_file(_area_of(path), path, flags)
 
 
 def extent_list(extents: tuple[Extent, ...]) -> list[list[Any]]:
-    """Extents as JSON."""
+    """Return extents as JSON."""
     return [list(extent) for extent in extents]
 
 
 def extent_from(value: list[Any]) -> Extent:
-    """One extent from JSON."""
+    """Return one extent from JSON."""
     path, offset, length = value
     return Extent(str(path), int(offset), int(length))
 
@@ -184,13 +184,13 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ChosenRows(NamedTuple):
-    """Some of the rows of a piece of a file, one after another.
+    """Some of the rows of an extent, concatenated.
 
     Attributes:
-        whole: all of the rows.
-        row_bytes: of each.
-        rows: how many of them are chosen.
-        bits: what `write_bits` has written of which.
+        whole: extent of all rows.
+        row_bytes: bytes of each row.
+        rows: number of chosen rows.
+        bits: extent of the mask of chosen rows, as `write_bits` writes it.
     """
 
     whole: Extent
@@ -200,7 +200,7 @@ class ChosenRows(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes of the chosen rows."""
+        """Bytes of all chosen rows."""
         return self.rows * self.row_bytes
 
 
@@ -208,21 +208,21 @@ Part = Extent | ChosenRows
 
 
 def write_bits(mask: _Mask, spool: SpoolFile) -> Extent:
-    """Write `mask` [n] as a bit each."""
+    """Write `mask` (bool [n]) as packed bits, ceil(n / 8) bytes."""
     return spool.append(np.packbits(mask, bitorder="little"))
 
 
 def read_bits(bits: Extent, count: int) -> _Mask:
-    """The first `count` entries of what `write_bits` has written.
+    """Return the first `count` entries of a mask that `write_bits` has written: bool [count].
 
     Raises:
-        StagingError: they cannot be read.
+        StagingError: the spool cannot be read.
     """
     return _unpacked(_read(bits), count)
 
 
 def digest_parts(parts: tuple[Part, ...], *, start: bytes) -> int:
-    """crc32c of `start` and the parts' bytes, one after another.
+    """Return the crc32c of `start` followed by the parts' bytes.
 
     Raises:
         StagingError: slot or spool cannot be read.
@@ -235,7 +235,7 @@ def digest_parts(parts: tuple[Part, ...], *, start: bytes) -> int:
 
 
 def pieces(part: Part) -> Iterator[memoryview]:
-    """A part's bytes, whole rows at a time; each piece holds until the next.
+    """Yield a part's bytes, whole rows at a time; each piece is valid until the next one.
 
     Raises:
         StagingError: slot or spool cannot be read.
@@ -257,16 +257,16 @@ def pieces(part: Part) -> Iterator[memoryview]:
 
 
 def assemble_parts(parts: tuple[Part, ...], *, start: bytes) -> bytes:
-    """`start` and the parts' bytes as one object.
+    """Return `start` followed by the parts' bytes.
 
     Raises:
-        StagingError: slot or spool cannot be read, or chooses another number of rows.
+        StagingError: slot or spool cannot be read.
     """
     buffer = io.BytesIO()
     buffer.write(start)
     total = len(start) + sum(part.length for part in parts)
     if total > len(start):
-        # Makes the buffer as large as it will be; getvalue() then hands it over without a copy.
+        # Grows the buffer to its final size first; getvalue() then returns it without a copy.
         buffer.seek(total - 1)
         buffer.write(b"\0")
     with buffer.getbuffer() as view:
@@ -283,7 +283,7 @@ def assemble_parts(parts: tuple[Part, ...], *, start: bytes) -> bytes:
 
 
 def part_list(parts: tuple[Part, ...]) -> list[list[Any]]:
-    """Parts as JSON."""
+    """Return parts as JSON."""
     return [
         list(part)
         if isinstance(part, Extent)
@@ -293,7 +293,7 @@ def part_list(parts: tuple[Part, ...]) -> list[list[Any]]:
 
 
 def part_from(value: list[Any]) -> Part:
-    """One part from JSON."""
+    """Return one part from JSON."""
     if not isinstance(value[0], list):
         return extent_from(value)
     whole, row_bytes, rows, bits = value
@@ -301,7 +301,7 @@ def part_from(value: list[Any]) -> Part:
 
 
 def _fill(part: ChosenRows, into: memoryview) -> None:
-    """What does not fit, as the spool has changed, is left out: the chunk's digest tells."""
+    """Copy a part; leave out bytes that do not fit if the spool changed (the digest differs)."""
     done = 0
     for piece in pieces(part):
         fitting = piece[: len(into) - done]

@@ -1,7 +1,8 @@
 """Reads a stored chain into a target, each row once, newest first.
 
-A run and a selection come in, filled tensors or files go out. Walk: `order` (which checkpoint),
-`restore` (the whole way), `target` (what a target must offer), `chain` (a chain, table by table),
-`chunks` (checked rows of a chunk), `rows` (which rows a chunk holds and which count), `placement`
-(rows into tensors), `dense` and `state` (what is not rows), `files` (safetensors).
+Its input is a run and a selection, its output filled tensors or files. Read the modules in this
+order: `order` (chooses the checkpoint), `restore` (the entry point), `target` (what a target must
+offer), `chain` (reads a chain table by table), `chunks` (reads and checks chunks), `rows` (which
+rows a chunk holds, and which are newest), `placement` (writes rows into tensors), `dense` and
+`state` (everything except rows), `files` (writes safetensors files).
 """

@@ -33,35 +33,35 @@ from recpoint.format.manifest import ChunkEntry, Manifest
 __all__ = ["ChainReading"]
 
 
-# One table of a chain on its way into a target: newest rows first, and each row once.
+# Restores one table of a chain into a target: newest rows first, and each row once.
 
 
 class WantedChunk(NamedTuple):
-    """A chunk to read, and where it stands: `link` 0 is the newest checkpoint of the chain."""
+    """A chunk to read, and its place in the chain; `link` 0 is the newest checkpoint."""
 
     manifest: Manifest
     entry: ChunkEntry
     table: TableRows
     link: int
-    is_last: bool  # of its link
-    is_needed: bool  # whatever the chunks before it hold
+    is_last: bool  # the last chunk of its link
+    is_needed: bool  # will be needed no matter which rows the chunks before it hold
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes once it is read, row ids included."""
+        """Memory of the chunk after it is read, row ids included."""
         return self.entry.bytes + 8 * (self.entry.row_count or 0)
 
 
 class TableRows:
     """Goes through the chunks of a table from the newest checkpoint of a chain to its full.
 
-    A row that a newer checkpoint has brought is not decoded again. Checkpoints older than the one
-    with which every row has been brought are not read: none of their bytes is used (format §6.3).
-    Rows that the target does not want count for nothing; what is kept in mind is of wanted ones.
+    A row that a newer checkpoint has brought is not decoded again. After every row has been
+    brought, older checkpoints are not read: none of their bytes is used (format §6.3). Only rows
+    that the target wants are counted and remembered.
 
     Args:
-        chain: what is restored.
-        table: index into its tables.
+        chain: the chain to restore.
+        table: index into the tables of its newest manifest.
         into: where the rows go.
     """
 
@@ -75,17 +75,17 @@ class TableRows:
         self._brought = 0
         self._seen: SeenRows | None = None
         self._coverage: RowCoverage | None = None
-        self._complete_at: int | None = None  # the link with which the last row came
+        self._complete_at: int | None = None  # the link that brought the last missing row
         self.left_out_bytes = 0
 
     @property
     def bytes(self) -> int:
-        """What has to be read as far as the manifests tell."""
+        """Most bytes to read, according to the manifests."""
         return sum(entry.bytes for _, entries in self._links for entry in entries)
 
     def chunks(self) -> Iterator[WantedChunk]:
-        """What to read, in this order; what `take` has shown not to be needed is left out."""
-        newer = 0  # rows that the checkpoints before this one hold, counting some several times
+        """Yield the chunks to read, in order; leaves out chunks that `take` found not needed."""
+        newer = 0  # rows in the newer checkpoints; a row in several of them counts several times
         for link, (manifest, entries) in enumerate(self._links):
             needed = newer < len(self._wanted)
             for entry in entries:
@@ -95,14 +95,14 @@ class TableRows:
             newer += sum(entry.row_count or 0 for entry in entries)
 
     def leaves_out(self, chunk: WantedChunk) -> bool:
-        """Whether newer checkpoints have brought every row; counts the chunk as left out then."""
+        """Tell if newer checkpoints have brought every row; then count the chunk as left out."""
         if self._complete_at is None or self._complete_at >= chunk.link:
             return False
         self.left_out_bytes += chunk.entry.bytes
         return True
 
     def take(self, chunk: WantedChunk, stored: StoredRows) -> None:
-        """Put the rows of a chunk in their places; in the order of `chunks`.
+        """Put the rows of a chunk in their places; call it in the order of `chunks`.
 
         Raises:
             MalformedObject: a row is in two chunks of one checkpoint.
@@ -116,7 +116,7 @@ class TableRows:
             self._coverage.add(stored.rows)
         positions = None
         if len(self._links) > 1:
-            if self._seen is None:  # here, so that there are bits of one or two tables at a time
+            if self._seen is None:  # created late, so that only one or two tables have one at once
                 self._seen = SeenRows(len(self._wanted))
             positions = self._seen.claim(stored.rows)
             if self._seen.all and self._complete_at is None:
@@ -133,12 +133,13 @@ class TableRows:
             self._into.mark(stored.rows)
 
     def finish(self) -> None:
-        """Check that every row has come, after the last chunk.
+        """Check, after the last chunk, that every row has come.
 
-        Of a whole table that follows from the manifest's row counts, of a part of it it does not.
+        For a whole table this follows from the manifest's row counts; for a part of a table it does
+        not.
 
         Raises:
-            MalformedObject: the full of the chain does not hold a row that is wanted.
+            MalformedObject: the full of the chain lacks a wanted row.
         """
         if self._from_full and self._brought != len(self._wanted):
             raise MalformedObject(
@@ -153,11 +154,11 @@ class TableRows:
 def _links(
     chain: Chain, table: int, rows: int, wanted: range
 ) -> list[tuple[Manifest, list[ChunkEntry]]]:
-    """The chunks of a table that may hold wanted rows, by checkpoint, newest first.
+    """Return the chunks of a table that may hold wanted rows, by checkpoint, newest first.
 
-    Until a checkpoint that holds every row. What a manifest says of a chunk's first and last row is
-    held against the chunk when that is read; that a full's chunks hold all that is wanted is
-    counted at the end.
+    The list ends with the first checkpoint that holds every row. It relies on the first and last
+    row that the manifest states for a chunk: these are compared when the chunk is read, and
+    `TableRows.finish` counts whether all wanted rows have come.
     """
     links: list[tuple[Manifest, list[ChunkEntry]]] = []
     for manifest in reversed(chain.manifests):
@@ -165,32 +166,33 @@ def _links(
         entries = [entry for entry in of_table if _may_hold(entry, wanted)]
         if entries:
             links.append((manifest, entries))
-        # They are disjoint, which is checked when they are read: so many rows are all rows.
+        # The chunks are disjoint, which is checked when they are read, so this many rows are all.
         if sum(entry.row_count or 0 for entry in of_table) >= rows:
             break
     return links
 
 
 def _may_hold(entry: ChunkEntry, wanted: range) -> bool:
-    assert entry.first_row is not None and entry.last_row is not None  # as of all chunks of rows
+    assert entry.first_row is not None and entry.last_row is not None  # every row chunk has both
     return entry.first_row < wanted.stop and wanted.start <= entry.last_row and bool(wanted)
 
 
-# Reading a chain into a target: what is stored first, then the state, then each row once.
+# Reads a chain into a target: checks what is stored, then reads the state, then each row once.
 
 
 class ChainReading:
-    """One chain on its way into a target: all that it names, or what follows a known version.
+    """Restores one chain into a target: the whole chain, or what follows a version that it holds.
 
     Args:
-        source: where its chunks are.
-        chain: what is read. Its first manifest is a full, or an increment whose parent is what the
-            target holds already, in every row.
-        damaged: errors of chunks by key, known from other chains of the run and added to.
-        on_progress: called with bytes read so far and bytes to read, from the thread of `run`.
+        source: where the chunks are read from.
+        chain: the chain to read. Its first manifest is a full, or an increment whose parent the
+            target already holds in every row.
+        damaged: errors of chunks by key, known from other chains of the run; new ones are added.
+        on_progress: called with bytes read so far and bytes to read, in the thread of `run`.
 
     Attributes:
-        chunks_read, bytes_read: so far.
+        chunks_read: number of chunks read so far.
+        bytes_read: their bytes.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class ChainReading:
     ) -> None:
         self._source = source
         self._chain = chain
-        self._damaged = damaged  # what is known of chunks that other chains of the run share
+        self._damaged = damaged
         self._on_progress = on_progress
         self._tables: list[TableRows] = []
         self._bytes_to_read = 0
@@ -210,11 +212,11 @@ class ChainReading:
         self.chunks_read = 0
 
     def run(self, target: RestoreTarget, threads: int) -> None:
-        """Read it with so many threads.
+        """Read the chain with `threads` threads.
 
         Raises:
             FormatError, ObjectNotFound: a chunk is damaged or missing; its key is the subject.
-            IncompatibleModel: it does not fit the target; nothing has been written.
+            IncompatibleModel: the checkpoint does not fit the target; nothing has been written.
             StoreError: the source cannot be read.
         """
         with ReadScheduler(threads) as reads:
@@ -231,7 +233,7 @@ class ChainReading:
             if into is not None
         ]
         self._bytes_to_read = sum(table.bytes for table in self._tables)
-        # The state first: when it is damaged, no table has been touched yet.
+        # The state comes first: if it is damaged, no table has been touched yet.
         states = StateReading(self._source, newest, reads, self._account, self._expect)
         state = states.for_target(target)
         if isinstance(target, StateCheckingTarget):
@@ -243,7 +245,7 @@ class ChainReading:
     def _check_stored(self) -> None:
         """Find missing and truncated objects before anything is read or written."""
         for missing in look_at_stored(self._source, self._chain):
-            if missing.entry.content != "sample":  # which nothing that is restored needs
+            if missing.entry.content != "sample":  # a restore does not need samples
                 raise missing.error
         for manifest in self._chain.manifests:
             for entry in manifest.chunks:
@@ -251,7 +253,7 @@ class ChainReading:
                     raise self._damaged[entry.key]
 
     def _write_rows(self, reads: ReadScheduler, tables: Sequence[TableRows]) -> None:
-        """Read and check in threads, decode here: from the newest checkpoint to the full."""
+        """Read and check chunks in threads, decode them in this one; newest checkpoint first."""
         chunks = (chunk for table in tables for chunk in table.chunks())
         buffers = ReadBuffers()
         for chunk, outcome in reads.in_order(
@@ -264,7 +266,7 @@ class ChainReading:
             ),
             size_bytes=_budgeted_bytes,
         ):
-            if chunk.table.leaves_out(chunk):  # as was not known when it was to be read
+            if chunk.table.leaves_out(chunk):  # the table was completed after this read began
                 self._show_progress()
                 continue
             try:
@@ -291,7 +293,10 @@ class ChainReading:
 
 
 def _budgeted_bytes(chunk: WantedChunk) -> int:
-    """What a chunk counts as. One that may prove not to be needed is no small one: few are read."""
+    """Return the bytes that a chunk counts in the read budget.
+
+    A chunk that may prove unneeded counts as a large one, so that few of them are read ahead.
+    """
     size_bytes = chunk.memory_bytes
     if chunk.is_needed and size_bytes <= READ_SMALL_BYTES:
         return size_bytes

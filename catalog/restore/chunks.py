@@ -1,4 +1,4 @@
-"""Reads stored chunks and hands out checked rows, several chunks ahead in bounded memory."""
+"""Reads stored chunks, checks them, and returns their rows undecoded."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ __all__ = [
 ]
 
 
-# Says where chunks are read from: a store, or whatever else can give their bytes.
+# Where chunks are read from: a store, or any other source of their bytes.
 
 
 class ChunkSource(Protocol):
-    """What reading chunks needs; called from several threads.
+    """A source of the bytes of chunks; called from several threads.
 
-    A source gives bytes and is not believed: `read_chunk` compares them with the digest in the
-    manifest, and asks a second time for those that differ.
+    A source is not trusted: `read_chunk` compares the bytes with the digest in the manifest, and
+    reads a second time if they differ.
     """
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
-        """Lengths in bytes of the chunks whose keys start with `prefix`, by key.
+        """Return the lengths in bytes of the chunks whose keys start with `prefix`, by key.
 
         Raises:
-            ObjectNotFound: the source says why it has none of them.
-            StoreError: it cannot tell now.
+            ObjectNotFound: the source has none of them; the error says why.
+            StoreError: the source cannot tell now.
         """
 
     def read(
         self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview] | None = None
     ) -> bytes | memoryview:
-        """All bytes of a chunk, as they are there now.
+        """Return all bytes of a chunk, unchecked.
 
         Args:
-            key: of the chunk.
-            max_bytes: more are an error, and nothing is allocated for them.
-            lend: gives memory for so many bytes; where a source can choose, the chunk goes there.
+            key: key of the chunk.
+            max_bytes: a larger chunk is an error, and no memory is allocated for it.
+            lend: returns memory of a given size; a source that can read into given memory uses it.
 
         Raises:
-            ObjectNotFound: there is none.
-            MalformedObject: it is larger than `max_bytes`.
-            StoreError: it could not be read.
+            ObjectNotFound: there is no such chunk.
+            MalformedObject: the chunk is larger than `max_bytes`.
+            StoreError: the chunk could not be read.
         """
 
 
@@ -93,33 +93,33 @@ class StoreChunks:
         return self.store.get_lent(key, max_bytes=max_bytes, lend=lend)
 
 
-# Memory for large objects that are read one after another: used again, not asked for again.
+# Reuses memory for large objects that are read one after another.
 #
-# An allocator keeps what each thread has freed for that thread: glibc up to two blocks of the
-# largest size for each, so that readers in several threads hold twice what they use. Memory that
-# goes to the system and comes back is cleared each time, which takes longer than reading. What is
-# lent here comes back by itself with the last view of it, and is lent to the next thread that
-# reads.
+# An allocator keeps the memory that a thread has freed for that thread: glibc keeps up to two
+# blocks of the largest size for each, so that several reader threads hold twice what they use.
+# Memory that is returned to the system is cleared when it is allocated again, which takes longer
+# than reading. A buffer lent here comes back when the last view of it is gone, and is then lent to
+# the next thread that reads.
 
 
-#: Objects that differ by less have buffers of one size.
+#: Sizes of buffers are rounded up to a multiple of this, so that similar objects can share them.
 _GRAIN_BYTES: Final = 1 << 20
 _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class ReadBuffers:
-    """As many buffers as are lent at once at most; they go with it and the last view of each.
+    """Lends buffers and takes them back; holds as many as were lent at once at most.
 
-    May be used from several threads: a list's `append` and `pop` are whole in themselves, and
-    nothing else is shared. A lock would not do: memory may come back while one is held.
+    Each buffer is freed after this object and the last view of the buffer are gone. Several threads
+    may use it: they share only a list, whose `append` and `pop` are atomic. A lock could deadlock,
+    because a buffer may come back in a thread that holds it.
     """
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
 
     def lend(self, size_bytes: int) -> memoryview:
-        """Memory of so many bytes, which hold anything; the borrower's as long as any view of it
-        lives."""
+        """Return `size_bytes` of uninitialized memory, reserved as long as any view of it lives."""
         if size_bytes < 1:
             return memoryview(bytearray())
         try:
@@ -127,7 +127,7 @@ class ReadBuffers:
         except IndexError:
             buffer = None
         if buffer is None or len(buffer) < size_bytes:
-            buffer = None  # too small a one goes before its successor comes
+            buffer = None  # frees a buffer that is too small before allocating a larger one
             grains = -(-size_bytes // _GRAIN_BYTES)
             buffer = np.frombuffer(mmap.mmap(-1, grains * _GRAIN_BYTES, flags=_PRIVATE), np.uint8)
         lent: Any = buffer[:size_bytes]
@@ -135,10 +135,10 @@ class ReadBuffers:
         return memoryview(lent)
 
 
-# From stored chunks to checked rows: nothing is believed before it is checked.
+# Turns stored chunks into checked rows; nothing is trusted before it is checked.
 #
-# Read order, rule 5 (format §6.3): length and crc32c of all bytes, then the header against the
-# manifest's entry, then the row set and the row parameters.
+# The order of checks is rule 5 of the read order (format §6.3): length and crc32c of all bytes,
+# then the header against the manifest's entry, then the row set and the row parameters.
 
 
 _NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"
@@ -146,12 +146,12 @@ _NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRows:
-    """What a row chunk holds, checked and not yet decoded. Its tensors MUST NOT be written to.
+    """The rows of a chunk, checked and not yet decoded. Its tensors MUST NOT be written to.
 
     Attributes:
         rows: ids, int64 [n], ascending, without duplicates, each in the table; or a range.
         scheme: `"exact"` or `"asymmetric"`.
-        bits: of a code; for scheme exact of a value.
+        bits: bits of a code; for scheme exact, bits of a value.
         values: for scheme exact [n, dim] of the table's dtype, else packed codes
             u8 [n, ceil(dim·bits/8)].
         scale, offset: f32 [n], finite; empty for scheme exact.
@@ -167,7 +167,7 @@ class StoredRows:
     row_states: tuple[Tensor, ...]
 
     def positions_of(self, wanted: range) -> range:
-        """The positions of those of its rows whose ids are wanted."""
+        """Return the positions of the rows whose ids are in `wanted`."""
         rows = self.rows
         if isinstance(rows, range):
             start, stop = (
@@ -180,7 +180,7 @@ class StoredRows:
         return range(start, max(start, stop))
 
     def within(self, wanted: range) -> StoredRows:
-        """Those of its rows that are wanted, in the same memory; ids count from `wanted.start`."""
+        """Return the rows that are wanted, in the same memory; ids count from `wanted.start`."""
         inside = self.positions_of(wanted)
         if len(inside) == len(self.rows) and wanted.start == 0:
             return self
@@ -200,17 +200,17 @@ def _moved(rows: range | Tensor, by: int) -> range | Tensor:
     return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by
 
 
-# --- before anything is read ---------------------------------------------------------------------
+# --- checks before anything is read --------------------------------------------------------------
 
 
 def check_entry(manifest: Manifest, entry: ChunkEntry) -> None:
-    """Whether so few bytes can hold so many rows.
+    """Check that a chunk's bytes can hold its rows.
 
-    A reader allocates for the rows that a manifest promises; after this check and `check_stored`
-    that is at most a small multiple of what the store really holds (format §9).
+    A reader allocates memory for the rows that a manifest states. After this check and
+    `check_stored` that is at most a small multiple of what the store really holds (format §9).
 
     Raises:
-        MalformedObject: they cannot.
+        MalformedObject: the chunk has too few bytes for its rows.
     """
     if entry.table is None or entry.row_count is None or entry.bits is None:
         return
@@ -236,16 +236,16 @@ def _state_bytes(spec: TableSpec) -> int:
 
 
 def check_stored(manifest: Manifest, entry: ChunkEntry, sizes: Mapping[str, int]) -> None:
-    """Whether the object is there and as long as the manifest says.
+    """Check that a chunk's object exists and has the length that the manifest states.
 
     Args:
-        manifest: the checkpoint that names it.
+        manifest: the checkpoint that names the chunk.
         entry: the chunk.
         sizes: length in bytes of each stored object, by key.
 
     Raises:
-        ObjectNotFound: it is not there.
-        DigestMismatch: it has another length.
+        ObjectNotFound: there is no such object.
+        DigestMismatch: the object has another length.
     """
     size_bytes = sizes.get(entry.key)
     if size_bytes is None:
@@ -277,15 +277,15 @@ def read_chunk(
     """Read one chunk and check its length, digest, header and origin.
 
     Args:
-        source: where it is.
-        manifest: the checkpoint that names it.
+        source: where the chunk is read from.
+        manifest: the checkpoint that names the chunk.
         entry: the chunk.
-        buffers: whose memory it may be in as long as the chunk lives; None: memory of its own.
+        buffers: lend the memory for the chunk as long as the chunk lives; None allocates memory.
 
     Raises:
-        ObjectNotFound: it is not there.
-        FormatError: it is not what the manifest says; its key is the subject.
-        StoreError: it could not be read.
+        ObjectNotFound: there is no such chunk.
+        FormatError: the chunk is not what the manifest says; its key is the subject.
+        StoreError: the chunk could not be read.
     """
 
     def parse(data: bytes | memoryview) -> Chunk:
@@ -302,9 +302,9 @@ def read_rows(
     *,
     buffers: ReadBuffers | None = None,
 ) -> StoredRows:
-    """Read one row chunk and check all of it; `placement.place` decodes what is wanted.
+    """Read one row chunk and check all of it; `placement.place` decodes the wanted rows.
 
-    Arguments and errors as for `read_chunk`.
+    Arguments and errors are those of `read_chunk`.
     """
     chunk = read_chunk(source, manifest, entry, buffers=buffers)
     if entry.table is None or entry.scheme is None or entry.bits is None:
@@ -327,13 +327,14 @@ def read_rows(
 
 
 def row_parameter(section: Section, entry: ChunkEntry) -> Tensor:
-    """The scales or offsets as f32 [n]; the conversion from F16 is exact.
+    """Return the scales or offsets as f32 [n]; the conversion from F16 is exact.
 
     Raises:
-        MalformedObject: one is not finite.
+        MalformedObject: a parameter is not finite.
     """
     parameter = section_tensor(section).to(torch.float32)
-    # Both ends are NaN where any value is one, and infinite where any is that.
+    # If any value is NaN, both the minimum and the maximum are NaN; if any value is infinite, one
+    # of them is.
     if not all(bool(end.isfinite()) for end in parameter.aminmax()):
         raise _malformed(
             entry.key, f"a {section.name} that is not finite", "finite row parameters (format §3.2)"
@@ -342,10 +343,11 @@ def row_parameter(section: Section, entry: ChunkEntry) -> Tensor:
 
 
 def row_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Tensor:
-    """Ids of a chunk's rows, int64 [n], ascending, each in the table; or a range.
+    """Return the ids of a chunk's rows: int64 [n], ascending, each in the table; or a range.
 
     Raises:
-        MalformedObject: the row set does not decode to as many, or to others than the manifest's.
+        MalformedObject: the row set does not decode, or its count, first or last row differ from
+            the manifest's.
     """
     rows = _decoded_ids(chunk, entry, spec)
     ends = (int(rows[0]), int(rows[-1]))
@@ -381,21 +383,25 @@ def _malformed(key: str, found: str, expected: str) -> MalformedObject:
     return MalformedObject(key, found=found, expected=expected, next_step=_NEXT_STEP)
 
 
-# Whether the objects of a chain are there, in their lengths, before one of them is read.
+# Checks that the objects of a chain exist with their lengths, before one of them is read.
 
 
+#: Most listings at once.
 _LISTINGS = 16
 
 
 class Missing(NamedTuple):
-    """A chunk that is not there as the manifest says."""
+    """A chunk that is missing, or not as long as its manifest says; and the error."""
 
     entry: ChunkEntry
     error: FormatError | ObjectNotFound
 
 
 def _needed(chain: Chain) -> list[tuple[Manifest, ChunkEntry]]:
-    """What restoring and validating a chain reads: all rows; state and sample of the newest."""
+    """Return the chunks that a restore or validation of a chain reads.
+
+    These are the rows of all checkpoints, and the state and samples of the newest.
+    """
     return [
         (manifest, entry)
         for manifest in chain.manifests
@@ -405,7 +411,7 @@ def _needed(chain: Chain) -> list[tuple[Manifest, ChunkEntry]]:
 
 
 def look_at_stored(source: ChunkSource, chain: Chain) -> Iterator[Missing]:
-    """Find missing and truncated objects by listing, without reading one.
+    """Find missing and truncated objects by listings, without reading an object.
 
     Raises:
         StoreError: the source cannot tell now.
@@ -414,7 +420,7 @@ def look_at_stored(source: ChunkSource, chain: Chain) -> Iterator[Missing]:
     prefixes = {_prefix_of(entry) for _, entry in chunks if parse_chunk_key(entry.key)}
     sizes: dict[str, int] = {}
     refused: dict[str, ObjectNotFound] = {}
-    # A listing each, and most of it waiting: a long chain's are made several at a time.
+    # Each prefix needs a listing, which mostly waits; several at once speed up a long chain.
     with ReadScheduler(min(_LISTINGS, len(prefixes) or 1)) as reads:
         for prefix, listing in reads.in_order(sorted(prefixes), source.sizes):
             try:
@@ -430,7 +436,7 @@ def look_at_stored(source: ChunkSource, chain: Chain) -> Iterator[Missing]:
 
 
 def why_missing(source: ChunkSource, entry: ChunkEntry) -> ObjectNotFound | None:
-    """The source's own reason why the chunks beside `entry` cannot be listed; None: it has none.
+    """Return the source's reason why the chunks beside `entry` cannot be listed; None if none.
 
     Raises:
         StoreError: the source cannot tell now.

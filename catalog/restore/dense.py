@@ -1,9 +1,9 @@
-"""Dense tensors that several ranks hold a piece of each: whole again, or cut in another way.
+"""Joins dense tensors of which several ranks hold a piece each, wholly or in part.
 
-A piece is a dictionary in a rank's state tree (format §3.4): `shard_of`, the shape of the whole;
-`at`, where the piece begins in it; `tensor`, the piece. The pieces of all ranks are disjoint and
-make up the whole; one of no elements says nothing, and one that is there several times, with the
-same bits, counts once.
+A piece is a dictionary in a rank's state tree (format §3.4): `shard_of` is the shape of the whole
+tensor, `at` is the index of the piece's first element in it, `tensor` is the piece. The pieces of
+all ranks are disjoint and make up the whole tensor. A piece without elements is ignored. A piece
+that several ranks hold with the same bits counts once.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = [
 
 
 _KEYS: Final = frozenset(("shard_of", "at", "tensor"))
-_MOST: Final = 2**48  # of elements along a dimension, as of a table's rows
+_MOST: Final = 2**48  # most elements along a dimension; tables have the same bound on rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseShard:
-    """A piece, checked for itself.
+    """A piece, checked without regard to other pieces.
 
     Attributes:
-        shape: of the whole tensor.
-        at: where the piece's first element is in it.
+        shape: shape of the whole tensor.
+        at: index of the piece's first element in the whole tensor.
         tensor: the piece.
     """
 
@@ -51,20 +51,20 @@ class DenseShard:
 
     @property
     def box(self) -> tuple[range, ...]:
-        """The indices that it holds, along each dimension."""
+        """The indices that the piece holds, along each dimension."""
         return _box(self.at, self.tensor)
 
 
 def is_shard(node: object) -> bool:
-    """Whether a node of a state tree is a piece of a tensor."""
+    """Tell whether a node of a state tree is a piece of a tensor."""
     return isinstance(node, Mapping) and node.keys() == _KEYS
 
 
 def parse_shard(node: object, *, name: str) -> DenseShard:
-    """A piece as a state tree has it.
+    """Parse a piece from a state tree; `name` is the tensor's, for errors.
 
     Raises:
-        MalformedObject: it is none, or does not lie in the tensor that it says it is of.
+        MalformedObject: the node is not a piece, or does not lie within its `shard_of`.
     """
     if not isinstance(node, Mapping) or node.keys() != _KEYS:
         raise _malformed(name, f"{type(node).__name__}", "a piece: shard_of, at, tensor")
@@ -85,20 +85,20 @@ def parse_shard(node: object, *, name: str) -> DenseShard:
 
 
 def check_shards(shards: Sequence[DenseShard], *, name: str) -> None:
-    """Whether they make up the whole tensor.
+    """Check that pieces make up the whole tensor.
 
     Raises:
-        MalformedObject: they leave a gap, overlap without being the same piece, or differ in shape
-            or dtype.
+        MalformedObject: the pieces leave a gap, overlap without being the same piece, or differ in
+            shape or dtype.
     """
     _checked(shards, name)
 
 
 def join_shards(shards: Sequence[DenseShard], *, name: str) -> Tensor:
-    """The whole tensor, in fresh memory of the CPU.
+    """Return the whole tensor, in fresh CPU memory.
 
     Raises:
-        MalformedObject: as `fill_part`; nothing has been allocated for what is not there.
+        MalformedObject: as `check_shards`; checked before anything is allocated.
     """
     filled = _checked(shards, name)
     whole = torch.empty(shards[0].shape, dtype=shards[0].tensor.dtype, device="cpu")
@@ -107,17 +107,17 @@ def join_shards(shards: Sequence[DenseShard], *, name: str) -> Tensor:
 
 
 def fill_part(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor, *, name: str) -> None:
-    """Copy what lies at `at` of the whole tensor into `into`, however the pieces are cut.
+    """Copy the part of the whole tensor that begins at `at` into `into`, from any sharding.
 
     Args:
-        shards: of all ranks, or of those that have some of the part.
-        at: where the part begins that is wanted.
-        into: that part, of any strides and on any device.
-        name: of the tensor, for errors.
+        shards: the pieces of all ranks, or of the ranks that hold some of the part.
+        at: index of the part's first element in the whole tensor.
+        into: receives the part; its shape is the part's; of any strides and on any device.
+        name: name of the tensor, for errors.
 
     Raises:
-        MalformedObject: the pieces leave a gap in it, overlap, or differ in shape or dtype.
-        ValueError: the part does not lie in the tensor, or is of another dtype.
+        MalformedObject: the pieces leave a gap in the part, overlap, or differ in shape or dtype.
+        ValueError: the part does not lie within the tensor, or has another dtype.
     """
     filled = _disjoint(shards, name)
     shape, dtype = shards[0].shape, shards[0].tensor.dtype
@@ -129,27 +129,32 @@ def fill_part(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor, *, 
         found = f"{into.dtype} {list(into.shape)} at {list(at)}"
         raise ValueError(f"{name!r}: {found} is no part of {dtype} {list(shape)}")
     stored, needed = _elements_in(filled, _box(at, into)), into.numel()
-    if stored != needed:  # and they are disjoint
+    if stored != needed:  # the pieces are disjoint, so equal counts mean that there is no gap
         found = f"{stored} elements of {list(into.shape)} at {list(at)}"
         raise _malformed(name, found, f"{needed}, without a gap")
     _copy(filled, at, into)
 
 
 def has_part(shards: Sequence[DenseShard], box: Sequence[range], *, name: str) -> bool:
-    """Whether every element of a part, a range along each dimension, is in one of these pieces.
+    """Tell whether every element of a part is in one of the pieces.
+
+    Args:
+        shards: pieces of the tensor.
+        box: the part, a range along each dimension.
+        name: name of the tensor, for errors.
 
     Raises:
-        MalformedObject: they overlap, or differ in shape or dtype.
+        MalformedObject: the pieces overlap, or differ in shape or dtype.
     """
     return _elements_in(_disjoint(shards, name), box) == math.prod(map(len, box))
 
 
 def fault_of_boxes(shape: Sequence[int], boxes: Iterable[Sequence[range]]) -> str | None:
-    """Why boxes do not make up a tensor, each element in one of them; None: they do.
+    """Return why boxes do not make up a tensor with each element in one box; None if they do.
 
     Args:
-        shape: of the tensor.
-        boxes: the indices along each dimension; those without any say nothing.
+        shape: shape of the tensor.
+        boxes: each a range of indices along each dimension; empty boxes are ignored.
     """
     filled = sorted((tuple(box) for box in boxes if all(box)), key=_starts)
     overlap = _overlap(filled)
@@ -160,10 +165,10 @@ def fault_of_boxes(shape: Sequence[int], boxes: Iterable[Sequence[range]]) -> st
 
 
 def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
-    """Those parameters and buffers that are stored in pieces, by name, the pieces of all ranks.
+    """Return the pieces of all ranks of the parameters and buffers stored in pieces, by name.
 
     Raises:
-        MalformedObject: one is no piece, or is stored whole as well.
+        MalformedObject: a piece does not parse, or a tensor is stored both whole and in pieces.
     """
     pieces: dict[str, list[DenseShard]] = {}
     whole: set[str] = set()
@@ -176,27 +181,27 @@ def dense_shards(state: Mapping[int, object]) -> dict[str, list[DenseShard]]:
             else:
                 whole.add(str(name))
     for name in sorted(whole & pieces.keys()):
-        raise _malformed(name, "the whole of it beside a piece", "either")
+        raise _malformed(name, "the whole tensor beside a piece", "the whole tensor, or pieces")
     return pieces
 
 
 def _checked(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
-    """Those that hold something, in order; together they are the whole tensor, each part once."""
+    """Return the pieces with elements, in order; check that they are the whole tensor."""
     filled = _disjoint(shards, name)
     stored, needed = sum(shard.tensor.numel() for shard in filled), math.prod(shards[0].shape)
-    if stored != needed:  # and they are disjoint
+    if stored != needed:
         raise _malformed(name, f"{stored} elements in all pieces", f"{needed}, without a gap")
     return filled
 
 
 def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
-    """Those that hold something, in order; pieces of one tensor, of which none overlap."""
+    """Return the pieces with elements, in order; check that they are disjoint, of one tensor."""
     if not shards:
-        raise _malformed(name, "no piece", "pieces that make it up")
+        raise _malformed(name, "no piece", "pieces that make up the tensor")
     forms = {(shard.shape, shard.tensor.dtype) for shard in shards}
     if len(forms) > 1:
         found = ", ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype in forms))
-        raise _malformed(name, f"pieces of {found:.200}", "one shape and dtype of all")
+        raise _malformed(name, f"pieces of {found:.200}", "the same shape and dtype in all pieces")
     filled = _each_once([shard for shard in shards if shard.tensor.numel()], name)
     overlap = _overlap([shard.box for shard in filled])
     if overlap is not None:
@@ -205,27 +210,31 @@ def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
 
 
 def _each_once(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
-    """In order, those that hold the same elements once: replicas that each stored its piece."""
+    """Return the pieces in order; of pieces of the same place (replicas) only the first.
+
+    Raises:
+        MalformedObject: two pieces of the same place differ.
+    """
     by_box: dict[tuple[range, ...], DenseShard] = {}
     for shard in shards:
         first = by_box.setdefault(shard.box, shard)
         if first is not shard and not torch.equal(_bits(first.tensor), _bits(shard.tensor)):
             found = f"two pieces of {list(shard.tensor.shape)} at {list(shard.at)} that differ"
-            raise _malformed(name, found, "the same bits in each piece of one place")
+            raise _malformed(name, found, "the same bits in all pieces of one place")
     return [by_box[box] for box in sorted(by_box, key=_starts)]
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As bytes: -0 is not 0, and a NaN is itself."""
+    """Return the bytes, so that -0 differs from 0, and a NaN equals itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _overlap(boxes: Sequence[tuple[range, ...]]) -> str | None:
-    """Of boxes in order, none of them empty."""
+    """Return which two boxes overlap, as text, or None; they are sorted and not empty."""
     for index, box in enumerate(boxes):
         for other in boxes[index + 1 :]:
             if box and other[0].start >= box[0].stop:
-                break  # and so are all after it
+                break  # the boxes are sorted: all later ones begin at or after the end, too
             if all(_common(a, b) for a, b in zip(box, other, strict=True)):
                 return f"pieces at {list(_starts(box))} and {list(_starts(other))} that overlap"
     return None
@@ -236,7 +245,7 @@ def _starts(box: Sequence[range]) -> tuple[int, ...]:
 
 
 def _elements_in(shards: Sequence[DenseShard], box: Sequence[range]) -> int:
-    """How many elements of a part disjoint pieces hold."""
+    """Return how many elements of the part `box` disjoint pieces hold."""
     return sum(
         math.prod(len(_common(a, b)) for a, b in zip(shard.box, box, strict=True))
         for shard in shards

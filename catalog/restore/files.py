@@ -1,4 +1,4 @@
-"""Restores into files of safetensors: plans them, writes each once, and the index last."""
+"""Restores into safetensors files: plans the files, writes each once, and the index last."""
 
 from __future__ import annotations
 
@@ -71,23 +71,24 @@ __all__ = [
 ]
 
 
-# Names for every tensor of the state trees, as files of named tensors need them.
+# Names for the tensors of the state trees in a file.
 
-#: What files have of a checkpoint: what `Module.load_state_dict` takes, or all that is stored.
+#: What files hold of a checkpoint: what `Module.load_state_dict` takes, or everything stored.
 Include = Literal["model", "all"]
 
 
 def state_tensors(state: Mapping[int, object], include: Include) -> dict[str, torch.Tensor]:
-    """The tensors of the state tree of each rank by their names in a file; dense ones.
+    """Return the tensors of the state trees by their names in a file; all are dense.
 
     Args:
         state: the state tree of each rank.
-        include: model: the names are those of `Module.state_dict`. all: model/NAME for these,
-            buffers/NAME for the buffers that are not persistent, ranks/RANK/… for all else.
+        include: with `model` the names are those of `Module.state_dict`. With `all` they are
+            model/NAME for these, buffers/NAME for the buffers that are not persistent, and
+            ranks/RANK/… for everything else.
     """
     named: dict[str, torch.Tensor] = {}
     for name, value in state_dict(state, {}).items():
-        if isinstance(value, torch.Tensor | np.ndarray):  # an extra state may be anything
+        if isinstance(value, torch.Tensor | np.ndarray):  # an extra state may have any type
             collect_tensors(named, model_name(name, include), value, "/")
     if include == "all":
         collect_tensors(named, "buffers", transient_tensors(state), "/")
@@ -96,18 +97,18 @@ def state_tensors(state: Mapping[int, object], include: Include) -> dict[str, to
 
 
 def model_name(name: str, include: Include) -> str:
-    """The name in a file of what `Module.state_dict` calls `name`."""
+    """Return the name in a file of the tensor that `Module.state_dict` calls `name`."""
     return name if include == "model" else f"model/{name}"
 
 
 def transient_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
-    """The buffers by name that `Module.state_dict` leaves out."""
+    """Return by name the buffers that `Module.state_dict` leaves out."""
     transient = transient_buffers(state)
     return {name: t for name, t in dense_tensors(state).items() if name in transient}
 
 
 def without_model(state: Mapping[int, object]) -> dict[int, object]:
-    """The state trees without the model."""
+    """Return the state trees without the model."""
     return {
         rank: {key: value for key, value in tree.items() if key != "model"}
         if isinstance(tree, Mapping)
@@ -119,7 +120,7 @@ def without_model(state: Mapping[int, object]) -> dict[int, object]:
 def collect_tensors(
     into: dict[str, torch.Tensor], name: str, value: object, separator: str
 ) -> None:
-    """Put every dense tensor of a tree into `into`, under its path."""
+    """Add every tensor of a tree to `into` under its path; a sparse one as indices and values."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     items: Iterable[tuple[object, object]] = ()
@@ -137,20 +138,20 @@ def collect_tensors(
         collect_tensors(into, f"{name}{separator}{key}", item, separator)
 
 
-# Which tensors of a checkpoint go into which file of safetensors, and the index that says so.
+# Plans which tensors of a checkpoint go into which safetensors file, and the index of the files.
 #
-# The layout that programs know which share models: `model-00001-of-00004.safetensors`, …, and
-# `model.safetensors.index.json` with a `weight_map` from each tensor's name to its file. The names
-# are those of one file with everything, which `write_one_file` writes.
+# The layout is the common one for shared models: `model-00001-of-00004.safetensors`, …, and
+# `model.safetensors.index.json` with a `weight_map` from each tensor's name to its file. Tensors
+# have the same names as in the single file that `write_one_file` writes.
 
 
 INDEX: Final = "model.safetensors.index.json"
 SHARD_NAME: Final = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
 DEFAULT_SHARD_BYTES: Final = 1 << 30
-#: A file says within so many bytes which checkpoint it is of.
+#: The first bytes of a file that name the checkpoint that it is of.
 ORIGIN_BYTES: Final = 512
 
-_MOST_SHARDS: Final = 99_999  # what five digits count
+_MOST_SHARDS: Final = 99_999  # the names of files have five digits
 _ALIGNMENT_BYTES: Final = 8
 _ORIGIN: Final = re.compile(
     rb'(?:.{8}\{"__metadata__":\{"format":"pt"|\{\s*"metadata":\s*\{\s*"total_size":\s*[0-9]+)'
@@ -161,7 +162,7 @@ _ORIGIN: Final = re.compile(
 
 
 class Origin(NamedTuple):
-    """What a file or an index says of where it comes from."""
+    """The checkpoint that a file or an index names as its origin."""
 
     name: ManifestName
     attempt: str
@@ -169,7 +170,11 @@ class Origin(NamedTuple):
 
 
 class ShardTensor(NamedTuple):
-    """A tensor of a file. `table`: whose values or row state `state` it is; None: of no table."""
+    """A tensor of a file.
+
+    `table` is the table whose values it holds, or whose row state `state`; None if it is not part
+    of a table.
+    """
 
     name: str
     dtype: Dtype
@@ -179,23 +184,23 @@ class ShardTensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Its length in the file."""
+        """Its bytes in the file."""
         return array_bytes(self.dtype, self.shape)
 
 
 class Shard(NamedTuple):
-    """A file: its tensors in their order, wider items first, which keeps them aligned."""
+    """A file: its tensors in order, the widest items first, which keeps all of them aligned."""
 
     file: str
     tensors: tuple[ShardTensor, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors; the file has its header before them."""
+        """Bytes of all tensors, without the header before them."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
-        """All bytes before the first tensor's."""
+        """Return all bytes before the first tensor."""
         fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
         for tensor in self.tensors:
@@ -212,12 +217,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What is to be written, of which checkpoint.
+    """The files to write, and the checkpoint that they are restored from.
 
     Attributes:
         run: the run's id.
-        include: what of the checkpoint.
-        report: of the checkpoint that was chosen; what was read for it is its state alone.
+        include: what the files hold of the checkpoint.
+        report: report of the restore that chose the checkpoint, which read only its state.
         shards: the files.
     """
 
@@ -228,17 +233,17 @@ class ShardPlan:
 
     @property
     def name(self) -> ManifestName:
-        """Of the checkpoint."""
+        """Name of the checkpoint."""
         return ManifestName(self.report.restored.step, self.report.restored.generation)
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What each file says of where it comes from."""
+        """The origin of the files, as each file states it."""
         return _metadata(self.run, self.report.restored, self.include)
 
     @property
@@ -263,23 +268,24 @@ def plan_shards(
 ) -> ShardPlan:
     """Choose the checkpoint as `catalog.restore.restore.restore` does, and divide it into files.
 
-    A table and its row states are in one file, since they are read together, and so is all that is
-    of no table. Several of these share a file as long as they fit into `shard_bytes`; one that is
-    larger has a file of its own.
+    A table and its row states are in one file, because they are read together. All tensors without
+    a table are in one file, too. Several such units share a file as long as they fit into
+    `shard_bytes`; a larger unit has a file of its own.
 
     Args:
         run: the run.
         selection, damaged, leased: as for `catalog.restore.restore.restore`.
-        include: see `state_tensors`; of tables model: their values, all: their row states too.
-        shard_bytes: of a file that has more than one table.
+        include: see `state_tensors`; for tables, `model` takes the values only, `all` the row
+            states too.
+        shard_bytes: most bytes of a file that holds more than one unit.
 
     Raises:
-        SettingsError: more files than their names can count.
+        SettingsError: there would be more files than their names can count.
         RecpointError: as for `catalog.restore.restore.restore`; no row has been read yet.
     """
     target = MemoryTarget(())
     report = restore(run, target, selection, damaged=damaged, leased=leased)
-    assert target.manifest is not None  # as of every target that was restored into
+    assert target.manifest is not None  # the restore has set it
     tied = tied_names(target.state)
     units = [
         _of_table(table, tied, include) for table in logical_tables(target.manifest.tables).values()
@@ -289,7 +295,7 @@ def plan_shards(
         [
             ShardTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
             for name, tensor in state_tensors(target.state, include).items()
-            if name not in named  # a state that lists a table's values too
+            if name not in named  # the state may list a table's values too
         ]
     )
     files: list[list[ShardTensor]] = []
@@ -306,7 +312,7 @@ def plan_shards(
             "shard_bytes",
             found=f"{shard_bytes}, which makes {len(files)} files",
             expected=f"at most {_MOST_SHARDS} files",
-            next_step="allow larger ones",
+            next_step="set a larger shard_bytes",
         )
     return ShardPlan(
         run=run.id,
@@ -320,11 +326,11 @@ def plan_shards(
 
 
 def checkpoint_in(start: bytes, run: str) -> Origin | None:
-    """Which checkpoint of the run a file or an index is of that begins so.
+    """Return the origin that the first bytes of a file or an index name; None if they name none.
 
     Args:
-        start: its first `ORIGIN_BYTES`, or all of it.
-        run: the run's id; files of other runs are of none.
+        start: the first `ORIGIN_BYTES` of the file, or all of it.
+        run: the run's id; an origin in another run counts as none.
     """
     match = _ORIGIN.match(start)
     if match is None or match[1] != run.encode():
@@ -344,7 +350,7 @@ def _metadata(run: str, restored: CheckpointRef, include: Include) -> dict[str, 
 
 
 def _shard(file: str, tensors: Iterable[ShardTensor]) -> Shard:
-    """A file of these tensors in the order that it has them in."""
+    """Return a file of these tensors, sorted into its order."""
     ordered = sorted(tensors, key=lambda tensor: (-item_bytes(tensor.dtype), tensor.name))
     return Shard(file, tuple(ordered))
 
@@ -370,28 +376,28 @@ def _of_table(table: LogicalTable, tied: Mapping[str, str], include: Include) ->
     ]
 
 
-# The place that files of safetensors are restored into: what is there, and what may be removed.
+# Checks the place that safetensors files are restored into, and removes files from it.
 #
-# What is there is told by its header and its length. Files count from the moment that the index is
-# there: nothing is removed then. Until then those of a checkpoint that turned out to be damaged
-# make room for another one's.
+# A file is recognized by its header and its length. After the index exists, the files are final and
+# none is removed. Before that, the files of a checkpoint that turned out to be damaged are removed
+# for those of another checkpoint.
 
 
-# Twice as long as a task of the flow may be at a file.
+# Twice the time that a task of the flow may spend on one file.
 _UNFINISHED_SECONDS: Final = 24 * 3600
 
 _MOST_NAMES: Final = 3
 
 
 def check_place(into: Store, plan: ShardPlan) -> bool:
-    """Whether all of the plan is there already.
+    """Tell whether all files of the plan and its index exist already.
 
     Raises:
-        SettingsError: something else is.
+        SettingsError: the place has other files or another index.
     """
     missing = {shard.file: shard for shard in plan.shards}
     for info in into.list("model"):
-        if info.key == INDEX:  # behind all shards in a listing
+        if info.key == INDEX:  # a listing has it after all shards
             return _is_there(into, plan, INDEX, plan.index, len(plan.index)) and not missing
         if SHARD_NAME.match(info.key):
             shard = missing.pop(info.key, None)
@@ -402,25 +408,26 @@ def check_place(into: Store, plan: ShardPlan) -> bool:
 
 
 def finish_shards(into: Store, plan: ShardPlan) -> None:
-    """Write the index, once all files are there.
+    """Write the index after all files are there.
 
     Raises:
-        RestoreError: a file is gone: another writer has found damage, and taken it back.
-        SettingsError: another file or another index is there.
+        RestoreError: a file is gone, because another writer found damage and removed it.
+        SettingsError: the place has another file or another index.
     """
     _require_all(into, plan)
     try:
         into.create(INDEX, plan.index)
     except ObjectExists:
         _is_there(into, plan, INDEX, plan.index, len(plan.index))
-    # Again: who took back before it could see the index may have begun after the first look.
+    # A second check, because a writer that did not yet see the index may have begun to remove files
+    # after the first check.
     _require_all(into, plan)
 
 
 def remove_unfinished(into: Store, plan: ShardPlan) -> None:
-    """Remove what writers of the plan's files left that were killed more than a day ago.
+    """Remove unfinished files of the plan whose writers were killed more than a day ago.
 
-    What is younger may be another writer's, which still needs it.
+    Another writer may still need younger ones.
     """
     before_ms = now_ms() - _UNFINISHED_SECONDS * 1000
     for info in list(into.list_unfinished()):
@@ -432,16 +439,16 @@ def remove_unfinished(into: Store, plan: ShardPlan) -> None:
 def refuse_beside_index(
     into: Store, plan: ShardPlan, error: RecpointError, *, run_url: str
 ) -> None:
-    """Of a checkpoint that turned out to be damaged: no other one takes its place then.
+    """Refuse to replace the files of a damaged checkpoint if their index exists.
 
     Args:
         into: the place.
         plan: the files of the damaged checkpoint.
-        error: what is damaged.
-        run_url: of the run.
+        error: the damage.
+        run_url: URL of the run.
 
     Raises:
-        RestoreError: there is an index; it says which files are there.
+        RestoreError: there is an index; the error says which files are there.
     """
     if not _has_index(into):
         return
@@ -451,19 +458,19 @@ def refuse_beside_index(
     raise RestoreError(
         f"restore into {into.url}",
         found=f"{INDEX} and {count - len(missing)} of the {count} files of {plan.name},{without} "
-        f"and damage where they come from: {type(error).__name__}, {error.subject}, {error.found}",
-        expected="a good checkpoint to make what is missing from; what is there was left alone",
+        f"and damage in that checkpoint: {type(error).__name__}, {error.subject}, {error.found}",
+        expected="a good checkpoint to write the missing files from; no file was removed",
         next_step=naming_run("recpoint check URL --level full", run_url)
         + "; keep what is there, which may be the last copy, and restore into another place",
     )
 
 
 def take_back(into: Store, plan: ShardPlan) -> None:
-    """Remove the files of a damaged checkpoint, once another one is there to take their place.
+    """Remove the files of a damaged checkpoint, after another checkpoint was found for the place.
 
     Raises:
-        RestoreError: there is an index: another writer has finished meanwhile.
-        SettingsError: another file is in the place of one.
+        RestoreError: there is an index, because another writer has finished meanwhile.
+        SettingsError: a file of the plan's names is not the plan's.
     """
     for shard in plan.shards:
         if not shard_is_there(into, plan, shard):
@@ -472,9 +479,9 @@ def take_back(into: Store, plan: ShardPlan) -> None:
             raise RestoreError(
                 f"restore into {into.url}",
                 found=f"{INDEX}, which another writer made while {plan.name} was found damaged",
-                expected="no index where files are to make room for another checkpoint; "
-                f"{shard.file} was left where it is",
-                next_step="run the same restore again: it makes what is missing, if anything is",
+                expected="no index while files are removed for another checkpoint; "
+                f"{shard.file} was not removed",
+                next_step="run the same restore again: it writes any file that is missing",
             )
         into.delete(shard.file)
 
@@ -486,14 +493,13 @@ def _require_all(into: Store, plan: ShardPlan) -> None:
             f"restore into {into.url}",
             found=f"no {_names(missing)} any more",
             expected=f"all {len(plan.shards)} files of {plan.name} until the index is there; "
-            "another restore into the same place removes them where it finds the checkpoint "
-            "damaged",
-            next_step="run the same restore again, and no other beside it",
+            "another restore into the same place removes them if it finds the checkpoint damaged",
+            next_step="run the same restore again, and no other one into this place meanwhile",
         )
 
 
 def _missing(into: Store, plan: ShardPlan) -> list[str]:
-    """Names of the files that are not there."""
+    """Return the names of the plan's files that are not there."""
     return [shard.file for shard in plan.shards if not shard_is_there(into, plan, shard)]
 
 
@@ -511,16 +517,16 @@ def _has_index(into: Store) -> bool:
 
 
 def shard_is_there(into: Store, plan: ShardPlan, shard: Shard) -> bool:
-    """Whether the file is: by its header, which says of what it is, and its length."""
+    """Tell whether a file of the plan exists, by its header, which names its origin, and length."""
     header = shard.header(plan.metadata)
     return _is_there(into, plan, shard.file, header, len(header) + shard.size_bytes)
 
 
 def _is_there(into: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: int) -> bool:
-    """Whether an object is that begins so and is so long.
+    """Tell whether the object `key` exists, begins with `start` and has `size_bytes` bytes.
 
     Raises:
-        SettingsError: another one is.
+        SettingsError: the object exists, but is another one.
     """
     try:
         if into.size(key) == size_bytes and into.get_range(key, start=0, end=len(start)) == start:
@@ -531,8 +537,11 @@ def _is_there(into: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: 
 
 
 def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
-    """Of what is in the way. A trainer may have committed a newer checkpoint since a restore was
-    killed, so what that one restored is said, and how to go on with it."""
+    """Return the error for a file that is in the way.
+
+    It says which checkpoint the file is of and how to continue with that: a trainer may have
+    committed a newer checkpoint after an earlier restore was killed.
+    """
     found, go_on = "of another checkpoint or of other files", ""
     begun = _origin_of(into, plan, key)
     if begun is not None and begun.name != plan.name:
@@ -561,38 +570,38 @@ def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
     return SettingsError(
         f"restore into {into.url}",
         found=f"{key}, {found}",
-        expected=f"no {INDEX}, and no shards but those of this very restore, of {plan.name}",
+        expected=f"no {INDEX}, and no shards except those of this very restore, of {plan.name}",
         next_step=f"{go_on}choose another place, or remove what is there",
     )
 
 
 def _origin_of(into: Store, plan: ShardPlan, key: str) -> Origin | None:
-    """Which checkpoint of the plan's run a file has; None: of none, or it does not say."""
+    """Return the checkpoint of the plan's run that a file is of; None if it names none."""
     return checkpoint_in(_start_of(into, key, ORIGIN_BYTES), plan.run)
 
 
 def _has_header(into: Store, plan: ShardPlan, key: str) -> bool:
-    """Whether a file begins as the plan's of this name does."""
+    """Tell whether a file begins with the header of the plan's file of this name."""
     headers = (shard.header(plan.metadata) for shard in plan.shards if shard.file == key)
     return any(_start_of(into, key, len(header)) == header for header in headers)
 
 
 def _start_of(into: Store, key: str, size_bytes: int) -> bytes:
-    """Its first bytes, or all of it; none where it is gone."""
+    """Return the first `size_bytes` of an object, or all of it; b"" if it is gone."""
     try:
         return into.get_range(key, start=0, end=min(into.size(key), size_bytes))
     except ObjectNotFound:
         return b""
 
 
-# Restoring into files of safetensors with an index, a file at a time and in any order.
+# Restores into safetensors files with an index, a file at a time and in any order.
 #
-# Every file is made beside its place and appears whole, once: what is there is never replaced. So a
-# restore that was killed goes on where it was, two that write the same do no harm, and two that
-# write different things into one place cannot mix. The index appears last; without it nothing
-# counts. Files of a checkpoint that turns out to be damaged are removed only while there is no
-# index, and once another checkpoint was found for their place; a second writer that still needs
-# them is told so.
+# Every file is written under a temporary name and appears whole; an existing file is never
+# replaced. So a restore that was killed continues where it stopped, two restores of the same files
+# do no harm, and the files of two different restores into one place cannot mix. The index appears
+# last; without it the files do not count. Files of a checkpoint that turns out to be damaged are
+# removed only while there is no index, and only after another checkpoint was found for the place;
+# a second writer that still needs them gets an error.
 
 
 def restore_shards(
@@ -608,20 +617,22 @@ def restore_shards(
     """Restore a checkpoint into files, one after another.
 
     Memory: as `catalog.restore.restore.restore` says, and the state of all ranks. Tables go
-    through mapped files, which the system writes back and takes from memory as it needs to. A store
-    that is no local directory needs room for the largest file in the directory for temporary files.
+    through mapped files, which the system writes back and evicts from memory as needed. If the
+    store is not a local directory, the directory for temporary files needs room for the largest
+    file.
 
     Args:
         run: the run.
-        into: where the files go; others there are left alone.
+        into: where the files go; other files there are left alone.
         selection, leased: as for `catalog.restore.restore.restore`.
         include, shard_bytes: as for `plan_shards`.
         on_progress: called with bytes written so far and bytes to write.
 
     Raises:
         SettingsError: another checkpoint, or part of one, is there already.
-        RestoreError: the index is there, and a file is missing that damage keeps from being made
-            again; or another writer has removed files meanwhile. What is there was left alone.
+        RestoreError: the index is there, but a file is missing that cannot be written again
+            because the checkpoint is damaged; or another writer has removed files meanwhile. No
+            file was removed.
         RecpointError: as for `catalog.restore.restore.restore`; no index has been written. Files
             that were finished stay for the next try.
     """
@@ -653,7 +664,7 @@ def restore_shards(
                 damaged |= damaged_checkpoint(
                     into, plan, error, run_url=run.url, named=selection.named
                 )
-                instead_of = plan  # its files are progress until there is another one
+                instead_of = plan  # its files stay until another checkpoint is found
                 continue
             finish_shards(into, plan)
         return summary(plan, reports)
@@ -662,12 +673,11 @@ def restore_shards(
 def damaged_checkpoint(
     into: Store, plan: ShardPlan, error: RecpointError, *, run_url: str, named: bool
 ) -> dict[ManifestName, str]:
-    """For `plan_shards`, which is to choose another one.
+    """Return the damaged checkpoint and its error, for `plan_shards` to choose another one.
 
     Raises:
-        RestoreError: the index is there. What is there counts, and no other checkpoint takes its
-            place.
-        RecpointError: the error itself, where there is no choice: as for `restore`.
+        RestoreError: the index is there, so that no other checkpoint may replace its files.
+        RecpointError: `error` itself, if no other checkpoint may be chosen, as for `restore`.
     """
     refuse_beside_index(into, plan, error, run_url=run_url)
     if named or isinstance(error, UnsupportedVersion):
@@ -676,7 +686,7 @@ def damaged_checkpoint(
 
 
 def summary(plan: ShardPlan, reports: Sequence[RestoreReport]) -> RestoreReport:
-    """What the whole restore did, from what it took to write each file."""
+    """Return the report of the whole restore from the reports of its files."""
     every = (plan.report, *reports)
     return replace(
         plan.report,
@@ -699,10 +709,10 @@ def write_shard(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport | None:
-    """Restore one file of a plan; None: it was there.
+    """Restore one file of a plan; return None if the file was already there.
 
     Raises:
-        SettingsError: another file is in its place.
+        SettingsError: another file has its name.
         FormatError, ChainError, ObjectNotFound: the checkpoint is damaged.
         StoreError: one of the two stores cannot be used, or there is no room.
     """
@@ -719,7 +729,8 @@ def write_shard(
         try:
             into.create_from_file(shard.file, path)
         except ObjectExists:
-            shard_is_there(into, plan, shard)  # another writer's, or ours after a lost answer
+            # Another writer's file, or ours if the store's answer was lost; an error if neither.
+            shard_is_there(into, plan, shard)
     return report
 
 
@@ -754,7 +765,7 @@ class _ShardTarget(PartsTarget):
         )
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
-        """See `StateChoosingTarget.state_wanted`: all of it, or nothing."""
+        """See `StateChoosingTarget.state_wanted`: the state of all ranks, or of none."""
         return StateWanted(whole=range(manifest.ranks) if self._of_no_table else ())
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
@@ -766,7 +777,7 @@ class _ShardTarget(PartsTarget):
 
 
 def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
-    """Write what was restored into memory into one new file of safetensors.
+    """Write a checkpoint that was restored into memory to one new safetensors file.
 
     Raises:
         ValueError: nothing was restored.
@@ -780,7 +791,7 @@ def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
         of_state = {state.name: into for state, into in states}
         for tensor in _of_table(target.specs[name], tied, include):
             found = table.values if tensor.state is None else of_state[tensor.state]
-            assert found is not None  # as of every target whose row states are to be written
+            assert found is not None  # the target has row states if `include` is "all"
             named[tensor.name] = found
     shard = _shard(
         path.name,
@@ -789,22 +800,22 @@ def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
     with open(path, "xb") as file:
         file.write(shard.header(_metadata(target.manifest.run, target.manifest.ref, include)))
         for tensor in shard.tensors:
-            # One by one: none has to be in memory twice that is contiguous.
+            # One by one, so that only a tensor that is not contiguous is copied.
             flat = named[tensor.name].detach().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
 
 
 @contextmanager
 def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any]]:
-    """A temporary file of so many bytes, and these, u8; removed at the end."""
+    """Yield a temporary file of `size_bytes` and its mapped bytes as u8; remove it at the end."""
     directory = into.scratch_directory()
     path = directory / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}-{file}"
     try:
         with _translated(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             with open(os.open(path, flags, into.scratch_mode), "wb") as made:
-                # All of it now: a disk that is full is an error here, and the end of the process
-                # where mapped bytes are written.
+                # Allocates the whole file now: a full disk raises an error here, but would kill the
+                # process on a write to mapped bytes.
                 os.posix_fallocate(made.fileno(), 0, size_bytes)
             mapped = np.memmap(path, np.uint8, mode="r+")
         yield path, mapped
@@ -814,15 +825,15 @@ def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Raises what the system says of a file that is being written as errors of a store."""
+    """Turn an OSError on the file that is being written into a store's error."""
     try:
         yield
     except FileNotFoundError as error:
         raise StoreUnavailable(
             str(path),
             found="no such file any more (while writing)",
-            expected="the file that is being written, until it is in its place",
-            next_step="run the same restore again, which writes what is missing",
+            expected="the temporary file that is being written, until it has its final name",
+            next_step="run the same restore again, which writes the missing files",
         ) from error
     except OSError as error:
         raise for_os_error(error, str(path), doing="writing", writing=True) from error

@@ -1,4 +1,4 @@
-"""Orders the checkpoints that a restore tries: what is selected, then what validations say."""
+"""Orders the checkpoints that a restore tries, by the caller's selection and by validations."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ __all__ = [
 ]
 
 
-# Says which checkpoint of a run is wanted: one that is named, or the newest that is good.
+# Selects the checkpoint to restore: one that the caller names, or the newest good one.
 
 
 _NEXT: Final = (
     "recpoint list URL --all shows steps and generations; validated_within is how many batches "
-    "may be trained once more for a validated checkpoint"
+    "may be trained again to start from a validated checkpoint"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which checkpoint of a run is wanted.
+    """The checkpoint of a run that the caller wants.
 
     Attributes:
-        step: this checkpoint and no other; None: the newest good one.
-        generation: with `step`: also one that is not on the live line.
+        step: the step of the checkpoint; None selects the newest good one.
+        generation: with `step`: its generation, which need not be on the live line.
         validated_only: without a step: pass over checkpoints that were not validated.
-        validated_within: without a step: the newest validated checkpoint goes before newer ones
-            that nobody has validated, if it is at most so many batches older than the newest that
-            nothing speaks against; else that one. None: the newest goes first.
+        validated_within: without a step: prefer the newest validated checkpoint over newer ones
+            that were not validated, if it is at most this many batches older than the newest
+            checkpoint that is not known to be bad. None: always prefer the newest.
 
     Raises:
-        SettingsError: a field cannot be that; or a generation comes without a step.
+        SettingsError: a field has an invalid value; or a generation is given without a step.
     """
 
     step: int | None = None
@@ -62,23 +62,23 @@ class Selection:
             number = _plain_number(name, getattr(self, name), least, most)
             object.__setattr__(self, name, number)
         if self.generation is not None and self.step is None:
-            raise _refused("generation", "no step with it", "both")
+            raise _refused("generation", "no step beside it", "step and generation")
         if not isinstance(self.validated_only, bool):
             raise _refused("validated_only", f"{self.validated_only!r:.100}", "True or False")
 
     @classmethod
     def of(cls, name: ManifestName) -> Selection:
-        """That checkpoint and no other, on the live line or not."""
+        """Select one checkpoint by name, on the live line or not."""
         return cls(step=name.step, generation=name.generation)
 
     @property
     def named(self) -> bool:
-        """Whether one checkpoint is meant: no other takes its place, whatever is wrong with it."""
+        """Whether one checkpoint is named, so that no other is restored if it is damaged."""
         return self.step is not None
 
     @property
     def in_words(self) -> str:
-        """For people, in errors and logs."""
+        """The selection as text, for errors and logs."""
         if self.step is not None:
             if self.generation is None:
                 return f"step {self.step}"
@@ -91,11 +91,11 @@ class Selection:
 
 
 def candidates(run: Run, selection: Selection, *, before: int | None = None) -> list[ManifestName]:
-    """The checkpoints that a selection leaves to choose from, newest first.
+    """Return the checkpoints that match a selection, newest first.
 
     Args:
         run: the run.
-        selection: what is wanted; what validations say is not looked at here.
+        selection: the selection; its validation fields are not used here.
         before: leave out this generation and later ones.
 
     Raises:
@@ -107,8 +107,8 @@ def candidates(run: Run, selection: Selection, *, before: int | None = None) -> 
     if step is None:
         return run.live_line(before=before)
     if generation is not None:
-        # A person names it: whether it is on the live line does not matter (format §5), nor
-        # whether the lineage can be followed at all.
+        # The caller names the checkpoint, so it need not be on the live line (format §5), and the
+        # lineage need not even be readable.
         return [ManifestName(step, generation)]
     live = [name for name in run.live_line(before=before) if name.step == step]
     if live:
@@ -126,7 +126,7 @@ def candidates(run: Run, selection: Selection, *, before: int | None = None) -> 
 
 
 def _plain_number(name: str, value: object, least: int, most: int | None) -> int | None:
-    """The same as an `int`, since numpy's whole numbers are no `int`."""
+    """Return the number as an `int`, because numpy's integers are not `int`."""
     if value is None:
         return None
     if isinstance(value, Integral) and not isinstance(value, bool):
@@ -140,11 +140,11 @@ def _refused(name: str, found: str, expected: str) -> SettingsError:
     return SettingsError(name, found=found, expected=expected, next_step=_NEXT)
 
 
-#: The newest checkpoint of the live line that is good.
+#: Selects the newest good checkpoint of the live line.
 NEWEST: Final = Selection()
 
 
-# Which checkpoints a restore tries when none is named, and what is said of those it leaves.
+# Orders the checkpoints that a restore tries, and says why it skipped newer ones.
 
 
 _MOST_REASONS = 6
@@ -160,7 +160,7 @@ class Skipped(NamedTuple):
 
 
 def skipped_lines(skipped: Iterable[Skipped]) -> list[str]:
-    """What was left, for people: checkpoints with one reason together, and not all reasons."""
+    """Return skipped checkpoints as text, grouped by reason; at most `_MOST_REASONS` reasons."""
     by_reason: dict[str, list[ManifestName]] = {}
     for name, error in skipped:
         by_reason.setdefault(error, []).append(name)
@@ -178,23 +178,24 @@ def skipped_lines(skipped: Iterable[Skipped]) -> list[str]:
 
 
 def skipped_text(skipped: Iterable[Skipped]) -> str:
-    """`skipped_lines` in one."""
+    """Return `skipped_lines` as one line."""
     return "; ".join(skipped_lines(skipped))
 
 
 class RestoreOrder:
-    """Checkpoints to try, one after another, until one is good on whoever restores.
+    """Yields checkpoints to try, one after another, until the caller has restored one.
 
-    The newest that nothing speaks against; but before it the newest validated one that is at most
-    `validated_within` batches older, if there is one. Whenever one turns out to be damaged, the
-    same holds among those that are left: no more than so many batches are given up for a
-    validation, counted from the newest that is not known to be bad.
+    First comes the newest validated checkpoint that is at most `validated_within` batches older
+    than the newest checkpoint that is not known to be bad; if there is none, that newest one. After
+    a checkpoint turns out to be damaged, the same rule applies to the remaining ones. So at most
+    `validated_within` batches are given up for a validation.
 
     Args:
-        names: newest first.
-        doubts: what validations say; None: it does not matter, since a person named the checkpoint.
-        selection: what was asked for; its `validated_within` is meant above.
-        damaged: those that were found so before, and how.
+        names: the checkpoints, newest first.
+        doubts: the results of validations; None ignores them, because the caller named the
+            checkpoint.
+        selection: the caller's selection.
+        damaged: checkpoints that are known to be damaged, and their errors.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class RestoreOrder:
         self._preferred: list[Skipped] = []
 
     def __iter__(self) -> Iterator[ManifestName]:
-        """Each is the best that is left; who asks for another has told `damaged` of this one."""
+        """Yield the best remaining checkpoint; call `damaged` before asking for the next one."""
         while self._left:
             newest = self._left[0]
             if self._is_out(newest):
@@ -229,7 +230,7 @@ class RestoreOrder:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What was left for the one that was tried last, newest first."""
+        """The checkpoints skipped in favour of the last one yielded, newest first."""
         return sorted([*self._skipped, *self._preferred], reverse=True)
 
     def _is_out(self, name: ManifestName) -> bool:
@@ -243,7 +244,7 @@ class RestoreOrder:
         return True
 
     def _why_not(self, newer: ManifestName, name: ManifestName) -> str:
-        """Why `newer` is left for `name`."""
+        """Return why `newer` is skipped in favour of `name`."""
         doubt = None if self._doubts is None else self._doubts.about(newer)
         if newer in self._known_damaged:
             return self._known_damaged[newer]
@@ -253,7 +254,7 @@ class RestoreOrder:
         return f"not validated; {name} is, within {within} batches of the newest"
 
     def _validated_near(self, newest: ManifestName) -> ManifestName | None:
-        """The newest validated one that is near enough; None: there is none, or nobody asks."""
+        """Return the newest validated checkpoint near enough to `newest`, if wanted; else None."""
         doubts, within = self._doubts, self._selection.validated_within
         if doubts is None or within is None:
             return None
@@ -268,7 +269,7 @@ class RestoreOrder:
         return None
 
     def damaged(self, name: ManifestName, error: str) -> None:
-        """It could not be restored."""
+        """Note that `name` could not be restored because of `error`."""
         self._damaged = True
         self._skipped.append(Skipped(name, error))
 
@@ -278,7 +279,12 @@ class RestoreOrder:
         self._skipped.append(Skipped(name, f"{doubt}{_NAMED}"))
 
     def nothing_good(self, run: Run, *, good: str) -> NothingToRestore:
-        """The error when nothing is left; something was skipped. `good`: what none of them was."""
+        """Return the error for a run of which every checkpoint was skipped.
+
+        Args:
+            run: the run.
+            good: the quality that no checkpoint had, as the end of "expected".
+        """
         if self._unvalidated:
             next_step = f"recpoint validate {run.url}"
         elif self._damaged:

@@ -1,4 +1,4 @@
-"""Places rows of a checked chunk into tensors: whole tables, or any rows and columns of them."""
+"""Places rows of a checked chunk into tensors of whole tables, or of any rows and columns."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from recpoint.kernels import quantize, row_gather
 __all__ = ["PartsTarget", "TablePart", "map_parts", "place"]
 
 
-# From a checked row chunk to the tensors of a model: decode the rows that count, and no others.
+# Writes rows of a checked chunk to the tensors of a model; decodes only the rows that are needed.
 
 
-#: Rows that cannot go straight to their places are converted in memory of this size.
+#: Rows that cannot be decoded in place are converted in passes of this many bytes.
 _PASS_BYTES: Final = 8 << 20
 
 
 def place(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> None:
-    """Put rows of a chunk in their places; ids and shapes have been checked against the table.
+    """Write rows of a chunk to their places; ids and shapes are already checked.
 
     Args:
         stored: the chunk.
-        positions: which of its rows, int64 [m]; None: all.
+        positions: positions of the rows to write in the chunk, int64 [m]; None: all rows.
         into: the table's tensors, on any device.
     """
     if positions is not None and positions.numel() == 0:
@@ -42,10 +42,10 @@ def place(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> No
     ids: range | Tensor = rows
     among = slice(None)
     if positions is not None and isinstance(rows, range):
-        # Positions in the chunk are ids in its part of the table: no ids have to be made of them.
+        # Relative to the chunk's slice of the table, positions are ids: no ids need be computed.
         ids, among = positions, slice(rows.start, rows.stop)
     elif positions is not None and isinstance(rows, Tensor):
-        # By numpy: torch's threads would wait for a core that others read chunks on.
+        # By numpy, because torch's threads would compete for cores with the chunk readers.
         ids = torch.from_numpy(rows.numpy()[positions.numpy()])
     values = into.values[among]
     if stored.scheme == "exact":
@@ -80,7 +80,7 @@ def _decode(
 def _decode_in_passes(
     stored: StoredRows, positions: Tensor | None, dest: Tensor, ids: range | Tensor
 ) -> None:
-    """For a table on a GPU, where the codes are decoded, or of half precision."""
+    """Decode into a table on a GPU, by that GPU, or into a table of half precision."""
 
     def decoded(part: slice) -> Tensor:
         codes, scale, offset = (
@@ -94,7 +94,7 @@ def _decode_in_passes(
 
 
 def _put(source: Tensor, positions: Tensor | None, dest: Tensor, ids: range | Tensor) -> None:
-    """Copy rows as they are, or BF16 to F32, which is exact (format §3.5)."""
+    """Copy rows unchanged, or convert BF16 to F32, which is exact (format §3.5)."""
     if isinstance(ids, range):
         dest[ids.start : ids.stop].copy_(source)
     elif dest.is_cpu and dest.dtype == source.dtype:
@@ -124,10 +124,7 @@ def _in_passes(rows: Callable[[slice], Tensor], dest: Tensor, ids: range | Tenso
             row_gather.scatter(rows(part), given.to(dest.device), dest)
 
 
-# From a checked row chunk to some of its rows and columns, in tensors of any strides.
-
-
-#: Rows that are decoded or converted at once.
+# Writes some of the rows and columns of a checked chunk to tensors of any strides.
 
 
 @dataclass(frozen=True)
@@ -135,10 +132,10 @@ class StateOfPiece:
     """Where a row state of a piece goes.
 
     Attributes:
-        into: [n, columns], or [n, *shape] of a state that has no value for each column.
-        by_column: which of both.
-        weight: of the latter, how many of the wanted columns the piece has.
-        before: how many of them the pieces have that are read before it.
+        into: [n, columns] if `by_column`, else [n, *shape].
+        by_column: whether the state has one value for each column.
+        weight: if not by column, the number of wanted columns that the piece has.
+        before: if not by column, the number of wanted columns in the pieces read before it.
     """
 
     into: Tensor
@@ -153,10 +150,10 @@ class PartOfPiece:
 
     Attributes:
         first_row: the table's row that is row 0 of `values`.
-        dim: columns of the piece.
-        columns: those of them that are wanted.
+        dim: number of columns of the piece.
+        columns: the wanted columns, counted from the piece's first.
         values: [n, columns], of any strides, on any device.
-        row_states: one for each of the piece; None: not wanted.
+        row_states: one for each row state of the piece; None: not wanted.
         changed: as in `TableTarget`.
     """
 
@@ -173,7 +170,7 @@ class PartOfPiece:
         return range(self.first_row, self.first_row + len(self.values))
 
     def as_target(self) -> TableTarget | None:
-        """The same, if the piece's rows go to their places as they are."""
+        """Return this part as a `TableTarget` if whole rows are written in place, else None."""
         if self.columns != slice(0, self.dim) or not self.values.is_contiguous():
             return None
         for state in self.row_states:
@@ -188,10 +185,10 @@ class PartOfPiece:
 
 
 class PieceSink:
-    """Takes the rows of one piece to all parts that want some of it; a `RowSink`.
+    """Distributes the rows of one piece to all parts that want some of them; a `RowSink`.
 
     Args:
-        parts: one or more; what lies between their rows is read too.
+        parts: one or more parts; rows between them are read too.
     """
 
     def __init__(self, parts: Sequence[PartOfPiece]) -> None:
@@ -225,13 +222,13 @@ class PieceSink:
             mark_rows(part.changed, inside, of=len(wanted))
 
     def _of(self, part: PartOfPiece) -> range:
-        """The rows of a part, counted from the first that the sink takes."""
+        """Return the rows of a part, counted from the sink's first row."""
         first = part.wanted.start - self._wanted.start
         return range(first, first + len(part.values))
 
 
 def _place(stored: StoredRows, positions: Tensor | None, part: PartOfPiece) -> None:
-    """Put rows in their places, block by block; ids have been checked against the part."""
+    """Write rows to their places, block by block; the ids are already checked."""
     count = len(stored.rows) if positions is None else positions.numel()
     step = max(1, _PASS_BYTES // _row_bytes(stored, part.dim))
     for start in range(0, count, step):
@@ -252,15 +249,15 @@ def _place(stored: StoredRows, positions: Tensor | None, part: PartOfPiece) -> N
 
 
 def _merged(state: StateOfPiece, ids: Tensor | slice, rows: Tensor) -> Tensor:
-    """What several pieces have of a row: the mean by columns so far; of integers, the largest.
+    """Merge a piece's states into those of earlier pieces: mean by columns; largest of integers.
 
-    The mean goes on from the one before, so that pieces with equal values leave it as it is.
+    The mean is updated from the previous mean, so that pieces with equal values do not change it.
     """
     before = state.into[ids if isinstance(ids, slice) else ids.to(state.into.device)].cpu()
     if not rows.is_floating_point():
         return torch.maximum(before, rows)
     old, new = before.double(), rows.double()
-    by = torch.where(old == new, 0.0, new - old)  # of two infinities too
+    by = torch.where(old == new, 0.0, new - old)  # 0 also for two infinities, not NaN
     return old + by * (state.weight / (state.before + state.weight))
 
 
@@ -274,7 +271,7 @@ def _values(stored: StoredRows, chosen: slice | Tensor, dim: int) -> Tensor:
 
 
 def _write(dest: Tensor, ids: Tensor | slice, rows: Tensor) -> None:
-    """Copy, or convert (format §3.2, §3.5)."""
+    """Write rows to `dest`, converted to its dtype (format §3.2, §3.5)."""
     if isinstance(ids, slice):
         dest[ids].copy_(rows)
     else:
@@ -291,16 +288,16 @@ def _ids(rows: range | Tensor, chosen: slice | Tensor) -> Tensor | slice:
 
 
 def _row_bytes(stored: StoredRows, dim: int) -> int:
-    """What a row takes, decoded."""
+    """Return the memory of one row, stored and decoded."""
     rows = max(1, len(stored.rows))
     return 8 + 4 * dim + sum(t.nbytes for t in (stored.values, *stored.row_states)) // rows
 
 
-# Any part of a table from whatever pieces it is stored in: other rows, other columns, all of it.
+# Maps any part of a table to the pieces that it is stored in.
 #
 # A target says which rows and columns of whole tables it wants, and where they go; `map_parts`
 # finds the pieces of a manifest that hold them. So a checkpoint of any number of ranks, sharded by
-# rows, by columns, by table or by both, restores into any other sharding (format §4).
+# rows, columns, tables or a mix, restores into any other sharding (format §4).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,12 +305,12 @@ class TablePart:
     """Rows and columns of one whole table, and where they go, on any device.
 
     Attributes:
-        table: its name.
+        table: name of the table.
         values: [n, w], of the table's dtype: rows first_row … first_row + n − 1 of its columns
             first_column … first_column + w − 1. Of any strides; contiguous is faster.
-        row_states: those that are wanted, by name. One that has a value for each column (Adam's)
-            is [n, w], any other [n, *shape], of its dtype.
-        first_row, first_column: of the table, counted from 0.
+        row_states: the wanted row states, by name, each of its dtype: [n, w] for a state with a
+            value for each column (Adam's), else [n, *shape].
+        first_row, first_column: first row and column of the part in the table, counted from 0.
         changed: if given, a dirty bitmap of the n rows on the CPU, all zero: the rows that come
             from increments are marked in it.
     """
@@ -332,22 +329,23 @@ class TablePart:
 
 
 def map_parts(manifest: Manifest, parts: Sequence[TablePart]) -> list[TableTarget | RowSink | None]:
-    """Where each piece of the manifest goes: what `RestoreTarget.begin` returns.
+    """Return where each piece of the manifest goes, as `RestoreTarget.begin` returns it.
 
-    Values and row states come with the bits that are stored. Only a state that has no value for
-    each column (row-wise Adagrad's sum, for instance) and that several pieces of a wanted part have
-    becomes something new: the mean of theirs, weighted by their columns, which is what such a state
-    is; of integers, the largest. Where all are equal it is the same.
+    Values and row states keep their stored bits, with one exception: a state without a value for
+    each column (row-wise Adagrad's sum, for instance) whose wanted part spans several pieces. It
+    becomes the mean of the pieces' states weighted by their columns, which is what such a state
+    means; integers become the largest. Equal states stay unchanged.
 
-    A part that has all columns of a piece, and none else, in contiguous memory, is written in
-    place. Others go through 8 MiB of memory, a few rows at a time.
+    A part that covers exactly the columns of one piece, in contiguous memory, is written in place.
+    Other parts go through 8 MiB of memory, a few rows at a time.
 
     Args:
-        manifest: of the checkpoint.
-        parts: any number of a table, overlapping or not; their tensors must not.
+        manifest: manifest of the checkpoint.
+        parts: any number of parts of each table; they may overlap, their tensors must not.
 
     Raises:
-        IncompatibleModel: a part is none of a table of the checkpoint; nothing has been written.
+        IncompatibleModel: a part does not lie in a table of the checkpoint; nothing has been
+            written.
     """
     tables = logical_tables(manifest.tables)
     wanted: dict[int, list[PartOfPiece]] = {}
@@ -460,7 +458,7 @@ class PartsTarget:
         return map_parts(manifest, self._parts)
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
-        """See `StateChoosingTarget.state_wanted`: nothing."""
+        """See `StateChoosingTarget.state_wanted`: no state."""
         return StateWanted()
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:

@@ -56,21 +56,21 @@ __all__ = [
 ]
 
 
-# A checkpoint in the memory of one process: whole tables, however many ranks wrote them.
+# Restores a checkpoint into the memory of one process, as whole tables.
 
 
 class MemoryTarget:
     """Restores into fresh CPU tensors, without a model.
 
     Args:
-        tables: names of the tables wanted; None: all.
+        tables: names of the wanted tables; None: all.
         row_states: whether the row states of these tables are wanted.
 
     Attributes:
-        manifest: the checkpoint that was restored.
-        tables: whole ones by name, with their row states in the order of `specs`; None for each
+        manifest: manifest of the checkpoint that was restored; None before.
+        tables: the restored tables by name, with row states in the order of `specs`; None for each
             state that is not wanted.
-        specs: of these tables.
+        specs: specs of these tables, by name.
         state: the state tree of each rank.
     """
 
@@ -131,14 +131,14 @@ def _empty(table: LogicalTable, *, row_states: bool) -> TableTarget:
     )
 
 
-# A restored checkpoint as the state of a model, without the code that built it.
+# Converts a restored checkpoint to the state of a model, without the code that built the model.
 
-#: What torch calls a module's extra state in a `state_dict`.
+#: Name of a module's extra state in torch's `state_dict`.
 _EXTRA_STATE_KEY: Final = "_extra_state"
 
 
 def model_tensors(target: MemoryTarget) -> dict[str, torch.Tensor]:
-    """Tables and the rest of the model by parameter name, as in `Module.state_dict`."""
+    """Return all tensors of the model by parameter name, as in `Module.state_dict`."""
     tensors = dense_tensors(target.state)
     for name, table in target.tables.items():
         tensors[weight_name(name)] = table.values
@@ -146,18 +146,18 @@ def model_tensors(target: MemoryTarget) -> dict[str, torch.Tensor]:
 
 
 def weight_name(table: str) -> str:
-    """The parameter's full name of a table; of a model that is one itself, both are `weight`."""
+    """Return a table's full parameter name; it is `weight` if the model itself is the table."""
     return table if table == "weight" else f"{table}.weight"
 
 
 def dense_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers but for the tables, by name, whole; of the state tree of each rank.
+    """Return the whole parameters and buffers by name, except tables, from the ranks' state trees.
 
-    What several ranks hold a piece of each comes in fresh memory. Of what each has of its own
-    (buffers) that of the lowest rank counts, as for a rank that the checkpoint does not have.
+    Tensors of which the ranks hold pieces are joined in fresh memory. If ranks have different
+    values (buffers), the lowest rank's are returned, as for a rank that the checkpoint lacks.
 
     Raises:
-        MalformedObject: the pieces of one do not make it up.
+        MalformedObject: the pieces of a tensor do not make it up.
     """
     tensors: dict[str, torch.Tensor] = {}
     pieces = dense_shards(state)
@@ -171,7 +171,7 @@ def dense_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
 
 
 def extra_states(state: Mapping[int, object]) -> dict[str, object]:
-    """What modules gave with `get_extra_state`, by the module's name; of the lowest rank."""
+    """Return what modules gave with `get_extra_state`, by module name, from the lowest rank."""
     found: dict[str, object] = {}
     for rank in sorted(state, reverse=True):
         extra = _at(_at(state[rank], "model"), "extra")
@@ -181,9 +181,9 @@ def extra_states(state: Mapping[int, object]) -> dict[str, object]:
 
 
 def state_dict(state: Mapping[int, object], tables: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What `Module.state_dict` of the trained model returns, as far as it is given here.
+    """Return what `Module.state_dict` of the trained model returns, from the arguments.
 
-    A tied parameter has each of its names. Buffers that are not persistent are left out.
+    A tied parameter appears under each of its names. Buffers that are not persistent are left out.
 
     Args:
         state: the state tree of each rank.
@@ -202,7 +202,7 @@ def state_dict(state: Mapping[int, object], tables: Mapping[str, torch.Tensor]) 
 
 
 def tied_names(state: Mapping[int, object]) -> dict[str, str]:
-    """Each further name of a tied parameter, and the name that the parameter is stored under."""
+    """Return the other names of tied parameters, each with the name that is stored."""
     found = _of_model(state, "tied")
     if not isinstance(found, Mapping):
         return {}
@@ -210,13 +210,13 @@ def tied_names(state: Mapping[int, object]) -> dict[str, str]:
 
 
 def transient_buffers(state: Mapping[int, object]) -> frozenset[str]:
-    """Names of the buffers that are stored, and that `Module.state_dict` leaves out."""
+    """Return the names of the stored buffers that `Module.state_dict` leaves out."""
     found = _of_model(state, "transient")
     return frozenset(map(str, found)) if isinstance(found, list | tuple) else frozenset()
 
 
 def _of_model(state: Mapping[int, object], key: str) -> object:
-    """What the lowest rank's tree says of the model."""
+    """Return the entry `key` of the model in the lowest rank's tree."""
     return _at(_at(state[min(state)], "model"), key) if state else None
 
 
@@ -224,24 +224,24 @@ def _at(tree: object, key: str) -> object:
     return tree.get(key) if isinstance(tree, Mapping) else None
 
 
-# Restoring a checkpoint: the newest whose chain is good (format §6.3).
+# Restores the newest checkpoint whose chain is good (format §6.3).
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreReport:
-    """What was restored, and what that took.
+    """The checkpoint that was restored, and the cost of the restore.
 
     Attributes:
         restored: the checkpoint.
-        full: the checkpoint whose full the chain starts with; `restored` itself, if it is one.
-        full_stored_bytes: of that full's chunks.
-        validation: what validations of `restored` said when the restore began; None: it was never
-            validated. Its digests were compared in either case.
-        skipped: newer ones that were not restored, and why, newest first.
+        full: the full checkpoint that the chain starts with; `restored` itself if that is a full.
+        full_stored_bytes: bytes of the chunks of that full.
+        validation: result of the validations of `restored` when the restore began; None if it was
+            never validated. Its digests were compared in either case.
+        skipped: newer checkpoints that were not restored, and why, newest first.
         passed_over: damaged manifests that a shorter chain would have used.
-        chain_length: how many manifests were read.
-        quantized: whether any rows of the chain had been quantized.
-        chunks_read, bytes_read, seconds: of the chain that was restored.
+        chain_length: number of manifests in the chain.
+        quantized: whether any rows of the chain were quantized.
+        chunks_read, bytes_read, seconds: cost of reading the chain that was restored.
     """
 
     restored: CheckpointRef
@@ -269,49 +269,55 @@ def restore(
     on_progress: Callable[[int, int], None] | None = None,
     source: ChunkSource | None = None,
 ) -> RestoreReport:
-    """Restore the newest good checkpoint of the live line, or the one that is named.
+    """Restore the newest good checkpoint of the live line, or the named one.
 
-    One whose validation has failed, or that needs one whose validation has, counts as damaged: it
-    is restored if it is named. One that was never validated is as good as one that was: all bytes
-    that are read are compared with their digests anyway, and training that was committed would be
-    lost, unless `selection` says how much of it may be. The report says which of the two was
-    restored, and what was left for it.
+    A checkpoint counts as damaged if its validation, or that of a checkpoint it needs, has failed;
+    it is still restored if it is named. A checkpoint that was never validated is preferred to an
+    older validated one, unless `selection` says how many batches may be given up: all bytes are
+    compared with their digests in any case, and committed training would be lost. The report says
+    which kind was restored, and which checkpoints were skipped.
 
-    Rows are decoded once: a row that a newer checkpoint of the chain has brought is passed over in
+    Each row is decoded once: a row that a newer checkpoint of the chain has brought is skipped in
     the older ones.
 
     Memory beyond the target's: `threads` + 3 chunks with their row ids, the state of the ranks that
-    the target asks for, 8 MiB of rows a few times over, and two bits a row of the table that is
-    being read, or of the rows of it that are wanted.
+    the target asks for, a few times 8 MiB of rows, and two bits for each wanted row of the table
+    that is being read.
 
     Args:
         run: the run.
         target: where everything goes. After an error its tables may hold anything.
-        selection: which one. What its `validated_within` costs is up to so many batches of each
-            start, so it must be less than a life between two failures brings: where each is
-            shorter, and nothing newer is validated meanwhile, all go on from the same checkpoint.
+        selection: selects the checkpoint. Its `validated_within` may cost that many batches at each
+            start, so it must be less than the batches trained between two failures. Otherwise, if
+            nothing newer is validated meanwhile, every start continues from the same checkpoint.
         before: leave out this generation and later ones (`Run.claim_from_newest`).
-        damaged: without a step: checkpoints to skip, which the caller has found so, and how.
-        leased: the caller holds a lease of everything: what a retention is deleting just as it
-            comes is waited for, and passed over or refused, so that what is restored stays. Costs
-            the read of one small record.
-        threads: chunks read at once, not counting those of up to 2 MiB.
-        on_progress: called with bytes read so far and bytes to read, from this thread.
-        source: where chunks are read from; None: the run's store, from which records come always.
+        damaged: without a step: checkpoints to skip because the caller found them damaged, and
+            their errors.
+        leased: the caller holds a lease of everything. The restore then waits for a retention that
+            is deleting, and passes over or refuses what it deletes, so that nothing that is
+            restored is deleted meanwhile. Costs the read of one small record.
+        threads: chunks read at once, not counting chunks of up to 2 MiB.
+        on_progress: called with bytes read so far and bytes to read, in this thread.
+        source: where chunks are read from; None: the run's store. Records always come from the
+            run's store.
 
     Raises:
-        SettingsError: `threads` cannot be.
-        NothingToRestore: no checkpoint, or none that is good; it says what was wrong with each.
-        IncompatibleModel: the newest good one does not fit the target. Older ones are not tried.
-        UnsupportedVersion: the newest was written by a later release. Older ones are not tried.
+        SettingsError: `threads` is less than 1.
+        NothingToRestore: there is no checkpoint, or no good one; the error says what was wrong with
+            each.
+        IncompatibleModel: the newest good checkpoint does not fit the target. Older ones are not
+            tried.
+        UnsupportedVersion: a later release wrote the newest checkpoint. Older ones are not tried.
         FormatError, ChainError, ObjectNotFound: the named checkpoint is damaged.
         RetentionRefused: with `leased`: the named checkpoint is being deleted.
-        StoreError: the store cannot be read. That is no reason to go back in time either.
+        StoreError: the store cannot be read. Older checkpoints are not tried.
     """
     if threads < 1:
-        raise SettingsError("threads", found=str(threads), expected="1 or more", next_step="set it")
+        raise SettingsError(
+            "threads", found=str(threads), expected="1 or more", next_step="correct threads"
+        )
     with naming_errors(run.url):
-        going = Going.read(run, leased=leased)  # before a manifest is read
+        going = Going.read(run, leased=leased)  # MUST come before a manifest is read
         names = candidates(run, selection, before=before)
         ask = not selection.named and names
         doubts = Doubts(run, validated_only=selection.validated_only) if ask else None
@@ -333,7 +339,7 @@ def _restore_first(
     threads: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> RestoreReport:
-    """The first that is good; without `doubts` it is named, and has to be."""
+    """Restore the first good checkpoint; without `doubts` the named one, which must be good."""
     started = time.monotonic()
     damaged_chunks: dict[str, RecpointError] = {}
 
@@ -344,7 +350,7 @@ def _restore_first(
         return reading
 
     for name in order:
-        # Before anything is read: what was restored is not given up for a listing that fails.
+        # Before the chain is read, so that a failing listing does not discard a finished restore.
         known = verdict_of(run, name) if doubts is None else doubts.known(name)
         try:
             reading, chain = read_with_chain(run, name, read, line=names)
@@ -387,7 +393,7 @@ def _quantized(chain: Chain) -> bool:
     return any(c.scheme == "asymmetric" for m in chain.manifests for c in m.chunks)
 
 
-# Rows and columns of tables out of a stored run, into a process that is not its trainer.
+# Reads rows and columns of a run's tables into a process that is not its trainer.
 
 
 def restore_parts(
@@ -400,22 +406,23 @@ def restore_parts(
     validated_within: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport:
-    """Read parts of tables, however the run was sharded; only chunks that may hold them are read.
+    """Read parts of tables from a run of any sharding; reads only chunks that may hold them.
 
         part = TablePart(table="items", values=torch.empty(1_000_000, 64), first_row=5_000_000)
         restore_parts("s3://b/ranker", [part])
 
-    Memory beyond the parts: as `restore` says, for the rows that are wanted.
+    Memory beyond the parts: as `restore` says, for the wanted rows.
 
     Args:
-        url: of the run.
-        parts: any number, of any tables.
+        url: URL of the run.
+        parts: any number of parts, of any tables.
         step, generation, validated_only, validated_within: see `Selection`.
         on_progress: as for `restore`.
 
     Raises:
         SettingsError: see `Selection`.
-        IncompatibleModel: a part is none of the checkpoint; nothing has been written.
+        IncompatibleModel: a part does not lie in a table of the checkpoint; nothing has been
+            written.
         RecpointError: as for `restore`.
     """
     selection = Selection(

@@ -1,4 +1,4 @@
-"""Tells which rows chunks hold: whole tables from pieces, coverage, rows seen, rows still live."""
+"""Tracks rows: pieces of whole tables, rows that chunks cover, rows seen, rows still live."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 
-# Tables as the model has them, put together from the pieces that a manifest lists.
+# Assembles the tables of the model from the pieces that a manifest lists.
 
 
 @dataclass(frozen=True)
 class Piece:
-    """An entry of a manifest's tables: its index, and which columns of its table it holds."""
+    """An entry of a manifest's tables: its index, spec, and the columns of the table it holds."""
 
     index: int
     spec: TableSpec
@@ -48,8 +48,12 @@ class Piece:
 class LogicalState(NamedTuple):
     """A row state of a whole table.
 
-    `by_column`: it has one value for each of the table's, and is cut into pieces as they are; else
-    each piece has its own for the whole row. `shape` is that of one row's entry.
+    Attributes:
+        name: its name.
+        dtype: its dtype.
+        shape: shape of one row's entry.
+        by_column: whether it has one value for each column of the table, and is divided into pieces
+            as the columns are; if not, each piece has an entry of its own for the whole row.
     """
 
     name: str
@@ -63,11 +67,11 @@ class LogicalTable:
     """A whole table of a checkpoint.
 
     Attributes:
-        name: in the model.
-        rows: of each piece.
-        dim: columns of all pieces.
-        dtype: of its values.
-        pieces: as the manifest lists them; one, unless it was sharded by columns.
+        name: its name in the model.
+        rows: number of rows of each piece.
+        dim: number of columns of all pieces together.
+        dtype: dtype of its values.
+        pieces: its pieces in the manifest's order; one, unless it was sharded by columns.
     """
 
     name: str
@@ -78,10 +82,10 @@ class LogicalTable:
 
     @cached_property
     def row_states(self) -> tuple[LogicalState, ...]:
-        """Its row states, which all pieces have.
+        """The row states of the table; all pieces have the same.
 
         Raises:
-            IncompatibleModel: the pieces differ in them.
+            IncompatibleModel: the row states of the pieces differ.
         """
         specs = [piece.spec for piece in self.pieces]
         forms = [[(s.name, s.dtype) for s in spec.row_states] for spec in specs]
@@ -101,16 +105,16 @@ class LogicalTable:
         return IncompatibleModel(
             f"table {self.name!r}",
             found=f"row states that differ between its pieces: {found}",
-            expected="the same of each, or one value for each column",
+            expected="the same row states in each piece, or one value for each column",
             next_step="restore the model without optimizer states",
         )
 
 
 def logical_tables(tables: Sequence[TableSpec]) -> dict[str, LogicalTable]:
-    """The tables of a manifest by name, in the order in which their first pieces are listed.
+    """Return the tables of a manifest by name, in the order of their first pieces.
 
     Args:
-        tables: of a manifest, which has checked that the pieces of one name fit together.
+        tables: a manifest's tables; the manifest has checked that pieces of one name fit together.
     """
     pieces: dict[str, list[Piece]] = {}
     for index, spec in enumerate(tables):
@@ -129,19 +133,19 @@ def logical_tables(tables: Sequence[TableSpec]) -> dict[str, LogicalTable]:
     }
 
 
-# Whether the chunks of a table hold each row at most once (format §4, invariants 2 and 3).
+# Checks that the chunks of a table hold each row at most once (format §4, invariants 2 and 3).
 
 
 class RowCoverage:
     """The rows that the chunks of one table of one checkpoint have brought so far.
 
-    Ranges are kept as ranges, which a full mostly consists of. Sets of ids cost one bit for each
-    row of the table or eight bytes for each row stored, whichever is less: a manifest may claim
-    any number of rows, while what is stored has been seen to be there.
+    Ranges, of which a full mostly consists, are kept as ranges. Sets of ids cost one bit for each
+    row of the table or eight bytes for each stored row, whichever is less: a manifest may state any
+    number of table rows, but the stored rows are known to exist.
 
     Args:
-        rows: rows of the table.
-        row_counts: of each of its chunks in this checkpoint.
+        rows: number of rows of the table.
+        row_counts: number of rows of each of the table's chunks in this checkpoint.
     """
 
     def __init__(self, *, rows: int, row_counts: Sequence[int]) -> None:
@@ -154,9 +158,9 @@ class RowCoverage:
         self._set_rows = 0
 
     def add(self, rows: range | Tensor) -> None:
-        """Take in a chunk's rows, already known to be ascending and inside the table."""
+        """Add a chunk's rows, which are already checked to ascend and to lie in the table."""
         if self._single:
-            return  # its ids ascend strictly: there is nothing they could overlap with
+            return  # ids of one chunk ascend strictly, so they cannot overlap
         if isinstance(rows, range):
             self._ranges.append(rows)
             return
@@ -169,13 +173,17 @@ class RowCoverage:
         self._set_rows += rows.numel()
 
     def finish(self, *, key: str, table: str) -> None:
-        """Check what has been added, after the last chunk.
+        """Check, after the last chunk, that no row was added twice.
 
-        A full needs no more than this: its manifest's row counts sum to the table's rows, so that
-        disjoint chunks hold every row.
+        For a full this also proves that every row is stored, because its manifest's row counts sum
+        to the table's rows.
+
+        Args:
+            key: key of the manifest, for the error.
+            table: name of the table, for the error.
 
         Raises:
-            MalformedObject: naming the manifest `key`: some row is in two chunks.
+            MalformedObject: some row is in two chunks.
         """
         ranges = sorted(self._ranges, key=lambda rows: rows.start)
         overlap = any(
@@ -190,7 +198,7 @@ class RowCoverage:
             )
 
     def _sets_overlap(self, ranges: Sequence[range]) -> bool:
-        """Whether the sets of ids overlap each other or `ranges`, which are disjoint."""
+        """Tell whether the sets of ids overlap each other or the disjoint `ranges`."""
         if self._sets:
             ids = torch.cat(self._sets).sort().values
             edges = torch.tensor(
@@ -208,18 +216,18 @@ class RowCoverage:
         return dirty_bitmap.count(self._bitmap) != added
 
 
-# Which rows of a table have been brought by newer checkpoints of a chain.
+# Remembers which rows of a table newer checkpoints of a chain have brought.
 
 
-#: Rows of a table whose bits are in memory at once where memory is bounded: 64 MiB.
+#: Rows of a table whose bits are in memory at once if memory is bounded: 64 MiB of bits.
 SECTION_ROWS: Final = 1 << 29
 
 
 class SeenRows:
-    """One bit a row of a table; a chain is gone through from its newest checkpoint to its oldest.
+    """Remembers the rows seen so far, newest checkpoint first, as one bit for each row of a table.
 
     Args:
-        rows: rows of the table.
+        rows: number of rows of the table.
     """
 
     def __init__(self, rows: int) -> None:
@@ -229,14 +237,14 @@ class SeenRows:
 
     @property
     def all(self) -> bool:
-        """Whether every row has been brought: what is older holds nothing that counts."""
+        """Whether every row has been seen, so that older checkpoints need not be read."""
         return self._seen == self._rows
 
     def claim(self, rows: range | Tensor) -> Tensor | None:
-        """Take in a chunk's rows, known to be ascending and inside the table.
+        """Add a chunk's rows, which are already checked to ascend and to lie in the table.
 
         Returns:
-            Which of them nothing newer has brought: positions int64 [m], ascending; None: all.
+            Positions in the chunk of the rows not seen before: int64 [m], ascending; None: all.
         """
         if self.all:
             return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -246,7 +254,7 @@ class SeenRows:
 
 
 class SeenIds:
-    """The same for few rows of a table that would take far more bits: sorted ids."""
+    """Remembers the rows seen so far as sorted ids, for few rows of a large table."""
 
     all = False
 
@@ -266,14 +274,15 @@ class SeenIds:
 
 
 def sections_of(rows: int, stored_rows: int) -> list[tuple[range, SeenRows | SeenIds | None]]:
-    """The parts of a table that are gone through one after another, so that memory is bounded.
+    """Divide a table into sections to go through one after another, so that memory is bounded.
 
     Args:
-        rows: of the table.
-        stored_rows: row ids in all chunks of the chain.
+        rows: number of rows of the table.
+        stored_rows: number of row ids in all chunks of the chain.
 
     Returns:
-        rows, and what keeps them in mind; None stands for `SeenRows`, made when it is their turn.
+        Each section's rows, and what remembers them; None stands for a `SeenRows` that the caller
+        creates when it reaches the section.
     """
     if kept_by_ids(rows, stored_rows):
         return [(range(rows), SeenIds())]
@@ -284,15 +293,15 @@ def sections_of(rows: int, stored_rows: int) -> list[tuple[range, SeenRows | See
 
 
 def sections_touched(first_row: int, last_row: int) -> int:
-    """In how many sections a chunk of these first and last rows is read, at most.
+    """Return the most sections for which a chunk with these first and last rows is read.
 
-    Where a table is not `kept_by_ids`: there it is read once.
+    Applies to a table that is not `kept_by_ids`; otherwise each chunk is read once.
     """
     return last_row // SECTION_ROWS - first_row // SECTION_ROWS + 1
 
 
 def kept_by_ids(rows: int, stored_rows: int) -> bool:
-    """Whether a table is gone through in one part, its few rows kept in mind as ids.
+    """Tell whether a table is one section whose few stored rows are remembered as ids.
 
     Args:
         rows, stored_rows: as for `sections_of`.
@@ -300,22 +309,26 @@ def kept_by_ids(rows: int, stored_rows: int) -> bool:
     return 64 * stored_rows < min(rows, SECTION_ROWS)
 
 
-# How many of the rows that chunks hold can be live, by what manifests say of them.
+# Bounds the number of live rows in chunks, from their manifests alone.
 #
-# A row that several links hold is live in the newest of them, and dead in the others. Which rows
-# they share is in the chunks; but chunks hold no other ids than those between their first and last
-# rows, so that hot rows which lie together are known to be the same ones without a look at them.
+# A row that several links hold is live in the newest of them, and dead in the others. Only the
+# chunks tell which rows they share. But all ids of a chunk lie between its first and last row, so a
+# span of ids that many chunks cover has at most as many live rows as ids.
 
 
 class Live(NamedTuple):
-    """Rows, and their bytes as they are stored."""
+    """A number of rows, and their stored bytes."""
 
     rows: int
     size_bytes: int
 
 
 class _Span(NamedTuple):
-    """Chunks whose ids overlap: ids first … last, rows and bytes stored, and the widest row's."""
+    """Chunks whose ids overlap.
+
+    `first` and `last` are the ends of their ids, `rows` and `size_bytes` what they store, `widest`
+    the bytes per row of the chunk with the widest rows.
+    """
 
     first: int
     last: int
@@ -339,11 +352,11 @@ class _Span(NamedTuple):
 
 
 class LiveRows:
-    """The most rows that can be live of chunks to which more are added, and their bytes at most.
+    """Upper bounds of the live rows, and of their bytes, in the chunks added so far.
 
-    Where spans of ids overlap, there are at most as many live rows as ids, and at most as many as
-    stored; each takes at most what a row of the widest of those chunks takes. What is added brings
-    at most what it stores.
+    A span of overlapping ids has at most as many live rows as ids, and at most as many as stored;
+    each takes at most the bytes per row of the widest of those chunks. New chunks add at most the
+    rows and bytes that they store.
     """
 
     def __init__(self) -> None:
@@ -353,11 +366,11 @@ class LiveRows:
 
     @property
     def most(self) -> Live:
-        """Of all that was added."""
+        """The bounds for all chunks added so far."""
         return self._most
 
     def add(self, entries: Iterable[ChunkEntry]) -> None:
-        """Take in chunks of rows, of any tables and links; others are left out."""
+        """Add row chunks of any tables and links; other chunks are ignored."""
         added: dict[int, list[_Span]] = {}
         for entry in entries:
             table, rows, first, last = entry.table, entry.row_count, entry.first_row, entry.last_row
@@ -384,7 +397,7 @@ class LiveRows:
 
 
 def _joined(spans: list[_Span]) -> list[_Span]:
-    """Those that overlap as one, in the order of their ids."""
+    """Join the spans that overlap; return the spans in the order of their ids."""
     joined: list[_Span] = []
     for span in sorted(spans):
         if joined and span.first <= joined[-1].last:

@@ -1,4 +1,4 @@
-"""Reads state trees of ranks from chunks, by names that no wrapper of the model changes."""
+"""Reads the ranks' state trees from chunks, and removes wrappers from the names of parameters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from recpoint.format.state_values import unflatten, unflatten_keys
 __all__ = ["StateReading", "canonical_name", "read_state"]
 
 
-# Names of parameters, buffers and modules that do not depend on what wraps the model.
+# Names parameters, buffers and modules independently of the model's wrappers.
 #
-# As torch's `get_model_state_dict` spells them: a checkpoint of a model under DDP, FSDP or
-# `torch.compile` restores into the bare model, and the other way round.
+# The names are those of torch's `get_model_state_dict`, so that a checkpoint of a model under DDP,
+# FSDP or `torch.compile` restores into the bare model, and the other way round.
 
 
-#: Attributes under which wrappers keep what they wrap: torch.compile, FSDP, activation
+#: Attributes under which wrappers keep the wrapped module: torch.compile, FSDP, activation
 #: checkpointing, and TorchRec's DistributedModelParallel.
 _WRAPPED = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
@@ -38,11 +38,11 @@ _MAY_WRAP = _WRAPPED | {"module"}
 
 
 def canonical_name(model: nn.Module, name: str) -> str:
-    """The name without the parts that wrappers have put into it.
+    """Return a name without the parts that wrappers have added.
 
     Args:
-        model: `name` is a full name in it.
-        name: of a module, parameter or buffer.
+        model: the model, wrapped or not.
+        name: full name of a module, parameter or buffer in `model`.
     """
     parts = name.split(".")
     if _MAY_WRAP.isdisjoint(parts):
@@ -56,13 +56,13 @@ def canonical_name(model: nn.Module, name: str) -> str:
             kept.append(part)
         found = module._modules.get(part) if isinstance(module, nn.Module) else None
         if found is None:
-            # A parameter, a buffer, or a module that answers for another, as wrappers do.
+            # A parameter, a buffer, or an attribute that a wrapper forwards to its module.
             found = getattr(module, part, None)
         module = found  # type: ignore[assignment]
     return ".".join(kept)
 
 
-# From stored chunks to the state trees of ranks: of all, or of those that a reader needs.
+# Reads the state trees of all ranks, or of those that a reader needs.
 #
 # A chunk is read whole or not at all, and checked before it is parsed (format §6.3, read order,
 # rule 5).
@@ -78,11 +78,13 @@ def read_state(
     reads: ReadScheduler,
     on_chunk: Callable[[ChunkEntry], None],
 ) -> dict[int, object]:
-    """The state tree of every rank, in new memory.
+    """Return the state tree of every rank, in new memory.
+
+    Arguments are those of `StateReading`.
 
     Raises:
-        FormatError: a chunk is damaged, a rank's chunks do not make one tree, or the pieces that
-            ranks have of a tensor do not make it up.
+        FormatError: a chunk is damaged, a rank's chunks do not make one tree, or the ranks' pieces
+            of a tensor do not make it up.
         ObjectNotFound: a chunk is missing.
         StoreError: a chunk could not be read.
     """
@@ -94,11 +96,11 @@ class StateReading:
     """Reads state trees of one checkpoint.
 
     Args:
-        source: where it is.
-        manifest: of the checkpoint.
-        reads: reads chunks.
-        on_chunk: called for each that has been read.
-        on_wanted: called with bytes that are going to be read, before they are.
+        source: where chunks are read from.
+        manifest: manifest of the checkpoint.
+        reads: runs the reads.
+        on_chunk: called for each chunk after it was read.
+        on_wanted: called with the bytes of the chunks to read, before they are read.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class StateReading:
                 self._entries[entry.rank].append(entry)
 
     def for_target(self, target: RestoreTarget) -> dict[int, object]:
-        """What a target needs: all that there is, unless it chooses.
+        """Return the trees that a target needs: all trees, unless the target chooses.
 
         Raises:
             FormatError, ObjectNotFound, StoreError: as `read_state`.
@@ -138,16 +140,16 @@ class StateReading:
             brief |= briefly
 
     def whole(self, ranks: Collection[int]) -> dict[int, object]:
-        """The trees of these ranks."""
+        """Return the whole trees of these ranks."""
         sections: dict[int, dict[str, Section]] = {rank: {} for rank in ranks}
         self._read([entry for rank in ranks for entry in self._entries[rank]], sections)
         return {rank: self._assemble(rank, found) for rank, found in sections.items()}
 
     def briefly(self, ranks: Collection[int], keys: Collection[str]) -> dict[int, object]:
-        """Of the trees of these ranks what is under `keys`, and as little else as can be.
+        """Return the entries `keys` of the trees of these ranks; reads as little else as possible.
 
-        The tree is in a rank's first chunk, and so are the first of its tensors (format §3.4): the
-        others are read only if a tensor that is needed is not there.
+        A rank's first chunk has its tree and the first of its tensors (format §3.4). The other
+        chunks are read only if a needed tensor is not in the first.
         """
         sections: dict[int, dict[str, Section]] = {rank: {} for rank in ranks}
         self._read([entry for rank in ranks for entry in self._entries[rank][:1]], sections)
@@ -179,7 +181,7 @@ class StateReading:
     def _some(
         self, rank: int, sections: Mapping[str, Section], keys: Collection[str]
     ) -> object | None:
-        """None: not all of it is in these sections."""
+        """Return the entries `keys` of a tree; None if the sections lack some of their tensors."""
         if "tree" not in sections:
             return None
         whole: dict[int, Tensor] = {}
@@ -191,7 +193,7 @@ class StateReading:
         return unflatten_keys(tree, whole, keys, name=self._name(rank))
 
     def _assemble(self, rank: int, sections: Mapping[str, Section]) -> object:
-        """One rank's state tree from the sections of all its state chunks (format §3.4)."""
+        """Return one rank's state tree from the sections of all its state chunks (format §3.4)."""
         key = self._name(rank)
         if "tree" not in sections:
             raise _malformed(key, "no tree", "one tree")
@@ -214,11 +216,11 @@ class StateReading:
             ordered = [parts[piece] for piece in range(len(parts))]
             if any(part.dim() != 1 or part.dtype != ordered[0].dtype for part in ordered):
                 found = f"tensor {number} in pieces that do not fit"
-                raise _malformed(key, found, "1-D, one dtype")
+                raise _malformed(key, found, "1-D pieces of one dtype")
             whole[number] = torch.cat(ordered)
         if sorted(whole) != list(range(len(whole))):
             found = f"the tensors {sorted(whole)!r:.80}"
-            raise _malformed(key, found, "numbers from 0 without gap")
+            raise _malformed(key, found, "numbers from 0 without a gap")
         tensors = [whole[number] for number in range(len(whole))]
         return unflatten(bytes(sections["tree"].data), tensors, name=key)
 
@@ -227,7 +229,7 @@ class StateReading:
 
 
 def _checked(state: dict[int, object]) -> dict[int, object]:
-    """The trees of all ranks, after a look whether their pieces make up what they are of."""
+    """Check that the pieces in the trees of all ranks make up whole tensors; return the trees."""
     for name, shards in dense_shards(state).items():
         check_shards(shards, name=name)
     return state

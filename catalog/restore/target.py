@@ -1,4 +1,4 @@
-"""What a checkpoint is restored into: a model's tensors, or fresh ones."""
+"""Defines what a restore writes into, a model's tensors or fresh ones, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class TableTarget:
-    """Where one table's rows go, in place, on any device: all of them, or a range.
+    """The tensors that one table's rows, or a range of them, are written into, on any device.
 
     Attributes:
         values: [n, dim], of the table's dtype, contiguous: rows first_row … first_row + n − 1.
         row_states: one [n, *shape] for each row state of the table, of its dtype, contiguous; None
             for a state that is not wanted.
         changed: if given, a dirty bitmap of the n rows on the CPU, all zero: the rows that come
-            from increments are marked in it, those that come from the chain's full are not.
+            from increments are marked in it, the rows that come from the chain's full are not.
         first_row: the table's row that is row 0 of `values`.
     """
 
@@ -58,7 +58,7 @@ class TableTarget:
 
 
 def mark_rows(changed: Tensor | None, rows: range | Tensor, *, of: int) -> None:
-    """Mark rows in a dirty bitmap of so many, if there is one."""
+    """Mark rows in a dirty bitmap of `of` rows; does nothing if `changed` is None."""
     if changed is not None:
         ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         dirty_bitmap.mark(changed, ids, rows=of)
@@ -68,7 +68,8 @@ class RowSink(Protocol):
     """Takes one table's rows as they are stored, undecoded.
 
     Attributes:
-        wanted: the rows of the table that it takes; None: all. Ids are counted from its start.
+        wanted: the rows of the table that it takes; None: all. `take` and `mark` get ids counted
+            from its start.
     """
 
     @property
@@ -76,35 +77,36 @@ class RowSink(Protocol):
         """See the class."""
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        """Take rows of a chunk, checked against the table; each row of it comes once.
+        """Take rows of a chunk, checked against the table; each row of the table comes once.
 
         Args:
             stored: the chunk; it must not be kept.
-            positions: which of its rows, int64 [m], ascending; None: all.
+            positions: positions of the rows to take in the chunk, int64 [m], ascending; None: all.
         """
 
     def mark(self, rows: range | Tensor) -> None:
-        """Note that an increment holds these rows, which have been taken if nothing newer has."""
+        """Note that an increment holds these rows; they have been taken from it or a newer one."""
 
 
 class RestoreTarget(Protocol):
-    """What a checkpoint is restored into."""
+    """Receives the tables and the state of a checkpoint."""
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """Say where the tables go, one for each of `manifest.tables`; None: not wanted.
+        """Return where each of `manifest.tables` goes; None for a table that is not wanted.
 
-        Called after everything that can be checked without reading chunks has been, and again for
-        an older checkpoint when a chunk of this one turns out to be damaged. What the first call's
-        tensors hold by then does not matter: a chain starts with a full, which overwrites every
-        row.
+        Called after all checks that need no chunk, and again for an older checkpoint if a chunk of
+        this one turns out to be damaged. By then the first call's tensors may hold anything, which
+        does no harm: a chain starts with a full, which overwrites every row.
 
         Raises:
             IncompatibleModel: the checkpoint does not fit; nothing has been written.
         """
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """Take the state tree of each rank, or what `StateChoosingTarget` asked for; every row has
-        been written."""
+        """Take the state tree of each rank, or the state that a `StateChoosingTarget` asked for.
+
+        Called after every row has been written.
+        """
 
 
 @runtime_checkable
@@ -112,7 +114,7 @@ class StateCheckingTarget(Protocol):
     """A target that looks at the state before the first row is written."""
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """Called between `begin` and the first row.
+        """Check the state; called between `begin` and the first row.
 
         Raises:
             IncompatibleModel: the state does not fit; nothing has been written.
@@ -120,12 +122,12 @@ class StateCheckingTarget(Protocol):
 
 
 class StateWanted(NamedTuple):
-    """What a target needs of the state trees.
+    """The parts of the state trees that a target needs.
 
     Attributes:
-        whole: ranks whose tree it needs.
-        briefly: ranks of whose tree, a dict, what is under `keys` is enough; more may come.
-        keys: of trees that are read briefly.
+        whole: ranks whose whole tree it needs.
+        briefly: ranks of whose tree, a dict, it needs only the entries `keys`; it may get more.
+        keys: keys of these entries.
     """
 
     whole: Collection[int] = ()
@@ -138,11 +140,11 @@ class StateChoosingTarget(Protocol):
     """A target that does not need the state of every rank."""
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
-        """What it needs, of ranks of the checkpoint; asked again until that has all been read.
+        """Return what the target needs; called again until everything it returns has been read.
 
         Args:
             manifest: as for `begin`, which has been called.
-            known: the trees that have been read so far; nothing at first.
+            known: the trees that have been read so far, by rank; empty at first.
 
         Raises:
             FormatError: what is known is damaged.
@@ -150,12 +152,12 @@ class StateChoosingTarget(Protocol):
 
 
 def check_targets(manifest: Manifest, targets: Sequence[TableTarget | RowSink | None]) -> None:
-    """Whether every row that is wanted has its place, before one is written.
+    """Check that the targets fit the tables, before a row is written.
 
     Raises:
-        IncompatibleModel: a tensor of another shape or dtype than its table or row state, or for
-            rows that the table does not have.
-        ValueError: not one target for each table.
+        IncompatibleModel: a tensor's shape or dtype differ from its table's or row state's, or its
+            rows are not in the table.
+        ValueError: there is not one target for each table.
     """
     if len(targets) != len(manifest.tables):
         raise ValueError(f"{len(targets)} targets for {len(manifest.tables)} tables")

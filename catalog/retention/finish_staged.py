@@ -1,7 +1,7 @@
-"""Finishing what a dead trainer or agent has left staged, where no agent is there to do it.
+"""Finishes the staged jobs that a dead trainer or agent has left, if no agent is running.
 
-The same as an agent does, for one run and once: each job is committed, or rejected if it can never
-be; what only has to wait stays staged (format §7).
+It does once, for one run, what an agent does: each job is committed, or rejected if it can never be
+committed; a job that only has to wait stays staged (format §7).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["finish_staged", "foresee_staged"]
 
 
 def finish_staged(run_dir: Path, *, on_step: OnStep = unwatched) -> StagedWork:
-    """Commit or reject the staged jobs of a run and empty its spool, unless another is at work.
+    """Commit or reject the staged jobs of a run and empty its spool, unless an agent does.
 
-    Killed anywhere, the jobs that are left are as they were: an agent, or the next call, goes on.
+    If it is killed, the remaining jobs are unchanged: an agent or the next call continues.
 
     Args:
-        run_dir: the run's directory in a staging area of this host, whether it is there or not.
-        on_step: called after each job, from this thread.
+        run_dir: the run's directory in a staging area of this host; it need not exist.
+        on_step: called after each job, in this thread.
 
     Raises:
-        StagingError: the staging area is open to others.
-        OSError: it cannot be read or written.
+        StagingError: other users can write to the staging area.
+        OSError: the staging area cannot be read or written.
     """
     if not run_dir.is_dir():
         return StagedWork()
     if (other := at_work(run_dir.parent)) is not None:
         return _left_to(other, run_dir)
     lock = AgentLock(run_dir.parent, sweep_of(run_dir))
-    if (other := lock.take()) is not None:  # one that was started just now
+    if (other := lock.take()) is not None:  # an agent or sweep has started just now
         return _left_to(other, run_dir)
     try:
         area.clean(run_dir)
@@ -51,7 +51,7 @@ def finish_staged(run_dir: Path, *, on_step: OnStep = unwatched) -> StagedWork:
 
 
 def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
-    """What `finish_staged` would do, as far as can be told without reading what is staged.
+    """Predict what `finish_staged` would do, without reading the slots.
 
     Raises:
         OSError: the staging area cannot be read.
@@ -69,7 +69,7 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
         try:
             job = PersistJob.open(path, store=run.store)
         except FileNotFoundError:
-            continue  # finished since
+            continue  # finished meanwhile
         except StagingRefused as error:
             fates.append(JobFate(path.stem, "stays", str(error)))
             waits = f"{path.stem} is before it"
@@ -99,7 +99,7 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
 def _left_to(other: AtWork, run_dir: Path) -> StagedWork:
     fate: Fate = "waits for its agent"
     why = "an agent serves this staging area"
-    if other.ends_by_itself:  # with the jobs of another run, or before it comes to these again
+    if other.ends_by_itself:  # it may be for another run, or be past these jobs already
         fate, why = "stays", f"{other} is at work here: run this again after it"
     jobs = area.staged_jobs(run_dir)
     return StagedWork(jobs=tuple(JobFate(path.stem, fate, why) for path in jobs))
@@ -118,8 +118,8 @@ def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
                 persist_job(path)
             outcome = area.answer_given(path)
         except FileNotFoundError:
-            continue  # its trainer, which has just started, has removed it
-        except RanksMissing as error:  # its part is stored: those after it need not wait
+            continue  # its trainer has just started and removed it
+        except RanksMissing as error:  # its part is stored, so the jobs after it need not wait
             fates.append(JobFate(path.stem, "stays", str(error)))
         except (RecpointError, OSError, MemoryError) as error:
             fates.append(JobFate(path.stem, "stays", f"{type(error).__name__}: {error}"))
@@ -132,7 +132,7 @@ def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
 
 
 def _foresee(run: Run, opened: PersistJob, coming: Collection[CheckpointRef]) -> tuple[int, ...]:
-    """Ranks that a job would wait for; raises what would reject or delay it."""
+    """Return the ranks that a job would wait for; raise the error that would reject or delay it."""
     job, (stored, committed) = opened.job, opened.find_done()
     if committed is not None:
         return ()

@@ -1,4 +1,4 @@
-"""Decides which checkpoints are kept, and which manifests those need: a pure plan from rules."""
+"""Decides by rules which checkpoints are kept, and which manifests they need; does no I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-# Rules of retention: which checkpoints are worth keeping (format §6.6, plan; §6.7).
+# Applies the rules of a retention: which checkpoints are worth keeping (format §6.6, plan; §6.7).
 
 
 _MOST = 10**9
@@ -43,27 +43,27 @@ class BestBy:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """What to keep; a checkpoint is kept if any rule keeps it. Pinned ones always are.
+    """The rules of a retention; a checkpoint is kept if any rule keeps it, or if it is pinned.
 
     Only checkpoints of the live line are counted; `keep_within_seconds` also keeps superseded
-    ones. Hours, days, weeks (from Monday) and months are those of UTC. Times are those that
-    trainers stamped, and those that the store gave the manifests: what a rule keeps by either of
-    the two is kept, so that one wrong clock never deletes. So a rule of time may keep twice as
-    many: what is taken in one hour and stored in the next is of another hour on each clock.
+    ones. Hours, days, weeks (from Monday) and months are in UTC. Each rule is applied to two times
+    of a checkpoint, the trainer's stamp and the store's time of its manifest, and keeps what either
+    selects, so that one wrong clock never deletes a checkpoint. A rule of time may thus keep twice
+    as many: a checkpoint that is taken in one hour and stored in the next counts in both hours.
 
     Args:
-        keep_last: the newest so many.
-        keep_within_seconds: those taken at most so long before the newest of the live line.
-        keep_hourly: the newest one of each of the newest so many hours that have any.
+        keep_last: keep this many of the newest.
+        keep_within_seconds: keep those taken at most this long before the newest of the live line.
+        keep_hourly: keep the newest of each hour, for this many of the newest hours that have any.
         keep_daily: the same for days.
         keep_weekly: the same for weeks.
         keep_monthly: the same for months.
-        best_by: the best by metrics that were recorded.
-        require_validated: drop nothing unless a validated checkpoint is kept. False: it is enough
-            that one is kept which restores as far as its chunks tell.
+        best_by: keep the best by recorded metrics.
+        require_validated: drop nothing unless a validated checkpoint is kept. False: it suffices to
+            keep one that restores as far as its chunks tell.
 
     Raises:
-        SettingsError: no rule at all, or one that cannot be.
+        SettingsError: there is no rule, or a rule has an invalid value.
     """
 
     keep_last: int = 0
@@ -91,34 +91,36 @@ class RetentionPolicy:
             if not named or not 1 <= rule.count <= _MOST:
                 _refuse("best_by", f"{rule}", "the name of a metric, max or min, and 1 or more")
         if not any(counts.values()) and not within and not self.best_by:
-            _refuse("retention policy", "no rule", "at least one: else all but one would go")
+            _refuse("retention policy", "no rule", "at least one, or all but one would be deleted")
 
 
 def _refuse(setting: str, found: str, expected: str) -> None:
     raise SettingsError(
-        setting, found=found, expected=expected, next_step="give it, for instance keep_last=10"
+        setting,
+        found=found,
+        expected=expected,
+        next_step="correct the rules, for instance keep_last=10",
     )
 
 
 def apply_rules(
     facts: RunFacts, policy: RetentionPolicy, there: Representations
 ) -> Iterator[tuple[ManifestName, str]]:
-    """Every checkpoint that a rule keeps, with the rule; some come several times.
+    """Yield every checkpoint that a rule keeps, with the rule; some come several times.
 
-    The rules are applied to what restores, so that damage does not use up what was to be kept; and
-    to everything, so that what may be repaired is not dropped before its time.
+    The rules are applied once to the checkpoints that restore, so that damaged ones do not use up
+    the number to keep; and once to all checkpoints, so that a damaged one that may be repaired is
+    not dropped before its time.
 
-    Both by the times that trainers stamped, and again by those that the store gave the manifests;
-    the two are never mixed. A stamp that is wrong may take another checkpoint's place among the
-    hours or days, or move what "within" is measured from, and no rule that goes by stamps alone
-    could tell: ten days back looks like ten days before. But it moves nothing in the store's
-    times, so that, however many stamps are wrong and whichever way, what those keep is kept. In
-    the same way nothing is lost to a store that gives all objects a new time, as one does that a
-    run was copied to, or tells when an old checkpoint was consolidated, as long as the stamps are
-    right. Nobody can tell if both are wrong: on a disk of the trainer's own host both are of one
-    clock.
+    Each time the rules are applied once by the trainers' stamps, and once by the store's times of
+    the manifests; the two are never mixed. A wrong stamp may take another checkpoint's place among
+    the hours or days, or shift the time that "within" is measured from, and stamps alone could not
+    show that. But the store's times are not affected, so whatever the rules keep by these is kept.
+    Conversely, a store may change the times of objects: a run was copied to it, or an old
+    checkpoint was consolidated. Then the stamps, if they are right, protect the checkpoints.
+    Nothing helps if both are wrong: on a disk of the trainer's own host both come from one clock.
 
-    What is from the future by either of the two takes no place by that one; it is kept anyway.
+    A checkpoint with a time in the future takes no place by that time; it is kept in any case.
     """
     times_ms = facts.times_ms()
     live = [name for name in facts.live if name in times_ms[0]]
@@ -134,7 +136,10 @@ def apply_rules(
 def _kept(
     past: Sequence[tuple[ManifestName, int]], facts: RunFacts, policy: RetentionPolicy
 ) -> Iterator[tuple[ManifestName, str]]:
-    """What counts and times keep of `past`: checkpoints and their times, newest first."""
+    """Yield what the rules of counts, periods and metrics keep of `past`.
+
+    `past` has checkpoints with their times in ms, newest first.
+    """
     for name, _ in past[: policy.keep_last]:
         yield name, f"one of the last {policy.keep_last}"
     # 1970 began on a Thursday: day -3 was a Monday.
@@ -151,7 +156,7 @@ def _kept(
         values = facts.metrics.get(rule.metric, {})
         sign = 1.0 if rule.direction == "max" else -1.0
         measured = [name for name, _ in past if name in values]
-        # Stable: of two with one value the newer one comes first.
+        # The sort is stable: of two with the same value the newer one comes first.
         measured.sort(key=lambda name: -sign * values[name])
         for name in measured[: rule.count]:
             yield name, f"best by {rule.direction} {rule.metric} ({values[name]:g})"
@@ -174,10 +179,10 @@ def _one_each(
 def _within(
     past: Sequence[tuple[ManifestName, int]], at_ms: Mapping[ManifestName, int], seconds: float
 ) -> Iterator[tuple[ManifestName, str]]:
-    """What is not much older than the newest of the live line: not than the latest time there is.
+    """Yield the checkpoints at most `seconds` older than the newest of the live line.
 
-    That may be a stamp that was ahead when it was made, of a checkpoint that has long been followed
-    by others, or of a superseded one.
+    They are not compared with the latest time of all: that may be a stamp that was ahead, of a
+    checkpoint that many others have followed, or of a superseded one.
     """
     newest_ms = past[0][1] if past else 0
     for name, ms in at_ms.items():
@@ -193,11 +198,11 @@ def _month(ms: int) -> int:
     return 12 * when.year + when.month
 
 
-# Which checkpoints are kept, and which manifests those need: a pure plan (format §6.6).
+# Plans which checkpoints are kept, and which manifests they need, without I/O (format §6.6).
 
 
 class Decision(NamedTuple):
-    """What becomes of one manifest, and why."""
+    """Whether one manifest is kept or dropped, and why."""
 
     manifest: StoredManifest
     action: Literal["keep", "drop"]
@@ -206,13 +211,13 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPlan:
-    """What is kept and what is not, newest first.
+    """The manifests to keep and to drop, newest first.
 
     Attributes:
         policy: the rules.
         decisions: one for each manifest.
-        kept: the checkpoints worth keeping, with the reasons; what only their chains need is
-            not in it.
+        kept: the checkpoints worth keeping, with the reasons; checkpoints that only their chains
+            need are not in it.
     """
 
     policy: RetentionPolicy
@@ -221,12 +226,12 @@ class RetentionPlan:
 
     @property
     def dropped(self) -> tuple[Decision, ...]:
-        """Manifests that nothing needs, newest first: the order in which they may go."""
+        """Manifests that nothing needs, newest first, in the order in which to delete them."""
         return tuple(decision for decision in self.decisions if decision.action == "drop")
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of the chunks of what is dropped."""
+        """Bytes of the chunks of the dropped manifests."""
         return sum(decision.manifest.stored_bytes for decision in self.dropped)
 
 
@@ -234,15 +239,17 @@ def plan(facts: RunFacts, policy: RetentionPolicy) -> RetentionPlan:
     """Decide for every manifest; reads nothing, writes nothing, and asks no clock.
 
     Raises:
-        RetentionRefused: a manifest cannot be read; or something would be dropped although nothing
-            validated (if that is enough for the policy: nothing that restores) would be kept, or
-            although a rule goes by a metric that was recorded of no checkpoint of the live line.
+        RetentionRefused: a manifest cannot be read; or something would be dropped, but no
+            checkpoint would be kept that restores, or a rule's metric was recorded for no
+            checkpoint of the live line.
+        NothingValidated: something would be dropped, but no validated checkpoint would be kept,
+            and the policy requires one.
     """
     if facts.unreadable:
         raise RetentionRefused(
             facts.unreadable[0],
             found=f"a manifest that cannot be read ({len(facts.unreadable)} in all)",
-            expected="all manifests readable: what this one needs is not known",
+            expected="all manifests readable, because it is not known what this one needs",
             next_step="recpoint check URL; put it back from a backup, or remove it by hand",
         )
     there = Representations(facts.manifests, facts.verdicts)
@@ -265,12 +272,12 @@ def plan(facts: RunFacts, policy: RetentionPolicy) -> RetentionPlan:
 
 
 def needed_manifests(facts: RunFacts, doomed: frozenset[str]) -> dict[str, str]:
-    """Which of `doomed`, keys of manifests, something else still needs, and what.
+    """Return which of the manifests `doomed` (keys) are still needed, each with the reason.
 
     This is the second look of a retention (format §6.6, look again).
 
-    No rule is asked: what counts is every manifest that is not doomed, pins, leases and the
-    newest checkpoint of the live line.
+    It applies no rule. A manifest is needed by every manifest that is not doomed, by pins and
+    leases, and by the newest checkpoint of the live line.
     """
     there = Representations(facts.manifests, facts.verdicts)
     own = [manifest for manifest in facts.manifests if manifest.key not in doomed]
@@ -278,14 +285,14 @@ def needed_manifests(facts: RunFacts, doomed: frozenset[str]) -> dict[str, str]:
     wanted |= _forced(facts, there)
     needed = _needed(there, wanted, _in_all_forms(facts))
     for manifest in own:
-        # Its own chain too, and not only that of the form that a reader prefers.
+        # Marks this manifest's own chain, too, not only that of the form that a reader prefers.
         for name in there.before(manifest):
             there.mark_chain(name, f"{manifest.key} needs it", needed)
     return {key: reason for key, reason in needed.items() if key in doomed}
 
 
 def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
-    """What is kept whatever the rules say."""
+    """Return the checkpoints that are kept regardless of the rules, with the reasons."""
     forced: dict[ManifestName, list[str]] = {}
 
     def keep(name: ManifestName | None, reason: str) -> None:
@@ -307,16 +314,16 @@ def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
                 keep(name, "its time is in the future")
     for manifest in facts.manifests:
         if manifest.name.generation in facts.lost:
-            # What has made them superseded may be the loss alone: a person decides.
+            # It may look superseded only because the record is lost; a person has to decide.
             keep(manifest.name, f"{GENERATION_KEY.of(manifest.name.generation)} is lost")
     return {name: ", ".join(dict.fromkeys(reasons)) for name, reasons in forced.items()}
 
 
 def _in_all_forms(facts: RunFacts) -> set[ManifestName]:
-    """Checkpoints of which every manifest is needed.
+    """Return the checkpoints of which every manifest is needed.
 
-    A staged increment names the newest checkpoint, or one of its chain, by the form that its
-    trainer knows; and nobody knows which form the holder of a lease reads.
+    A staged increment refers to the form of the newest checkpoint that its trainer knows; and it is
+    not known which form the holder of a lease reads.
     """
     return {*facts.live[:1], *facts.leased}
 
@@ -324,7 +331,7 @@ def _in_all_forms(facts: RunFacts) -> set[ManifestName]:
 def _needed(
     there: Representations, kept: Mapping[ManifestName, str], in_all_forms: set[ManifestName]
 ) -> dict[str, str]:
-    """Keys of manifests that `kept` needs, each with the reason."""
+    """Return the keys of the manifests that `kept` needs, each with the reason."""
     needed: dict[str, str] = {}
     for name in sorted(kept, reverse=True):
         for manifest in there.of(name) if name in in_all_forms else there.needed_forms(name):
@@ -363,11 +370,11 @@ def _refuse_to_keep_nothing(
         )
     for rule in policy.best_by:
         if facts.metrics.get(rule.metric, {}).keys().isdisjoint(facts.live):
-            # Most likely another name was meant, and what that one would keep is to go.
+            # The name is probably wrong, and the checkpoints of the right metric would be dropped.
             raise RetentionRefused(
                 "retention",
                 found=f"no checkpoint of the live line with a metric called {rule.metric!r}",
-                expected="one at least: the rule keeps nothing as it is",
+                expected="at least one; without it the rule keeps nothing",
                 next_step=f"correct the name; recpoint metric URL STEP {rule.metric}=VALUE; "
                 "or leave the rule out",
             )
@@ -390,9 +397,9 @@ def _why_dropped(
 def deletion_order(
     there: Representations,
 ) -> Callable[[StoredManifest], tuple[int, int, bool, str]]:
-    """Sorts manifests as they may go: newest first, of one checkpoint the outlasting form last.
+    """Return a sort key for deletions: newest first; of one checkpoint the outlasting form last.
 
-    So whatever is left of a checkpoint, when deleting is killed, restores it as all of it did.
+    In this order, if the deletion is killed, the remaining manifests of a checkpoint restore it.
     """
 
     def order(manifest: StoredManifest) -> tuple[int, int, bool, str]:

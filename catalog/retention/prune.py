@@ -68,10 +68,10 @@ __all__ = [
 ]
 
 
-# The shortest grace that may be asked for: what is younger may still be read or be written.
+# Checks the grace: younger objects may still be read or written.
 
 
-#: Longer than any restore that holds no lease, and than a chunk is on its way.
+#: Longer than any restore without a lease, and than any upload of a chunk.
 GRACE_FLOOR_SECONDS: Final = 3600.0
 
 
@@ -81,12 +81,12 @@ def require_grace(
     """Refuse a grace that is too short.
 
     Args:
-        grace_seconds: what was asked for.
-        floor_seconds: the shortest.
-        why: who needs that long.
+        grace_seconds: the grace that the caller asked for.
+        floor_seconds: the shortest allowed grace.
+        why: why it must be that long, for the error.
 
     Raises:
-        SettingsError: it is shorter.
+        SettingsError: the grace is shorter.
     """
     if not grace_seconds >= floor_seconds:
         raise SettingsError(
@@ -97,11 +97,11 @@ def require_grace(
         )
 
 
-# Marks: manifests whose deletion is announced (format §6.6, mark).
+# Reads the marks of manifests that are to be deleted (format §6.6, mark).
 
 
 def marked(run: Run) -> set[str]:
-    """Keys of the manifests that have a mark; one listing, no reads."""
+    """Return the keys of the manifests that have a mark; costs one listing and no reads."""
     return set(run.records(MARK).names())
 
 
@@ -110,7 +110,7 @@ class Marks:
 
     Args:
         run: the run.
-        clocks: what the clocks say, for the marks' ages.
+        clocks: the times of this host and the store, for the marks' ages.
     """
 
     def __init__(self, run: Run, clocks: Clocks) -> None:
@@ -127,14 +127,14 @@ class Marks:
         return self._infos.keys()
 
     def holds(self, decision: Decision) -> bool:
-        """Whether there is a mark of this very manifest, and not of one that was there before."""
+        """Tell whether this manifest has a mark, not an earlier manifest with the same key."""
         mark = self._marks.get(decision.manifest.key)
         return mark is not None and mark.attempt == decision.manifest.attempt
 
     def age_seconds(self, manifest: str) -> float:
-        """How long a manifest whose mark holds has been marked; negative: from the future."""
+        """Return the age of a mark that holds, in seconds; negative if it is from the future."""
         mark, info = self._marks[manifest], self._infos[manifest]
-        assert mark is not None  # it holds
+        assert mark is not None  # `holds` is true
         return self._clocks.age_seconds(mark.stamp, modified_ms=info.modified_ms)
 
 
@@ -145,8 +145,7 @@ def _read_mark(run: Run, manifest: str) -> Mark | None:
         return None
 
 
-# What a retention would do now: what to mark, what waits, what to delete (format §6.6,
-# plan to announce).
+# Plans a retention: what to mark, what waits, what to delete (format §6.6, plan to announce).
 
 
 class Waiting(NamedTuple):
@@ -157,7 +156,7 @@ class Waiting(NamedTuple):
 
 
 class PruneRow(NamedTuple):
-    """What becomes of one manifest; `wait`: it is marked, and may not be deleted yet."""
+    """What a retention does with one manifest; `wait`: it is marked, but not deleted yet."""
 
     step: int
     generation: int
@@ -169,24 +168,25 @@ class PruneRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrunePlan:
-    """What a retention would do now. Made by reading alone.
+    """What a retention would do now, found without writing.
 
     Attributes:
-        retention: what is kept and what is not, with the reasons.
-        mark: manifests that get a mark now, newest first.
-        unmark: marks that go: of what is kept now, or is not there any more.
-        remark: marks from the future, which are written anew.
-        waiting: marked manifests that stay for now.
-        delete: keys of manifests that go now, newest first.
-        unfinished: what an earlier retention was deleting when it was killed; goes first.
-        held: leases that keep everything from being deleted.
-        expired_leases: keys of leases that nobody has renewed in time.
-        adopt: leases from the future.
-        stray_pins: keys of pins of checkpoints that are not there; nothing removes them.
-        orphans: what no manifest names, as far as it was there when the plan was made.
+        retention: the manifests to keep and to drop, with the reasons.
+        mark: manifests to mark now, newest first.
+        unmark: keys of manifests whose marks to remove, because they are kept now or are gone.
+        remark: manifests whose marks are from the future and are written anew.
+        waiting: marked manifests whose grace is not over.
+        delete: keys of manifests to delete now, newest first.
+        unfinished: keys of manifests that an earlier retention was deleting when it was killed;
+            they are deleted first.
+        held: leases that protect everything from deletion.
+        expired_leases: keys of leases that were not renewed in time.
+        adopt: leases from the future, to be written anew.
+        stray_pins: keys of pins of checkpoints that do not exist; nothing removes them.
+        orphans: the sweep of objects that no manifest named when the plan was made.
         grace_seconds: how long a manifest stays marked.
-        store_full: the store refused to say its time for lack of space: nothing that needs its
-            clock or another write is planned to be deleted.
+        store_full: why the store could not tell its time, if it has no space left. Then no deletion
+            is planned that needs the store's clock or another write.
     """
 
     retention: RetentionPlan
@@ -205,7 +205,7 @@ class PrunePlan:
     store_full: StoreFull | None
 
     def rows(self) -> Iterator[PruneRow]:
-        """All manifests, newest first."""
+        """Yield a row for each manifest, newest first."""
         waiting = {wait.decision.manifest.key: wait.age_seconds for wait in self.waiting}
         delete = {*self.delete, *self.unfinished}
         for manifest, decided, why in self.retention.decisions:
@@ -232,25 +232,25 @@ def plan_prune(
     grace_floor_seconds: float = GRACE_FLOOR_SECONDS,
     on_step: OnStep = unwatched,
 ) -> PrunePlan:
-    """Find what can go; nothing is changed.
+    """Plan a retention: find what can be deleted; nothing is changed.
 
     Args:
         run: the run.
         policy: the rules.
-        grace_seconds: how long a manifest stays marked, and how old orphans must be.
-        keep: attempts that jobs in a staging area name: an agent will finish them.
-        ask_store: ask the store for its time, which writes and removes a small object; without
-            it, nothing at all is written, and a clock of the store that is behind is not noticed.
+        grace_seconds: how long a manifest stays marked, and the least age of orphans to remove.
+        keep: attempts of jobs in a staging area, which an agent will finish.
+        ask_store: ask the store for its time, which writes and removes a small object. Without it
+            nothing is written, but a store whose clock is behind is not noticed.
         grace_floor_seconds: refuse a shorter grace.
-        on_step: called after each manifest that was read, from this thread.
+        on_step: called after each manifest that was read, in this thread.
 
     Raises:
-        SettingsError: a grace below the floor.
-        RetentionRefused: see `recpoint.catalog.retention.keep.plan`.
+        SettingsError: the grace is below the floor.
+        RetentionRefused, NothingValidated: see `recpoint.catalog.retention.keep.plan`.
         FormatError, GenerationRecordLost: the live line cannot be followed.
         StoreError: the store cannot be read.
     """
-    why = "readers without a lease have that long"
+    why = "readers without a lease may take that long"
     require_grace(grace_seconds, floor_seconds=grace_floor_seconds, why=why)
     store_full: StoreFull | None = None
     try:
@@ -312,13 +312,13 @@ def _unfinished(run: Run) -> tuple[str, ...]:
     try:
         deletion = read_deletion(run)
     except FormatError:
-        return (DELETION_KEY,)  # nobody knows what it named; marks tell what is to go
+        return (DELETION_KEY,)  # its content is unknown; the marks tell what to delete
     if deletion is None:
         return ()
     return deletion.manifests if deletion.run == run.id else (DELETION_KEY,)
 
 
-# The plan of a run's newest retention, left for people: which rules, what goes and why (§6.6).
+# Stores the plan of a run's newest retention for people to read: rules, deletions, reasons (§6.6).
 
 
 _LOG = logging.getLogger("recpoint.retention")
@@ -329,11 +329,11 @@ _MOST_MS = 2**53 - 1
 
 
 def leave_plan(run: Run, made: PrunePlan) -> None:
-    """Write what a retention is about to carry out; a store that refuses is logged, not raised.
+    """Store a retention's plan before it is executed; if the store refuses, log it.
 
     Args:
         run: the run.
-        made: of `plan_prune`.
+        made: the plan from `plan_prune`.
     """
     rows = list(made.rows())
     count = {action: sum(row.action == action for row in rows) for action in _ACTIONS}
@@ -356,18 +356,18 @@ def leave_plan(run: Run, made: PrunePlan) -> None:
     try:
         run.records(PLAN).put(record)
     except StoreError as error:
-        # Nothing depends on it, and what frees a store that is full must not fail for it.
-        _LOG.info("the plan of this retention is not left in the store: %s", error)
+        # Nothing depends on the record, and a retention that frees a full store must go on.
+        _LOG.info("the plan of this retention could not be stored: %s", error)
 
 
 class PlanWatch:
-    """Reads a run's plan again and again, each once.
+    """Watches a run's stored plan, and reads each new one once.
 
     Args:
         run: the run.
 
     Attributes:
-        error: why the one that is there cannot be read; None: it can, or there is none.
+        error: why the stored plan cannot be read; None if it can be, or there is none.
     """
 
     def __init__(self, run: Run) -> None:
@@ -377,12 +377,12 @@ class PlanWatch:
         self.error: FormatError | None = None
 
     def refresh(self) -> Plan | None:
-        """The plan that is there; None: there is none, or it cannot be read.
+        """Return the stored plan; None if there is none, or it cannot be read.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        # A listing, so that a plan of a thousand manifests is read when it is new only.
+        # The listing tells whether the plan is new; it may be large, with a thousand manifests.
         info = next((info for _, info in self._run.records(PLAN).listed()), None)
         if info is None or info != self._seen:
             self._plan, self.error = None, None
@@ -398,7 +398,7 @@ class PlanWatch:
 
 
 def _newest_rows(rows: list[PruneRow]) -> list[PruneRow]:
-    """The newest, in their order: not only those that go, nor only those that stay."""
+    """Return the newest rows in order, at most MAX_PLANNED; both kept ones and others have room."""
     going = [row for row in rows if row.action != "keep"]
     kept = len(rows) - len(going)
     most_going = max(MAX_PLANNED - kept, MAX_PLANNED // 2)
@@ -432,26 +432,27 @@ def _ms(seconds: float) -> int:
     return min(_MOST_MS, math.ceil(1000 * seconds))
 
 
-# Retention, executed: mark, wait for the grace, delete; killed anywhere, finished by the next.
+# Executes a retention: mark, wait for the grace, delete. The next one finishes what a kill left.
 #
-# The steps are those of format §6.6; what is kept is decided by `catalog.retention.keep`.
+# The steps are those of format §6.6; `catalog.retention.keep` decides what is kept.
 
 
+#: Most deletions at once.
 _AT_ONCE = 8
 
-#: Before so many deletions a retention makes sure that its announcement is still there.
+#: Before each batch of so many deletions a retention checks that its announcement still stands.
 _BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneResult:
-    """What a retention did.
+    """The outcome of a retention.
 
     Attributes:
         marked: keys of manifests that were marked.
-        unmarked: keys of marks that were removed.
+        unmarked: keys of manifests whose marks were removed.
         deleted: keys of manifests that were deleted, in this order.
-        spared: keys of manifests that turned out to be needed, with what needs them.
+        spared: keys of manifests that turned out to be needed, each with what needs it.
         swept: chunks, uploads and the like that were removed.
     """
 
@@ -474,19 +475,18 @@ def execute(
     take_over_seconds: float = TAKE_OVER_SECONDS,
     on_step: OnStep = unwatched,
 ) -> PruneResult:
-    """Do what a plan says (format §6.6, mark to sweep), and leave it for people to see.
+    """Execute a plan (format §6.6, mark to sweep), and store the plan for people to read.
 
-    Killed anywhere, the next one goes on.
+    If it is killed, the next retention continues.
 
-    What is to be deleted is looked at once more before it goes: what has come to be needed since
-    the plan was made stays.
+    Each manifest is checked again before it is deleted: one that is needed now stays.
 
     Args:
         run: the run.
-        made: of `plan_prune`.
-        take_over_seconds: how old another retention's announcement has to be for this one to
-            finish its work; less is safe only where no other can be at work.
-        on_step: called after each object that was marked or removed, from this thread.
+        made: the plan from `plan_prune`.
+        take_over_seconds: how old another retention's announcement must be for this one to finish
+            its work; less is safe only if no other retention can be running.
+        on_step: called after each object that was marked or removed, in this thread.
 
     Raises:
         RetentionRefused: another retention is deleting, or this one's announcement is gone.
@@ -501,8 +501,8 @@ def execute(
             _mark_and_delete(run, made, deleted, spared, take_over_seconds, on_step)
         except StoreFull as error:
             full = error
-    # Their chunks are orphans now, and as old as what they belonged to. Also where the store takes
-    # no marks: a sweep writes nothing, and may make the room that they need.
+    # The chunks of deleted manifests are orphans now, and old enough. If the store is full, the
+    # sweep may make room for the marks: it writes nothing.
     orphans = plan_sweep(
         run,
         grace_seconds=made.orphans.grace_seconds,
@@ -534,8 +534,8 @@ def _mark_and_delete(
     for lease in made.adopt:
         leases.adopt(run, lease)
     _delete_all(run, [*_expired_still(run, made), *(EXPIRED_KEY.of(key) for key in made.unmark)])
-    # One after another, in the order in which they may go: killed in between, none is marked that
-    # a manifest without a mark needs.
+    # One after another, in the order of deletion: if it is killed in between, no marked manifest is
+    # needed by one without a mark.
     to_mark = (*made.mark, *made.remark)
     for number, decision in enumerate(to_mark, 1):
         _mark(run, decision)
@@ -545,7 +545,7 @@ def _mark_and_delete(
 
 
 def _expired_still(run: Run, made: PrunePlan) -> list[str]:
-    """Of the leases that had expired, those that nobody has renewed since."""
+    """Return the keys of the expired leases that were not renewed after the plan was made."""
     if not made.expired_leases:
         return []
     there = leases.read_leases(run, Clocks.read(run.store))
@@ -553,7 +553,7 @@ def _expired_still(run: Run, made: PrunePlan) -> list[str]:
 
 
 def _store_full(run: Run, error: StoreFull, swept: SweepResult) -> StoreFull:
-    """What to do about a store that has no room for a mark or an announcement."""
+    """Return the error for a store without room for marks or an announcement, and what to do."""
     count = len(swept.removed)
     next_step = (
         f"recpoint retain {run.url}: there is room now"
@@ -564,7 +564,7 @@ def _store_full(run: Run, error: StoreFull, swept: SweepResult) -> StoreFull:
     return StoreFull(
         error.subject,
         found=f"{error.found}; {count} orphans were removed, {swept.removed_bytes} bytes",
-        expected="room for marks and the announcement, without which nothing else may go",
+        expected="room for marks and the announcement, without which nothing else may be deleted",
         next_step=next_step,
     )
 
@@ -589,7 +589,7 @@ def _delete(
     take_over_seconds: float,
     on_step: OnStep,
 ) -> None:
-    """Finish what a killed retention has announced, then announce and delete what is doomed."""
+    """Finish the deletions that a killed retention has announced, then announce and delete ours."""
     mine = _begin(run, made, take_over_seconds)
     if mine is None:
         return
@@ -599,8 +599,8 @@ def _delete(
         try:
             left = _look_and_delete(run, mine, deleted, spared, on_step)
         except BaseException:
-            # The announcement stays: a delete whose answer got lost may still arrive, and nobody
-            # may be told meanwhile that what it named is pinned.
+            # The announcement stays, because a delete whose answer was lost may still arrive;
+            # until then nobody may pin what it named.
             mine.stop()
             raise
         if left is None or not (*left, *rest):
@@ -609,14 +609,13 @@ def _delete(
 
 
 def _begin(run: Run, made: PrunePlan, take_over_seconds: float) -> Announcement | None:
-    # Read now and not when the plan was made: who was at work then may have ended since, and
-    # another may have begun.
+    # Read now, not from the plan: another retention may have ended or begun meanwhile.
     there = standing(run, Clocks.read(run.store))
     if there is None:
         return announce(run, made.delete) if made.delete else None
     if not made.delete and not there.may_be_taken_over(take_over_seconds):
-        return None  # nothing to do beside whoever is at work
-    # Of one that cannot be read nobody knows what it named: marks tell what is to go.
+        return None  # another retention is at work, and this one has nothing to delete
+    # If the announcement cannot be read, its content is unknown; the marks tell what to delete.
     named = made.delete or tuple(row.key for row in made.rows())[:1]
     if not named:
         return None
@@ -634,12 +633,12 @@ def _look_and_delete(
     spared: dict[str, str],
     on_step: OnStep,
 ) -> tuple[str, ...] | None:
-    """Delete what was announced and is not needed, then the announcement.
+    """Delete the announced manifests that are not needed, then the announcement.
 
     These are the steps look again and delete of format §6.6.
 
     Returns:
-        What there was no time for; None: nothing may be deleted now.
+        Keys of the manifests that there was no time for; None if nothing may be deleted now.
     """
     before = len(deleted)
     while True:
@@ -650,12 +649,12 @@ def _look_and_delete(
         left = _delete_seen(run, mine, seen, deleted, on_step)
         if not left or mine.is_spent:
             break
-        # Somebody has come meanwhile: who that is, and what it needs, is looked at anew.
+        # A new lease or generation has appeared: look again at what is needed.
     if left and len(deleted) == before:
         raise RetentionRefused(
             DELETION_KEY,
             found="reading all manifests took so long that the announcement is too old",
-            expected="time left to delete in",
+            expected="time left for deletions while the announcement counts",
             next_step=f"run it nearer to the store: recpoint retain {run.url}",
         )
     _delete_all(run, [EXPIRED_KEY.of(key) for key in set(mine.manifests).difference(left)])
@@ -664,24 +663,24 @@ def _look_and_delete(
 
 
 class _Present(NamedTuple):
-    """Who was there when retention looked: leases, as they were last written, and generations."""
+    """The leases, with the time of their last write, and generations when retention looked."""
 
     leases: frozenset[tuple[str, int]]
     generations: frozenset[int]
 
     @classmethod
     def of(cls, held: Iterable[Held], generations: Iterable[int]) -> Self:
-        """What was found by reading all leases, and by listing the generations before that."""
+        """Make it from all leases, and from the generations, which were listed before them."""
         written = frozenset((lease.key, lease.modified_ms) for lease in held)
         return cls(written, frozenset(generations))
 
     def anybody_new(self, run: Run) -> bool:
-        """Whether there is a lease or a generation that was not; two listings.
+        """Tell whether there is a new lease or generation; costs two listings.
 
         Raises:
             StoreError: the store cannot be listed.
         """
-        # Leases first: a trainer gives up its own when its generation is there.
+        # Leases first: a trainer releases its lease after its generation exists.
         for _, info in run.records(LEASE).listed():
             if (info.key, info.modified_ms) not in self.leases:
                 return True
@@ -689,17 +688,17 @@ class _Present(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What a look has found: manifests that nothing needs, as they may go, and who was there."""
+    """The result of a look: unneeded manifests in order of deletion, and who was there."""
 
     doomed: Sequence[StoredManifest]
     present: _Present
 
 
 def _find_doomed(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen | None:
-    """Which announced manifests nothing needs; None: nothing may go now (§6.6, look again)."""
+    """Find the announced manifests that nothing needs; None: delete nothing (§6.6, look again)."""
     announced = mine.manifests
     facts = gather(run)
-    # After the manifests, which take long to read: who comes meanwhile is seen.
+    # After the manifests, which take long to read, so that a lease of that time is seen.
     held = leases.read_leases(run, Clocks.read(run.store))
     alive = [lease for lease in held if lease.alive]
     if any(lease.covers is None for lease in alive):
@@ -718,14 +717,14 @@ def _find_doomed(run: Run, mine: Announcement, spared: dict[str, str]) -> _Seen 
 def _delete_seen(
     run: Run, mine: Announcement, seen: _Seen, deleted: list[str], on_step: OnStep
 ) -> tuple[str, ...]:
-    """Delete manifests until time is up or somebody comes; return what is left (§6.6, delete)."""
+    """Delete manifests until time is up or a lease or generation appears; return the rest."""
     doomed = seen.doomed
     for number, manifest in enumerate(doomed):
         if seen.present.anybody_new(run):
             break
         if number % _BATCH == 0:
             mine.require_standing()
-        # Last: whatever the store took its time for, no deletion begins when time is up.
+        # Checked last: however long the store took, no deletion begins after time is up.
         if mine.is_spent:
             break
         run.store.delete(manifest.key)
@@ -737,9 +736,9 @@ def _delete_seen(
 
 
 def _leave(mine: Announcement) -> None:
-    """Delete nothing now: what nobody has begun need not stay announced."""
+    """End an announcement without deleting; it stays if its deletions may have begun."""
     if mine.taken_over:
-        mine.stop()  # it may have gone half its way
+        mine.stop()  # the retention that made it may have deleted some manifests
     else:
         mine.withdraw()
 

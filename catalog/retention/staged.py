@@ -1,4 +1,4 @@
-"""Says what becomes of staged jobs nobody attends to; discards those of a run that is gone."""
+"""Describes the fate of staged jobs without trainer and agent; discards those of a deleted run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# What becomes of staged jobs that no trainer and no agent is there for: what is told of it.
+# Describes what becomes of staged jobs that have neither trainer nor agent.
 
 
 Fate = Literal[
@@ -41,7 +41,7 @@ Fate = Literal[
 
 
 class JobFate(NamedTuple):
-    """One staged job, what becomes of it, and why where that is no matter of course."""
+    """One staged job, what becomes of it, and why, unless that is obvious."""
 
     job: str
     fate: Fate
@@ -50,12 +50,12 @@ class JobFate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StagedWork:
-    """What was, or would be, done about the jobs of a run.
+    """What was done, or would be done, about the jobs of a run.
 
     Attributes:
-        jobs: in the order in which they are done.
-        unreadable: of those that would be rejected, the files that nobody can read: what they need
-            is unknown, and not needed any more.
+        jobs: the fate of each job, in the order in which they are handled.
+        unreadable: files of the jobs that would be rejected because they cannot be read; which
+            chunks they need is unknown, but after the rejection nothing needs them.
     """
 
     jobs: tuple[JobFate, ...] = ()
@@ -63,31 +63,31 @@ class StagedWork:
 
     @property
     def would_go(self) -> frozenset[str]:
-        """Names of the jobs that would be done with."""
+        """Names of the jobs that would be committed or rejected."""
         return frozenset(job.job for job in self.jobs if job.fate.startswith("would "))
 
 
-# Discarding what is staged for a run that is not there any more (format §6.5).
+# Discards the jobs staged for a run that does not exist any more (format §6.5).
 #
-# Nothing can ever be committed to it, and without somebody's word nobody may tell a run that is
-# gone for good from a mount that is missing for a day.
+# Nothing can be committed to such a run. But only a person can tell a run that is gone for good
+# from a mount that is missing for a day.
 
 
 _POLL_SECONDS = 0.05
-#: Since the last job that the agent has dropped.
+#: How long the agent may take for one job before it counts as stuck.
 _AGENT_SECONDS = 30.0
 
 
 class StagedLoss(NamedTuple):
-    """A staged job, and what is lost with it; zeros and empty text where it cannot be read.
+    """A staged job, and what is lost with it; fields are 0 or empty if it cannot be read.
 
     Attributes:
-        job: its name.
+        job: name of the job.
         kind: `full` or `increment`.
-        step: of the checkpoint.
-        rows: that are staged, of all tables.
-        bytes: that its slot holds.
-        snapshot_ms: when it was cut.
+        step: step of the checkpoint.
+        rows: number of staged rows of all tables.
+        bytes: bytes of its slot.
+        snapshot_ms: time of the snapshot, in milliseconds since the epoch.
     """
 
     job: str
@@ -99,7 +99,7 @@ class StagedLoss(NamedTuple):
 
 
 def staged_losses(run_dir: Path) -> list[StagedLoss]:
-    """What would be lost if all that is staged for a run were discarded; nothing is changed."""
+    """Return what would be lost if all staged jobs of a run were discarded; changes nothing."""
     losses = []
     for path in area.staged_jobs(run_dir):
         job = _readable(path)
@@ -114,7 +114,7 @@ def staged_losses(run_dir: Path) -> list[StagedLoss]:
 
 
 def run_is_gone(error: NothingToRestore, run_dir: Path) -> NothingToRestore:
-    """The error of a run that is not there, saying what is staged for it if there is something."""
+    """Return the error for a missing run, with the number of jobs staged for it, if any."""
     jobs = area.staged_jobs(run_dir)
     if not jobs:
         return error
@@ -132,43 +132,44 @@ def run_is_gone(error: NothingToRestore, run_dir: Path) -> NothingToRestore:
 
 
 def there_is_a_run(run_url: str) -> SettingsError:
-    """The error of who wants to discard what can still be stored."""
+    """Return the error for a discard of jobs whose run exists."""
     return SettingsError(
         "--discard-staged",
         found=f"a run at {run_url}",
-        expected="none: what is staged for a run that is there can be stored, or is rejected",
+        expected="no run: jobs staged for an existing run can still be stored, or are rejected",
         next_step="recpoint sweep URL",
     )
 
 
 def discard_staged(run_dir: Path) -> list[StagedLoss]:
-    """Answer each staged job of a run that is gone with a rejection, so that its slot is free.
+    """Reject each staged job of a run that is gone, so that its slot is free.
 
-    Without an agent at once; one that serves the staging area is told by a mark, as a trainer
-    would tell it, and waited for. Killed anywhere, each job is either staged or answered.
+    If an agent serves the staging area, it is told by a mark, as a trainer would tell it, and this
+    waits until the agent has dropped the jobs. If it is killed, each job is either staged or
+    answered.
 
     Args:
         run_dir: the run's directory in a staging area of this host.
 
     Returns:
-        What was discarded.
+        The discarded jobs.
 
     Raises:
-        StagingError: a trainer of the run is at work, or a sweep or drain is on this staging area,
-            or its agent drops no job any more.
+        StagingError: a trainer of the run is running, or a sweep or drain of this staging area is
+            running, or its agent does not drop the jobs.
         OSError: the staging area cannot be written.
     """
     if area.trainer_is_running(run_dir):
         raise StagingError(
             str(run_dir),
             found="a trainer of the run at work",
-            expected="none: it stages more",
-            next_step="stop it first",
+            expected="no trainer, because it would stage more jobs",
+            next_step="stop the trainer first",
         )
     losses = staged_losses(run_dir)
     if not losses:
         return []
-    # Not at the top: it imports torch, which commands that only list do without.
+    # Not at the top: it imports torch, which commands that only list do not need.
     from recpoint.catalog.persist.persist import reject_job
 
     lock = AgentLock(run_dir.parent, sweep_of(run_dir))
@@ -180,7 +181,7 @@ def discard_staged(run_dir: Path) -> list[StagedLoss]:
         finally:
             lock.release()
     elif other.ends_by_itself:
-        raise lock.refused(other)  # it comes to no mark of these jobs, or not again
+        raise lock.refused(other)  # it may never look at the marks of these jobs
     else:
         _have_the_agent_discard(run_dir)
     return losses
@@ -191,22 +192,22 @@ def _have_the_agent_discard(run_dir: Path) -> None:
     jobs = area.staged_jobs(run_dir)
     for path in jobs:
         job = _readable(path)
-        if job is not None:  # else the agent rejects it unasked
+        if job is not None:  # the agent rejects an unreadable job by itself
             write_mark(run_dir, job.ref, job.rank)
             marked.append(job)
     fewest = len(jobs)
     deadline = time.monotonic() + _AGENT_SECONDS
     while left := area.staged_jobs(run_dir):
-        if len(left) < fewest:  # it is at it: how long one takes, nobody can tell
+        if len(left) < fewest:  # it makes progress; how long a job takes is unknown
             fewest = len(left)
             deadline = time.monotonic() + _AGENT_SECONDS
         if time.monotonic() >= deadline:
             raise StagingError(
                 str(run_dir),
-                found=f"{len(left)} jobs that were to be dropped, and none that was for "
+                found=f"{len(left)} jobs that were to be dropped, and none dropped for "
                 f"{_AGENT_SECONDS:.0f} s",
                 expected="an agent that drops them",
-                next_step="see the agent's log; or stop it, and do this again",
+                next_step="read the agent's log; or stop the agent, and run this command again",
             )
         time.sleep(_POLL_SECONDS)
     for job in marked:
@@ -216,7 +217,7 @@ def _have_the_agent_discard(run_dir: Path) -> None:
 def _discarded(path: Path) -> CheckpointCancelled:
     return CheckpointCancelled(
         str(path),
-        found="the word of a person that its run is gone for good",
+        found="recpoint sweep --discard-staged, which declares its run gone for good",
         expected="a run that it can be committed to",
         next_step="nothing",
     )

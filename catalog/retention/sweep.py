@@ -1,4 +1,4 @@
-"""Plans and executes a sweep: removes what no checkpoint will ever need from a store."""
+"""Plans and executes a sweep: removes objects that no checkpoint will ever need from a store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# When an agent has swept a run of its staging area last, and whether that was for good (§7).
+# Notes when an agent has last swept a run of its staging area, and if that was the last time (§7).
 
 
 _FILE: Final = "sweep.json"
@@ -51,12 +51,13 @@ _MOST_BYTES: Final = 65_536
 
 
 class LastSweep(NamedTuple):
-    """What was noted of a sweep.
+    """The note of a run's last sweep.
 
     Attributes:
-        at_ms: when it was, or when one began to be waited for; on this host's clock.
-        ended_ms: when the training had ended after which it found nothing left to do, as that one's
-            trainer said; None: something was left, or it had not ended.
+        at_ms: time of the sweep, or since when the first one is waited for; in milliseconds since
+            the epoch by this host's clock.
+        ended_ms: if the sweep found nothing left to do after training had ended: the time of that
+            end, by the trainer's clock. None: something was left, or training had not ended.
     """
 
     at_ms: int
@@ -64,11 +65,15 @@ class LastSweep(NamedTuple):
 
 
 def note_sweep(run_dir: Path, *, ended_ms: int | None = None) -> None:
-    """Note that a run was swept now, or that one begins to wait for its first sweep.
+    """Note that a run was swept now, or that the wait for its first sweep begins.
+
+    Args:
+        run_dir: the run's directory in a staging area.
+        ended_ms: see `LastSweep`.
 
     Raises:
-        StagingRefused: the directory is not this user's own.
-        OSError: it cannot be written.
+        StagingRefused: the directory belongs to another user.
+        OSError: the note cannot be written.
     """
     document: dict[str, int] = {"at_ms": now_ms()}
     if ended_ms is not None:
@@ -77,7 +82,7 @@ def note_sweep(run_dir: Path, *, ended_ms: int | None = None) -> None:
 
 
 def last_sweep(run_dir: Path) -> LastSweep | None:
-    """What was noted last; None: nothing was, or it is damaged."""
+    """Return the note of the last sweep; None if there is none or it is damaged."""
     try:
         document = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
         at_ms, ended_ms = document["at_ms"], document.get("ended_ms")
@@ -97,16 +102,16 @@ def last_sweep(run_dir: Path) -> LastSweep | None:
 
 
 def swept_ms(run_dir: Path) -> int | None:
-    """When it was swept last; None as for `last_sweep`."""
+    """Return `LastSweep.at_ms` of a run; None as for `last_sweep`."""
     note = last_sweep(run_dir)
     return None if note is None else note.at_ms
 
 
-# What the manifests of a run name, as far as a sweep has to know it (format §6.5).
+# Collects the chunks that the manifests of a run name, for a sweep (format §6.5).
 
 
 class NamedChunks:
-    """The chunks that manifests name, and what they need besides; each manifest is read once.
+    """The chunks that manifests name, and lost manifests that are needed; reads each manifest once.
 
     Args:
         run: the run.
@@ -114,10 +119,10 @@ class NamedChunks:
         pins: names of the pins of each pinned checkpoint.
 
     Attributes:
-        chunks: keys that some manifest names, or has named when it was read.
-        attempts: of these.
+        chunks: keys of chunks that a manifest names, or named when it was read.
+        attempts: the attempts of these chunks.
         unreadable: keys of manifests that cannot be read.
-        lost: what is needed of checkpoints whose manifests are gone.
+        lost: the checkpoints that are needed although their manifests are lost.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class NamedChunks:
         self.lost = LostManifests(pins=self._pins)
 
     def read_new_manifests(self, on_step: OnStep = unwatched) -> None:
-        """Read the manifests that have appeared since the last look."""
+        """Read the manifests that have appeared since the last call."""
         self.unreadable.clear()
         there = self._run.representations()
         self._newest = max(self._run.generation_numbers(), default=0)
@@ -165,8 +170,10 @@ class NamedChunks:
             self.lost = LostManifests((self._links[one] for one in named), self._pins, gone=gone)
 
     def _read(self, one: Representation) -> tuple[Link | None, list[str]] | None:
-        """Its link and keys of its chunks; neither if it was removed since it was listed; None:
-        unreadable."""
+        """Return a manifest's link and the keys of its chunks.
+
+        Returns (None, []) if it was removed after it was listed, and None if it is unreadable.
+        """
         try:
             manifest = self._run.read_manifest(one)
         except ObjectNotFound:
@@ -176,10 +183,11 @@ class NamedChunks:
         return Link.of(manifest), [entry.key for entry in manifest.chunks]
 
     def may_be_committed(self, attempt: AttemptName, infos: Iterable[ObjectInfo]) -> bool:
-        """Whether the newest trainer may still stage or have staged it, somewhere.
+        """Tell whether the newest trainer may still commit an attempt.
 
-        Of several ranks, as its parts tell, some are staged on other hosts, and waited for here.
-        A generation above the newest record is one whose record is lost: its trainer may go on.
+        The attempt may be staged on another host. If parts show that it has several ranks, other
+        hosts may have some of them staged. If its generation is newer than the newest record, that
+        record is lost, and its trainer may continue.
         """
         return (
             (self._spare_newest or any(PART_KEY.parse(info.key) for info in infos))
@@ -188,23 +196,23 @@ class NamedChunks:
         )
 
 
-# Removing what no checkpoint will ever need: plan, then execute (format §6.4, §6.5).
+# Removes objects that no checkpoint will ever need: plan, then execute (format §6.4, §6.5).
 
 
 #: Why a command refuses a shorter grace than `recpoint.catalog.retention.prune` allows.
-GRACE_NEEDED = "what is being written is younger"
+GRACE_NEEDED = "objects that are still being written are younger"
 
-#: So long after a look at an attempt it is looked at again before more of it goes: a consolidation
-#: may have gone on with it. That waits twice as long before its last look (format §6.8,
-#: consolidation order, rule 6).
+#: This long after an attempt was checked, it is checked again before more of it is removed, because
+#: a consolidation may have continued with it. A consolidation waits twice as long before its last
+#: check (format §6.8, consolidation order, rule 6).
 _LOOK_AGAIN_SECONDS: Final = 10.0
 
-#: Where looks take longer than that, so many are in vain; then each is good for one object.
+#: If checks themselves take longer than that, after this many in a row each allows one removal.
 _SLOW_LOOKS: Final = 3
 
 
 class SweptObject(NamedTuple):
-    """One object to remove, and why nobody will miss it."""
+    """One object to remove, and why nothing needs it."""
 
     key: str
     size_bytes: int
@@ -212,7 +220,7 @@ class SweptObject(NamedTuple):
 
 
 class KeptPrefix(NamedTuple):
-    """Chunks that no manifest names and that stay for now, and why."""
+    """A prefix of chunks that no manifest names but that stay for now, and why."""
 
     prefix: str
     reason: str
@@ -220,24 +228,24 @@ class KeptPrefix(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What a sweep would do. Made by reading alone.
+    """What a sweep would do, found without removing anything.
 
     Attributes:
         prefixes: attempts with chunks or parts to remove.
-        objects: those, what killed probes left behind, and validations and metrics of checkpoints
-            that are gone.
+        objects: these chunks and parts, probes left by killed processes, and validations and
+            metrics of checkpoints that are gone.
         unfinished: temporary files and multipart uploads to remove.
         kept: attempts whose unnamed chunks stay.
-        lost: why some of those stay: checkpoints whose manifests are gone are needed, and a person
-            has to put these back.
-        young: how many objects beside them will be old enough for a later sweep.
-        unrecognised: keys that are not ours; never removed.
-        blocked: manifests that cannot be read. What they name is unknown, so that no chunk is
-            removed while there are any.
+        lost: why some of those stay: checkpoints are needed whose manifests are lost, and a person
+            has to restore the manifests.
+        young: number of other objects that a later sweep will find old enough.
+        unrecognised: keys that are not recpoint's; never removed.
+        blocked: manifests that cannot be read. The chunks that they name are unknown, so no chunk
+            is removed while there are any.
         grace_seconds: younger objects stay.
-        now_ms: when the plan was begun, by the clock that is behind: this host's or the store's.
-        keep: tells which attempts staged jobs name now.
-        spare_newest: leave what the newest generation can still commit.
+        now_ms: when the plan was begun, by the slower clock of this host's and the store's.
+        keep: returns the attempts that staged jobs name now.
+        spare_newest: keep attempts that the newest generation can still commit.
     """
 
     prefixes: tuple[AttemptName, ...]
@@ -261,7 +269,7 @@ class SweepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """What a sweep did; `spared` is what turned out to be needed between plan and deed."""
+    """The outcome of a sweep; `spared` became needed between the plan and its execution."""
 
     removed: tuple[SweptObject, ...]
     spared: tuple[KeptPrefix, ...]
@@ -273,15 +281,15 @@ class SweepResult:
 
 
 class _Listing(NamedTuple):
-    """The objects of a store, by what their keys say of them.
+    """The objects of a store, sorted by their keys.
 
     Attributes:
-        chunks: of each attempt.
-        parts: of each attempt.
-        probes: objects that tried whether a store creates once.
+        chunks: the chunks of each attempt.
+        parts: the parts of each attempt.
+        probes: objects of tests whether the store supports create-once.
         said: metrics and validations, each with the checkpoint that it is about.
-        pins: their names, of each checkpoint.
-        unrecognised: keys that are not ours.
+        pins: names of the pins of each checkpoint.
+        unrecognised: keys that are not recpoint's.
     """
 
     chunks: dict[AttemptName, list[ObjectInfo]]
@@ -293,7 +301,7 @@ class _Listing(NamedTuple):
 
     @classmethod
     def of(cls, infos: Iterable[ObjectInfo]) -> Self:
-        """Sort them."""
+        """Sort objects by their keys."""
         listing = cls({}, {}, [], [], {}, [])
         for info in infos:
             if (attempt := parse_chunk_key(info.key)) is not None:
@@ -324,24 +332,24 @@ def plan_sweep(
     ask_store: bool = True,
     on_step: OnStep = unwatched,
 ) -> SweepPlan:
-    """Find what can go; nothing is changed.
+    """Plan a sweep: find the objects to remove; nothing is changed.
 
     Args:
         run: the run.
-        grace_seconds: what the store says was modified less long ago stays: it may belong to a
-            checkpoint that is being written. Must exceed the longest time that a persist or a
+        grace_seconds: objects modified less long ago, by the store's times, stay: they may belong
+            to a checkpoint that is being written. Must exceed the longest time that a persist or a
             consolidation takes.
-        keep: attempts that jobs in a staging area name: an agent will finish them. A function is
-            asked after the store was listed, and again before each attempt is removed.
-        spare_newest: leave what the newest generation can still commit, however old: for a sweep
-            on another host than the trainer's, where nobody knows what is staged.
-        ask_store: ask the store for its time, which writes and removes a small object; where it
-            takes none, the newest object there tells. Without it nothing at all is written, and a
-            clock of this host that is ahead is not noticed: for plans that nobody executes.
-        on_step: called after each manifest that was read, from this thread.
+        keep: attempts of jobs in a staging area, which an agent will finish. A function is called
+            after the store was listed, and again before each attempt is removed.
+        spare_newest: keep attempts that the newest generation can still commit, however old; for a
+            sweep on another host than the trainer's, where the staged jobs are not known.
+        ask_store: ask the store for its time, which writes and removes a small object; if the store
+            accepts none, the time of its newest object is used. Without it nothing is written, but
+            a clock of this host that is ahead is not noticed; for plans that are not executed.
+        on_step: called after each manifest that was read, in this thread.
 
     Raises:
-        SettingsError: a negative grace.
+        SettingsError: the grace is negative.
         FormatError: a staged job cannot be read, so that it is unknown what it needs.
         StoreError: the store cannot be read.
     """
@@ -352,8 +360,8 @@ def plan_sweep(
             expected="0 or more",
             next_step="give the longest time that writing a checkpoint may take",
         )
-    # Chunks before manifests: a chunk that is seen here, and named by the time of the second
-    # listing, is seen to be named. The other order would take a fresh commit for an orphan.
+    # Lists chunks before manifests: if a chunk listed here is committed before the second listing,
+    # that shows its manifest. In the other order a new commit would look like an orphan.
     there_now = list(run.store.list())
     began_ms = _by_both_clocks(run.store if ask_store else None, there_now)
     listing = _Listing.of(there_now)
@@ -375,7 +383,7 @@ def plan_sweep(
             objects.append(SweptObject(info.key, info.size_bytes, why))
         else:
             young += 1
-    # After the listing: a job of which something was listed had been staged by then.
+    # After the listing: a job with listed objects was staged before it, so it is found now.
     asked: Callable[[], Collection[str]] = keep if callable(keep) else partial(frozenset, keep)
     needed = asked()
     doomed: list[AttemptName] = []
@@ -384,7 +392,7 @@ def plan_sweep(
     for attempt in {**listing.parts, **listing.chunks}:
         all_infos = listing.chunks.get(attempt, [])
         infos = [info for info in all_infos if info.key not in named.chunks]
-        # Parts before chunks: one that is there says that its chunks are.
+        # Parts before chunks: a part states that its chunks are there.
         infos = listing.parts.get(attempt, []) + infos
         if not infos:
             continue
@@ -423,15 +431,15 @@ def plan_sweep(
 
 
 def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepResult:
-    """Do what a plan says. Killed anywhere, the next sweep finds and finishes the rest.
+    """Execute a plan. If it is killed, the next sweep finds and removes the rest.
 
-    Every attempt is looked at again right before it is removed, and again where that takes long:
-    what has been committed, or written to, since the plan was made stays.
+    Every attempt is checked again right before it is removed, and again if the removal takes long:
+    an attempt that was committed or written to after the plan was made stays.
 
     Args:
         run: the run.
-        plan: of `plan_sweep`.
-        on_step: called after each object that was removed, from this thread.
+        plan: the plan from `plan_sweep`.
+        on_step: called after each object that was removed, in this thread.
 
     Raises:
         FormatError: a job that was staged meanwhile cannot be read.
@@ -457,7 +465,7 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
                 break
             gone = 0
             for info in infos:
-                # Before each: this process may have stood still since it has looked.
+                # Checked before each, because this process may have stood still since its check.
                 long_ago = host_seconds() - began_seconds >= _LOOK_AGAIN_SECONDS
                 if long_ago and (gone or vain_looks < _SLOW_LOOKS):
                     vain_looks += not gone
@@ -484,7 +492,7 @@ def _still_doomed(
     attempt: AttemptName,
     planned: Collection[str],
 ) -> tuple[list[ObjectInfo], str]:
-    """What is there now to be removed of an attempt, parts first; and why it has to stay."""
+    """Return the objects to remove of an attempt, parts first; and why it has to stay, or ""."""
     prefix = attempt_prefix(*attempt)
     there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
     parts = [info for _, info in run.records(PART).listed(*attempt)]
@@ -524,17 +532,18 @@ def _why_needed(named: NamedChunks, attempt: AttemptName) -> str:
 
 
 def _is_old(infos: Iterable[ObjectInfo], at_ms: int, grace_seconds: float) -> bool:
-    """Whether all were last modified before the grace period; a time in the future is young."""
+    """Tell whether all were last modified before the grace; a time in the future is young."""
     return all(at_ms - info.modified_ms >= grace_seconds * 1000 for info in infos)
 
 
 def _by_both_clocks(store: Store | None, there: Sequence[ObjectInfo]) -> int:
-    """This host's time, or the store's if that is behind: by it the objects were dated."""
+    """Return this host's time in ms, or the store's, which dated the objects, if that is behind."""
     here_ms = now_ms()
     if store is None:
         return here_ms
     try:
         return min(here_ms, store_ms(store))
     except StoreError:
-        # Full, maybe, which a sweep is to heal: it is at least as late there as the newest object.
+        # The store may be full, which the sweep is to cure. Its time is at least the newest
+        # object's.
         return min(here_ms, max((info.modified_ms for info in there), default=here_ms))

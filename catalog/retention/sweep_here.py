@@ -1,4 +1,4 @@
-"""Sweeps from a host: its staged jobs and slots first, then the store."""
+"""Sweeps a run from a host: finishes its staged jobs, frees its slots, then sweeps the store."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from recpoint.errors import FormatError, NothingToRestore, RunRecordLost
 __all__ = ["NOTHING_LEFT", "SweptHere", "knows_what_is_staged", "sweep_here", "swept_words"]
 
 
-# What a sweep knows of staged jobs, which only the trainer's own host can know (format §6.5).
+# Tells whether this host knows the staged jobs; only the trainer's host can (format §6.5).
 
 
 def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
-    """Whether `run_dir` is where the newest trainer of a run stages its checkpoints.
+    """Tell whether the newest trainer of a run stages its checkpoints in `run_dir`.
 
-    That trainer was started on this host, and the directory is in use: its trainer or an agent is
-    running, or jobs are staged. A directory that an earlier trainer has left behind is no sign, nor
-    is a sweep or drain: anybody may begin one anywhere.
+    This is so if that trainer was started on this host and the directory is in use: its trainer or
+    an agent is running, or jobs are staged. A directory that an earlier trainer has left is no
+    sign; nor is a sweep or drain, because anybody may start one anywhere.
 
     Args:
         run: the run.
-        run_dir: its directory in a staging area of this host, whether it is there or not.
+        run_dir: the run's directory in a staging area of this host; it need not exist.
 
     Raises:
         StoreError: the store cannot be read.
@@ -47,17 +47,17 @@ def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
     numbers = run.generation_numbers() if in_use else []
     named = max((name.generation for name in run.manifest_names()), default=0) if numbers else 0
     if not numbers or numbers[-1] < named:
-        return False  # nobody can tell whose a generation is whose record is lost
+        return False  # the newest generation's record is lost, so its host is unknown
     try:
         return run.generation(numbers[-1]).host == socket.gethostname()[:255]
     except FormatError:
-        return False  # damaged: nobody can tell whose it is
+        return False  # the record is damaged, so its host is unknown
 
 
-# A whole sweep from a host: what is staged there, the slots of its trainers, and the store.
+# Runs a whole sweep from a host: staged jobs, slots of its trainers, and the store.
 
 
-#: Ends what is said of a sweep after which no other is worth while, until something is written.
+#: The end of a sweep's report if a later sweep has nothing to do until something is written.
 NOTHING_LEFT: Final = "nothing is left for a later one"
 
 
@@ -66,11 +66,11 @@ class SweptHere:
     """What a sweep has done, or would do.
 
     Attributes:
-        run: that was swept.
-        work: what became, or would become, of staged jobs.
-        slots: that were, or would be, removed.
-        plan: for the store.
-        result: what was done of it; None: a dry run.
+        run: the run that was swept.
+        work: what became, or would become, of the staged jobs.
+        slots: slots that were, or would be, removed.
+        plan: the plan for the store.
+        result: the outcome of the plan; None for a dry run.
     """
 
     run: Run
@@ -81,7 +81,7 @@ class SweptHere:
 
     @property
     def nothing_left(self) -> bool:
-        """Whether nothing was to be done, and nothing of what is there comes to be, with time."""
+        """Whether nothing was removed or spared, and nothing may become removable with time."""
         plan, result = self.plan, self.result
         later = plan.kept or plan.blocked or plan.young or self.work.jobs or self.slots
         return result is not None and not (result.removed or result.spared or later)
@@ -96,22 +96,22 @@ def sweep_here(
     dry_run: bool = False,
     on_step: OnStep = unwatched,
 ) -> SweptHere:
-    """Finish what is staged here, unless an agent does; then remove what nobody will ever need.
+    """Finish the jobs staged here, unless an agent does; then remove objects that nobody will need.
 
-    Killed anywhere, the next one does the rest.
+    If it is killed, the next sweep does the rest.
 
     Args:
-        store: of the run.
-        run_dir: the run's directory in the staging area of this host, whether it is there or not.
+        store: the store of the run.
+        run_dir: the run's directory in the staging area of this host; it need not exist.
         grace_seconds: see `plan_sweep`.
-        include_newest: remove also what only the newest trainer could still commit: when no host
-            has it staged any more.
-        dry_run: only say what would be done; nothing is written.
-        on_step: called after each step, from this thread.
+        include_newest: also remove attempts that only the newest trainer could still commit; for
+            use when no host has them staged any more.
+        dry_run: only report what would be done; nothing is written.
+        on_step: called after each step, in this thread.
 
     Raises:
         NothingToRestore: there is no run; the message says what is staged for it here.
-        FormatError: a staged job cannot be read, and an agent is there to reject it.
+        FormatError: a staged job cannot be read, but an agent is running that will reject it.
         StagingError, OSError: the staging area cannot be used.
         StoreError: the store cannot be read, or refuses.
     """
@@ -121,7 +121,7 @@ def sweep_here(
         raise
     except NothingToRestore as error:
         raise run_is_gone(error, run_dir) from None
-    # Before anything is finished: what was staged is a sign of who the newest trainer is.
+    # Before jobs are finished, because staged jobs show that the newest trainer stages here.
     knows = knows_what_is_staged(run, run_dir)
     work = _staged_work(run, run_dir, dry_run, on_step)
     slots = free_slots(
@@ -144,7 +144,7 @@ def sweep_here(
 
 
 def swept_words(swept: SweptHere) -> str:
-    """What a sweep has done, in a line: what it removed, and what a person has to do about it."""
+    """Return one line of what a sweep removed and kept, and what a person has to do about it."""
     plan, result = swept.plan, swept.result
     assert result is not None
     said = [
@@ -162,7 +162,7 @@ def swept_words(swept: SweptHere) -> str:
 def _staged_work(run: Run, run_dir: Path, dry_run: bool, on_step: OnStep) -> StagedWork:
     if not run_dir.is_dir():
         return StagedWork()
-    # Persisting imports torch, which takes longer than to say that nothing is staged here.
+    # Imported only if something may be staged, because it imports torch, which takes long.
     from recpoint.catalog.retention.finish_staged import finish_staged, foresee_staged
 
     return foresee_staged(run, run_dir) if dry_run else finish_staged(run_dir, on_step=on_step)

@@ -52,7 +52,7 @@ def test_a_manifest_larger_than_any_reader_takes_is_not_made(run: Run) -> None:
     plan = plan_consolidation(run, name_of(made[-1]), links=2)
     rows = next(entry for entry in made[-1].chunks if entry.content == "rows")
     many = single_rows(rows, 275_000, attempt=plan.attempt)
-    with pytest.raises(MalformedObject, match=r"275,001 chunks.*the chain that it has"):
+    with pytest.raises(MalformedObject, match=r"275,001 chunks.*the chain that the checkpoint has"):
         commit_consolidation(run, plan, many)
     assert not list(run.store.list(CONSOLIDATED_KEY.prefix))
 

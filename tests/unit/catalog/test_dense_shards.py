@@ -148,7 +148,7 @@ def test_a_tensor_is_stored_whole_or_in_pieces() -> None:
         0: {"model": {"tensors": {"w": WHOLE}}},
         1: {"model": {"tensors": {"w": BOTTOM}}},
     }
-    with pytest.raises(MalformedObject, match="the whole of it beside a piece"):
+    with pytest.raises(MalformedObject, match="the whole tensor beside a piece"):
         dense_tensors(trees)
 
 

@@ -233,7 +233,7 @@ def test_a_row_that_a_consolidation_got_wrong_and_no_sample_has(
     assert found.result == "failed"
     (finding,) = found.findings
     assert (finding.subject, finding.what) == ("plain", "digests")
-    assert "those of its links" in finding.expected
+    assert "the rows of its links" in finding.expected
 
 
 def test_rows_that_a_consolidation_got_wrong(run: Run) -> None:

@@ -55,7 +55,7 @@ def test_a_dry_run_shows_every_merge_that_is_weighed(
     assert whole["chosen"] and whole["why_not"] is None
     assert whole["cost_bytes"] == whole["read_bytes"] + whole["write_bytes"]
     assert [one["links_after"] for one in weighed] == [3, 2, 1]
-    assert {one["why_not"] for one in weighed[:2]} == {"may leave much dead"}
+    assert {one["why_not"] for one in weighed[:2]} == {"may leave many dead rows"}
     assert {key: whole[key] for key in ("read_bytes", "write_bytes", "restore_bytes_after")} == {
         key: document[key] for key in ("read_bytes", "write_bytes", "restore_bytes_after")
     }
