@@ -1,4 +1,4 @@
-"""docs/operations.md as a program: the commands of an entry, and what they have to print."""
+"""docs/how-to as a program: the commands of a page, and what they have to print."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.forked_shell import forked_programs
 __all__ = ["TRAIN", "Site", "Step", "entries"]
 
 ROOT = Path(__file__).resolve().parents[2]
+HOW_TO = ROOT / "docs" / "how-to"
 _SECONDS = 240
 
 #: A training script as a user has it; `python train.py 30` ends after so many batches in all.
@@ -65,19 +66,19 @@ class Step(NamedTuple):
 
 
 def entries() -> dict[str, list[list[Step]]]:
-    """The console blocks of each entry of the runbook, by its heading's anchor."""
-    found: dict[str, list[list[Step]]] = {}
+    """The console blocks of each how-to page that has some, by the name of its file."""
+    pages = {page.stem: _blocks(page.read_text("utf-8")) for page in sorted(HOW_TO.glob("*.md"))}
+    return {name: blocks for name, blocks in pages.items() if blocks}
+
+
+def _blocks(page: str) -> list[list[Step]]:
+    found: list[list[Step]] = []
     block: list[Step] | None = None
-    anchor = ""
-    for line in (ROOT / "docs" / "operations.md").read_text().splitlines():
-        if line.startswith("## "):
-            anchor = line[3:].lower().replace(" ", "-")
-            found[anchor] = []
+    for line in page.splitlines():
+        if line == "```console":
+            found.append(block := [])
         elif line.startswith("```"):
-            assert block is not None or line == "```console", line
-            block = [] if block is None else None
-            if block is not None:
-                found[anchor].append(block)
+            block = None
         elif block is not None and line.startswith("$ "):
             block.append(Step(line[2:], ()))
         elif block is not None:

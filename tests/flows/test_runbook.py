@@ -1,4 +1,4 @@
-"""docs/operations.md, played: each entry in the situation that it describes, all of it real."""
+"""docs/how-to, played: each page in the situation that it describes, all of it real."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ANCHORS = {
     "credentials-rotated",
     "prefect-gone",
     "roll-back-serving",
-    "move-a-run-to-another-bucket",
+    "move-a-run",
     "upgrade",
 }
 
@@ -215,7 +215,7 @@ def test_move_a_run(s3_site: Site, own_seaweed: SeaweedServer) -> None:
     }
     made = s3_site.shell("rclone mkdir store:other; echo exit $?")
     assert made.endswith("exit 0\n"), made
-    play(s3_site, "move-a-run-to-another-bucket")
+    play(s3_site, "move-a-run")
 
 
 def test_prefect_gone(tmp_path: Path, trained: Path) -> None:
