@@ -558,8 +558,8 @@ def _store_full(run: Run, error: StoreFull, swept: SweepResult) -> StoreFull:
     next_step = (
         f"recpoint retain {run.url}: there is room now"
         if count
-        else "free or add space outside the run, or by hand as docs/operations.md says under "
-        f"Disk full: in the order of recpoint retain {run.url} --dry-run, then recpoint sweep"
+        else "free or add space outside the run, or by hand as docs/how-to/disk-full.md says: "
+        f"in the order of recpoint retain {run.url} --dry-run, then recpoint sweep"
     )
     return StoreFull(
         error.subject,

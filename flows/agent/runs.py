@@ -354,7 +354,7 @@ def postpone(state: RunState, error: BaseException, log: _Log) -> None:
     state.failures += 1
     state.facts.failed(error)
     state.retry_at = time.monotonic() + pause
-    # The kind of error says what to do about it: docs/operations.md goes by its name.
+    # The kind of error says what to do about it: docs/how-to goes by its name.
     state.last_error = f"{type(error).__name__}: {error}"
     state.last_error_ms = now_ms()
     log.warning("stays staged, next try in %.0f s: %s", pause, state.last_error)

@@ -1,4 +1,4 @@
-"""docs/operations.md as a program: the commands of an entry, and what they have to print."""
+"""docs/how-to as a program: the commands of a page, and what they have to print."""
 
 from __future__ import annotations
 
@@ -12,9 +12,27 @@ from typing import NamedTuple
 
 from tests.forked_shell import forked_programs
 
-__all__ = ["TRAIN", "Site", "Step", "entries"]
+__all__ = ["HOW_TO", "TRAIN", "Site", "Step", "entries"]
 
 ROOT = Path(__file__).resolve().parents[2]
+HOW_TO = ROOT / "docs" / "how-to"
+#: Pages that begin in a situation which a test has to make. Other pages make their own.
+PAGES = (
+    "restore-now",
+    "check-failed",
+    "validation-failed",
+    "lag-alarm",
+    "agent-dead",
+    "rank-missing",
+    "disk-full",
+    "store-gone",
+    "credentials-rotated",
+    "prefect-gone",
+    "roll-back-serving",
+    "move-a-run",
+    "upgrade",
+    "export",
+)
 _SECONDS = 240
 
 #: A training script as a user has it; `python train.py 30` ends after so many batches in all.
@@ -65,19 +83,18 @@ class Step(NamedTuple):
 
 
 def entries() -> dict[str, list[list[Step]]]:
-    """The console blocks of each entry of the runbook, by its heading's anchor."""
-    found: dict[str, list[list[Step]]] = {}
+    """The console blocks of each page that is played here, by the name of its file."""
+    return {page: _blocks((HOW_TO / f"{page}.md").read_text("utf-8")) for page in PAGES}
+
+
+def _blocks(page: str) -> list[list[Step]]:
+    found: list[list[Step]] = []
     block: list[Step] | None = None
-    anchor = ""
-    for line in (ROOT / "docs" / "operations.md").read_text().splitlines():
-        if line.startswith("## "):
-            anchor = line[3:].lower().replace(" ", "-")
-            found[anchor] = []
+    for line in page.splitlines():
+        if line == "```console":
+            found.append(block := [])
         elif line.startswith("```"):
-            assert block is not None or line == "```console", line
-            block = [] if block is None else None
-            if block is not None:
-                found[anchor].append(block)
+            block = None
         elif block is not None and line.startswith("$ "):
             block.append(Step(line[2:], ()))
         elif block is not None:

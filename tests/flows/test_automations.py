@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -129,7 +130,7 @@ def whom(automation: Automation) -> str:
 
 
 def test_what_is_not_given_again_stays_as_it_is(tmp_path: Path) -> None:
-    """The commands of the README, one after the other."""
+    """The commands of docs/how-to/deployments.md, one after the other."""
     training, other = "slack-webhook/training", "slack-webhook/other"
     for name in ("training", "other"):
         SlackWebhook(url=SecretStr("https://slack.invalid/x")).save(name, overwrite=True)
@@ -137,9 +138,10 @@ def test_what_is_not_given_again_stays_as_it_is(tmp_path: Path) -> None:
         flow = client.create_flow_from_name("publish")
         client.create_deployment(flow_id=flow, name="recpoint-publish")
     run = run_every(tmp_path, seconds=100.0)
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    (first,) = [line.split() for line in lines if line.startswith("recpoint automations apply")]
-    assert first[3:] == f"--no-commit 30m --notify {training} --publish validated".split()
+    page = (ROOT / "docs" / "how-to" / "deployments.md").read_text(encoding="utf-8")
+    given = re.findall(r"(?m)^recpoint automations apply (.*)$", page)
+    first, of_one = (line.split() for line in given)
+    assert first == f"--no-commit 30m --notify {training} --publish validated".split()
 
     dead, silent, of_run = "flow run without a process", "no commit", f"no commit of run {run.id}"
     alerts: dict[str, tuple[str, float | None, str | None]] = {
@@ -148,18 +150,18 @@ def test_what_is_not_given_again_stays_as_it_is(tmp_path: Path) -> None:
         "checkpoint rejected": ("created", None, training),
         dead: ("created", 600.0, training),
     }
-    assert applied(*first[3:]) == {**alerts, "publish": ("created", None, None)}
+    assert applied(*first) == {**alerts, "publish": ("created", None, None)}
     kept = {name: ("kept", *rest) for name, (_, *rest) in alerts.items()}
     kept["publish"] = ("kept", None, None)
     created = {**kept, of_run: ("created", 300.0, training)}
-    assert applied(run.url, "--intervals", "3") == created
+    assert applied(run.url, *of_one[1:]) == created
     # Nor is an alert of a run that is named again put back, or one that is not named.
     changed = {of_run: ("updated", 500.0, training)}
     assert applied(run.url, "--intervals", "5") == {**kept, **changed}
     kept[of_run] = ("kept", 500.0, training)
     assert applied(run.url) == kept
-    given = "--no-heartbeat 11m --no-commit 45m".split()
-    assert recpoint_automations("apply", *given).splitlines() == [
+    others = "--no-heartbeat 11m --no-commit 45m".split()
+    assert recpoint_automations("apply", *others).splitlines() == [
         f"updated: recpoint: {silent}, after 45 min 0 s, notifies {training} as before",
         f"kept: recpoint: validation failed, notifies {training} as before",
         f"kept: recpoint: checkpoint rejected, notifies {training} as before",

@@ -159,7 +159,8 @@ def test_workers_run_them_beside_the_staging_area_and_elsewhere(
     )
     anywhere, on_host = worker_commands()
     assert on_host[-1] == "host-1"
-    assert f"\n{' '.join(anywhere)}\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "several-hosts-with-prefect.md").read_text(encoding="utf-8")
+    assert all(f"\n{' '.join(command)}\n" in page for command in (anywhere, on_host))
     with (tmp_path / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
             [sys.executable, "-m", *on_host, "--name", "worker-of-host-1"],
