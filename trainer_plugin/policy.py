@@ -277,7 +277,12 @@ class Intermittent(Policy):
     cumulative = True
 
     def full_is_due(self, tip: Tip, history: BaseHistory) -> bool:
-        """Whether the next checkpoint must be a full; see `Policy.full_is_due`."""
+        """Whether the next checkpoint must be a full.
+
+        Args:
+            tip: the checkpoint that an increment would be taken after.
+            history: the checkpoints on the tip's base.
+        """
         return super().full_is_due(tip, history) or full_pays(history.base_bytes, history.known)
 
     def _there(self, tip: Tip, history: BaseHistory) -> int:
