@@ -743,8 +743,8 @@ class StagingArea:
             f"staging area {self.root}",
             found=f"a file system of {size_bytes} bytes",
             expected=f"at least {needed_bytes} bytes, which the first snapshot{several} may take",
-            next_step="set staging= or RECPOINT_STAGING to a directory of a larger file system, and "
-            "the agent's too; in a container enlarge /dev/shm, as docker run --shm-size does",
+            next_step="set staging= or RECPOINT_STAGING to a directory of a larger file system, "
+            "also for the agent; in a container enlarge /dev/shm, as docker run --shm-size does",
         )
 
     def warn_if_small(self, share: HostShare) -> None:
