@@ -53,7 +53,7 @@ class LookupHook:
         self._marker = marker
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `LookupMarker.before_lookup`."""
+        """Tell the marker that a lookup begins; see `LookupMarker.before_lookup`."""
         if self._marker is not None:
             self._marker.before_lookup(module, args, kwargs)
 
@@ -82,7 +82,7 @@ class AfterLookupHook(LookupHook):
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any = None
     ) -> None:
-        """See `LookupMarker.after_lookup`."""
+        """Tell the marker that a lookup has returned; see `LookupMarker.after_lookup`."""
         if self._marker is not None:
             self._marker.after_lookup(module, args, kwargs)
 

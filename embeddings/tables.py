@@ -220,12 +220,12 @@ class ModuleTable(Table):
         return self.module.max_norm is not None
 
     def before_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
-        """See `Table.before_lookup`."""
+        """Hook in before each call of the module; see `Table.before_lookup`."""
         handle: Any = self.module.register_forward_pre_hook(hook, with_kwargs=True)
         return handle  # type: ignore[no-any-return]
 
     def after_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
-        """See `Table.after_lookup`."""
+        """Hook in after each call of the module; see `Table.after_lookup`."""
         handle: Any = self.module.register_forward_hook(hook, with_kwargs=True)
         return handle  # type: ignore[no-any-return]
 

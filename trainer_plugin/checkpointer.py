@@ -243,7 +243,7 @@ class Checkpointer:
                 difference. Nothing has changed here, unless a newer, damaged checkpoint was tried
                 first: tables may then hold its rows.
             NothingToRestore: the run has no checkpoint of `step`; or no checkpoint counts, because
-                a start with `fresh` or `partial` ended before its first checkpoint; or all
+                the newest start began a new line and ended before its first checkpoint; or all
                 checkpoints are damaged, and tables may hold their rows: build the model anew before
                 a start with `fresh`.
             StagingError, StoreError: the staging area or the store cannot be used, or another
