@@ -323,7 +323,7 @@ class Tracker:
         self._check_version()
 
     def _check_version(self) -> None:
-        """Make the table dirty if changes since the last step are more than marked lookups made."""
+        """Make the table dirty if anything but marked lookups changed it since the last step."""
         self._check_lookup()
         if self._count() > self._rewritten():
             self._unexplained("its weight was changed outside the steps of its optimizer")

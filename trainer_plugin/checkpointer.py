@@ -707,7 +707,7 @@ def _refuse_inference_mode(call: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The state of a trainer's checkpoints at one moment.
+    """Describes the state of a trainer's checkpoints at one moment.
 
     `step()` learns the outcomes of checkpoints. While training pauses, for instance for an
     evaluation, `pending` and the counters therefore stand still, and the lag grows.

@@ -263,10 +263,10 @@ class OneShot(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Intermittent(Policy):
-    """Writes increments like `OneShot`, and a full as soon as it costs no more than to go on.
+    """Writes increments like `OneShot`, and a full as soon as it costs no more than to do without.
 
-    The cost is compared as in Check-N-Run: a full is due once the last increment was as large as a
-    checkpoint on this full was on average.
+    The costs are compared as in Check-N-Run: a full is due once the last increment is as large as
+    the average checkpoint on the present full.
 
     Attributes:
         full_every: the most checkpoints based on one full, including the full. 1: fulls only. None:

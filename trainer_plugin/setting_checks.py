@@ -48,7 +48,7 @@ def keep(settings: object, **checked: Any) -> None:
 
 
 def as_float(value: object) -> float | None:
-    """Return a real number, also numpy's, as a float; None if it is not one or is too large."""
+    """Return a real number (also numpy's) as a float; None for other values or if too large."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None
     try:

@@ -61,7 +61,7 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedFailures:
-    """How often you expect a job to fail; what you leave out is estimated from the job's past.
+    """Says how often you expect a job to fail; what you leave out is estimated from its past.
 
     Numbers may be numpy's; they are kept as Python's.
 
@@ -97,7 +97,7 @@ class ExpectedFailures:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What happened before a trainer's start, on the line of checkpoints that it continues.
+    """Describes what happened before a trainer's start, on the line of checkpoints it continues.
 
     Attributes:
         trained_ms: training time that the restored checkpoint holds, in milliseconds.
@@ -116,7 +116,7 @@ class Past:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The failure rate of a job, and where the number comes from.
+    """Holds the failure rate of a job, and where the number comes from.
 
     Attributes:
         per_hour: failures in an hour of training; infinite if nothing is known.
@@ -197,7 +197,7 @@ _MOST_ROWS = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How many bits store a table's rows and their optimizer state, and how they are rounded.
+    """Sets how many bits store a table's rows and their optimizer state, and how to round them.
 
     Dense layers are always stored exactly.
 
@@ -261,7 +261,7 @@ class Precision:
 
 
 def as_precision(bits: Precision | Bits) -> Precision:
-    """Return the precision itself, or for a width, a precision of that width, else with defaults.
+    """Return the precision itself, or a precision of the given width with all other defaults.
 
     Raises:
         SettingsError: `bits` is neither a precision nor a width.
@@ -274,7 +274,7 @@ def as_precision(bits: Precision | Bits) -> Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """Where checkpoints wait for the agent, how many may wait, and what happens when they do.
+    """Sets where checkpoints wait for the agent, how many may wait, and what happens when all do.
 
     Attributes:
         directory: the staging area, on this host. None: $RECPOINT_STAGING if it is set, else
@@ -314,7 +314,7 @@ class Staging:
 
 
 def as_staging(staging: Staging | str | Path | None) -> Staging:
-    """Return the staging itself, or for a path or None, a staging with that directory.
+    """Return the staging itself, or a staging whose directory is the given path (or None).
 
     Raises:
         SettingsError: `staging` is none of these.
@@ -332,7 +332,7 @@ def _path(setting: str, value: Any) -> str | Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a trainer waits for the agent and for other ranks, in seconds; 0: not at all.
+    """Sets how long a trainer waits for the agent and other ranks, in seconds; 0: not at all.
 
     Attributes:
         close_seconds: how long the end of training waits for the agent, also after SIGTERM.
@@ -361,7 +361,7 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a Checkpointer does besides taking checkpoints, and what it may assume.
+    """Sets what a Checkpointer does besides taking checkpoints, and what it may assume.
 
     Attributes:
         on_error: what training does after an error in a checkpoint. "continue": it goes on.
@@ -408,7 +408,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of one Checkpointer, for its parts; `Checkpointer` describes each of them.
+    """Holds all settings of one Checkpointer, for its parts; `Checkpointer` describes each.
 
     Raises:
         SettingsError: a value is not allowed; the message names the parameter of `Checkpointer`.

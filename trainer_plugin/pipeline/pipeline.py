@@ -315,7 +315,7 @@ class Pipeline:
         if not self._area.agent_is_running():
             return
         for ref in self._ledger.pending:
-            _log.info("checkpoint of %s is to be dropped for a newer one", ref)
+            _log.info("the agent is asked to drop the checkpoint of %s for a newer one", ref)
             self._handoff.cancel(ref)
         self._cancelled_at = self.outcomes.last_safe
         self._due_until = time.monotonic() + self._settings.staging.busy_wait_seconds

@@ -68,12 +68,12 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """As `Table.key`."""
+        """Key of the table, as in `Table.key`."""
         return self.seen.key
 
     @property
     def name(self) -> str:
-        """As `Table.name`."""
+        """Name of the whole table, as in `Table.name`."""
         return self.seen.name
 
     @property
@@ -93,7 +93,7 @@ class Shard:
 
     @property
     def columns(self) -> Columns | None:
-        """As `Table.columns`."""
+        """Columns of the whole table, as in `Table.columns`; None: all."""
         if self.seen.columns is None:
             return None
         first, of = self.seen.columns

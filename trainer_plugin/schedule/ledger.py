@@ -200,7 +200,7 @@ _LEAST_PERSISTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Counts and timings of a trainer's checkpoints at one moment.
+    """Holds counts and timings of a trainer's checkpoints at one moment.
 
     Attributes:
         staged: checkpoints that were staged, and so survive this process, whatever their outcome.
@@ -380,5 +380,5 @@ def _error_text(error: BaseException) -> str:
     try:
         text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
     except Exception as broken:  # the class may be a user's, for instance of a reader's error
-        text = f"its text cannot be made ({type(broken).__name__})"
+        text = f"its message cannot be read ({type(broken).__name__})"
     return f"{type(error).__name__}: {text}"

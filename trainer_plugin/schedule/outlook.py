@@ -214,7 +214,7 @@ class _Whole(NamedTuple):
 
     Attributes:
         milli: their number, in thousandths.
-        of: where the number comes from, for messages.
+        of: what the number refers to, for messages.
     """
 
     milli: int
@@ -235,9 +235,9 @@ def _expected_of_the_whole(expected: ExpectedFailures | None, past: Past) -> _Wh
             assert left is not None  # None only if `job_hours` is given and exceeded
             hours = past.trained_ms / MS_PER_HOUR + left
         restores = expected.per_node_hour * expected.nodes * hours
-        return _Whole(_milli(min(restores, _MOST_EXPECTED)), f"of {hours:.3g} h")
+        return _Whole(_milli(min(restores, _MOST_EXPECTED)), f"in {hours:.3g} h")
     if past.precision is not None and past.precision.expected_milli is not None:
-        return _Whole(past.precision.expected_milli, "at most by what was recorded")
+        return _Whole(past.precision.expected_milli, "at most, as checkpoints record")
     return None
 
 

@@ -86,7 +86,7 @@ class MemoryBound:
             return True  # a user's state that cannot be read; `follow` logs the error
 
     def follow(self) -> None:
-        """Measure again if optimizers have created state. Raises only what a signal handler did."""
+        """Measure again if optimizers have created state. Never raises."""
         try:
             if self._count() != self._entries:
                 self._grow(self._measured())

@@ -709,7 +709,7 @@ class StagingArea:
             slots = area.slots_directory(self.run_directory).glob(whose)
             return system.f_bavail * system.f_frsize + sum(path.stat().st_size for path in slots)
         except OSError:
-            return None  # creating the area will say what is wrong with it
+            return None  # `create` reports what is wrong with the area
 
     def _file_system(self) -> os.statvfs_result | None:
         """Return the staging area's file system; the area need not exist yet. None: unknown."""
@@ -719,7 +719,7 @@ class StagingArea:
                 place = place.parent
             return os.statvfs(place)
         except OSError:
-            return None  # creating the area will say what is wrong with it
+            return None  # `create` reports what is wrong with the area
 
     def refuse_if_small(self, share: HostShare, *, jobs: int) -> None:
         """Refuse a file system that is too small for even the first snapshots.

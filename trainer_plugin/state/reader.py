@@ -379,7 +379,10 @@ class ResumableLoader:
         self._consumed += 1
 
     def expect_counts(self) -> None:
-        """Count batches as trained only by `count_consumed` from now on; none of this epoch is."""
+        """Count batches as trained only when `count_consumed` is called, from now on.
+
+        Batches already read in this epoch do not count as trained.
+        """
         if self._consumed is None:
             self._consumed = self._given_before
 
